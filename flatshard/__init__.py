@@ -1,0 +1,19 @@
+"""Flat-parameter fully sharded data parallel training for PyTorch."""
+
+from flatshard.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from flatshard.flat_param import FlatParameter
+from flatshard.shard_tensor import FlatShardTensor
+from flatshard.wrapper import ShardedWrapper, sharded_modules
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FlatParameter",
+    "FlatShardTensor",
+    "MixedPrecision",
+    "ShardedWrapper",
+    "ShardingStrategy",
+    "sharded_modules",
+]

@@ -1,0 +1,115 @@
+"""Before anything is sharded: do all ranks build the same model, with the same weights?"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from flatshard.collectives import Communicator
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+_CHUNK_NUMEL = 1 << 20
+
+
+def check_same_model(named: NamedTensors, settings: str, comm: Communicator) -> None:
+    """Compare names, shapes, dtypes and settings with the other ranks.
+
+    Collective: all ranks of ``comm``.
+
+    Args:
+        named: parameters and buffers with their names.
+        settings: what else must agree, as text.
+        comm: the ranks that train the model.
+
+    Raises:
+        ValueError: on every rank, naming the first difference.
+    """
+    lines = [f"settings {settings}"] + [
+        f"{name!r}: shape {tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}"
+        for name, t in named
+    ]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if len(set(comm.gather_objects(digest, label="comparing models"))) == 1:
+        return
+    everyone = comm.gather_objects(lines, label="comparing models")
+    for position, versions in enumerate(zip_longest(*everyone, fillvalue="nothing")):
+        if len(set(versions)) > 1:
+            other = next(r for r, line in enumerate(versions) if line != versions[0])
+            what = "settings" if position == 0 else f"parameter or buffer {position}"
+            raise ValueError(
+                f"ShardedWrapper: the ranks build different models. First difference, at {what}: "
+                f"rank 0 has {versions[0]}; rank {other} has {versions[other]}. Every rank must "
+                "wrap the same modules in the same order with the same settings."
+            )
+
+
+def sync_weights(named: NamedTensors, sync: bool | None, comm: Communicator) -> None:
+    """Make all ranks start from rank 0's weights.
+
+    Collective: all ranks of ``comm``.
+
+    Args:
+        named: parameters and buffers with their names; written in place.
+        sync: True sends always; None sends when a checksum finds a difference, with a warning;
+            False only warns.
+        comm: the ranks that train the model.
+    """
+    named = [(name, tensor.detach()) for name, tensor in named if tensor.device.type != "meta"]
+    if comm.size == 1 or not named:
+        return
+    if sync is not True:
+        sums = comm.gather_objects([_checksum(t) for _, t in named], label="comparing weights")
+        different = [
+            name for (name, _), values in zip(named, zip(*sums, strict=True), strict=True)
+            if len(set(values)) > 1
+        ]
+        if not different:
+            return
+        if comm.rank == 0:
+            first = f"{different[0]!r}" + (
+                f" and {len(different) - 1} more" if len(different) > 1 else ""
+            )
+            warnings.warn(
+                f"ShardedWrapper: the ranks start from different weights ({first}). "
+                + (
+                    "Every rank now takes rank 0's. Seed all ranks alike, or pass "
+                    "sync_module_states=True to say that this is meant."
+                    if sync is None
+                    else "Each keeps its own part, as sync_module_states=False asks: the result "
+                    "is a mixture of different models."
+                ),
+                stacklevel=4,
+            )
+        if sync is False:
+            return
+    with torch.no_grad():
+        for name, tensor in named:
+            contiguous = tensor.contiguous()
+            comm.broadcast(contiguous, label=name)
+            if contiguous is not tensor:
+                tensor.copy_(contiguous)
+
+
+def _checksum(tensor: Tensor) -> tuple[int, int]:
+    """Two sums over the bytes, one of them weighted by position."""
+    if tensor.numel() == 0:
+        return (0, 0)
+    data = tensor.detach().contiguous()
+    if data.is_complex():
+        data = torch.view_as_real(data)
+    data = data.reshape(-1).view(torch.uint8)
+    width = 8 if data.numel() % 8 == 0 and data.data_ptr() % 8 == 0 else 1
+    words = data.view(torch.int64) if width == 8 else data
+    plain, weighted = 0, 0
+    for number, chunk in enumerate(words.split(_CHUNK_NUMEL)):
+        wide = chunk.to(torch.int64)
+        place = torch.arange(1, wide.numel() + 1, device=wide.device)
+        plain += int(wide.sum())
+        weighted += (number + 1) * int((wide * place).sum())
+    return (plain, weighted)

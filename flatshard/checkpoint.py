@@ -1,0 +1,83 @@
+"""State dicts: full tensors under the unwrapped model's names, whatever the sharding.
+
+Hooks on the wrapped modules themselves do the work, so that ``model.state_dict()``,
+``model.module.state_dict()`` and a submodule's all give the same, and torch's own recursion keeps
+its order, its extra state and the users' hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from flatshard.handle import FlatParamHandle
+from flatshard.unit import Unit
+
+_DDP_PREFIX = "module."
+
+
+def hook_state_dicts(unit: Unit) -> None:
+    """Let the state dicts of a unit's module, and of all that contain it, hold full tensors."""
+    module = unit.module
+
+    def before_save(*_: Any) -> None:
+        for handle in unit.handles:
+            handle.show_placeholders()
+
+    def after_save(
+        _: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
+    ) -> None:
+        for handle in unit.handles:
+            _replace_by_full(handle, state_dict)
+            handle.hide_placeholders()
+
+    def before_load(
+        _: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers", False):
+            raise ValueError(
+                "load_state_dict(assign=True) would put whole tensors where shards are. Load "
+                "without assign: values are copied into the shards and cast to their dtype."
+            )
+        for handle in unit.handles:
+            handle.show_placeholders()
+
+    def after_load(*_: Any) -> None:
+        for handle in unit.handles:
+            handle.hide_placeholders()
+
+    module.register_state_dict_pre_hook(before_save)
+    module.register_state_dict_post_hook(after_save)
+    module.register_load_state_dict_pre_hook(before_load)
+    module.register_load_state_dict_post_hook(after_load)
+
+
+def _replace_by_full(handle: FlatParamHandle, state_dict: dict[str, Any]) -> None:
+    """Put full copies where the flat parameter's originals stand. Collective."""
+    places: list[tuple[str, int]] = []
+    for key, value in state_dict.items():
+        # With keep_vars=True users want the parameters themselves.
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            index = handle.index_of(value)
+            if index is not None:
+                places.append((key, index))
+    if not places:
+        return
+    full = handle.gather_full()
+    for key, index in places:
+        state_dict[key] = full[index]
+
+
+def without_ddp_prefix(state_dict: dict[str, Any], own_names: Iterable[str]) -> dict[str, Any]:
+    """The state dict with DistributedDataParallel's ``module.`` taken off, where it has it."""
+    own = set(own_names)
+    if (
+        state_dict
+        and all(key.startswith(_DDP_PREFIX) for key in state_dict)
+        and not any(name.startswith(_DDP_PREFIX) for name in own)
+    ):
+        return {key.removeprefix(_DDP_PREFIX): value for key, value in state_dict.items()}
+    return state_dict
+

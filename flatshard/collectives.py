@@ -1,0 +1,338 @@
+"""The only file that issues collectives. Takes tensors and groups, knows no parameter.
+
+[Note: which collective for which backend]
+gloo's own ``all_gather`` fills a temporary and its ``reduce_scatter`` is an all-reduce and a copy.
+On gloo, gathers are therefore sends and receives straight into the unsharded buffer, matched by a
+tag per flat parameter and so insensitive to the order in which ranks start them; reductions are an
+all-to-all followed by local additions in rank order, which also makes the sum the same in every
+run. Other backends use their own in-place collectives.
+
+[Note: groups]
+Collectives on one group match by order. Reductions start when gradients are there, gathers when
+parameters are needed, and the two may interleave differently on each rank: each kind has a group
+of its own. What ranks say to one another at the end of backward shares the gathers' group, where
+the order is that of the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: a peer died, ran other units, or did not come within the timeout."""
+
+
+class Event(NamedTuple):
+    """One started collective: ``kind`` is ``"gather"``, ``"reduce"``, ...; bytes of its result."""
+
+    kind: str
+    label: str
+    nbytes: int
+
+
+_recorders: list[list[Event]] = []
+
+
+@contextlib.contextmanager
+def record() -> Iterator[list[Event]]:
+    """List the collectives that this rank starts inside the context, in order."""
+    events: list[Event] = []
+    _recorders.append(events)
+    try:
+        yield events
+    finally:
+        _recorders.remove(events)
+
+
+def _note(kind: str, label: str, tensor: Tensor) -> None:
+    for events in _recorders:
+        events.append(Event(kind, label, tensor.numel() * tensor.element_size()))
+
+
+class Pending:
+    """A collective under way. Keeps its tensors alive until it was waited for."""
+
+    def __init__(
+        self, works: list[Any], what: str, *tensors: Tensor, then: Callable[[], None] | None = None
+    ) -> None:
+        self._works = works
+        self._what = what
+        self._tensors = tensors
+        self._then = then
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        """Finish; on an accelerator the current stream waits, not the host.
+
+        Raises:
+            CollectiveError: a peer failed or did not come within the group's timeout.
+        """
+        works, self._works = self._works, []
+        for work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise CollectiveError(
+                    f"{self._what} failed. A peer died, ran other units than this rank, or did "
+                    f"not come within the group's timeout. Look for the first error on the other "
+                    f"ranks. Reported by the backend: {error}"
+                ) from error
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        self._tensors = ()
+
+
+class Communicator:
+    """The ranks that share something, and how they move tensors. A group of one never sends.
+
+    Attributes:
+        rank: this rank within the group.
+        size: ranks in the group.
+        control_device: where a few numbers must lie to be sent; "cpu" unless the group has none.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """Collective when ``group`` has several ranks: makes the groups of the note above."""
+        self.group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.size = dist.get_world_size(group) if group is not None else 1
+        self._num_tags = 0
+        self.control_device = torch.device("cpu")
+        if group is None or self.size == 1:
+            return
+        if _cpu_backend(group) is None:
+            self.control_device = torch.device("cuda", torch.cuda.current_device())
+        self._sends_cpu_directly = _cpu_backend(group) == "gloo"
+        self._gather_group = _sibling(group) if self._sends_cpu_directly else group
+        self._reduce_group = _sibling(group)
+
+    def new_tag(self) -> int:
+        """A number that no other user of this communicator has.
+
+        Ranks that call this in the same order get the same numbers.
+        """
+        self._num_tags += 1
+        return self._num_tags
+
+    def all_gather(self, shard: Tensor, out: Tensor, *, label: str, tag: int) -> Pending:
+        """Begin filling ``out`` with every rank's shard, in rank order.
+
+        Collective: all ranks of the group.
+
+        Args:
+            shard: this rank's part, ``(shard_numel,)``; must not be written before the wait.
+            out: ``(shard_numel * size,)``, same dtype and device.
+            label: names the unit in errors and recordings.
+            tag: the flat parameter's number from ``new_tag``.
+
+        Raises:
+            ValueError: the two lengths do not fit the group size.
+        """
+        if out.numel() != shard.numel() * self.size:
+            raise ValueError(
+                f"{label}: gathering {shard.numel()} elements from {self.size} ranks does not "
+                f"fill {out.numel()}"
+            )
+        _note("gather", label, out)
+        what = f"unit {label!r}, rank {self.rank}: gathering parameters"
+        with _named(what):
+            if self.size == 1:
+                out.copy_(shard)
+                return Pending([], what)
+            if self._direct(shard):
+                works = self._exchange(shard, out, tag)
+            else:
+                work = dist.all_gather_into_tensor(
+                    out, shard, group=self._gather_group, async_op=True
+                )
+                works = [work]
+        return Pending(works, what, shard, out)
+
+    def reduce_scatter(self, buffer: Tensor, out: Tensor, *, label: str) -> Pending:
+        """Begin averaging ``buffer`` over the ranks, each receiving its part in ``out``.
+
+        Collective: all ranks of the group, in the same order of calls.
+
+        Args:
+            buffer: ``(shard_numel * size,)``; must not be touched before the wait.
+            out: ``(shard_numel,)``, same dtype and device; valid after the wait.
+            label: names the unit in errors and recordings.
+        """
+        _note("reduce", label, buffer)
+        what = f"unit {label!r}, rank {self.rank}: reducing gradients"
+        with _named(what):
+            if self._direct(buffer):
+                received = torch.empty_like(buffer)
+                work = dist.all_to_all_single(
+                    _as_bytes(received),
+                    _as_bytes(buffer),
+                    group=self._reduce_group,
+                    async_op=True,
+                )
+                parts = received.chunk(self.size)
+                return Pending(
+                    [work], what, buffer, received, then=lambda: _average_into(out, parts)
+                )
+            work = dist.reduce_scatter_tensor(
+                _as_real(out),
+                _as_real(buffer),
+                op=dist.ReduceOp.AVG,
+                group=self._reduce_group,
+                async_op=True,
+            )
+        return Pending([work], what, buffer, out)
+
+    def all_reduce(self, buffer: Tensor, *, label: str) -> Pending:
+        """Begin averaging ``buffer`` over the ranks, in place.
+
+        Collective: all ranks of the group, in the same order of calls.
+        """
+        _note("all_reduce", label, buffer)
+        what = f"unit {label!r}, rank {self.rank}: averaging gradients"
+        with _named(what):
+            work = dist.all_reduce(
+                _as_real(buffer), op=dist.ReduceOp.AVG, group=self._reduce_group, async_op=True
+            )
+        return Pending([work], what, buffer)
+
+    def reduce_scalars(self, values: Tensor, op: str, *, label: str) -> Tensor:
+        """Combine a few numbers over the ranks, in place, and wait; ``op`` as in ``ReduceOp``.
+
+        Collective: all ranks of the group, in the same order of calls.
+        """
+        if self.size == 1:
+            return values
+        _note("scalars", label, values)
+        with _named(f"{label!r}, rank {self.rank}: combining values over ranks"):
+            dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self._gather_group)
+        return values
+
+    def broadcast(self, tensor: Tensor, *, label: str) -> None:
+        """Overwrite ``tensor`` with rank 0's, and wait.
+
+        Collective: all ranks of the group, in the same order of calls.
+        """
+        if self.size == 1:
+            return
+        _note("broadcast", label, tensor)
+        assert self.group is not None
+        with _named(f"{label!r}, rank {self.rank}: broadcasting from rank 0"):
+            dist.broadcast(
+                _as_real(tensor), src=dist.get_global_rank(self.group, 0), group=self._gather_group
+            )
+
+    def gather_objects(self, value: Any, *, label: str) -> list[Any]:
+        """Every rank's ``value`` (picklable), in rank order, on every rank.
+
+        Collective: all ranks of the group, in the same order of calls.
+        """
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with _named(f"{label!r}, rank {self.rank}: comparing ranks"):
+            dist.all_gather_object(values, value, group=self._gather_group)
+        return values
+
+    def _direct(self, tensor: Tensor) -> bool:
+        return self._sends_cpu_directly and tensor.device.type == "cpu"
+
+    def _exchange(self, shard: Tensor, out: Tensor, tag: int) -> list[Any]:
+        group, rank = self._gather_group, self.rank
+        parts = _as_bytes(out).chunk(self.size)
+        source = _as_bytes(shard)
+        peers = [(rank + step) % self.size for step in range(1, self.size)]
+        works = [group.recv([parts[peer]], peer, tag) for peer in peers]
+        works += [group.send([source], peer, tag) for peer in peers]
+        if parts[rank].data_ptr() != source.data_ptr():
+            parts[rank].copy_(source)
+        return works
+
+
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
+    weakref.WeakKeyDictionary()
+)
+
+ALONE = Communicator(None)
+"""The group of one."""
+
+
+def communicator(group: dist.ProcessGroup | None) -> Communicator:
+    """The communicator of a process group, made at the first call; None gives ``ALONE``.
+
+    Collective at the first call for a group.
+    """
+    if group is None:
+        return ALONE
+    if group not in _communicators:
+        _communicators[group] = Communicator(group)
+    return _communicators[group]
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"{what} failed. Look for the first error on the other ranks. Reported by the "
+            f"backend: {error}"
+        ) from error
+
+
+def _sibling(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks, backend and timeout, with an order of its own."""
+    whole_world = group is dist.group.WORLD
+    sibling = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=_timeout(group),
+        backend=str(dist.get_backend_config(group)) if not whole_world else None,
+        use_local_synchronization=not whole_world,
+        group_desc="flatshard",
+    )
+    return sibling
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The group's timeout; ``new_group`` would otherwise take the backend's default."""
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return None
+
+
+def _cpu_backend(group: dist.ProcessGroup) -> str | None:
+    try:
+        return group._get_backend(torch.device("cpu")).name()
+    except RuntimeError:
+        return None
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return _as_real(tensor).view(-1).view(torch.uint8)
+
+
+def _average_into(out: Tensor, parts: tuple[Tensor, ...]) -> None:
+    """Sum in rank order, so that every run and every rank rounds alike."""
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)
+    out.div_(len(parts))

@@ -1,0 +1,712 @@
+"""``FlatParamHandle``: owns every buffer of one flat parameter, which is one segment of a unit.
+
+It works on the current stream with explicit arguments, never picks a stream and never reads the
+phase of a step: ``Unit`` decides when.
+
+[Note: one storage for life]
+Autograd saves views of the gathered parameters (a ``weight.t()``, say). They stay valid because
+the unsharded buffer's storage object stays the same: it is resized to zero to free it and back
+before the next gather.
+
+[Note: who is who]
+    sharded   what users and optimizers hold: true-shape ``FlatShardTensor`` parameters, or one
+              ``FlatParameter`` (``use_orig_params=False``), over this rank's shard
+    full      plain parameters over the unsharded buffer; modules hold them while they compute
+Where one rank holds everything and nothing is cast, the shard *is* the unsharded buffer and, with
+``use_orig_params=True``, the sharded parameters are the full ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatshard.collectives import Communicator, Pending
+from flatshard.flat_param import FlatParameter
+from flatshard.layout import FlatLayout, LocalSpan
+from flatshard.ownership import OwnedParam
+from flatshard.shard_tensor import FlatShardTensor, ShardSpec
+
+
+class ShardState(enum.Enum):
+    """Whether the unsharded buffer exists. Moves only in ``FlatParamHandle``."""
+
+    SHARDED = "SHARDED"
+    UNSHARDING = "UNSHARDING"
+    UNSHARDED = "UNSHARDED"
+
+
+class FlatParamHandle:
+    """One flat parameter: parameters of one unit that agree in dtype and ``requires_grad``.
+
+    Attributes:
+        unit_name: names the unit in errors.
+        layout: where each original parameter lies.
+        shard: this rank's part, ``(layout.shard_numel,)``; what the optimizer updates.
+        buffer: the unsharded buffer, ``(layout.padded_numel,)``; empty storage while SHARDED.
+        sharded: the parameters that users see.
+        full: the parameters that compute, in the order of ``layout.spans``.
+        state: see ``ShardState``.
+        filled: original parameters whose gradient lies in the gradient buffer, by index.
+        seen: those whose gradient came since the unit was last gathered for backward.
+        used: those that got a gradient since the last publication.
+    """
+
+    def __init__(
+        self,
+        owned: list[OwnedParam],
+        unit_name: str,
+        *,
+        comm: Communicator,
+        replicas: Communicator,
+        device: torch.device,
+        compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        use_orig_params: bool,
+        on_grad: Callable[[FlatParamHandle], None],
+    ) -> None:
+        """Flatten ``owned``, keep this rank's shard, and turn the originals into its views.
+
+        Args:
+            owned: parameters of one dtype, device and ``requires_grad``.
+            unit_name: the unit's name in the unwrapped model.
+            comm: the ranks that split the flat parameter.
+            replicas: the ranks that hold the same shard.
+            device: where the shard lives and the unit computes.
+            compute_dtype: dtype of the full parameters; None keeps the parameters' own.
+            reduce_dtype: dtype in which gradients are reduced; None takes ``compute_dtype``.
+            use_orig_params: whether users see original parameters or one ``FlatParameter``.
+            on_grad: called after a gradient was put into its slot.
+        """
+        self.unit_name = unit_name
+        self._owned = owned
+        self._comm, self._replicas = comm, replicas
+        self._tag = comm.new_tag()
+        self._use_orig_params = use_orig_params
+        self._compute_dtype, self._reduce_dtype = compute_dtype, reduce_dtype
+        self._on_grad = on_grad
+        self._is_installed = False
+        self.state = ShardState.SHARDED
+        self._gather: Pending | None = None
+        self._gathered_version = -1
+        self._grad_buffer: Tensor | None = None
+        self._grad_slots: list[Tensor] = []
+        self.filled: set[int] = set()
+        self.seen: set[int] = set()
+        self.used: set[int] = set()
+        self._reduction: tuple[Pending, Tensor] | None = None
+        self._reduced: Tensor | None = None
+        self._earlier_grads: list[Tensor | None] = []
+
+        first = owned[0].param
+        self.layout = FlatLayout.build(
+            ((o.name, o.param.shape) for o in owned),
+            world_size=comm.size,
+            itemsize=first.element_size(),
+        )
+        with torch.no_grad(), torch.inference_mode(False):
+            self._adopt_shard(self._flatten_originals(device))
+            self.sharded = self._make_sharded([o.param.requires_grad for o in owned])
+        self._make_buffer()
+        self.uninstall()
+
+    # ------------------------------------------------------------ construction
+
+    def _flatten_originals(self, device: torch.device) -> Tensor:
+        """This rank's shard, copied from the originals."""
+        first = self._owned[0].param
+        flat = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=device)
+        for span, owned in zip(self.layout.spans, self._owned, strict=True):
+            flat[span.start : span.end].view(span.shape).copy_(owned.param)
+        if self._comm.size == 1:
+            return flat
+        start, end = self.layout.shard_range(self._comm.rank)
+        return flat[start:end].clone()
+
+    def _adopt_shard(self, shard: Tensor) -> None:
+        self.shard = shard
+        self.local_spans: list[LocalSpan] = [
+            self.layout.local_span(index, self._comm.rank) for index in range(len(self._owned))
+        ]
+        self._specs = [
+            ShardSpec(
+                span.name,
+                self.unit_name,
+                span.shape,
+                offset=local.offset,
+                numel=local.numel,
+                comm=self._comm,
+            )
+            for span, local in zip(self.layout.spans, self.local_spans, strict=True)
+        ]
+        self._flat_spec = ShardSpec(
+            f"{self.unit_name or 'the root'}'s flat parameter",
+            self.unit_name,
+            shard.shape,
+            offset=0,
+            numel=shard.numel(),
+            comm=self._comm,
+        )
+
+    def _make_sharded(self, requires_grad: list[bool]) -> list[nn.Parameter]:
+        """The parameters that users see; originals keep their identity."""
+        if not self._use_orig_params:
+            self._placeholders: list[Tensor] = self._shard_views(None)
+            flat = FlatParameter(self.shard, requires_grad[0], self.layout, self._comm.rank)
+            return [flat]
+        self._placeholders = []
+        if self._comm.size == 1:
+            for owned, span in zip(self._owned, self.layout.spans, strict=True):
+                # Hooks and attributes stay where they are: only the memory moves.
+                owned.param.data = self.shard[span.start : span.end].view(span.shape)
+        else:
+            views = self._shard_views(requires_grad)
+            for owned, view in zip(self._owned, views, strict=True):
+                _become(owned, view)
+        return [owned.param for owned in self._owned]
+
+    def _shard_views(self, requires_grad: list[bool] | None) -> list[Tensor]:
+        """One true-shape tensor per original parameter, over this rank's range of it."""
+        views: list[Tensor] = []
+        for index, (spec, local) in enumerate(zip(self._specs, self.local_spans, strict=True)):
+            piece = self.shard[local.start : local.end]
+            if requires_grad is None:
+                views.append(FlatShardTensor(piece, spec))
+            else:
+                views.append(FlatShardTensor.parameter(piece, spec, requires_grad[index]))
+        return views
+
+    @property
+    def _aliased(self) -> bool:
+        """Whether the shard is the unsharded buffer."""
+        return self._comm.size == 1 and self.compute_dtype == self.shard.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the full parameters."""
+        return self._lower(self._compute_dtype)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are reduced."""
+        return self._lower(self._reduce_dtype or self._compute_dtype)
+
+    def _lower(self, dtype: torch.dtype | None) -> torch.dtype:
+        own = self.shard.dtype
+        return dtype if dtype is not None and own.is_floating_point else own
+
+    def _make_buffer(self) -> None:
+        """The unsharded buffer and the full parameters over it; views are made once."""
+        requires_grad = [p.requires_grad for p in self.sharded]
+        if not self._use_orig_params:
+            requires_grad = requires_grad * len(self._owned)
+        with torch.no_grad(), torch.inference_mode(False):
+            if self._aliased:
+                self.buffer = self.shard
+            else:
+                self.buffer = torch.empty(
+                    self.layout.padded_numel, dtype=self.compute_dtype, device=self.shard.device
+                )
+            if self._aliased and self._use_orig_params:
+                self.full = self.sharded
+            else:
+                self.full = [
+                    nn.Parameter(self.buffer[span.start : span.end].view(span.shape))
+                    for span in self.layout.spans
+                ]
+            for index, (spec, full) in enumerate(zip(self._specs, self.full, strict=True)):
+                spec.full = full
+                # A frozen tensor refuses the hook; it may be unfrozen later.
+                full.requires_grad_(True)
+                full.register_post_accumulate_grad_hook(self._grad_hook(index))
+                full.requires_grad_(requires_grad[index])
+                if self._use_orig_params and self._comm.size > 1:
+                    _move_hooks(self.sharded[index], full)
+        if not self._aliased:
+            self._free_buffer()
+        self._sites = [
+            (site.module, site.attribute, index)
+            for index, owned in enumerate(self._owned)
+            for site in owned.sites
+        ]
+        modules = {site.module for owned in self._owned for site in owned.sites}
+        self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
+
+    def rename(self, unit_name: str, strip: Callable[[str], str]) -> None:
+        """Take names relative to another root; ``strip`` maps the old to the new ones."""
+        self.unit_name = self._flat_spec.unit = unit_name
+        for spec in self._specs:
+            spec.name, spec.unit = strip(spec.name), unit_name
+
+    # ------------------------------------------------------------ gather and free
+
+    def unshard(self) -> None:
+        """Begin gathering the parameters, unless they are there or coming.
+
+        Collective: all ranks of the shard group.
+        State: SHARDED -> UNSHARDING.
+        """
+        if self._aliased:
+            self.state = ShardState.UNSHARDED
+            return
+        if self.state is not ShardState.SHARDED:
+            if self._gathered_version == self.version:
+                return
+            # The shard was written since: what was gathered is stale.
+            self.wait_unshard()
+            self.reshard()
+        with torch.no_grad(), torch.inference_mode(False):
+            self._allocate_buffer()
+            self._gathered_version = self.version
+            source = self.shard.detach()
+            if source.dtype != self.compute_dtype:
+                source = source.to(self.compute_dtype)
+            self._gather = self._comm.all_gather(
+                source, self.buffer, label=self.unit_name, tag=self._tag
+            )
+        self.state = ShardState.UNSHARDING
+
+    def wait_unshard(self) -> None:
+        """Finish the gather that ``unshard`` began.
+
+        State: UNSHARDING -> UNSHARDED.
+
+        Raises:
+            CollectiveError: a peer failed.
+        """
+        gather, self._gather = self._gather, None
+        if gather is not None:
+            try:
+                # Autograd must not take the refill for an edit of what it saved.
+                with torch.autograd._unsafe_preserve_version_counter(self.buffer):
+                    gather.wait()
+            except Exception:
+                self.state = ShardState.SHARDED
+                self._free_buffer()
+                raise
+        self.state = ShardState.UNSHARDED
+
+    def reshard(self) -> None:
+        """Give back the unsharded buffer; does nothing when there is none.
+
+        State: UNSHARDED -> SHARDED. No communication.
+        """
+        if self.state is ShardState.SHARDED:
+            return
+        if self.state is ShardState.UNSHARDING:
+            self.wait_unshard()
+        self.state = ShardState.SHARDED
+        if not self._aliased:
+            self._free_buffer()
+
+    @property
+    def version(self) -> int:
+        """Grows whenever the shard is written."""
+        if self._use_orig_params and self._comm.size == 1:
+            return sum(param._version for param in self.sharded)
+        return self.shard._version
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the buffer holds what the shards hold."""
+        return self.state is ShardState.UNSHARDED and (
+            self._aliased or self._gathered_version == self.version
+        )
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the unsharded buffer in bytes; 0 where the shard is the buffer."""
+        return 0 if self._aliased else self.buffer.numel() * self.buffer.element_size()
+
+    def _allocate_buffer(self) -> None:
+        self.buffer.untyped_storage().resize_(self.buffer.numel() * self.buffer.element_size())
+
+    def _free_buffer(self) -> None:
+        self.buffer.untyped_storage().resize_(0)
+
+    def install(self) -> None:
+        """Give the modules the full parameters.
+
+        Raises:
+            RuntimeError: a module's parameter was replaced by another object since wrapping.
+        """
+        if self.full is self.sharded:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._use_orig_params:
+                for full, sharded in zip(self.full, self.sharded, strict=True):
+                    if full.requires_grad is not sharded.requires_grad:
+                        full.requires_grad_(sharded.requires_grad)
+            else:
+                for full in self.full:
+                    full.requires_grad_(self.sharded[0].requires_grad)
+        for module, attribute, index in self._sites:
+            present = module._parameters.get(attribute)
+            if present is not self._outside(index) and present is not self.full[index]:
+                raise RuntimeError(
+                    f"parameter {self.layout.spans[index].name!r} (unit {self.unit_name!r}) was "
+                    "replaced after wrapping. Assign values with p.copy_(...), or replace the "
+                    "parameter before wrapping."
+                )
+        self._put(self.full)
+
+    def _put(self, params: list[nn.Parameter]) -> None:
+        for module, attribute, index in self._sites:
+            module.__dict__.pop(attribute, None)
+            module._parameters[attribute] = params[index]
+        self._is_installed = True
+        self._rebuild_rnns()
+
+    def uninstall(self) -> None:
+        """Give the modules the sharded parameters back."""
+        if self.full is self.sharded:
+            return
+        for module, attribute, index in self._sites:
+            module._parameters[attribute] = self._outside(index)
+            if self._placeholders:
+                # Found before ``_parameters``: reading the weight gives a tensor that explains.
+                module.__dict__[attribute] = self._placeholders[index]
+        self._is_installed = False
+        self._rebuild_rnns()
+
+    def _outside(self, index: int) -> nn.Parameter | None:
+        return self.sharded[index] if self._use_orig_params else None
+
+    def _rebuild_rnns(self) -> None:
+        for module in self._rnns:
+            module.__dict__["_flat_weights"] = [
+                getattr(module, name, None) for name in module._flat_weights_names
+            ]
+
+    # ------------------------------------------------------------ gradients
+
+    def num_trainable(self) -> int:
+        """Full parameters that ask for a gradient."""
+        return sum(full.requires_grad for full in self.full)
+
+    def begin_backward(self) -> None:
+        """Keep earlier gradients apart from those of the backward that begins.
+
+        Only where the sharded parameters compute themselves: autograd would add to them.
+        """
+        self.seen.clear()
+        if self.full is not self.sharded or self._earlier_grads:
+            return
+        self._earlier_grads = [p.grad for p in self.sharded]
+        for param in self.sharded:
+            param.grad = None
+
+    def _grad_hook(self, index: int) -> Callable[[Tensor], None]:
+        def hook(full: Tensor) -> None:
+            self._receive_grad(index, full)
+            self._on_grad(self)
+
+        return hook
+
+    def _receive_grad(self, index: int, full: Tensor) -> None:
+        """Copy a gradient into its slot, in the reduce dtype, and drop it."""
+        grad = full.grad
+        assert grad is not None
+        full.grad = None
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"parameter {self.layout.spans[index].name!r}: backward(create_graph=True) gives "
+                "gradients that are differentiable themselves, which sharded ones cannot be. Use "
+                "torch.autograd.grad for the inner gradient and backward() for the outer one."
+            )
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        with torch.no_grad():
+            if self._grad_buffer is None:
+                self._allocate_grad_buffer()
+            slot = self._grad_slots[index]
+            if index in self.filled:
+                slot.add_(grad)
+            else:
+                slot.copy_(grad)
+        for marks in (self.filled, self.seen, self.used):
+            marks.add(index)
+
+    def _allocate_grad_buffer(self) -> None:
+        buffer = torch.empty(
+            self.layout.padded_numel, dtype=self.reduce_dtype, device=self.shard.device
+        )
+        for start, end in self.layout.gaps:
+            buffer[start:end].zero_()
+        self._grad_slots = [
+            buffer[span.start : span.end].view(span.shape) for span in self.layout.spans
+        ]
+        self._grad_buffer = buffer
+
+    def start_reduce(self) -> int:
+        """Begin averaging the gradient buffer over the ranks; what was not filled counts as zero.
+
+        Collective: all ranks of both groups, in the same order of calls.
+
+        Returns:
+            Bytes that are held until ``finish_reduce``.
+        """
+        self.finish_reduce()
+        with torch.no_grad():
+            if self._grad_buffer is None:
+                self._allocate_grad_buffer()
+            for index, slot in enumerate(self._grad_slots):
+                if index not in self.filled:
+                    slot.zero_()
+            buffer = self._grad_buffer
+            assert buffer is not None
+            self._grad_buffer, self._grad_slots = None, []
+            self.filled.clear()
+            label = self.unit_name
+            if self._comm.size > 1:
+                out = buffer.new_empty(self.layout.shard_numel)
+                self._reduction = self._comm.reduce_scatter(buffer, out, label=label), out
+            elif self._replicas.size > 1:
+                self._reduction = self._replicas.all_reduce(buffer, label=label), buffer
+            else:
+                self._reduction = Pending([], label), buffer
+        return 2 * buffer.numel() * buffer.element_size()
+
+    def reduce_done(self) -> bool:
+        """Whether ``finish_reduce`` would return at once."""
+        return self._reduction is None or self._reduction[0].done()
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction under way and add its result to this backward's gradient."""
+        if self._reduction is None:
+            return
+        (pending, out), self._reduction = self._reduction, None
+        pending.wait()
+        if self._reduced is None:
+            self._reduced = out if out.dtype == self.shard.dtype else out.to(self.shard.dtype)
+        else:
+            self._reduced.add_(out)
+
+    def publish(self, used: list[bool]) -> None:
+        """Put the reduced gradients into ``.grad``, adding to what is there.
+
+        Args:
+            used: per original parameter, whether any rank used it; ``.grad`` of the others stays.
+        """
+        self.used.clear()
+        reduced, self._reduced = self._reduced, None
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if not self._use_orig_params:
+                if reduced is not None and any(used):
+                    _add_grad(self.sharded[0], FlatShardTensor(reduced, self._flat_spec))
+                return
+            for index, param in enumerate(self.sharded):
+                earlier = self._earlier_grads[index] if self._earlier_grads else None
+                if reduced is not None and used[index]:
+                    _add_grad(param, self._grad_view(reduced, index), earlier)
+                elif earlier is not None:
+                    param.grad = earlier
+        self._earlier_grads = []
+
+    def run_post_accumulate_hooks(self, used: list[bool]) -> None:
+        """Call the users' hooks of every parameter that got a gradient."""
+        for spec, param, was_used in zip(self._specs, self.sharded, used, strict=False):
+            if was_used and self._use_orig_params:
+                for hook in list(spec.post_accumulate_hooks.values()):
+                    hook(param)
+
+    def _grad_view(self, reduced: Tensor, index: int) -> Tensor:
+        local = self.local_spans[index]
+        piece = reduced[local.start : local.end]
+        if self._comm.size == 1:
+            return piece.view(self.layout.spans[index].shape)
+        return FlatShardTensor(piece, self._specs[index])
+
+    def drop_grads(self) -> None:
+        """Forget gradients that were not published, after a backward that failed."""
+        self._grad_buffer, self._grad_slots, self._reduced = None, [], None
+        for marks in (self.filled, self.seen, self.used):
+            marks.clear()
+        if self._reduction is not None:
+            (pending, _), self._reduction = self._reduction, None
+            pending.wait()
+        for full in self.full:
+            full.grad = None
+        if self._earlier_grads:
+            for param, earlier in zip(self.sharded, self._earlier_grads, strict=True):
+                param.grad = earlier
+            self._earlier_grads = []
+
+    # ------------------------------------------------------------ whole tensors
+
+    def show_placeholders(self) -> None:
+        """With ``use_orig_params=False``, list the originals among the modules' parameters."""
+        if self._placeholders and not self._is_installed:
+            for module, attribute, index in self._sites:
+                module._parameters[attribute] = self._placeholders[index]  # type: ignore[assignment]
+
+    def hide_placeholders(self) -> None:
+        """Undo ``show_placeholders``."""
+        if self._placeholders and not self._is_installed:
+            for module, attribute, _ in self._sites:
+                module._parameters[attribute] = None
+
+    def hide(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Take the parameters out of the modules; returns what to put back where."""
+        hidden = []
+        for module, attribute, _ in self._sites:
+            hidden.append((module._parameters, attribute, module._parameters[attribute]))
+            module._parameters[attribute] = None
+        return hidden
+
+    @contextlib.contextmanager
+    def summoned(self, writeback: bool) -> Iterator[None]:
+        """Let the modules hold whole plain parameters, in the shard's own dtype.
+
+        Collective: all ranks of the shard group, at entry.
+
+        Args:
+            writeback: keep what was written to them; otherwise it is lost.
+        """
+        if self.full is self.sharded:
+            yield
+            return
+        self.reshard()
+        full = self.gather_full()
+        with torch._C.DisableTorchFunctionSubclass():
+            requires_grad = [p.requires_grad for p in self.sharded]
+        if not self._use_orig_params:
+            requires_grad = requires_grad * len(full)
+        params = [nn.Parameter(t, requires_grad=r) for t, r in zip(full, requires_grad, strict=True)]
+        self._put(params)
+        try:
+            yield
+        finally:
+            self.uninstall()
+            if writeback:
+                with torch.no_grad():
+                    for spec, local, param in zip(
+                        self._specs, self.local_spans, params, strict=True
+                    ):
+                        self.shard[local.start : local.end].copy_(spec.slice(param))
+
+    def gather_full(self) -> list[Tensor]:
+        """Copies of the original parameters, in the shard's own dtype.
+
+        Collective: all ranks of the shard group, unless the buffer is current.
+        State: stays as it is.
+        """
+        with torch.no_grad(), torch.inference_mode(False):
+            if self.is_current and self.compute_dtype == self.shard.dtype:
+                flat = self.buffer
+            else:
+                flat = self.shard.new_empty(self.layout.padded_numel)
+                self._comm.all_gather(
+                    self.shard.detach(), flat, label=self.unit_name, tag=self._tag
+                ).wait()
+            return [
+                flat[span.start : span.end].view(span.shape).clone() for span in self.layout.spans
+            ]
+
+    def index_of(self, tensor: Tensor) -> int | None:
+        """Which original parameter ``tensor`` shows, or None."""
+        if isinstance(tensor, FlatShardTensor):
+            return next((i for i, spec in enumerate(self._specs) if spec is tensor._spec), None)
+        storage = tensor.untyped_storage()._cdata
+        if storage != self.buffer.untyped_storage()._cdata:
+            return None
+        start = tensor.storage_offset()
+        return next(
+            (
+                index
+                for index, span in enumerate(self.layout.spans)
+                if span.start == start and span.shape == tuple(tensor.shape)
+            ),
+            None,
+        )
+
+    def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
+        self.reshard()
+        with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            converted = fn(self.shard)
+            if converted is self.shard:
+                return
+            grads = [p.grad for p in self.sharded]
+            requires_grad = [p.requires_grad for p in self.sharded]
+            before = self._specs
+            self._adopt_shard(converted)
+            for spec, old in zip(self._specs, before, strict=True):
+                spec.post_accumulate_hooks = old.post_accumulate_hooks
+            for param in self.sharded:
+                param.grad = None
+            self._repoint(requires_grad)
+            for index, (param, grad) in enumerate(zip(self.sharded, grads, strict=True)):
+                if isinstance(grad, FlatShardTensor):
+                    spec = self._specs[index] if self._use_orig_params else self._flat_spec
+                    param.grad = FlatShardTensor(fn(grad._local), spec)
+                elif grad is not None:
+                    param.grad = fn(grad)
+        self._make_buffer()
+        self.uninstall()
+
+    def _repoint(self, requires_grad: list[bool]) -> None:
+        """Let the sharded parameters show the new shard, keeping their identity."""
+        if not self._use_orig_params:
+            self.sharded[0].data = self.shard
+            # A view of the parameter, so that both share one version counter.
+            self.shard = self.sharded[0].detach()
+            self._placeholders = self._shard_views(None)
+        elif self._comm.size == 1:
+            for param, span in zip(self.sharded, self.layout.spans, strict=True):
+                param.data = self.shard[span.start : span.end].view(span.shape)
+        else:
+            views = self._shard_views(requires_grad)
+            for owned, view in zip(self._owned, views, strict=True):
+                _become(owned, view)
+
+
+def _add_grad(param: nn.Parameter, grad: Tensor, earlier: Tensor | None = None) -> None:
+    """Publish ``grad``; what was accumulated before, or by the user, stays in it."""
+    for present in (param.grad, earlier):
+        if present is not None:
+            grad.add_(present)
+    param.grad = grad
+
+
+def _become(owned: OwnedParam, view: FlatShardTensor) -> None:
+    """Turn an original parameter, in place, into ``view``; it keeps identity and attributes.
+
+    Raises:
+        RuntimeError: something else holds on to the parameter's memory.
+    """
+    param = owned.param
+    for site in owned.sites:
+        if isinstance(site.module, nn.RNNBase):
+            # Weak references, which forbid the exchange; rebuilt whenever weights are installed.
+            site.module._flat_weight_refs = []
+            site.module.__dict__["_flat_weights"] = []
+    attributes = {k: v for k, v in param.__dict__.items() if k not in view.__dict__}
+    tensor_hooks = list((param._backward_hooks or {}).values())
+    post_hooks = list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+    param.grad = None
+    try:
+        torch.utils.swap_tensors(param, view)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"parameter {owned.name!r} cannot be sharded: a graph, a view or a weak reference "
+            "still holds it (a loss kept from before wrapping, say). Drop that, or wrap the model "
+            f"earlier. ({error})"
+        ) from error
+    # The exchanged tensor keeps the hooks of the parameter alive; they belong to the new one.
+    param.__dict__.update(attributes)
+    param._hooks_before = (tensor_hooks, post_hooks)  # type: ignore[attr-defined]
+
+
+def _move_hooks(sharded: nn.Parameter, full: nn.Parameter) -> None:
+    """Hooks from before wrapping fire where they must: tensor hooks on the full gradient."""
+    tensor_hooks, post_hooks = sharded.__dict__.pop("_hooks_before", ((), ()))
+    for hook in tensor_hooks:
+        full.register_hook(hook)
+    for hook in post_hooks:
+        sharded.register_post_accumulate_grad_hook(hook)

@@ -1,0 +1,156 @@
+"""The flat layout: where each original parameter lies in one padded 1-D space, and who holds what.
+
+A layout is a pure function of names, shapes, alignment and world size. Every rank computes the
+same one, so no communication is ever needed to know who owns an element.
+
+    a:(2,3) b:(5,) on 2 ranks, alignment 1 -> numel 11, padded_numel 12, shard_numel 6
+      rank 0 |a a a a a a|   rank 1 |b b b b b .|
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+ALIGNMENT_BYTES = 16
+"""Every original parameter, and every rank's shard, starts at a multiple of this many bytes."""
+
+
+@dataclass(frozen=True)
+class ParamSpan:
+    """One original parameter's half-open range ``[start, end)`` in the flat space, in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the original parameter."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class LocalSpan:
+    """The part of one original parameter that lies in one rank's shard; may be empty.
+
+    ``[start, end)`` is in elements of the shard, ``offset`` is the index, in the flattened
+    original parameter, of the element at ``start``.
+    """
+
+    start: int
+    end: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter that this rank holds."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Offsets, padding and shard ranges of one flat parameter.
+
+    Attributes:
+        spans: one range per original parameter, ascending, disjoint, each start aligned.
+        world_size: ranks that share the flat parameter.
+        shard_numel: elements that each rank holds, padding included.
+    """
+
+    spans: tuple[ParamSpan, ...]
+    world_size: int
+    shard_numel: int
+
+    @classmethod
+    def build(
+        cls,
+        named_shapes: Iterable[tuple[str, Sequence[int]]],
+        *,
+        world_size: int,
+        itemsize: int,
+    ) -> FlatLayout:
+        """Lay parameters out one after the other.
+
+        Args:
+            named_shapes: name and shape of each original parameter, in registration order.
+            world_size: ranks to share among, at least 1.
+            itemsize: bytes per element; decides the alignment.
+
+        Raises:
+            ValueError: ``world_size`` or ``itemsize`` below 1.
+        """
+        if world_size < 1 or itemsize < 1:
+            raise ValueError(
+                f"world_size and itemsize must be at least 1, got {world_size} and {itemsize}"
+            )
+        align = max(1, ALIGNMENT_BYTES // itemsize)
+        spans: list[ParamSpan] = []
+        end = 0
+        for name, shape in named_shapes:
+            start = _round_up(end, align)
+            end = start + math.prod(shape)
+            spans.append(ParamSpan(name, tuple(shape), start, end))
+        shard_numel = _round_up(-(-end // world_size), align)
+        return cls(tuple(spans), world_size, shard_numel)
+
+    def __post_init__(self) -> None:
+        """Check the invariants that everything else relies on."""
+        end = 0
+        for span in self.spans:
+            assert span.start >= end, f"{span.name} overlaps its neighbour"
+            assert span.numel == math.prod(span.shape), f"{span.name} has a range of another size"
+            end = span.end
+        assert self.padded_numel >= end, "the shards do not cover the parameters"
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all original parameters, without padding."""
+        return sum(span.numel for span in self.spans)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the unsharded buffer."""
+        return self.shard_numel * self.world_size
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements that belong to no parameter."""
+        return self.padded_numel - self.numel
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The half-open ranges of the flat space that are padding, ascending, none empty."""
+        gaps = []
+        end = 0
+        for span in (*self.spans, ParamSpan("", (0,), self.padded_numel, self.padded_numel)):
+            if span.start > end:
+                gaps.append((end, span.start))
+            end = max(end, span.end)
+        return tuple(gaps)
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """The half-open range of the flat space that ``rank`` holds."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def local_span(self, index: int, rank: int) -> LocalSpan:
+        """Where original parameter ``index`` lies in the shard of ``rank``."""
+        span = self.spans[index]
+        begin, stop = self.shard_range(rank)
+        start = min(max(span.start, begin), stop)
+        end = max(min(span.end, stop), start)
+        offset = min(max(start - span.start, 0), span.numel)
+        return LocalSpan(start - begin, end - begin, offset)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for two layouts exactly when they place the same names and shapes alike."""
+        return hashlib.sha256(repr((self.spans, self.world_size)).encode()).hexdigest()[:16]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

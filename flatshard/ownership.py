@@ -1,0 +1,91 @@
+"""Which unit owns which parameter, and at which places in the model a parameter stands."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from flatshard.flat_param import FlatParameter
+from flatshard.shard_tensor import FlatShardTensor
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place of a parameter: ``module._parameters[attribute]``, and its name in the model."""
+
+    module: nn.Module
+    attribute: str
+    name: str
+
+
+@dataclass
+class OwnedParam:
+    """An original parameter with all its places; the first one names it."""
+
+    param: nn.Parameter
+    sites: list[Site] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the unwrapped model; the first one of a tied parameter."""
+        return self.sites[0].name
+
+
+def find_owners(
+    root: nn.Module, unit_modules: Collection[nn.Module]
+) -> dict[nn.Module, list[OwnedParam]]:
+    """Give every parameter to the lowest unit that contains all its users.
+
+    Ties are found by identity, so a weight shared by two units is stored once, in the unit that
+    contains both. Parameters that a unit already owns are passed over.
+
+    Args:
+        root: the outermost unit.
+        unit_modules: the units below it.
+
+    Returns:
+        For every unit, ``root`` first, what it owns in registration order; may be nothing.
+    """
+    units = {*unit_modules, root}
+    found: dict[int, OwnedParam] = {}
+    common: dict[int, list[nn.Module]] = {}
+    seen_sites: set[tuple[int, str]] = set()
+    for path, chain in _paths(root, units):
+        module = chain[-1]
+        prefix = f"{path}." if path else ""
+        enclosing = [ancestor for ancestor in chain if ancestor in units]
+        for attribute, param in module._parameters.items():
+            if param is None or isinstance(param, FlatShardTensor | FlatParameter):
+                continue
+            key = id(param)
+            owned = found.setdefault(key, OwnedParam(param))
+            if (id(module), attribute) not in seen_sites:
+                seen_sites.add((id(module), attribute))
+                owned.sites.append(Site(module, attribute, prefix + attribute))
+            before = common.get(key, enclosing)
+            common[key] = [unit for unit in before if unit in enclosing]
+    owners: dict[nn.Module, list[OwnedParam]] = {root: []}
+    owners.update({unit: [] for unit in unit_modules})
+    for key, owned in found.items():
+        owners[common[key][-1]].append(owned)
+    return owners
+
+
+def _paths(
+    root: nn.Module, units: Collection[nn.Module]
+) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
+    """Every path to every module, with the modules on it; a shared module has several."""
+
+    def visit(
+        path: str, chain: tuple[nn.Module, ...]
+    ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
+        yield path, chain
+        transparent = getattr(chain[-1], "hidden_in_names", False)
+        for name, child in chain[-1]._modules.items():
+            if child is not None and child not in chain:
+                below = path if transparent else f"{path}.{name}" if path else name
+                yield from visit(below, (*chain, child))
+
+    yield from visit("", (root,))

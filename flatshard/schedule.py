@@ -1,0 +1,93 @@
+"""The execution order: which unit ran after which, and what to gather next. Integers only."""
+
+from __future__ import annotations
+
+
+class ExecutionOrder:
+    """Records the order of units in a forward and predicts from it.
+
+    Prediction is a hint: a unit that comes out of order is gathered on demand, and the order is
+    recorded afresh in every forward.
+    """
+
+    def __init__(self) -> None:
+        self._previous: list[int] = []
+        self._current: list[int] = []
+
+    def begin_forward(self) -> None:
+        """Start a new recording; what was recorded before becomes the prediction."""
+        if self._current:
+            self._previous = self._current
+        self._current = []
+
+    def record(self, unit: int) -> None:
+        """Note that ``unit`` runs now."""
+        self._current.append(unit)
+
+    def next_forward(self) -> int | None:
+        """The unit expected after the one recorded last, or None when there is no prediction."""
+        position = len(self._current)
+        previous = self._previous
+        if position == 0 or position >= len(previous):
+            return None
+        # A forward that left the recorded order gets no guesses until it is recorded whole.
+        if previous[position - 1] != self._current[-1]:
+            return None
+        return previous[position]
+
+    def next_backward(self, unit: int) -> int | None:
+        """The unit whose backward is expected after that of ``unit``, or None."""
+        order = self._current or self._previous
+        for position in range(len(order) - 1, 0, -1):
+            if order[position] == unit:
+                before = order[position - 1]
+                return before if before != unit else None
+        return None
+
+
+class ReduceOrder:
+    """The one order in which all ranks start the reductions of a backward.
+
+    Collectives match by order, and ranks may finish units at different moments, or not at all: a
+    later unit therefore waits for an earlier incomplete one.
+    """
+
+    def __init__(self, num_units: int) -> None:
+        # Registration order reversed is a good first guess; the first backward corrects it.
+        self.sequence: list[int] = list(range(num_units))[::-1]
+        self._ready: set[int] = set()
+        self._position = 0
+        self.observed: list[int] = []
+
+    def adopt(self, sequence: list[int]) -> None:
+        """Use another order from the next backward on; the caller sees that all ranks agree."""
+        assert sorted(sequence) == sorted(self.sequence), "not a permutation of the units"
+        self.sequence = list(sequence)
+
+    def begin_backward(self) -> None:
+        """Forget which units are ready."""
+        self._ready.clear()
+        self._position = 0
+        self.observed = []
+
+    def ready(self, unit: int) -> list[int]:
+        """Note that ``unit`` may be reduced; return the units whose turn has come, in order."""
+        self.observed.append(unit)
+        self._ready.add(unit)
+        turns = []
+        while self._position < len(self.sequence):
+            head = self.sequence[self._position]
+            if head not in self._ready:
+                break
+            turns.append(head)
+            self._position += 1
+        return turns
+
+    def rest(self) -> list[int]:
+        """The units that have not had their turn, in order."""
+        return self.sequence[self._position :]
+
+    def suggested(self) -> list[int]:
+        """The order in which units became ready here, those that never did at the end."""
+        seen = list(dict.fromkeys(self.observed))
+        return seen + [unit for unit in self.sequence if unit not in set(seen)]

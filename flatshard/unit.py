@@ -1,0 +1,335 @@
+"""``Unit``: one wrapped module with the parameters it owns, gathered and released together.
+
+A parameter's life in a step:
+
+1.  ``pre_forward`` gathers the unit's flat parameters, unless a prefetch did already, and lets the
+    modules hold the full parameters; the next unit's gather starts.
+2.  ``post_forward`` gives the modules the sharded ones back, hooks the outputs, and frees the
+    buffer if the strategy says so.
+3.  ``pre_backward``, from an output's hook, gathers again; the unit before starts too.
+4.  Each gradient is copied into its slot of the flat gradient buffer as it comes (``handle``).
+5.  When all have come, the reduction starts, in an order that all ranks share (``context``).
+6.  When the gradients of the unit's inputs are there too, nothing can need its parameters: the
+    buffer is freed. What never came is settled at the end of backward (``context``).
+
+[Note: recomputation]
+Checkpointing runs forwards inside backward. Such a forward gathers and installs, but frees
+nothing, records no order and starts no prefetch: backward goes on to use what it saved. It may be
+left by an exception, which is how non-reentrant checkpointing stops early.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from flatshard.handle import FlatParamHandle, ShardState
+
+
+class Phase(enum.Enum):
+    """Where a unit is in a step. Moves only in ``Unit``."""
+
+    IDLE = "IDLE"
+    FORWARD = "FORWARD"
+    BACKWARD = "BACKWARD"
+
+
+class Call:
+    """One run of a unit's forward: the gradients of its inputs that backward must still make."""
+
+    __slots__ = ("num_inputs",)
+
+    def __init__(self) -> None:
+        self.num_inputs = 0
+
+
+class Context(Protocol):
+    """What a unit asks of the run it is part of (``RunContext``)."""
+
+    in_backward: bool
+
+    def enter(self, unit: Unit) -> None:
+        """A unit's forward begins."""
+
+    def leave(self, unit: Unit) -> None:
+        """A unit's forward is over, or failed."""
+
+    def prefetch_forward(self) -> None:
+        """Begin the gather of the unit expected next."""
+
+    def begin_backward(self) -> bool:
+        """Something of a backward ran; the first time in one, prepare its end."""
+
+    def prefetch_backward(self, unit: Unit) -> None:
+        """Begin the gather of the unit whose backward is expected after this one's."""
+
+    def gradients_complete(self, unit: Unit) -> None:
+        """All gradients of a unit have come."""
+
+    def freed_in_backward(self, unit: Unit) -> None:
+        """A unit's backward is over."""
+
+    def keeps_after_forward(self, unit: Unit) -> bool:
+        """Whether the unit will be needed again at once."""
+
+    def views_parameters(self, tensor: Tensor) -> bool:
+        """Whether a tensor looks into a buffer that will be freed."""
+
+
+class Unit:
+    """One wrapped module and its flat parameters.
+
+    Attributes:
+        module: the module, which keeps its own class and forward.
+        name: its name in the unwrapped model; empty for the model itself.
+        handles: its flat parameters, one per dtype and ``requires_grad``; may be none.
+        index: its number in the run.
+        phase: see ``Phase``.
+    """
+
+    context: Context
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        *,
+        reshard_after_forward: bool,
+        compute_dtype: torch.dtype | None,
+    ) -> None:
+        """Hook ``module``'s forward. The flat parameters are added by ``own``."""
+        self.module = module
+        self.name = name
+        self.handles: list[FlatParamHandle] = []
+        self.index = -1
+        self.phase = Phase.IDLE
+        self._reshard_after_forward = reshard_after_forward
+        self._compute_dtype = compute_dtype
+        self._running: list[Call] = []
+        self._waiting_for: dict[Call, int] = {}
+        self._num_trainable: list[int] = []
+        self._sticky = False
+        module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._post_forward, always_call=True)
+
+    def own(self, handles: Iterable[FlatParamHandle]) -> None:
+        """Take flat parameters over."""
+        self.handles = list(handles)
+        self._count_trainable()
+
+    def _count_trainable(self) -> None:
+        self._num_trainable = [handle.num_trainable() for handle in self.handles]
+
+    @property
+    def num_trainable(self) -> int:
+        """Parameters whose gradient a whole backward brings."""
+        return sum(self._num_trainable)
+
+    def trainable_handles(self) -> list[FlatParamHandle]:
+        """Flat parameters with something to reduce."""
+        return [h for h, count in zip(self.handles, self._num_trainable, strict=True) if count]
+
+    # ------------------------------------------------------------ gather and free
+
+    def begin_gather(self) -> None:
+        """Start gathering without waiting: a prefetch. Collective."""
+        with torch.profiler.record_function(f"flatshard::unshard ({self.name})"):
+            for handle in self.handles:
+                handle.unshard()
+
+    def gather(self) -> None:
+        """Gather and install the full parameters. Collective."""
+        self.begin_gather()
+        with torch.profiler.record_function(f"flatshard::wait_unshard ({self.name})"):
+            for handle in self.handles:
+                handle.wait_unshard()
+                handle.install()
+
+    def release(self) -> None:
+        """Give the modules the sharded parameters back and free the buffers.
+
+        State: any -> IDLE, unless something saved outside our reach may need the buffers.
+        """
+        for handle in self.handles:
+            handle.uninstall()
+        self.phase = Phase.IDLE
+        self._waiting_for.clear()
+        for handle in self.handles:
+            handle.seen.clear()
+        if not self._sticky:
+            for handle in self.handles:
+                handle.reshard()
+
+    @property
+    def is_prefetched(self) -> bool:
+        """Whether a gather was started that nobody waited for."""
+        return any(handle.state is ShardState.UNSHARDING for handle in self.handles)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether an unsharded buffer exists, or is on its way."""
+        return any(handle.state is not ShardState.SHARDED for handle in self.handles)
+
+    # ------------------------------------------------------------ forward
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        call = Call()
+        self.context.enter(self)
+        self._running.append(call)
+        recomputing = self.context.in_backward
+        if recomputing:
+            self._enter_backward()
+        else:
+            self.gather()
+            self.phase = Phase.FORWARD
+            self._count_trainable()
+            self.context.prefetch_forward()
+        changed = None
+        if self._compute_dtype is not None:
+            changed = args, kwargs = self._cast(args), self._cast(kwargs)
+        if torch.is_grad_enabled():
+            self._hook_inputs(call, (args, kwargs))
+        return changed
+
+    def _cast(self, values: Any) -> Any:
+        dtype = self._compute_dtype
+
+        def cast(value: Any) -> Any:
+            return value.to(dtype) if value.is_floating_point() else value
+
+        return pytree.tree_map_only(Tensor, cast, values)
+
+    def _hook_inputs(self, call: Call, inputs: Any) -> None:
+        def hook(_: Tensor) -> None:
+            self._input_gradient(call)
+
+        for tensor in pytree.tree_leaves(inputs):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(hook)
+                call.num_inputs += 1
+
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Runs after an exception too, with ``output`` None."""
+        if not self._running:
+            return None
+        call = self._running.pop()
+        changed = None
+        try:
+            if output is not None and torch.is_grad_enabled():
+                changed = self._hook_outputs(call, output)
+            elif output is not None:
+                changed = self._protect(output)
+        finally:
+            if self.phase is Phase.FORWARD and not self._running:
+                self._end_forward()
+            self.context.leave(self)
+        return changed
+
+    def _end_forward(self) -> None:
+        for handle in self.handles:
+            handle.uninstall()
+        self.phase = Phase.IDLE
+        needed = torch.is_grad_enabled() and (
+            not self._reshard_after_forward or self.context.keeps_after_forward(self)
+        )
+        if not needed and not self._sticky:
+            for handle in self.handles:
+                handle.reshard()
+
+    def _protect(self, output: Any) -> Any:
+        """Copy outputs that look into a buffer which is about to be freed; None if none does."""
+        if not any(
+            isinstance(leaf, Tensor) and self.context.views_parameters(leaf)
+            for leaf in pytree.tree_leaves(output)
+        ):
+            return None
+        return pytree.tree_map_only(
+            Tensor, lambda t: t.clone() if self.context.views_parameters(t) else t, output
+        )
+
+    def _hook_outputs(self, call: Call, output: Any) -> Any:
+        changed = self._protect(output)
+
+        def hook(_: Tensor) -> None:
+            self._pre_backward(call)
+
+        for tensor in pytree.tree_leaves(output if changed is None else changed):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(hook)
+        return changed
+
+    # ------------------------------------------------------------ backward
+
+    def begin_backward(self) -> None:
+        """A backward of the model begins; forget the last one's counts."""
+        self._waiting_for.clear()
+        self._sticky = False
+        for handle in self.handles:
+            handle.begin_backward()
+
+    def _pre_backward(self, call: Call) -> None:
+        self.context.begin_backward()
+        if call.num_inputs:
+            self._waiting_for[call] = call.num_inputs
+        self._enter_backward()
+        self.context.prefetch_backward(self)
+
+    def _enter_backward(self) -> None:
+        # With create_graph, nodes that backward itself makes save views that nothing packs.
+        self._sticky = self._sticky or (
+            torch.is_grad_enabled() and not self._running and self.context.in_backward
+        )
+        if self.phase is not Phase.BACKWARD:
+            self.gather()
+            self.phase = Phase.BACKWARD
+
+    def regather(self) -> None:
+        """Bring the parameters back for a saved view. Collective, unless they are there."""
+        if all(handle.is_current for handle in self.handles):
+            return
+        self.gather()
+        if self.context.begin_backward():
+            self.phase = Phase.BACKWARD
+
+    def on_grad(self, handle: FlatParamHandle) -> None:
+        """A gradient was put into its slot."""
+        self.context.begin_backward()
+        if self._complete():
+            self.context.gradients_complete(self)
+            self._maybe_free()
+
+    def _complete(self) -> bool:
+        return all(
+            len(handle.seen) >= count
+            for handle, count in zip(self.handles, self._num_trainable, strict=True)
+        )
+
+    def _input_gradient(self, call: Call) -> None:
+        waiting = self._waiting_for.get(call)
+        if waiting is None:
+            return
+        if waiting > 1:
+            self._waiting_for[call] = waiting - 1
+            return
+        del self._waiting_for[call]
+        self._maybe_free()
+
+    def _maybe_free(self) -> None:
+        if self.phase is Phase.BACKWARD and not self._waiting_for and self._complete():
+            self.release()
+            self.context.freed_in_backward(self)
+
+    def reset(self) -> None:
+        """Return to IDLE after a step that failed; drops its gradients."""
+        self._running.clear()
+        self._sticky = False
+        for handle in self.handles:
+            handle.drop_grads()
+        self.release()

@@ -1,0 +1,570 @@
+"""``ShardedWrapper``: the module that users meet. Thin: it plans, wires units, and passes calls on."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatshard import agreement, checkpoint, config, optim
+from flatshard.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from flatshard.context import RunContext
+from flatshard.flat_param import FlatParameter
+from flatshard.handle import FlatParamHandle
+from flatshard.ownership import OwnedParam, find_owners
+from flatshard.shard_tensor import FlatShardTensor
+from flatshard.topology import Topology, resolve
+from flatshard.unit import Unit
+from flatshard.wrap import Policy, check_policy, explain_no_match, find_units
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What every unit of one model shares."""
+
+    strategy: ShardingStrategy
+    topology: Topology
+    precision: MixedPrecision
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    use_orig_params: bool
+    broadcast_buffers: bool
+    device: torch.device
+
+
+class ShardedWrapper(nn.Module):
+    """Shard a module's parameters, gradients and optimizer state over ranks.
+
+    Parameters are gathered unit by unit just before they are needed and freed just after.
+    ``auto_wrap_policy`` chooses the units; what it leaves over belongs to the outermost one.
+    Optimizers, losses, schedulers and data loaders stay what they were, and names, shapes and
+    state dicts are those of the unwrapped module.
+
+    Collective: all ranks of the process group construct, run forward and backward, and take state
+    dicts together.
+
+    Args:
+        module: any module; it is changed in place and stays available as ``.module``.
+        process_group: the ranks that train this model. None: the default group; without one, and
+            with no other rank started, the wrapper runs as a plain module and warns once.
+        sharding_strategy: see ``ShardingStrategy``; torch's enum and names are understood. None:
+            ``FULL_SHARD``.
+        cpu_offload: see ``CPUOffload``.
+        auto_wrap_policy: which submodules become units; see ``flatshard.wrap``. None: one unit.
+        backward_prefetch: when the next unit's gather starts in backward; None: never early.
+        mixed_precision: see ``MixedPrecision``.
+        device_id: where to put and train the parameters; an accelerator's index or a device.
+            None: where they are, or the current accelerator if the process group has no CPU
+            backend.
+        sync_module_states: whether all ranks take rank 0's weights. None: if they differ, with a
+            warning. False: never, with a warning if they differ.
+        forward_prefetch: begin the next unit's gather before this unit computes, in the order of
+            the last forward. None: yes.
+        limit_all_gathers: accepted; buffers in flight are always bounded.
+        use_orig_params: True: ``parameters()`` are the original objects, in their true shapes.
+            False: one 1-D ``FlatParameter`` per unit (and dtype, and ``requires_grad``).
+        broadcast_buffers: give all ranks rank 0's buffers before each forward, as
+            DistributedDataParallel does.
+        extra: keywords of DistributedDataParallel without a meaning here; ignored with a warning.
+
+    Raises:
+        TypeError: an argument of the wrong type, or an unknown keyword.
+        ValueError: parameters on several devices, ranks that build different models, an
+            ``auto_wrap_policy`` over a model that already contains units.
+        RuntimeError: several ranks were started, but there is no process group.
+    """
+
+    hidden_in_names = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        sharding_strategy: ShardingStrategy | str | None = None,
+        cpu_offload: CPUOffload | bool | None = None,
+        auto_wrap_policy: Policy | None = None,
+        backward_prefetch: BackwardPrefetch | str | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        *,
+        device_id: int | str | torch.device | None = None,
+        sync_module_states: bool | None = None,
+        forward_prefetch: bool | None = None,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
+        broadcast_buffers: bool = True,
+        **extra: Any,
+    ) -> None:
+        """See the class."""
+        super().__init__()
+        notes = config.check_extra_keywords(extra, ShardedWrapper.__init__)
+        strategy = config.as_strategy(sharding_strategy)
+        prefetch = config.as_backward_prefetch(backward_prefetch)
+        offload = config.as_cpu_offload(cpu_offload)
+        precision = config.as_mixed_precision(mixed_precision)
+        _check_module(module, auto_wrap_policy)
+        group = _process_group(process_group)
+        device = _device(module, device_id, group)
+        if offload.offload_params:
+            _check_offload(device)
+        topology = resolve(strategy.placement, group)
+        if topology.world.rank == 0:
+            for note in notes:
+                warnings.warn(f"ShardedWrapper ignores {note}", stacklevel=2)
+        named = _named_tensors(module)
+        if topology.world.size > 1:
+            described = f"{strategy}, {precision}, use_orig_params={use_orig_params}"
+            agreement.check_same_model(named, described, topology.world)
+            _move(named, device)
+            agreement.sync_weights(_named_tensors(module), sync_module_states, topology.world)
+        else:
+            _move(named, device)
+        settings = _Settings(
+            strategy,
+            topology,
+            precision,
+            prefetch,
+            forward_prefetch is not False,
+            use_orig_params,
+            broadcast_buffers,
+            device,
+        )
+        plans = find_units(module, auto_wrap_policy) if auto_wrap_policy is not None else []
+        if auto_wrap_policy is not None and not plans and topology.world.rank == 0:
+            warnings.warn(explain_no_match(module, auto_wrap_policy), stacklevel=2)
+        owners = find_owners(module, [plan.module for plan in plans])
+        wrappers = {}
+        for plan in plans:
+            if owners[plan.module]:
+                wrapper = ShardedWrapper.__new__(ShardedWrapper)
+                nn.Module.__init__(wrapper)
+                wrapper._take(plan.module, plan.name, owners[plan.module], settings)
+                wrappers[plan.module] = wrapper
+        _replace_children(module, wrappers)
+        self._take(module, "", owners[module], settings)
+        self._become_root()
+        optim.install()
+
+    # ------------------------------------------------------------ construction
+
+    def _take(
+        self, module: nn.Module, name: str, owned: list[OwnedParam], settings: _Settings
+    ) -> None:
+        """Make ``module`` a unit that owns ``owned``."""
+        self.module = module
+        self.training = module.training
+        self._settings = settings
+        placement, precision = settings.strategy.placement, settings.precision
+        unit = Unit(
+            module,
+            name,
+            reshard_after_forward=placement.reshard_after_forward,
+            compute_dtype=precision.param_dtype,
+        )
+        segments: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
+        for one in owned:
+            segments.setdefault((one.param.dtype, one.param.requires_grad), []).append(one)
+        unit.own(
+            FlatParamHandle(
+                params,
+                name,
+                comm=settings.topology.shard,
+                replicas=settings.topology.replicate,
+                device=settings.device,
+                compute_dtype=precision.param_dtype,
+                reduce_dtype=precision.reduce_dtype,
+                use_orig_params=settings.use_orig_params,
+                on_grad=unit.on_grad,
+            )
+            for params in segments.values()
+        )
+        self._unit = unit
+        flat = [] if settings.use_orig_params else [h.sharded[0] for h in unit.handles]
+        for number, param in enumerate(flat):
+            self.register_parameter(f"_flat_param_{number}", param)
+        checkpoint.hook_state_dicts(unit)
+
+    def _become_root(self) -> None:
+        """Own the run; wrappers inside, made by policy or by hand, follow this one."""
+        units = []
+        for name, wrapper in _named_wrappers(self):
+            before = wrapper._unit.name
+            wrapper._unit.name = name
+            for handle in wrapper._unit.handles:
+                handle.rename(name, _Renaming(before, name))
+            units.append(wrapper._unit)
+        # Registration order, the root last: a first guess at the order of execution.
+        units = [*units[1:], units[0]]
+        settings = self._settings
+        self._context = RunContext(
+            units,
+            settings.topology.world,
+            buffers=self._synced_buffers,
+            forward_prefetch=settings.forward_prefetch,
+            backward_prefetch=settings.backward_prefetch,
+        )
+        for wrapper in sharded_modules(self):
+            wrapper.__dict__["_context"] = self._context
+
+    def _synced_buffers(self) -> Iterable[Tensor]:
+        return self.module.buffers() if self._settings.broadcast_buffers else ()
+
+    # ------------------------------------------------------------ a module like the wrapped one
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module. Collective."""
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper lacks, the wrapped module may have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Index the wrapped module."""
+        return self.module[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        """Length of the wrapped module."""
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the wrapped module."""
+        return iter(self.module)  # type: ignore[call-overload]
+
+    def __bool__(self) -> bool:
+        """A module is true, also where the wrapped one has a length of zero."""
+        return True
+
+    def extra_repr(self) -> str:
+        """Elements and padding of the unit."""
+        if "_unit" not in self.__dict__:
+            return ""
+        layouts = [handle.layout for handle in self._unit.handles]
+        numel = sum(layout.numel for layout in layouts)
+        padding = sum(layout.padding_numel for layout in layouts)
+        ranks = self._settings.topology.shard.size
+        return (
+            f"{self._settings.strategy.name}: {numel:,} elements + {padding:,} padding "
+            f"over {ranks} rank{'s' if ranks != 1 else ''}"
+        )
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """How this unit is sharded."""
+        return self._settings.strategy
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that train this model; None when it runs alone."""
+        return self._settings.topology.world.group
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As of the unwrapped module; the wrapper shares the name of what it wraps."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedWrapper:
+        """Convert shards instead of parameters: ``.to()``, ``.double()`` and their kin."""
+        self._context.recover()
+        hidden = []
+        for handle in self._unit.handles:
+            hidden.extend(handle.hide())
+        hidden_flat = dict(self._parameters)
+        self._parameters.clear()
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters.update(hidden_flat)
+            for parameters, attribute, param in hidden:
+                parameters[attribute] = param
+        for handle in self._unit.handles:
+            handle.convert(fn)
+        self._context.refresh()
+        return self
+
+    # ------------------------------------------------------------ training
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally: backwards of forwards begun inside reduce nothing.
+
+        The first backward after it reduces the sum. Until then every rank holds whole gradients:
+        ``padded_numel`` elements of every unit in the reduce dtype.
+        """
+        context = self._context
+        before, context.sync_gradients = context.sync_gradients, False
+        try:
+            yield
+        finally:
+            context.sync_gradients = before
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their total norm is at most ``max_norm``.
+
+        The same as ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``.
+
+        Collective: all ranks.
+
+        Returns:
+            The total norm before.
+        """
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module, recurse: bool = True, writeback: bool = True
+    ) -> Iterator[None]:
+        """Let every module below ``module`` hold whole plain parameters.
+
+        Collective: all ranks, at entry.
+
+        Args:
+            module: a wrapper, or any module that contains some.
+            recurse: nested units too.
+            writeback: keep what is written to the parameters; every rank must write the same.
+
+        Raises:
+            RuntimeError: a forward or backward of the model is running.
+        """
+        wrappers = sharded_modules(module)
+        if not recurse:
+            wrappers = wrappers[:1]
+        for wrapper in wrappers:
+            wrapper._context.recover()
+            if wrapper._context.is_running_forward or wrapper._context.in_backward:
+                raise RuntimeError(
+                    "summon_full_params() was called while a forward or backward of "
+                    f"{wrapper._unit.name or 'the model'!r} is running. Call it between steps."
+                )
+        with contextlib.ExitStack() as stack:
+            for wrapper in wrappers:
+                for handle in wrapper._unit.handles:
+                    stack.enter_context(handle.summoned(writeback))
+            yield
+
+    # ------------------------------------------------------------ state dicts
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Full tensors under the unwrapped module's names, on every rank.
+
+        Collective: all ranks.
+        """
+        self._context.recover()
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Any, strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state dict of the unwrapped module; each rank keeps its part.
+
+        Dtypes are cast. DistributedDataParallel's ``module.`` prefix is understood. No
+        communication: every rank passes the same dict.
+
+        Returns:
+            Missing and unexpected keys.
+
+        Raises:
+            RuntimeError: keys or shapes do not fit.
+            ValueError: ``assign=True``.
+        """
+        self._context.recover()
+        names = [name for name, _ in _named_tensors(self.module)]
+        own = checkpoint.without_ddp_prefix(dict(state_dict), names)
+        return self.module.load_state_dict(own, strict=strict, assign=assign)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Let torch's recursion, which asks for ``module.``, find the unwrapped names."""
+        inner = prefix + "module."
+        for key in list(state_dict):
+            if key.startswith(prefix):
+                state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+
+        def clean(*_: Any) -> None:
+            for messages in (missing_keys, unexpected_keys, error_msgs):
+                messages[:] = [message.replace(inner, prefix) for message in messages]
+            hook.remove()
+
+        hook = self.register_load_state_dict_post_hook(clean)
+
+
+@dataclass(frozen=True)
+class _Renaming:
+    """Maps names relative to one root to names relative to another."""
+
+    before: str
+    after: str
+
+    def __call__(self, name: str) -> str:
+        local = name.removeprefix(f"{self.before}.") if self.before else name
+        return f"{self.after}.{local}" if self.after else local
+
+
+def sharded_modules(module: nn.Module) -> list[ShardedWrapper]:
+    """Every wrapper in a model, outermost first; empty for a plain model."""
+    return [found for found in module.modules() if isinstance(found, ShardedWrapper)]
+
+
+def _named_wrappers(root: ShardedWrapper) -> Iterator[tuple[str, ShardedWrapper]]:
+    for name, module in root.named_modules():
+        if isinstance(module, ShardedWrapper):
+            yield name, module
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters that no unit owns yet, and buffers, by name."""
+    params = [
+        (name, param)
+        for name, param in module.named_parameters()
+        if not isinstance(param, FlatShardTensor | FlatParameter)
+    ]
+    return params + list(module.named_buffers())
+
+
+def _check_module(module: nn.Module, policy: Policy | None) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"ShardedWrapper: expected an nn.Module, got {type(module).__name__}")
+    if policy is not None:
+        check_policy(policy)
+    inside = sharded_modules(module)
+    if inside and policy is not None:
+        raise ValueError(
+            f"ShardedWrapper: auto_wrap_policy over a model that already contains {len(inside)} "
+            "units. Wrap it without a policy, or pass the unwrapped model."
+        )
+    if isinstance(module, ShardedWrapper):
+        warnings.warn(
+            "ShardedWrapper: the module is a ShardedWrapper already; the outer one adds nothing",
+            stacklevel=3,
+        )
+    for name, param in module.named_parameters():
+        if isinstance(param, FlatShardTensor | FlatParameter):
+            continue
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"ShardedWrapper: parameter {name!r} is not initialised (a lazy module). Run one "
+                "forward on the unwrapped model first."
+            )
+        if type(param.data) is not Tensor:
+            raise TypeError(
+                f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}; only plain "
+                "tensors can be flattened"
+            )
+    _check_one_device(module)
+
+
+def _check_one_device(module: nn.Module) -> None:
+    first: tuple[str, torch.device] | None = None
+    for name, param in module.named_parameters():
+        if isinstance(param, FlatShardTensor | FlatParameter):
+            continue
+        first = first or (name, param.device)
+        if param.device != first[1]:
+            raise ValueError(
+                f"ShardedWrapper: parameter {name!r} is on {str(param.device)!r}, {first[0]!r} on "
+                f"{str(first[1])!r}. Move the module to one device before wrapping."
+            )
+    if first is not None and first[1].type == "meta":
+        raise ValueError(
+            f"ShardedWrapper: parameter {first[0]!r} is on the meta device and has no values. "
+            "Materialise the module first: module.to_empty(device=...) and initialise it."
+        )
+
+
+def _process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if group is not None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"process_group: expected a ProcessGroup, got {group!r}")
+        return group
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    config.check_launch_without_group()
+    warnings.warn(
+        "ShardedWrapper: no process group, so this process trains alone and nothing is sharded",
+        stacklevel=3,
+    )
+    return None
+
+
+def _device(
+    module: nn.Module, device_id: int | str | torch.device | None, group: dist.ProcessGroup | None
+) -> torch.device:
+    if isinstance(device_id, int) and not isinstance(device_id, bool):
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None:
+            raise ValueError(f"device_id={device_id}: this host has no accelerator")
+        return torch.device(accelerator.type, device_id)
+    if device_id is not None:
+        try:
+            return torch.device(device_id)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device_id: expected an index or a device, got {device_id!r}") from (
+                error
+            )
+    first = next(
+        (p for p in module.parameters() if not isinstance(p, FlatParameter)), torch.empty(0)
+    )
+    if group is not None and first.device.type == "cpu":
+        types = {str(device) for device in group._device_types}
+        if "cpu" not in types and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+    return first.device
+
+
+def _check_offload(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise NotImplementedError(
+            "cpu_offload: offloading from an accelerator is not supported yet; pass None"
+        )
+    warnings.warn(
+        "cpu_offload: the parameters are on the CPU already; nothing changes", stacklevel=3
+    )
+
+
+def _move(named: list[tuple[str, Tensor]], device: torch.device) -> None:
+    """Put parameters and buffers on the device that computes."""
+    for _, tensor in named:
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
+
+
+def _replace_children(
+    root: nn.Module, wrappers: dict[nn.Module, ShardedWrapper]
+) -> None:
+    """Put wrappers at every place of the modules they wrap."""
+    for parent in list(root.modules()):
+        if isinstance(parent, ShardedWrapper):
+            continue
+        for name, child in parent._modules.items():
+            if child in wrappers:
+                parent._modules[name] = wrappers[child]
+

@@ -1,0 +1,546 @@
+"""Wrap policies choose what torch's choose, and `find_units` keeps units apart that must be."""
+
+import functools
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp.wrap as torch_wrap
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from flatshard import wrap
+from flatshard.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    UnitPlan,
+    always_wrap_policy,
+    check_policy,
+    explain_no_match,
+    find_units,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4, hidden: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.act = nn.ReLU()
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+class Lists(nn.Module):
+    """Containers in containers, each kind without a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
+        self.heads = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 30)})
+        self.scales = nn.ParameterList([torch.ones(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            for block in stage:
+                x = block(x)
+        return self.heads["b"](x * self.scales[0])
+
+
+class Shared(nn.Module):
+    """One block under two parents, and a weight under two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = Block()
+        self.left = nn.Sequential(nn.Linear(4, 4), block)
+        self.right = nn.Sequential(block, nn.Linear(4, 5))
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        return self.head(self.left(x)) + self.right(x)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 64), nn.ReLU(), Block(64, 8))
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8))
+
+
+MODELS = [mlp, encoder, Lists, Shared]
+
+
+def names(plans: list[UnitPlan]) -> list[str]:
+    return [plan.name for plan in plans]
+
+
+def below(root: nn.Module, *classes: type[nn.Module]) -> set[nn.Module]:
+    """All that lies strictly inside modules of some classes."""
+    tops = [module for module in root.modules() if isinstance(module, classes)]
+    return {inner for top in tops for inner in top.modules() if inner is not top}
+
+
+def torch_choice(root: nn.Module, policy: Any, **ignored: Any) -> list[nn.Module]:
+    """What torch would wrap, in its order, less what can't be a unit."""
+    ignored_modules = {m for top in ignored.get("modules", ()) for m in top.modules()}
+    ignored_params = {p for m in ignored_modules for p in m.parameters()}
+    wrapped: list[nn.Module] = []
+
+    def record(module: nn.Module, **_: Any) -> nn.Module:
+        wrapped.append(module)
+        return module
+
+    if isinstance(policy, torch_wrap._Policy):
+        targets = policy._run_policy(root, ignored_modules, {})
+        torch_wrap._post_order_apply(root, torch_wrap._construct_wrap_fn(root, targets, record))
+    else:
+        torch_wrap._recursive_wrap(
+            root, policy, record, ignored_modules, ignored_params, only_wrap_children=True
+        )
+    read_by_others = below(root, nn.MultiheadAttention)
+    return [
+        module
+        for module in dict.fromkeys(wrapped)
+        if any(p not in ignored_params for p in module.parameters())
+        and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList)
+        and module not in read_by_others
+    ]
+
+
+def is_wide(module: nn.Module) -> bool:
+    return getattr(module, "out_features", 0) >= 8
+
+
+LAYERS = {Block, nn.TransformerEncoderLayer}
+# (what torch offers, ours with the same arguments)
+PAIRS: list[tuple[Callable[[Any], Any], str]] = [
+    *(
+        (lambda w, n=n: functools.partial(w.size_based_auto_wrap_policy, min_num_params=n), f"{n}")
+        for n in (0, 1, 30, 76, 100, 150, 500, 100_000)
+    ),
+    (lambda w: w.size_based_auto_wrap_policy, "size by default"),
+    (
+        lambda w: functools.partial(
+            w.size_based_auto_wrap_policy,
+            min_num_params=30,
+            force_leaf_modules={Block},
+            exclude_wrap_modules={nn.Linear, nn.ModuleList, nn.ModuleDict},
+        ),
+        "size with classes",
+    ),
+    (
+        lambda w: functools.partial(w.transformer_auto_wrap_policy, transformer_layer_cls=LAYERS),
+        "transformer",
+    ),
+    (lambda w: functools.partial(w.lambda_auto_wrap_policy, lambda_fn=is_wide), "lambda"),
+    (lambda w: w.always_wrap_policy, "always"),
+    (lambda w: w.ModuleWrapPolicy(LAYERS), "module"),
+    (lambda w: w.ModuleWrapPolicy([nn.Linear, nn.MultiheadAttention]), "module, nested"),
+    (lambda w: w.CustomPolicy(is_wide), "custom"),
+    (
+        lambda w: functools.partial(
+            w._or_policy,
+            policies=[
+                w.ModuleWrapPolicy({Block}),
+                functools.partial(w.lambda_auto_wrap_policy, lambda_fn=is_wide),
+            ],
+        ),
+        "or",
+    ),
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("make", [pytest.param(make, id=label) for make, label in PAIRS])
+def test_chooses_what_torch_chooses(
+    make: Callable[[Any], Any], model: Callable[[], nn.Module]
+) -> None:
+    root = model()
+    expected = torch_choice(root, make(torch_wrap))
+    for policy in (make(wrap), make(torch_wrap)):
+        assert [plan.module for plan in find_units(root, policy)] == expected
+
+
+@pytest.mark.parametrize("make", [pytest.param(make, id=label) for make, label in PAIRS])
+def test_ignores_what_torch_ignores(make: Callable[[Any], Any]) -> None:
+    root = Lists()
+    ignored = [root.stages[0], root.heads["a"], root.stages[1][1].up]
+    expected = torch_choice(root, make(torch_wrap), modules=ignored)
+    found = find_units(root, make(wrap), ignored_modules=ignored)
+    assert [plan.module for plan in found] == expected
+
+
+def test_the_cases_above_are_not_empty() -> None:
+    assert names(find_units(encoder(), always_wrap_policy)) == [
+        f"layers.{i}{part}"
+        for i in range(2)
+        for part in (".self_attn", ".linear1", ".linear2", ".norm1", ".norm2", "")
+    ] + ["norm"]
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=76)
+    assert names(find_units(mlp(), policy)) == ["0", "2", "4.up", "4.down"]
+    assert names(find_units(Shared(), ModuleWrapPolicy({Block, nn.Sequential}))) == [
+        "left.1",
+        "left",
+        "right",
+    ]
+
+
+@st.composite
+def trees(draw: st.DrawFn, depth: int = 4) -> nn.Module:
+    kinds = ["linear", "norm", "relu"] + ["sequential", "list", "block"] * (depth > 0)
+    kind = draw(st.sampled_from(kinds))
+    if kind == "linear":
+        return nn.Linear(draw(st.integers(1, 8)), draw(st.integers(1, 8)))
+    if kind == "norm":
+        return nn.LayerNorm(draw(st.integers(1, 8)))
+    if kind == "relu":
+        return nn.ReLU()
+    if kind == "block":
+        return Block(draw(st.integers(1, 4)), draw(st.integers(1, 4)))
+    children = draw(st.lists(trees(depth - 1), min_size=1, max_size=3))
+    return nn.Sequential(*children) if kind == "sequential" else nn.ModuleList(children)
+
+
+roots = st.lists(trees(), min_size=1, max_size=4).map(lambda children: nn.Sequential(*children))
+
+
+@settings(max_examples=150, deadline=None)
+@given(root=roots, bound=st.integers(0, 200))
+def test_size_policy_on_random_trees(root: nn.Module, bound: int) -> None:
+    ours = functools.partial(size_based_auto_wrap_policy, min_num_params=bound)
+    theirs = functools.partial(torch_wrap.size_based_auto_wrap_policy, min_num_params=bound)
+    assert [plan.module for plan in find_units(root, ours)] == torch_choice(root, theirs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(root=roots, data=st.data())
+def test_plans_are_named_once_and_in_post_order(root: nn.Module, data: st.DataObject) -> None:
+    parents = [m for m in root.modules() if isinstance(m, nn.ModuleList)]
+    shared = data.draw(st.sampled_from(list(root.modules())))
+    for index, parent in enumerate(parents):
+        if parent not in set(shared.modules()):  # no cycles
+            parent.add_module(f"shared{index}", shared)
+    policy = data.draw(
+        st.sampled_from(
+            [
+                always_wrap_policy,
+                ModuleWrapPolicy({nn.Linear, nn.Sequential}),
+                functools.partial(size_based_auto_wrap_policy, min_num_params=20),
+            ]
+        )
+    )
+    plans = find_units(root, policy)
+    modules = [plan.module for plan in plans]
+    assert len(set(modules)) == len(modules)
+    assert root not in modules
+    for index, plan in enumerate(plans):
+        assert root.get_submodule(plan.name) is plan.module
+        assert plan.name == next(n for n, m in root.named_modules() if m is plan.module)
+        assert not set(modules[index + 1 :]) & set(plan.module.modules())
+
+
+# --- sizes ---
+
+
+def sizes_asked(root: nn.Module, chosen: Callable[[nn.Module], bool]) -> dict[nn.Module, list[int]]:
+    """What a callable policy is told about each module: all elements, then those left."""
+    told: dict[nn.Module, list[int]] = {}
+
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        told.setdefault(module, []).append(nonwrapped_numel)
+        return recurse or chosen(module)
+
+    find_units(root, policy)
+    return told
+
+
+def test_a_module_is_asked_about_without_its_units() -> None:
+    root = nn.Sequential(nn.Sequential(Block(4, 8), nn.Linear(4, 2)))
+    told = sizes_asked(root, lambda module: isinstance(module, nn.Linear) and is_wide(module))
+    assert told == {
+        root: [86],
+        root[0]: [86, 46],
+        root[0][0]: [76, 36],
+        root[0][0].up: [40, 40],
+        root[0][0].down: [36, 36],
+        root[0][1]: [10, 10],
+    }
+
+
+def test_shared_parameters_count_once() -> None:
+    root = nn.Sequential(Shared())
+    model = root[0]
+    told = sizes_asked(root, lambda module: module in (model.left, model.right, model.embed))
+    # left 20 + 76, right 76 + 25, embed 20 of which head has the same 20
+    assert told[model] == [20 + 76 + 25 + 20, 0]
+    assert told[model.head] == [20, 20]
+    assert told[model.left[1]] == [76, 76]  # once, though it has two parents
+
+
+def test_no_descent_means_no_unit() -> None:
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return not (recurse and isinstance(module, Block))
+
+    assert names(find_units(mlp(), policy)) == ["0", "2"]
+
+
+def test_ignored_parameters_count_for_nothing() -> None:
+    root = nn.Sequential(Block(), nn.Linear(4, 4))
+    told: dict[nn.Module, int] = {}
+
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        told[module] = nonwrapped_numel
+        return True
+
+    plans = find_units(
+        root, policy, ignored_params=[root[0].up.weight, root[1].weight, root[1].bias]
+    )
+    assert names(plans) == ["0.up", "0.down", "0"]  # root[1] has no parameter left
+    assert told[root[0].up] == 8
+    everything = list(root.parameters())
+    assert find_units(root, always_wrap_policy, ignored_params=everything) == []
+    assert find_units(root, ModuleWrapPolicy({Block}), ignored_params=everything) == []
+
+
+# --- what never becomes a unit ---
+
+
+@pytest.mark.parametrize("policy", [always_wrap_policy, CustomPolicy(lambda module: True)])
+class TestNeverUnits:
+    def test_inside_attention(self, policy: Any) -> None:
+        class Attention(nn.MultiheadAttention):
+            pass
+
+        root = nn.ModuleDict({"a": nn.MultiheadAttention(4, 1), "b": Attention(4, 1)})
+        assert names(find_units(root, policy)) == ["a", "b"]
+        assert find_units(root["a"], policy) == []
+
+    def test_parametrizations(self, policy: Any) -> None:
+        class Scale(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = nn.Sequential(nn.Linear(1, 1))
+
+            def forward(self, weight: torch.Tensor) -> torch.Tensor:
+                return weight * self.net(weight.new_ones(1))
+
+        root = nn.Sequential(nn.Linear(4, 4), Block())
+        nn.utils.parametrizations.weight_norm(root[0])
+        nn.utils.parametrize.register_parametrization(root[1].up, "weight", Scale())
+        assert names(find_units(root, policy)) == ["0", "1.up", "1.down", "1"]
+
+    def test_without_forward(self, policy: Any) -> None:
+        found = names(find_units(Lists(), policy))
+        assert "stages.0.0" in found
+        assert "heads.a" in found
+        assert not {"stages", "stages.0", "heads", "scales"} & set(found)
+
+    def test_forward_set_on_the_instance(self, policy: Any) -> None:
+        root = nn.Sequential(nn.ModuleList([nn.Linear(4, 4)]))
+        root[0].forward = lambda x: root[0][0](x)
+        assert names(find_units(root, policy)) == ["0.0", "0"]
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit")
+    def test_scripted(self, policy: Any) -> None:
+        root = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
+        assert names(find_units(root, policy)) == ["0.0", "0"]
+
+    def test_without_parameters(self, policy: Any) -> None:
+        root = nn.Sequential(
+            nn.ReLU(), nn.Sequential(nn.Dropout()), nn.BatchNorm1d(2, affine=False)
+        )
+        assert find_units(root, policy) == []
+
+    @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="newer torch")
+    def test_linear_cross_entropy(self, policy: Any) -> None:
+        root = nn.Sequential(nn.LinearCrossEntropyLoss(4, 5))
+        assert names(find_units(root, policy)) == ["0"]
+
+    def test_inside_shifted_window_attention(self, policy: Any) -> None:
+        swin = pytest.importorskip("torchvision.models.swin_transformer")
+        attention = swin.ShiftedWindowAttentionV2(8, [7, 7], [0, 0], 2)
+        assert names(find_units(nn.Sequential(attention), policy)) == ["0"]
+
+
+def test_encoder_left_by_attention_projection() -> None:
+    """`out_proj` is a Linear, but its attention reads it."""
+    found = names(find_units(encoder(), ModuleWrapPolicy({nn.Linear})))
+    assert found == ["layers.0.linear1", "layers.0.linear2", "layers.1.linear1", "layers.1.linear2"]
+
+
+# --- overrides and reprs ---
+
+
+@pytest.mark.parametrize("cls", [CustomPolicy, torch_wrap.CustomPolicy])
+def test_custom_policy_overrides(cls: Any) -> None:
+    root = nn.Sequential(nn.Linear(2, 2), Block(), nn.LayerNorm(2))
+    keywords = {"forward_prefetch": True}
+    answers = {root[0]: keywords, root[1]: True, root[2]: {}}
+    plans = find_units(root, cls(lambda module: answers.get(module, False)))
+    assert plans == [UnitPlan("0", root[0], keywords), UnitPlan("1", root[1])]
+    plans[0].overrides.clear()
+    assert keywords  # the plan has its own
+
+
+def test_a_policy_object_needs_no_base_class() -> None:
+    class Second:
+        def _run_policy(self, root_module: Any, ignored_modules: Any, root_kwargs: Any) -> Any:
+            return {root_module: {}, root_module[1]: {"limit_all_gathers": False}, Block(): {}}
+
+    root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert find_units(root, Second()) == [UnitPlan("1", root[1], {"limit_all_gathers": False})]
+
+
+def test_reprs() -> None:
+    assert repr(ModuleWrapPolicy([nn.Linear, Block, Block])) == "ModuleWrapPolicy({Block, Linear})"
+    assert repr(CustomPolicy(is_wide)) == "CustomPolicy(is_wide)"
+    assert repr(UnitPlan("a", Block())) == "UnitPlan(name='a', overrides={})"
+
+
+def test_policies_can_be_pickled() -> None:
+    policy = pickle.loads(pickle.dumps(ModuleWrapPolicy({Block})))
+    assert repr(policy) == "ModuleWrapPolicy({Block})"
+    check_policy(pickle.loads(pickle.dumps(functools.partial(always_wrap_policy))))
+
+
+def test_size_policy_defaults_match_torch_and_can_be_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    theirs = torch_wrap.size_based_auto_wrap_policy
+    assert size_based_auto_wrap_policy.FORCE_LEAF_MODULES == theirs.FORCE_LEAF_MODULES
+    assert size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES == theirs.EXCLUDE_WRAP_MODULES
+    for name in ("size_based", "transformer", "lambda"):
+        name += "_auto_wrap_policy"
+        ours, other = (inspect.signature(getattr(w, name)).parameters for w in (wrap, torch_wrap))
+        assert [(p.name, p.default) for p in ours.values()] == [
+            (p.name, p.default) for p in other.values()
+        ]
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=10)
+    monkeypatch.setattr(size_based_auto_wrap_policy, "FORCE_LEAF_MODULES", {Block})
+    assert names(find_units(mlp(), policy)) == ["0", "2"]
+
+
+# --- bad input ---
+
+TYPE_ERRORS = [
+    (None, "got None"),
+    ("auto", "got 'auto' (str)"),
+    (20_000, "got 20000 (int)"),
+    ({Block, nn.Linear}, "ModuleWrapPolicy({Block, Linear})"),
+    ([Block], "ModuleWrapPolicy({Block})"),
+    (Block, "ModuleWrapPolicy({Block})"),
+    (ModuleWrapPolicy, "got ModuleWrapPolicy"),
+    (Block(), "got an instance of Block"),
+    (print, "print can't be called with the keywords module, recurse"),
+    (lambda module: True, "<lambda> can't be called"),
+    (lambda module, recurse, nonwrapped_numel, extra: True, "missing a required argument: 'extra'"),
+    (transformer_auto_wrap_policy, "'transformer_layer_cls'"),
+    (functools.partial(size_based_auto_wrap_policy, 20_000), "size_based_auto_wrap_policy(20000)"),
+    (functools.partial(size_based_auto_wrap_policy, min_params=1), "can't be called"),
+    (
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=Block),
+        "transformer_layer_cls: expected a set of classes, for example {Block}, got Block.",
+    ),
+    (
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={"Block"}),
+        "transformer_layer_cls: expected classes, for example {Block}, got 'Block'.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("policy", "message"), TYPE_ERRORS, ids=lambda value: None)
+def test_wrong_policies(policy: Any, message: str) -> None:
+    for check in (check_policy, functools.partial(find_units, mlp())):
+        with pytest.raises(TypeError) as caught:
+            check(policy)
+        assert message in str(caught.value)
+        if "transformer_layer_cls:" not in message:
+            assert "ModuleWrapPolicy({" in str(caught.value)
+            assert "functools.partial(size_based_auto_wrap_policy, min_num_params=" in str(
+                caught.value
+            )
+
+
+@pytest.mark.parametrize("bound", [-1, 1e6, True, "20000", None])
+def test_wrong_min_num_params(bound: Any) -> None:
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=bound)
+    message = r"min_num_params: expected an int >= 0, .*, got"
+    with pytest.raises(ValueError, match=message):
+        check_policy(policy)
+    with pytest.raises(ValueError, match=message):
+        policy(module=Block(), recurse=True, nonwrapped_numel=0)
+    either = functools.partial(wrap._or_policy, policies=[policy])
+    with pytest.raises(ValueError, match=message):
+        find_units(mlp(), either)
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        (["Block"], "got 'Block'"),
+        ({Block, 3}, "got 3"),
+        ([Block()], "got an instance of Block"),
+        (Block, "for example {Block}, got Block"),
+        ("Block", "expected a set of classes"),
+        (None, "got None"),
+    ],
+)
+def test_wrong_classes(classes: Any, message: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        ModuleWrapPolicy(classes)
+    assert str(caught.value).startswith("module_classes: expected")
+    assert message in str(caught.value)
+    with pytest.raises(TypeError, match="force_leaf_modules: expected"):
+        size_based_auto_wrap_policy(Block(), True, 1, 0, force_leaf_modules=classes or 0)
+    with pytest.raises(TypeError, match="exclude_wrap_modules: expected"):
+        size_based_auto_wrap_policy(Block(), False, 1, 0, exclude_wrap_modules=classes or 0)
+
+
+def test_wrong_custom_policies() -> None:
+    with pytest.raises(TypeError, match="expected a function of one module"):
+        CustomPolicy({Block})
+    policy = CustomPolicy(lambda module: None)
+    with pytest.raises(ValueError, match=r"got None for module '' \(Sequential\)"):
+        find_units(mlp(), policy)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(make(wrap) for make, _ in PAIRS),
+        *(make(torch_wrap) for make, _ in PAIRS),
+        functools.partial(lambda_auto_wrap_policy, lambda_fn=is_wide),
+    ],
+    ids=lambda value: None,
+)
+def test_good_policies(policy: Any) -> None:
+    check_policy(policy)
+
+
+# --- help ---
+
+
+def test_explain_no_match() -> None:
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=9999)
+    root = nn.Sequential(nn.ModuleList([Block(), Block(4, 9)]), nn.LayerNorm(4), nn.ReLU())
+    assert explain_no_match(root, policy) == (
+        "auto_wrap_policy: size_based_auto_wrap_policy(min_num_params=9999) chose no module of "
+        "Sequential, so all its 169 elements are one unit, gathered together. "
+        "It could have chosen, largest first: Block ('0.1' and 1 more, 85 elements), "
+        "Linear ('0.1.up' and 3 more, 45 elements), LayerNorm ('1', 8 elements)."
+    )
+    assert "first: nothing." in explain_no_match(nn.Linear(2, 2), ModuleWrapPolicy({Block}))
