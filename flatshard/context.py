@@ -89,8 +89,7 @@ class RunContext:
                 self._reducing = self.sync_gradients
             if unit is self.root and self._reducing:
                 self._broadcast_buffers()
-        if self._depth == 0:
-            self._saved.push()
+        self._saved.push()
         self._depth += 1
         if not self.in_backward:
             self._order.record(unit.index)
@@ -100,10 +99,9 @@ class RunContext:
         if self._depth == 0:
             return
         self._depth -= 1
-        if self._depth == 0:
-            self._saved.pop()
-            if not self.in_backward:
-                self._drop_prefetched()
+        self._saved.pop()
+        if self._depth == 0 and not self.in_backward:
+            self._drop_prefetched()
 
     @property
     def is_running_forward(self) -> bool:

@@ -379,9 +379,10 @@ class FlatParamHandle:
 
     def _rebuild_rnns(self) -> None:
         for module in self._rnns:
-            module.__dict__["_flat_weights"] = [
-                getattr(module, name, None) for name in module._flat_weights_names
-            ]
+            names = module._flat_weights_names
+            module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
+            # Recurrent modules compare these weak references with their weights; None means equal.
+            module._flat_weight_refs = [None] * len(names)
 
     # ------------------------------------------------------------ gradients
 
@@ -684,7 +685,7 @@ def _become(owned: OwnedParam, view: FlatShardTensor) -> None:
     for site in owned.sites:
         if isinstance(site.module, nn.RNNBase):
             # Weak references, which forbid the exchange; rebuilt whenever weights are installed.
-            site.module._flat_weight_refs = []
+            site.module._flat_weight_refs = [None] * len(site.module._flat_weights_names)
             site.module.__dict__["_flat_weights"] = []
     attributes = {k: v for k, v in param.__dict__.items() if k not in view.__dict__}
     tensor_hooks = list((param._backward_hooks or {}).values())

@@ -69,7 +69,8 @@ class SavedTensors:
             for handle in handles
             if handle.buffer_bytes
         }
-        self._active: list[torch.autograd.graph.saved_tensors_hooks] = []
+        self._active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
+        self._packs: list[Callable[[Tensor], Any]] = []
 
     def owner(self, tensor: Tensor) -> tuple[Regather, FlatParamHandle] | None:
         """The unit whose unsharded buffer ``tensor`` looks into, or None."""
@@ -78,15 +79,27 @@ class SavedTensors:
         return self._buffers.get(tensor.untyped_storage()._cdata)
 
     def push(self) -> None:
-        """Start packing; pairs with ``pop``."""
+        """Start packing, unless our hooks are on top already; pairs with ``pop``.
+
+        Every unit asks: a checkpoint between two units puts its own hooks on top, and it counts
+        what it sees, in forward and again in recomputation, where the outer unit is not running.
+        """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        hooks = torch.autograd.graph.saved_tensors_hooks(*self._pair(outer))
+        if outer is not None and self._packs and outer[0] is self._packs[-1]:
+            self._active.append(None)
+            return
+        pack, unpack = self._pair(outer)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         hooks.__enter__()
         self._active.append(hooks)
+        self._packs.append(pack)
 
     def pop(self) -> None:
-        """Stop packing."""
-        self._active.pop().__exit__(None, None, None)
+        """Undo the last ``push``."""
+        hooks = self._active.pop()
+        if hooks is not None:
+            self._packs.pop()
+            hooks.__exit__(None, None, None)
 
     def _pair(
         self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
@@ -107,7 +120,7 @@ class SavedTensors:
                         handle,
                         tensor.size(),
                         tensor.stride(),
-                        tensor.storage_offset(),
+                        int(tensor.storage_offset()),
                         handle.version,
                     )
             return outer_pack(tensor)

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# All checks: lint, format, types, tests. One command on a fresh machine.
+#   bash scripts/test.sh [PYTEST ARGUMENT...]
+# The first run makes .venv and installs into it; see scripts/venv.sh for the settings.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/venv.sh
+
+setup dev examples
+# Several ranks share the cores: one thread each.
+export OMP_NUM_THREADS=1
+"$python" -m ruff check
+"$python" -m ruff format --check
+"$python" -m mypy
+exec "$python" -m pytest -q "$@"

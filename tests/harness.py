@@ -1,0 +1,328 @@
+"""`run_ranks`: run a function on several gloo ranks and bring back what they return.
+
+A rank is a process forked from a server that has torch and the package loaded, so a launch costs
+about as much as making the process group. Nothing is reused between two calls: a rank that fails
+or hangs can't disturb the next test. Ranks meet through a file, never a port.
+
+The first failure is the one shown, with its traceback. A rank that has reported stays alive until
+the parent lets it go, so that its closed sockets don't make the others fail too. When time is up,
+every rank that is still running shows where it is, and is killed: a hang is a failure.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import io
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+PRELOAD = [
+    "flatshard.wrap",
+    "pytest",
+    "tests.harness",
+    "tests.models",
+    "tests.oracle",
+    "torch._dynamo",  # torch loads it, in more than a second, when it makes the first optimizer
+]
+ROOT = Path(__file__).resolve().parents[1]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(PRELOAD)
+
+
+class RankError(AssertionError):
+    """A rank raised, died or hung; the message says which, and where."""
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What a rank needs to know before it runs its function."""
+
+    rank: int
+    world_size: int
+    folder: str
+    group_timeout: float
+    init_group: bool
+    expendable: bool
+
+
+@dataclass
+class _Rank:
+    """The parent's view of one rank."""
+
+    rank: int
+    process: Any
+    pipe: Connection
+    expendable: bool
+    result: Any = None
+    outcome: str | None = None  # None while running, then "returned", "raised" or "died"
+    report: str = ""
+    when: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank's end is a failure of the whole call."""
+        return self.outcome in ("raised", "died") and not self.expendable
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    group_timeout: float = 20.0,
+    init_group: bool = True,
+    expendable: Sequence[int] = (),
+) -> list[Any]:
+    """Call ``fn(rank, world_size, *args)`` on ``world_size`` fresh ranks.
+
+    Warnings are errors inside a rank, and so is an exception in a destructor; use `pytest.warns`
+    or `allow_warnings` there, and `pytest.raises` for an error that every rank is to raise.
+
+    Args:
+        fn: a function at module level.
+        world_size: the number of ranks.
+        args: anything that pickles; tensors arrive as copies.
+        timeout: seconds until the whole call fails.
+        group_timeout: seconds until a collective in the ranks' process group fails.
+        init_group: whether to make the default process group. RANK and WORLD_SIZE are always set.
+        expendable: ranks that may raise or die. They end at once, as a crashed process would,
+            and their result is None.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        RankError: a rank that is not expendable raised, died or was still running at the end.
+    """
+    __tracebackhide__ = True
+    deadline = time.monotonic() + timeout
+    payload = _pack((fn, args))
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        setups = [
+            _Setup(rank, world_size, folder, group_timeout, init_group, rank in expendable)
+            for rank in range(world_size)
+        ]
+        ranks: list[_Rank] = []
+        try:
+            ranks.extend(_start(setup, payload) for setup in setups)
+            _collect(ranks, deadline)
+            if not any(rank.failed or rank.outcome is None for rank in ranks):
+                _release(ranks, deadline)
+            if any(rank.failed or rank.outcome is None for rank in ranks):
+                raise RankError(_describe(ranks, folder, timeout))
+        finally:
+            _kill(ranks)
+    return [rank.result for rank in ranks]
+
+
+@contextlib.contextmanager
+def allow_warnings(category: type[Warning] = Warning, message: str = "") -> Iterator[None]:
+    """Let warnings of this category that match ``message`` (a regular expression) pass."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message, category)
+        yield
+
+
+@contextlib.contextmanager
+def naming(configuration: object) -> Iterator[None]:
+    """Name the configuration in any exception that leaves this block."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"configuration: {configuration}")
+        raise
+
+
+# ---------------------------------------------------------------- the parent's side
+
+
+def _start(setup: _Setup, payload: bytes) -> _Rank:
+    ours, theirs = _context.Pipe()
+    environment = {
+        # Python 3.11's fork server does not take over sys.path before it preloads.
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        "OMP_NUM_THREADS": "1",
+        # Gloo otherwise looks up the host's name, which may be slow or lead nowhere.
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+    }
+    process = _context.Process(target=_rank_main, args=(setup, payload, theirs), daemon=True)
+    with mock.patch.dict(os.environ, environment):
+        process.start()
+    theirs.close()
+    return _Rank(setup.rank, process, ours, setup.expendable)
+
+
+def _collect(ranks: list[_Rank], deadline: float) -> None:
+    """Take reports until every rank has one, the first failure is known, or time is up."""
+    while pending := {rank.pipe: rank for rank in ranks if rank.outcome is None}:
+        if any(rank.failed for rank in ranks):
+            # What failed first may be heard last: a dead rank makes others raise, say.
+            deadline = min(deadline, time.monotonic() + 0.3)
+        ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return
+        for pipe in ready:
+            _receive(pending[pipe])  # type: ignore[index]
+
+
+def _receive(rank: _Rank) -> None:
+    try:
+        rank.outcome, rank.when, content = _unpack(rank.pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        rank.process.join(5)
+        rank.outcome, rank.when = "died", time.monotonic()
+        rank.report = f"ended without a report, exit code {rank.process.exitcode}"
+        return
+    if rank.outcome == "returned":
+        rank.result = content
+    else:
+        rank.report = content
+
+
+def _release(ranks: list[_Rank], deadline: float) -> None:
+    """Let the ranks take down their process groups and end, and see that they end well."""
+    returned = [rank for rank in ranks if rank.outcome == "returned"]
+    for rank in returned:
+        rank.pipe.send_bytes(b"go")
+    for rank in returned:
+        rank.process.join(max(0.0, deadline - time.monotonic()))
+        if rank.pipe.poll():
+            with contextlib.suppress(EOFError, ConnectionError):
+                rank.outcome, rank.when, rank.report = _unpack(rank.pipe.recv_bytes())
+        if rank.process.exitcode is None:
+            rank.outcome = None
+        elif rank.process.exitcode != 0:
+            rank.outcome = "died"
+            rank.report = f"returned, then ended with exit code {rank.process.exitcode}"
+
+
+def _describe(ranks: list[_Rank], folder: str, timeout: float) -> str:
+    """The first failure at length, the later ones in a line, and where the other ranks are."""
+    # A dead rank is the cause of what others raise, even where it is noticed later.
+    failures = [rank for rank in ranks if rank.failed]
+    failures.sort(key=lambda rank: (rank.outcome != "died", rank.when))
+    running = [rank for rank in ranks if rank.outcome is None]
+    lines = []
+    if failures:
+        first, *others = failures
+        lines.append(f"rank {first.rank} of {len(ranks)} {first.report}")
+        lines += [_stack(first, folder)] if first.outcome == "died" else []
+        lines += [f"rank {rank.rank}, later: {_last_line(rank.report)}" for rank in others]
+    else:
+        names = ", ".join(str(rank.rank) for rank in running)
+        lines.append(f"still running after {timeout} seconds: ranks {names} of {len(ranks)}")
+    for rank in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.process.pid, signal.SIGUSR1)
+    time.sleep(0.2 if running else 0.0)  # the handler writes the stack from within the rank
+    lines += [f"rank {rank.rank} was running:\n{_stack(rank, folder)}" for rank in running]
+    return "\n".join(lines)
+
+
+def _last_line(report: str) -> str:
+    return report.strip().splitlines()[-1]
+
+
+def _stack(rank: _Rank, folder: str) -> str:
+    """What faulthandler wrote, down to where the rank's own code begins."""
+    path = _stack_path(folder, rank.rank)
+    text = path.read_text() if path.exists() else "(it had not started yet)"
+    return re.split(r".*in _rank_main", text)[0].strip()
+
+
+def _kill(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        if rank.process.is_alive():
+            rank.process.kill()
+    for rank in ranks:
+        rank.process.join()
+        rank.process.close()
+        rank.pipe.close()
+
+
+# ---------------------------------------------------------------- the rank's side
+
+
+def _rank_main(setup: _Setup, payload: bytes, pipe: Connection) -> None:
+    stack_file = _stack_path(setup.folder, setup.rank).open("w")
+    faulthandler.enable(stack_file)
+    faulthandler.register(signal.SIGUSR1, stack_file)
+    os.environ.update(RANK=str(setup.rank), WORLD_SIZE=str(setup.world_size))
+    os.environ.update(LOCAL_RANK=str(setup.rank), LOCAL_WORLD_SIZE=str(setup.world_size))
+    lost: list[str] = []
+    sys.unraisablehook = lambda args: lost.append(
+        f"in {args.object!r}\n" + "".join(traceback.format_exception(args.exc_value))
+    )
+    gc.freeze()  # what the server loaded needs no collection, and its pages stay shared
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+
+    try:
+        fn, args = _unpack(payload)
+        if setup.init_group:
+            _init_group(setup)
+        report = ("returned", time.monotonic(), fn(setup.rank, setup.world_size, *args))
+        message = _pack(report)
+    except BaseException:
+        if setup.expendable:
+            os._exit(1)
+        message = _pack(("raised", time.monotonic(), "raised\n" + traceback.format_exc()))
+    pipe.send_bytes(message)
+    del message
+    pipe.recv_bytes()
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    if lost:
+        text = "raised where nobody sees it, " + "\n".join(lost)
+        pipe.send_bytes(_pack(("raised", time.monotonic(), text)))
+
+
+def _init_group(setup: _Setup) -> None:
+    store = dist.FileStore(f"{setup.folder}/store", setup.world_size)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=setup.rank,
+        world_size=setup.world_size,
+        timeout=timedelta(seconds=setup.group_timeout),
+    )
+
+
+# ---------------------------------------------------------------- between them
+
+
+def _stack_path(folder: str, rank: int) -> Path:
+    return Path(folder, f"stack-{rank}")
+
+
+def _pack(content: Any) -> bytes:
+    """Pickle with tensors by value; a pipe's own pickler would share their memory."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=False)

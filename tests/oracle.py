@@ -1,0 +1,146 @@
+"""What sharded training has to equal: the unwrapped model in one process.
+
+Two forms. `train` on all ranks' rows at once is the definition. Where rows see each other (batch
+norm) or random numbers (dropout), and where the comparison is bitwise, `train_rank_by_rank`
+computes each rank's loss alone and adds up their gradients, as an average over ranks does.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tests.models import Case, loss_of
+
+ROWS = 4
+"""Rows of a batch on each rank."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The end of a training run: the state dict, and the loss of every step."""
+
+    state: dict[str, Tensor]
+    losses: list[float]
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    # Momentum for the main oracle: unlike Adam it shows wrongly scaled gradients.
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+    "adadelta": lambda parameters: torch.optim.Adadelta(parameters, lr=1.0),
+}
+
+
+def train(
+    case: Case,
+    world_size: int,
+    optimizer: str = "sgd",
+    steps: int = 6,
+    dtype: torch.dtype = torch.float64,
+) -> Trained:
+    """Train on the rows of all ranks, together or, where that differs, rank by rank."""
+    if not case.row_wise:
+        return train_rank_by_rank(case, world_size, optimizer, steps, dtype)
+    model = case.model(dtype)
+    optim = OPTIMIZERS[optimizer](trainable(model))
+    losses = []
+    for step in range(steps):
+        inputs, target = case.batch(step, world_size * ROWS, dtype)
+        loss = loss_of(model(inputs), target)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return Trained(snapshot(model), losses)
+
+
+def train_rank_by_rank(
+    case: Case,
+    world_size: int,
+    optimizer: str = "sgd",
+    steps: int = 6,
+    dtype: torch.dtype = torch.float64,
+) -> Trained:
+    """Train on each rank's rows in turn, with that rank's random numbers and rank 0's buffers."""
+    model = case.model(dtype)
+    optim = OPTIMIZERS[optimizer](trainable(model))
+    losses = []
+    for step in range(steps):
+        before = [buffer.clone() for buffer in model.buffers()]
+        after = before
+        total = 0.0
+        for rank in range(world_size):
+            set_buffers(model, before)
+            loss = local_loss(model, case, step, rank, world_size, dtype)
+            (loss / world_size).backward()
+            total += loss.item() / world_size
+            after = [buffer.clone() for buffer in model.buffers()] if rank == 0 else after
+        set_buffers(model, after)
+        optim.step()
+        optim.zero_grad()
+        losses.append(total)
+    return Trained(snapshot(model), losses)
+
+
+def local_loss(
+    model: nn.Module,
+    case: Case,
+    step: int,
+    rank: int,
+    world_size: int,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """The loss of one rank's rows of a step; draws this rank's random numbers."""
+    inputs, target = (
+        part.chunk(world_size)[rank] for part in case.batch(step, world_size * ROWS, dtype)
+    )
+    torch.manual_seed(1000 * rank + step)
+    return loss_of(model(inputs), target)
+
+
+def train_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    case: Case,
+    rank: int,
+    world_size: int,
+    steps: int = 6,
+    dtype: torch.dtype = torch.float64,
+) -> list[float]:
+    """Train a wrapped model, sharded or DDP's, on this rank's rows; the losses of these."""
+    losses = []
+    for step in range(steps):
+        loss = local_loss(model, case, step, rank, world_size, dtype)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def set_buffers(model: nn.Module, values: list[Tensor]) -> None:
+    with torch.no_grad():
+        for buffer, value in zip(model.buffers(), values, strict=True):
+            buffer.copy_(value)
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the state dict that later steps leave alone."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_same_state(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float, atol: float
+) -> None:
+    """The same names in the same order, the same shapes and dtypes, and close values."""
+    assert list(actual) == list(expected), f"{list(actual)} instead of {list(expected)}"
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            actual[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )

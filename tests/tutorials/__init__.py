@@ -1,0 +1,1 @@
+"""The scripts behind the tutorials, at toy size."""

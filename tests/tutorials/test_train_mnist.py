@@ -1,0 +1,289 @@
+"""The main job, scripts/train_mnist.py, started as its reader would start it."""
+
+import contextlib
+import gzip
+import importlib.util
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+from tests.harness import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "train_mnist.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+NUM_STEPS = 14  # two steps into the second epoch
+
+pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(240)]
+
+
+def start(*arguments: str, cwd: Path, first: list[Path] | None = None) -> subprocess.Popen:
+    """Starts Python on the arguments, in a process group of its own, `first` heading its path."""
+    path = [*(first or []), ROOT, os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(entry) for entry in path if str(entry)),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float = 120) -> tuple[int, list[str], list[str]]:
+    """Returns exit status, output lines and error lines; leaves none of its processes behind."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, out.splitlines(), err.splitlines()
+
+
+def run(*arguments: str, cwd: Path, first: list[Path] | None = None) -> list[str]:
+    status, out, err = finish(start(*arguments, cwd=cwd, first=first))
+    assert status == 0, "\n".join(out + err)
+    return out
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_mnist", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Job:
+    """A finished run on two ranks: what it printed and wrote."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.saved = folder / "net.pt"
+        files = ["--json", str(folder / "results.json"), "--save", str(self.saved)]
+        steps = ["--max-steps", str(NUM_STEPS)]
+        self.lines = run(SCRIPT, "--world-size", "2", *steps, *files, *options, cwd=folder)
+        self.results = json.loads((folder / "results.json").read_text())
+        assert sorted(p.name for p in folder.iterdir()) == ["net.pt", "results.json"]
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(tmp_path_factory.mktemp("sharded"))
+
+
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(tmp_path_factory.mktemp("replicated"), "--ddp")
+
+
+def test_says_what_it_does(sharded: Job) -> None:
+    data = "Data: scikit-learn digits, enlarged to 28x28 (1,437 / 360): MNIST files not found in "
+    assert sharded.lines[0] == data + "data"
+    assert sharded.lines[1].startswith("Ranks: 2 on ")
+    assert sharded.lines[2] == "ShardedWrapper("
+    assert "(fc1): ShardedWrapper(" in map(str.strip, sharded.lines)
+    text = "\n".join(sharded.lines)
+    for epoch in (1, 2):
+        assert re.search(
+            rf"^Train Epoch: {epoch} \tLoss: \d\.\d{{6}}\n"
+            r"Test set: Average loss: \d\.\d{4}, Accuracy: \d+/360 \(\d+\.\d\d%\)$",
+            text,
+            re.MULTILINE,
+        )
+    assert re.search(r"^Elapsed: \d+\.\d\d seconds$", text, re.MULTILINE)
+    for row in ("0", "1", "DDP"):
+        assert re.search(rf"│ +{row} │ +\d+\.\d\d │ +\d+\.\d\d │ +\d+\.\d\d │", text)
+
+
+def test_results_file(sharded: Job) -> None:
+    results = sharded.results
+    assert results["parallel"] == "FULL_SHARD"
+    assert (results["train_samples"], results["test_samples"]) == (1437, 360)
+    assert [epoch["steps"] for epoch in results["epochs"]] == [12, 2]
+    assert len(results["step_losses"]) == NUM_STEPS
+    assert results["step_losses"][-1] < 1.5 < results["step_losses"][0]
+    last = results["epochs"][-1]
+    assert last["train_loss"] == pytest.approx(sum(results["step_losses"][12:]) / 2)
+    assert last["accuracy"] == pytest.approx(100 * last["correct"] / 360)
+
+
+def test_saved_weights_fit_the_plain_network(sharded: Job) -> None:
+    script = load_script()
+    net = script.Net().eval()
+    net.load_state_dict(torch.load(sharded.saved))
+    images, labels = script.load_digits()[1].tensors
+    with torch.no_grad():
+        output = net(images)
+    last = sharded.results["epochs"][-1]
+    assert F.nll_loss(output, labels).item() == pytest.approx(last["test_loss"], rel=1e-4)
+    assert int((output.argmax(1) == labels).sum()) == last["correct"]
+
+
+def test_ranks_share_what_ddp_repeats(sharded: Job, replicated: Job) -> None:
+    full = sharded.results["ddp_memory"]
+    for rank in replicated.results["memory"]:
+        assert {name: rank[name] for name in full} == full
+
+    ranks = sharded.results["memory"]
+    assert len(ranks) == 2
+    for name in ("parameter_bytes", "gradient_bytes"):
+        assert sum(rank[name] for rank in ranks) == full[name]
+    # A step count for each of the eight parameters may be on both ranks.
+    optimizer_bytes = sum(rank["optimizer_bytes"] for rank in ranks)
+    assert 0 <= optimizer_bytes - full["optimizer_bytes"] <= 8 * 4
+    assert all(rank["parameter_bytes"] < 0.55 * full["parameter_bytes"] for rank in ranks)
+    assert all(rank["peak_bytes"] > full["parameter_bytes"] for rank in ranks)
+
+
+# The options change where the parameters are, not what they become.
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--strategy", "NO_SHARD"],
+        ["--strategy", "SHARD_GRAD_OP", "--min-num-params", "0", "--cpu-offload"],
+    ],
+    ids=" ".join,
+)
+def test_same_losses_as_ddp(
+    options: list[str], sharded: Job, replicated: Job, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, *options) if options else sharded
+    expected = replicated.results["step_losses"]
+    assert job.results["step_losses"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_under_torchrun(replicated: Job, tmp_path: Path) -> None:
+    options = ["--ddp", "--data", "digits", "--max-steps", "1", "--json", "results.json"]
+    lines = run(*TORCHRUN, SCRIPT, *options, cwd=tmp_path)
+    assert lines[0] == "Data: scikit-learn digits, enlarged to 28x28 (1,437 / 360)"
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["step_losses"] == pytest.approx(replicated.results["step_losses"][:1])
+
+
+def write_mnist(root: Path) -> None:
+    """Writes 6 and 4 gray images in MNIST's files, packed as they are published."""
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, count in (("train", 6), ("t10k", 4)):
+        images = struct.pack(">iiii", 0x803, count, 28, 28) + bytes([128]) * (count * 28 * 28)
+        labels = struct.pack(">ii", 0x801, count) + bytes(range(count))
+        for kind, content in (("images-idx3", images), ("labels-idx1", labels)):
+            with gzip.open(raw / f"{part}-{kind}-ubyte.gz", "wb") as file:
+                file.write(content)
+
+
+def test_takes_mnist_where_it_is(tmp_path: Path) -> None:
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
+        pytest.skip(f"torchvision cannot be imported: {error}")
+    write_mnist(tmp_path)
+    options = ["--ddp", "--world-size", "1", "--epochs", "1", "--data-root", str(tmp_path)]
+    lines = run(SCRIPT, *options, cwd=tmp_path)
+    assert lines[0] == f"Data: MNIST (6 / 4) from {tmp_path}"
+    assert any(re.search(r"Accuracy: \d/4 ", line) for line in lines)
+
+
+def test_says_why_mnist_is_not_taken(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    broken = tmp_path / "path" / "torchvision"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise RuntimeError('built for\\nanother torch')")
+    options = ["--ddp", "--world-size", "1", "--max-steps", "1", "--data-root", "."]
+    lines = run(SCRIPT, *options, cwd=tmp_path, first=[broken.parent])
+    assert lines[0].endswith(": torchvision cannot be imported (built for another torch)")
+
+
+def evaluate_uneven(rank: int, world_size: int) -> tuple[float, int, float, int]:
+    script = load_script()
+    torch.manual_seed(0)
+    net = script.Net()
+    images, labels = torch.randn(7, 1, 28, 28), torch.arange(7)
+    loss, correct = script.evaluate(net, TensorDataset(images, labels), 3, torch.device("cpu"))
+    output = net(images)
+    all_correct = int((output.argmax(1) == labels).sum())
+    return loss, correct, F.nll_loss(output, labels).item(), all_correct
+
+
+@pytest.mark.distributed
+def test_evaluation_counts_each_sample_once() -> None:
+    for loss, correct, all_loss, all_correct in run_ranks(evaluate_uneven, 2):
+        assert loss == pytest.approx(all_loss, rel=1e-5)
+        assert correct == all_correct
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--epochs 0", "argument --epochs: must be at least 1, got 0"),
+        ("--lr nan", "argument --lr: must be above 0, got nan"),
+        ("--world-size 2 --batch-size 7", "--batch-size 7 cannot be split over 2 ranks"),
+        ("--save missing/net.pt", "--save: not a file in an existing directory: missing/net.pt"),
+        ("--ddp --cpu-offload", "--cpu-offload is for sharded parameters"),
+        ("--data digits --download", "--download is for MNIST"),
+        ("--colour", "unrecognized arguments: --colour"),
+    ],
+)
+def test_refuses_options_in_one_line(
+    options: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options.split()])
+    with pytest.raises(SystemExit) as stop:
+        load_script().parse_args()
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("train_mnist.py: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_missing_data_end_every_rank(tmp_path: Path) -> None:
+    process = start(SCRIPT, "--world-size", "2", "--data", "mnist", cwd=tmp_path)
+    status, out, err = finish(process)
+    assert (status, out) == (2, [])
+    assert "train_mnist.py: error: MNIST files not found in data" in err
+    assert not any("Traceback" in line for line in err)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the rank in /proc")
+def test_a_dead_rank_ends_the_job(tmp_path: Path) -> None:
+    process = start(SCRIPT, "--world-size", "2", "--ddp", "--epochs", "1000", cwd=tmp_path)
+    try:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("Train Epoch: 1 "):
+            assert process.poll() is None
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks = [
+            pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        os.kill(int(ranks[1]), signal.SIGKILL)
+        start_time = time.monotonic()
+    finally:
+        status, _, err = finish(process, timeout=60)
+    assert status == 1
+    assert "error: rank 1 ended by SIGKILL, the job was stopped" in err
+    assert time.monotonic() - start_time < 30
