@@ -66,7 +66,8 @@ def sync_weights(named: NamedTensors, sync: bool | None, comm: Communicator) -> 
     if sync is not True:
         sums = comm.gather_objects([_checksum(t) for _, t in named], label="comparing weights")
         different = [
-            name for (name, _), values in zip(named, zip(*sums, strict=True), strict=True)
+            name
+            for (name, _), values in zip(named, zip(*sums, strict=True), strict=True)
             if len(set(values)) > 1
         ]
         if not different:

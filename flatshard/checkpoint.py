@@ -80,4 +80,3 @@ def without_ddp_prefix(state_dict: dict[str, Any], own_names: Iterable[str]) -> 
     ):
         return {key.removeprefix(_DDP_PREFIX): value for key, value in state_dict.items()}
     return state_dict
-

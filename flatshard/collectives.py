@@ -302,6 +302,9 @@ def _sibling(group: dist.ProcessGroup) -> dist.ProcessGroup:
         use_local_synchronization=not whole_world,
         group_desc="flatshard",
     )
+    assert isinstance(sibling, dist.ProcessGroup), (
+        "every rank of a group is a member of its sibling"
+    )
     return sibling
 
 

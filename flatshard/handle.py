@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.collectives import Communicator, Pending
 from flatshard.flat_param import FlatParameter
@@ -156,7 +157,7 @@ class FlatParamHandle:
     def _make_sharded(self, requires_grad: list[bool]) -> list[nn.Parameter]:
         """The parameters that users see; originals keep their identity."""
         if not self._use_orig_params:
-            self._placeholders: list[Tensor] = self._shard_views(None)
+            self._placeholders: list[FlatShardTensor] = self._shard_views(None)
             flat = FlatParameter(self.shard, requires_grad[0], self.layout, self._comm.rank)
             return [flat]
         self._placeholders = []
@@ -170,9 +171,9 @@ class FlatParamHandle:
                 _become(owned, view)
         return [owned.param for owned in self._owned]
 
-    def _shard_views(self, requires_grad: list[bool] | None) -> list[Tensor]:
+    def _shard_views(self, requires_grad: list[bool] | None) -> list[FlatShardTensor]:
         """One true-shape tensor per original parameter, over this rank's range of it."""
-        views: list[Tensor] = []
+        views: list[FlatShardTensor] = []
         for index, (spec, local) in enumerate(zip(self._specs, self.local_spans, strict=True)):
             piece = self.shard[local.start : local.end]
             if requires_grad is None:
@@ -283,7 +284,7 @@ class FlatParamHandle:
         if gather is not None:
             try:
                 # Autograd must not take the refill for an edit of what it saved.
-                with torch.autograd._unsafe_preserve_version_counter(self.buffer):
+                with _unsafe_preserve_version_counter(self.buffer):
                     gather.wait()
             except Exception:
                 self.state = ShardState.SHARDED
@@ -578,7 +579,9 @@ class FlatParamHandle:
             requires_grad = [p.requires_grad for p in self.sharded]
         if not self._use_orig_params:
             requires_grad = requires_grad * len(full)
-        params = [nn.Parameter(t, requires_grad=r) for t, r in zip(full, requires_grad, strict=True)]
+        params = [
+            nn.Parameter(t, requires_grad=r) for t, r in zip(full, requires_grad, strict=True)
+        ]
         self._put(params)
         try:
             yield

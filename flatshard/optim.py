@@ -129,6 +129,7 @@ def _swap_out(optimizer: torch.optim.Optimizer) -> None:
                 if param is None:
                     continue
                 params[position] = param
+                del twin._twin_of  # a cycle otherwise
                 if twin.grad is None:
                     # The optimizer, or a step that failed, dropped it.
                     param.grad = None
@@ -141,14 +142,14 @@ def _twin(param: FlatShardTensor) -> nn.Parameter:
     twin: nn.Parameter | None = param.__dict__.get("_twin")
     if twin is None or twin.requires_grad != param.requires_grad:
         twin = nn.Parameter(param._local.detach(), requires_grad=param.requires_grad)
-        param._twin = twin
-    twin._twin_of = param
+        param._twin = twin  # type: ignore[attr-defined]
+    twin._twin_of = param  # type: ignore[attr-defined]
     return twin
 
 
 def _flat_twin(param: nn.Parameter) -> nn.Parameter:
     twin = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
-    twin._twin_of = param
+    twin._twin_of = param  # type: ignore[attr-defined]
     return twin
 
 

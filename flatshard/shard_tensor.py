@@ -220,7 +220,7 @@ class FlatShardTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Iterable[type],
@@ -241,8 +241,8 @@ class FlatShardTensor(torch.Tensor):
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1).view(
-        torch.uint8
+    return (
+        (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1).view(torch.uint8)
     )
 
 
@@ -329,9 +329,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for value, spec in zip(args[0], specs, strict=True):
             if spec is not None and not isinstance(value, FlatShardTensor):
                 spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
-    result = func(
-        *(local(value) for value in args), **{key: local(v) for key, v in kwargs.items()}
-    )
+    result = func(*(local(value) for value in args), **{key: local(v) for key, v in kwargs.items()})
     if in_place:
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -408,16 +406,15 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    if func not in (aten.sum.default, aten.sum.dim_IntList, aten.mean.default):
-        _first(args, kwargs)._spec.refuse(func)
-    names = ("self", "dim", "keepdim") if func is aten.sum.dim_IntList else ("self",)
-    tensor, dim, keepdim, dtype = _bind(
-        args, kwargs, (*names, *("dim", "keepdim")[len(names) - 1 :], "dtype"), (None,) * 4
-    )
-    _only_whole(tensor, func, dim, keepdim)
-    total = tensor._local.sum(dtype=dtype)
+    """``sum`` and ``mean`` of everything."""
+    along_dimensions = func in (aten.sum.dim_IntList, aten.mean.dim)
+    names = ("self", "dim", "keepdim", "dtype") if along_dimensions else ("self", "dtype")
+    bound = dict(zip(names, _bind(args, kwargs, names, (None,) * len(names)), strict=True))
+    tensor: FlatShardTensor = bound["self"]
+    _only_whole(tensor, func, bound.get("dim"), bound.get("keepdim"))
+    total = tensor._local.sum(dtype=bound["dtype"])
     tensor._spec.comm.reduce_scalars(total, "SUM", label=tensor._spec.name)
-    return total / tensor.numel() if func is aten.mean.default else total
+    return total / tensor.numel() if func._schema.name == "aten::mean" else total
 
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -541,7 +538,7 @@ class _Sum(torch.autograd.Function):
         return FlatShardTensor(local, spec)
 
 
-def _differentiable_sum(input: FlatShardTensor, *args: Any, **kwargs: Any) -> Tensor:
+def _differentiable_sum(input: Any, *args: Any, **kwargs: Any) -> Tensor:
     if args or kwargs:
         input._spec.refuse("a sum along a dimension or in another dtype")
     return _Sum.apply(input)  # type: ignore[no-any-return]

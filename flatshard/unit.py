@@ -51,7 +51,9 @@ class Call:
 class Context(Protocol):
     """What a unit asks of the run it is part of (``RunContext``)."""
 
-    in_backward: bool
+    @property
+    def in_backward(self) -> bool:
+        """Whether this model's backward is running now."""
 
     def enter(self, unit: Unit) -> None:
         """A unit's forward begins."""

@@ -1,4 +1,4 @@
-"""``ShardedWrapper``: the module that users meet. Thin: it plans, wires units, and passes calls on."""
+"""``ShardedWrapper``: the module that users meet. It plans, wires units, and passes calls on."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ class ShardedWrapper(nn.Module):
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the wrapped module."""
-        return iter(self.module)  # type: ignore[call-overload]
+        return iter(self.module)  # type: ignore[call-overload, no-any-return]
 
     def __bool__(self) -> bool:
         """A module is true, also where the wrapped one has a length of zero."""
@@ -365,7 +365,7 @@ class ShardedWrapper(nn.Module):
 
     # ------------------------------------------------------------ state dicts
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the unwrapped module's names, on every rank.
 
         Collective: all ranks.
@@ -373,9 +373,7 @@ class ShardedWrapper(nn.Module):
         self._context.recover()
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(
-        self, state_dict: Any, strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the unwrapped module; each rank keeps its part.
 
         Dtypes are cast. DistributedDataParallel's ``module.`` prefix is understood. No
@@ -557,9 +555,7 @@ def _move(named: list[tuple[str, Tensor]], device: torch.device) -> None:
             tensor.data = tensor.data.to(device)
 
 
-def _replace_children(
-    root: nn.Module, wrappers: dict[nn.Module, ShardedWrapper]
-) -> None:
+def _replace_children(root: nn.Module, wrappers: dict[nn.Module, ShardedWrapper]) -> None:
     """Put wrappers at every place of the modules they wrap."""
     for parent in list(root.modules()):
         if isinstance(parent, ShardedWrapper):
@@ -567,4 +563,3 @@ def _replace_children(
         for name, child in parent._modules.items():
             if child in wrappers:
                 parent._modules[name] = wrappers[child]
-
