@@ -17,33 +17,37 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 _CHUNK_NUMEL = 1 << 20
 
 
-def check_same_model(named: NamedTensors, settings: str, comm: Communicator) -> None:
-    """Compare names, shapes, dtypes and settings with the other ranks.
+def check_same_model(
+    named: NamedTensors, settings: str, units: Iterable[str], comm: Communicator
+) -> None:
+    """Compare names, shapes, dtypes, units and settings with the other ranks.
 
     Collective: all ranks of ``comm``.
 
     Args:
         named: parameters and buffers with their names.
         settings: what else must agree, as text.
+        units: the names of the units.
         comm: the ranks that train the model.
 
     Raises:
         ValueError: on every rank, naming the first difference.
     """
-    lines = [f"settings {settings}"] + [
+    lines = [f"settings {settings}"]
+    lines += [
         f"{name!r}: shape {tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}"
         for name, t in named
     ]
+    lines += [f"unit {name!r}" for name in units]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(comm.gather_objects(digest, label="comparing models"))) == 1:
         return
     everyone = comm.gather_objects(lines, label="comparing models")
-    for position, versions in enumerate(zip_longest(*everyone, fillvalue="nothing")):
+    for versions in zip_longest(*everyone, fillvalue="nothing"):
         if len(set(versions)) > 1:
             other = next(r for r, line in enumerate(versions) if line != versions[0])
-            what = "settings" if position == 0 else f"parameter or buffer {position}"
             raise ValueError(
-                f"ShardedWrapper: the ranks build different models. First difference, at {what}: "
+                "ShardedWrapper: the ranks build different models. First difference: "
                 f"rank 0 has {versions[0]}; rank {other} has {versions[other]}. Every rank must "
                 "wrap the same modules in the same order with the same settings."
             )
@@ -72,29 +76,33 @@ def sync_weights(named: NamedTensors, sync: bool | None, comm: Communicator) -> 
         ]
         if not different:
             return
-        if comm.rank == 0:
-            first = f"{different[0]!r}" + (
-                f" and {len(different) - 1} more" if len(different) > 1 else ""
-            )
-            warnings.warn(
-                f"ShardedWrapper: the ranks start from different weights ({first}). "
-                + (
-                    "Every rank now takes rank 0's. Seed all ranks alike, or pass "
-                    "sync_module_states=True to say that this is meant."
-                    if sync is None
-                    else "Each keeps its own part, as sync_module_states=False asks: the result "
-                    "is a mixture of different models."
-                ),
-                stacklevel=4,
-            )
-        if sync is False:
-            return
-    with torch.no_grad():
-        for name, tensor in named:
-            contiguous = tensor.contiguous()
-            comm.broadcast(contiguous, label=name)
-            if contiguous is not tensor:
-                tensor.copy_(contiguous)
+    else:
+        different = []
+    if sync is not False:
+        with torch.no_grad():
+            for name, tensor in named:
+                contiguous = tensor.contiguous()
+                comm.broadcast(contiguous, label=name)
+                if contiguous is not tensor:
+                    tensor.copy_(contiguous)
+    # After the collectives: where warnings are errors, no other rank is left waiting in one.
+    if different and comm.rank == 0:
+        _warn_of_difference(different, sync)
+
+
+def _warn_of_difference(names: list[str], sync: bool | None) -> None:
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    outcome = (
+        "Every rank now takes rank 0's. Seed all ranks alike, or pass sync_module_states=True to "
+        "say that this is meant."
+        if sync is None
+        else "Each keeps its own part, as sync_module_states=False asks: the result is a mixture "
+        "of different models."
+    )
+    warnings.warn(
+        f"ShardedWrapper: the ranks start from different weights ({names[0]!r}{others}). {outcome}",
+        stacklevel=4,
+    )
 
 
 def _checksum(tensor: Tensor) -> tuple[int, int]:

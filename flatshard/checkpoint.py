@@ -8,6 +8,7 @@ its order, its extra state and the users' hooks.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,39 +20,59 @@ _DDP_PREFIX = "module."
 
 
 def hook_state_dicts(unit: Unit) -> None:
-    """Let the state dicts of a unit's module, and of all that contain it, hold full tensors."""
-    module = unit.module
+    """Let the state dicts of a unit's module, of its parts, and of what contains it be whole."""
+    hooks = _StateDictHooks(unit)
+    for module in {unit.module}.union(*(handle.modules() for handle in unit.handles)):
+        # Torch marks the functions that it is given, which a bound method does not allow.
+        module.register_state_dict_pre_hook(partial(hooks.before_save))
+        module.register_state_dict_post_hook(partial(hooks.after_save))
+        module.register_load_state_dict_pre_hook(hooks.before_load)
+        module.register_load_state_dict_post_hook(hooks.after_load)
 
-    def before_save(*_: Any) -> None:
-        for handle in unit.handles:
-            handle.show_placeholders()
 
-    def after_save(
-        _: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
-    ) -> None:
-        for handle in unit.handles:
-            _replace_by_full(handle, state_dict)
-            handle.hide_placeholders()
+class _StateDictHooks:
+    """The hooks of one unit. Torch calls them inside one another: the outermost does the work."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._depth = 0
+
+    def before_save(self, module: nn.Module, *_: Any) -> None:
+        self._enter(module)
+
+    def after_save(self, _: nn.Module, state_dict: dict[str, Any], *rest: Any) -> None:
+        if self._leave():
+            for handle in self._unit.handles:
+                _replace_by_full(handle, state_dict)
 
     def before_load(
-        _: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+        self, module: nn.Module, _: Any, prefix: str, metadata: dict[str, Any], *rest: Any
     ) -> None:
         if metadata.get("assign_to_params_buffers", False):
             raise ValueError(
                 "load_state_dict(assign=True) would put whole tensors where shards are. Load "
                 "without assign: values are copied into the shards and cast to their dtype."
             )
-        for handle in unit.handles:
+        self._enter(module)
+
+    def after_load(self, *_: Any) -> None:
+        self._leave()
+
+    def _enter(self, module: nn.Module) -> None:
+        if module is self._unit.module:
+            # Nothing of this unit is further out; whatever failed before is over.
+            self._depth = 0
+        self._depth += 1
+        for handle in self._unit.handles:
             handle.show_placeholders()
 
-    def after_load(*_: Any) -> None:
-        for handle in unit.handles:
+    def _leave(self) -> bool:
+        self._depth -= 1
+        if self._depth > 0:
+            return False
+        for handle in self._unit.handles:
             handle.hide_placeholders()
-
-    module.register_state_dict_pre_hook(before_save)
-    module.register_state_dict_post_hook(after_save)
-    module.register_load_state_dict_pre_hook(before_load)
-    module.register_load_state_dict_post_hook(after_load)
+        return True
 
 
 def _replace_by_full(handle: FlatParamHandle, state_dict: dict[str, Any]) -> None:

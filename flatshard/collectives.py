@@ -116,8 +116,9 @@ class Communicator:
         if _cpu_backend(group) is None:
             self.control_device = torch.device("cuda", torch.cuda.current_device())
         self._sends_cpu_directly = _cpu_backend(group) == "gloo"
-        self._gather_group = _sibling(group) if self._sends_cpu_directly else group
-        self._reduce_group = _sibling(group)
+        with _named(f"ShardedWrapper, rank {self.rank}: meeting the other ranks"):
+            self._gather_group = _sibling(group) if self._sends_cpu_directly else group
+            self._reduce_group = _sibling(group)
 
     def new_tag(self) -> int:
         """A number that no other user of this communicator has.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils import hooks as torch_hooks
 
 from flatshard.layout import FlatLayout
 
@@ -22,6 +25,7 @@ class FlatParameter(nn.Parameter):
 
     flat_layout: FlatLayout
     rank: int
+    post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]]
 
     def __new__(
         cls, data: Tensor, requires_grad: bool, layout: FlatLayout, rank: int
@@ -30,7 +34,25 @@ class FlatParameter(nn.Parameter):
         self = torch.Tensor._make_subclass(cls, data, requires_grad)
         self.flat_layout = layout
         self.rank = rank
+        self.post_accumulate_hooks = OrderedDict()
         return self
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> NoReturn:  # type: ignore[override]
+        """Not available: a flat parameter takes no part in autograd, its originals do.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"{self!r} never meets autograd, so the hook would not be called. Hook the original "
+            "parameters: wrap with use_orig_params=True."
+        )
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """Call ``hook`` with this parameter once its reduced gradient is in ``.grad``."""
+        handle = torch_hooks.RemovableHandle(self.post_accumulate_hooks)
+        self.post_accumulate_hooks[handle.id] = hook
+        return handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         """A copy with storage of its own and the same layout."""

@@ -92,6 +92,7 @@ class FlatParamHandle:
         self._compute_dtype, self._reduce_dtype = compute_dtype, reduce_dtype
         self._on_grad = on_grad
         self._is_installed = False
+        self._hooked: set[int] = set()
         self.state = ShardState.SHARDED
         self._gather: Pending | None = None
         self._gathered_version = -1
@@ -222,12 +223,15 @@ class FlatParamHandle:
                 ]
             for index, (spec, full) in enumerate(zip(self._specs, self.full, strict=True)):
                 spec.full = full
-                # A frozen tensor refuses the hook; it may be unfrozen later.
-                full.requires_grad_(True)
-                full.register_post_accumulate_grad_hook(self._grad_hook(index))
+                if id(full) not in self._hooked:
+                    # A frozen tensor refuses the hook; it may be unfrozen later.
+                    full.requires_grad_(True)
+                    full.register_post_accumulate_grad_hook(self._grad_hook(index))
                 full.requires_grad_(requires_grad[index])
                 if self._use_orig_params and self._comm.size > 1:
                     _move_hooks(self.sharded[index], full)
+        # Originals that compute themselves stay the same objects through a conversion.
+        self._hooked = {id(full) for full in self.full}
         if not self._aliased:
             self._free_buffer()
         self._sites = [
@@ -512,10 +516,21 @@ class FlatParamHandle:
 
     def run_post_accumulate_hooks(self, used: list[bool]) -> None:
         """Call the users' hooks of every parameter that got a gradient."""
-        for spec, param, was_used in zip(self._specs, self.sharded, used, strict=False):
-            if was_used and self._use_orig_params:
-                for hook in list(spec.post_accumulate_hooks.values()):
-                    hook(param)
+        if not self._use_orig_params:
+            flat = self.sharded[0]
+            assert isinstance(flat, FlatParameter)
+            hooked: list[tuple[nn.Parameter, Any]] = (
+                [(flat, flat.post_accumulate_hooks)] if any(used) else []
+            )
+        else:
+            hooked = [
+                (param, spec.post_accumulate_hooks)
+                for param, spec, was_used in zip(self.sharded, self._specs, used, strict=True)
+                if was_used
+            ]
+        for param, hooks in hooked:
+            for hook in list(hooks.values()):
+                hook(param)
 
     def _grad_view(self, reduced: Tensor, index: int) -> Tensor:
         local = self.local_spans[index]
@@ -540,6 +555,10 @@ class FlatParamHandle:
             self._earlier_grads = []
 
     # ------------------------------------------------------------ whole tensors
+
+    def modules(self) -> set[nn.Module]:
+        """The modules in which the parameters stand."""
+        return {module for module, _, _ in self._sites}
 
     def show_placeholders(self) -> None:
         """With ``use_orig_params=False``, list the originals among the modules' parameters."""

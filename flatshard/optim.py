@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from flatshard.flat_param import FlatParameter
 from flatshard.shard_tensor import FlatShardTensor
 
 _ELEMENTWISE: set[Any] = {
@@ -104,10 +105,10 @@ def _swap_in(optimizer: torch.optim.Optimizer) -> bool:
                 if isinstance(param, FlatShardTensor):
                     twin = _twin(param)
                     twin.grad = _local_grad(param)
-                elif isinstance(param.grad, FlatShardTensor):
-                    # A flat parameter is plain already, only its gradient is not.
+                elif isinstance(param, FlatParameter):
+                    # Plain already, only its gradient is not.
                     twin = _flat_twin(param)
-                    twin.grad = param.grad._local
+                    twin.grad = getattr(param.grad, "_local", param.grad)
                 else:
                     continue
                 params[position] = twin
@@ -147,7 +148,7 @@ def _twin(param: FlatShardTensor) -> nn.Parameter:
     return twin
 
 
-def _flat_twin(param: nn.Parameter) -> nn.Parameter:
+def _flat_twin(param: FlatParameter) -> nn.Parameter:
     twin = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
     twin._twin_of = param  # type: ignore[attr-defined]
     return twin

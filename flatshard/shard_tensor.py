@@ -538,6 +538,26 @@ class _Sum(torch.autograd.Function):
         return FlatShardTensor(local, spec)
 
 
+class _Norm(torch.autograd.Function):
+    """The p-norm over all elements; zero has the subgradient zero, as in torch."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: FlatShardTensor, order: float) -> Tensor:  # type: ignore[override]
+        norm = _norms([tensor], order, None)[0]
+        ctx.spec, ctx.order = tensor._spec, order
+        ctx.save_for_backward(tensor._local, norm)
+        return norm
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[FlatShardTensor, None]:  # type: ignore[override]
+        spec, order = ctx.spec, ctx.order
+        local, norm = ctx.saved_tensors
+        upstream = spec.comm.reduce_scalars(gradient.clone(), "SUM", label=spec.name)
+        # x |x|^(p-2) / norm^(p-1), with 0 for 0/0.
+        slope = local.sgn() * (local.abs() / norm).nan_to_num(0.0).pow(order - 1)
+        return FlatShardTensor(slope * (upstream / spec.comm.size), spec), None
+
+
 def _differentiable_sum(input: Any, *args: Any, **kwargs: Any) -> Tensor:
     if args or kwargs:
         input._spec.refuse("a sum along a dimension or in another dtype")
@@ -557,8 +577,7 @@ def _differentiable_norm(
         input._spec.refuse("a norm along a dimension or in another dtype")
     if not isinstance(order, int | float) or order in (0, float("inf"), float("-inf")):
         input._spec.refuse(f"the gradient of a norm of order {order}")
-    powers = input.abs().pow(order) if order != 2 else input.pow(2)
-    return _differentiable_sum(powers).pow(1.0 / order)
+    return _Norm.apply(input, float(order))  # type: ignore[no-any-return]
 
 
 _DIFFERENTIABLE: dict[Any, Callable[..., Tensor]] = {

@@ -113,17 +113,19 @@ class ShardedWrapper(nn.Module):
         if offload.offload_params:
             _check_offload(device)
         topology = resolve(strategy.placement, group)
-        if topology.world.rank == 0:
-            for note in notes:
-                warnings.warn(f"ShardedWrapper ignores {note}", stacklevel=2)
+        plans = find_units(module, auto_wrap_policy) if auto_wrap_policy is not None else []
         named = _named_tensors(module)
         if topology.world.size > 1:
             described = f"{strategy}, {precision}, use_orig_params={use_orig_params}"
-            agreement.check_same_model(named, described, topology.world)
-            _move(named, device)
-            agreement.sync_weights(_named_tensors(module), sync_module_states, topology.world)
-        else:
-            _move(named, device)
+            names = [plan.name for plan in plans]
+            agreement.check_same_model(named, described, names, topology.world)
+        _move(named, device)
+        agreement.sync_weights(_named_tensors(module), sync_module_states, topology.world)
+        if topology.world.rank == 0:
+            for note in notes:
+                warnings.warn(f"ShardedWrapper ignores {note}", stacklevel=2)
+            if auto_wrap_policy is not None and not plans:
+                warnings.warn(explain_no_match(module, auto_wrap_policy), stacklevel=2)
         settings = _Settings(
             strategy,
             topology,
@@ -134,9 +136,6 @@ class ShardedWrapper(nn.Module):
             broadcast_buffers,
             device,
         )
-        plans = find_units(module, auto_wrap_policy) if auto_wrap_policy is not None else []
-        if auto_wrap_policy is not None and not plans and topology.world.rank == 0:
-            warnings.warn(explain_no_match(module, auto_wrap_policy), stacklevel=2)
         owners = find_owners(module, [plan.module for plan in plans])
         wrappers = {}
         for plan in plans:

@@ -10,6 +10,7 @@ every rank that is still running shows where it is, and is killed: a hang is a f
 """
 
 import contextlib
+import enum
 import faulthandler
 import gc
 import io
@@ -63,23 +64,29 @@ class _Setup:
     expendable: bool
 
 
+class _State(enum.Enum):
+    RUNNING = enum.auto()
+    RETURNED = enum.auto()  # and waiting to be let go
+    RAISED = enum.auto()
+    DIED = enum.auto()
+    ENDED = enum.auto()  # as it should
+
+
 @dataclass
 class _Rank:
     """The parent's view of one rank."""
 
-    rank: int
+    setup: _Setup
     process: Any
     pipe: Connection
-    expendable: bool
+    state: _State = _State.RUNNING
     result: Any = None
-    outcome: str | None = None  # None while running, then "returned", "raised" or "died"
     report: str = ""
     when: float = 0.0
 
     @property
     def failed(self) -> bool:
-        """Whether this rank's end is a failure of the whole call."""
-        return self.outcome in ("raised", "died") and not self.expendable
+        return self.state in (_State.RAISED, _State.DIED)
 
 
 def run_ranks(
@@ -103,8 +110,8 @@ def run_ranks(
         timeout: seconds until the whole call fails.
         group_timeout: seconds until a collective in the ranks' process group fails.
         init_group: whether to make the default process group. RANK and WORLD_SIZE are always set.
-        expendable: ranks that may raise or die. They end at once, as a crashed process would,
-            and their result is None.
+        expendable: ranks that may raise, die or hang. They end at once when they raise, as a
+            crashed process would, and nobody waits for them; their result is None.
 
     Returns:
         What each rank returned, in rank order.
@@ -123,11 +130,12 @@ def run_ranks(
         ranks: list[_Rank] = []
         try:
             ranks.extend(_start(setup, payload) for setup in setups)
-            _collect(ranks, deadline)
-            if not any(rank.failed or rank.outcome is None for rank in ranks):
-                _release(ranks, deadline)
-            if any(rank.failed or rank.outcome is None for rank in ranks):
-                raise RankError(_describe(ranks, folder, timeout))
+            awaited = [rank for rank in ranks if not rank.setup.expendable]
+            _collect(awaited, deadline)
+            if all(rank.state is _State.RETURNED for rank in awaited):
+                _release(awaited, deadline)
+            if any(rank.state is not _State.ENDED for rank in awaited):
+                raise RankError(_describe(awaited, timeout))
         finally:
             _kill(ranks)
     return [rank.result for rank in ranks]
@@ -167,12 +175,12 @@ def _start(setup: _Setup, payload: bytes) -> _Rank:
     with mock.patch.dict(os.environ, environment):
         process.start()
     theirs.close()
-    return _Rank(setup.rank, process, ours, setup.expendable)
+    return _Rank(setup, process, ours)
 
 
 def _collect(ranks: list[_Rank], deadline: float) -> None:
     """Take reports until every rank has one, the first failure is known, or time is up."""
-    while pending := {rank.pipe: rank for rank in ranks if rank.outcome is None}:
+    while pending := {rank.pipe: rank for rank in ranks if rank.state is _State.RUNNING}:
         if any(rank.failed for rank in ranks):
             # What failed first may be heard last: a dead rank makes others raise, say.
             deadline = min(deadline, time.monotonic() + 0.3)
@@ -185,13 +193,13 @@ def _collect(ranks: list[_Rank], deadline: float) -> None:
 
 def _receive(rank: _Rank) -> None:
     try:
-        rank.outcome, rank.when, content = _unpack(rank.pipe.recv_bytes())
+        rank.state, rank.when, content = _unpack(rank.pipe.recv_bytes())
     except (EOFError, ConnectionError):
         rank.process.join(5)
-        rank.outcome, rank.when = "died", time.monotonic()
+        rank.state, rank.when = _State.DIED, time.monotonic()
         rank.report = f"ended without a report, exit code {rank.process.exitcode}"
         return
-    if rank.outcome == "returned":
+    if rank.state is _State.RETURNED:
         rank.result = content
     else:
         rank.report = content
@@ -199,41 +207,35 @@ def _receive(rank: _Rank) -> None:
 
 def _release(ranks: list[_Rank], deadline: float) -> None:
     """Let the ranks take down their process groups and end, and see that they end well."""
-    returned = [rank for rank in ranks if rank.outcome == "returned"]
-    for rank in returned:
+    for rank in ranks:
         rank.pipe.send_bytes(b"go")
-    for rank in returned:
-        rank.process.join(max(0.0, deadline - time.monotonic()))
-        if rank.pipe.poll():
-            with contextlib.suppress(EOFError, ConnectionError):
-                rank.outcome, rank.when, rank.report = _unpack(rank.pipe.recv_bytes())
-        if rank.process.exitcode is None:
-            rank.outcome = None
-        elif rank.process.exitcode != 0:
-            rank.outcome = "died"
-            rank.report = f"returned, then ended with exit code {rank.process.exitcode}"
+        rank.state = _State.RUNNING
+    for rank in ranks:
+        if rank.pipe.poll(max(0.0, deadline - time.monotonic())):
+            _receive(rank)
+        if rank.state is _State.DIED and rank.process.exitcode == 0:
+            rank.state = _State.ENDED
 
 
-def _describe(ranks: list[_Rank], folder: str, timeout: float) -> str:
+def _describe(ranks: list[_Rank], timeout: float) -> str:
     """The first failure at length, the later ones in a line, and where the other ranks are."""
     # A dead rank is the cause of what others raise, even where it is noticed later.
     failures = [rank for rank in ranks if rank.failed]
-    failures.sort(key=lambda rank: (rank.outcome != "died", rank.when))
-    running = [rank for rank in ranks if rank.outcome is None]
-    lines = []
+    failures.sort(key=lambda rank: (rank.state is not _State.DIED, rank.when))
+    running = [rank for rank in ranks if rank.state is _State.RUNNING]
     if failures:
         first, *others = failures
-        lines.append(f"rank {first.rank} of {len(ranks)} {first.report}")
-        lines += [_stack(first, folder)] if first.outcome == "died" else []
-        lines += [f"rank {rank.rank}, later: {_last_line(rank.report)}" for rank in others]
+        lines = [f"rank {first.setup.rank} of {first.setup.world_size} {first.report}"]
+        lines += [_stack(first)] if first.state is _State.DIED else []
+        lines += [f"rank {rank.setup.rank}, later: {_last_line(rank.report)}" for rank in others]
     else:
-        names = ", ".join(str(rank.rank) for rank in running)
-        lines.append(f"still running after {timeout} seconds: ranks {names} of {len(ranks)}")
+        names = ", ".join(str(rank.setup.rank) for rank in running)
+        lines = [f"still running after {timeout} seconds: ranks {names}"]
     for rank in running:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.process.pid, signal.SIGUSR1)
     time.sleep(0.2 if running else 0.0)  # the handler writes the stack from within the rank
-    lines += [f"rank {rank.rank} was running:\n{_stack(rank, folder)}" for rank in running]
+    lines += [f"rank {rank.setup.rank} was running:\n{_stack(rank)}" for rank in running]
     return "\n".join(lines)
 
 
@@ -241,9 +243,9 @@ def _last_line(report: str) -> str:
     return report.strip().splitlines()[-1]
 
 
-def _stack(rank: _Rank, folder: str) -> str:
+def _stack(rank: _Rank) -> str:
     """What faulthandler wrote, down to where the rank's own code begins."""
-    path = _stack_path(folder, rank.rank)
+    path = _stack_path(rank.setup)
     text = path.read_text() if path.exists() else "(it had not started yet)"
     return re.split(r".*in _rank_main", text)[0].strip()
 
@@ -262,7 +264,7 @@ def _kill(ranks: list[_Rank]) -> None:
 
 
 def _rank_main(setup: _Setup, payload: bytes, pipe: Connection) -> None:
-    stack_file = _stack_path(setup.folder, setup.rank).open("w")
+    stack_file = _stack_path(setup).open("w")
     faulthandler.enable(stack_file)
     faulthandler.register(signal.SIGUSR1, stack_file)
     os.environ.update(RANK=str(setup.rank), WORLD_SIZE=str(setup.world_size))
@@ -281,12 +283,12 @@ def _rank_main(setup: _Setup, payload: bytes, pipe: Connection) -> None:
         fn, args = _unpack(payload)
         if setup.init_group:
             _init_group(setup)
-        report = ("returned", time.monotonic(), fn(setup.rank, setup.world_size, *args))
+        report = (_State.RETURNED, time.monotonic(), fn(setup.rank, setup.world_size, *args))
         message = _pack(report)
     except BaseException:
         if setup.expendable:
             os._exit(1)
-        message = _pack(("raised", time.monotonic(), "raised\n" + traceback.format_exc()))
+        message = _pack((_State.RAISED, time.monotonic(), "raised\n" + traceback.format_exc()))
     pipe.send_bytes(message)
     del message
     pipe.recv_bytes()
@@ -296,7 +298,7 @@ def _rank_main(setup: _Setup, payload: bytes, pipe: Connection) -> None:
     gc.collect()
     if lost:
         text = "raised where nobody sees it, " + "\n".join(lost)
-        pipe.send_bytes(_pack(("raised", time.monotonic(), text)))
+        pipe.send_bytes(_pack((_State.RAISED, time.monotonic(), text)))
 
 
 def _init_group(setup: _Setup) -> None:
@@ -313,8 +315,8 @@ def _init_group(setup: _Setup) -> None:
 # ---------------------------------------------------------------- between them
 
 
-def _stack_path(folder: str, rank: int) -> Path:
-    return Path(folder, f"stack-{rank}")
+def _stack_path(setup: _Setup) -> Path:
+    return Path(setup.folder, f"stack-{setup.rank}")
 
 
 def _pack(content: Any) -> bytes:

@@ -52,7 +52,7 @@ class Cnn(nn.Module):
 class Recurrent(nn.Module):
     """An LSTM or GRU, whose weights are also reached through a list of its own."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
         super().__init__()
         self.rnn = kind(7, 5, num_layers=2, batch_first=True)
         self.head = nn.Linear(5, 3)

@@ -1,0 +1,377 @@
+"""What the constructor refuses, and what it takes with a warning; the same on every rank."""
+
+import re
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import flatshard
+from flatshard import ShardedWrapper, ShardingStrategy
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import naming, run_ranks
+from tests.models import CASES, Mlp
+from tests.oracle import OPTIMIZERS, assert_same_state, snapshot, train, train_steps, trainable
+
+LINEARS = ModuleWrapPolicy({nn.Linear})
+
+
+# ---------------------------------------------------------------- process groups
+
+
+def test_several_ranks_without_a_process_group() -> None:
+    run_ranks(_no_group, 2, init_group=False)
+
+
+def _no_group(rank: int, world_size: int) -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        ShardedWrapper(Mlp())
+
+
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["true-shape", "flat"])
+def test_one_process_without_a_process_group(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    run_ranks(_alone, 1, strategy, use_orig_params, init_group=False)
+
+
+def _alone(rank: int, world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    case = CASES["batch-norm"]
+    with pytest.warns(UserWarning, match="no process group") as caught:
+        model = case.wrap(case.model(), sharding_strategy=strategy, use_orig_params=use_orig_params)
+    assert len(caught) == 1, [str(one.message) for one in caught]
+    optimizer = OPTIMIZERS["sgd"](trainable(model))
+    losses = train_steps(model, optimizer, case, rank, world_size)
+    expected = train(case, 1)
+    assert losses == expected.losses
+    # One kernel over a flat parameter may round its last elements another way.
+    assert_same_state(model.state_dict(), expected.state, 0.0, 0.0 if use_orig_params else 1e-14)
+
+
+# ---------------------------------------------------------------- ranks that differ
+
+
+def _wider(model: Mlp) -> None:
+    model.fc2 = nn.Linear(5, 6)
+
+
+def _renamed(model: Mlp) -> None:
+    model.fc2.offset = nn.Parameter(model.fc2.bias.detach().clone())
+    del model.fc2.bias
+    model.fc2.register_parameter("bias", None)
+
+
+def _other_dtype(model: Mlp) -> None:
+    model.fc2.double()
+
+
+def _frozen(model: Mlp) -> None:
+    model.fc2.weight.requires_grad_(False)
+
+
+def _without_bias(model: Mlp) -> None:
+    model.fc3.bias = None
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_wider, "fc2.weight"),
+        (_renamed, "fc2.bias"),
+        (_other_dtype, "fc2.weight"),
+        (_frozen, "fc2.weight"),
+        (_without_bias, "fc3.bias"),
+    ],
+)
+@pytest.mark.parametrize("odd_rank", [0, 1, 2])
+def test_ranks_with_different_models(
+    change: Callable[[Mlp], None], name: str, odd_rank: int
+) -> None:
+    run_ranks(_different_models, 3, change, name, odd_rank)
+
+
+def _different_models(
+    rank: int, world_size: int, change: Callable[[Mlp], None], name: str, odd_rank: int
+) -> None:
+    model = Mlp()
+    if rank == odd_rank:
+        change(model)
+    with pytest.raises(ValueError, match=re.escape(name)):
+        ShardedWrapper(model, auto_wrap_policy=LINEARS)
+    # Nothing is left behind that would hinder the next attempt.
+    torch.manual_seed(0)
+    ShardedWrapper(Mlp(), auto_wrap_policy=LINEARS)(torch.ones(2, 7))
+
+
+@pytest.mark.parametrize("keyword", ["sharding_strategy", "use_orig_params"])
+def test_ranks_with_different_settings(keyword: str) -> None:
+    run_ranks(_different_settings, 2, keyword)
+
+
+def _different_settings(rank: int, world_size: int, keyword: str) -> None:
+    values = {
+        "sharding_strategy": ("FULL_SHARD", "NO_SHARD"),
+        "use_orig_params": (True, False),
+    }
+    with pytest.raises(ValueError, match="settings"):
+        ShardedWrapper(Mlp(), **{keyword: values[keyword][rank]})
+
+
+def test_ranks_with_different_units() -> None:
+    run_ranks(_different_units, 2)
+
+
+def _different_units(rank: int, world_size: int) -> None:
+    """Same parameters, other units: each rank would wait for other gathers."""
+    policy = LINEARS if rank == 0 else None
+    with pytest.raises(ValueError, match="fc1"):
+        ShardedWrapper(Mlp(), auto_wrap_policy=policy)
+
+
+def test_ranks_with_different_weights() -> None:
+    run_ranks(_different_weights, 2)
+
+
+def _different_weights(rank: int, world_size: int) -> None:
+    torch.manual_seed(rank)
+    mine = Mlp()
+    torch.manual_seed(0)
+    expected = Mlp().state_dict()
+    if rank == 0:
+        with pytest.warns(UserWarning, match="different weights"):
+            model = ShardedWrapper(mine)
+    else:
+        model = ShardedWrapper(mine)
+    assert_same_state(model.state_dict(), expected, 0.0, 0.0)
+
+
+# ---------------------------------------------------------------- the module
+
+
+def test_parameters_on_several_devices() -> None:
+    run_ranks(_several_devices, 2)
+
+
+def _several_devices(rank: int, world_size: int) -> None:
+    model = Mlp()
+    model.fc2.to("meta")
+    with pytest.raises(ValueError, match=r"fc2\.weight.*meta.*fc1\.weight.*cpu"):
+        ShardedWrapper(model)
+
+
+def test_meta_device() -> None:
+    run_ranks(_meta_device, 2)
+
+
+def _meta_device(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"fc1\.weight.*meta"):
+        ShardedWrapper(Mlp().to("meta"))
+
+
+def test_lazy_module() -> None:
+    run_ranks(_lazy_module, 2)
+
+
+def _lazy_module(rank: int, world_size: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, that lazy modules may change
+        model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"1\.weight"):
+        ShardedWrapper(model)
+
+
+def test_policy_over_units() -> None:
+    run_ranks(_policy_over_units, 2)
+
+
+def _policy_over_units(rank: int, world_size: int) -> None:
+    model = Mlp()
+    model.fc1 = ShardedWrapper(model.fc1)
+    with pytest.raises(ValueError, match=r"auto_wrap_policy.*already contains"):
+        ShardedWrapper(model, auto_wrap_policy=LINEARS)
+    ShardedWrapper(model)(torch.ones(2, 7)).sum().backward()
+
+
+def test_wrapped_twice() -> None:
+    run_ranks(_wrapped_twice, 2)
+
+
+def _wrapped_twice(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    inner = case.wrap(case.model())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = ShardedWrapper(inner)
+    assert [one.category for one in caught] == [UserWarning], [str(one.message) for one in caught]
+    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size)
+    assert_same_state(model.state_dict(), train(case, world_size).state, 0.0, 1e-12)
+
+
+def test_no_parameters() -> None:
+    run_ranks(_no_parameters, 2)
+
+
+def _no_parameters(rank: int, world_size: int) -> None:
+    inputs = torch.randn(3, requires_grad=True)
+    for strategy in ShardingStrategy:
+        model = ShardedWrapper(nn.Tanh(), sharding_strategy=strategy)
+        output = model(inputs)
+        output.sum().backward()
+        assert torch.equal(output, inputs.tanh())
+        assert not list(model.parameters())
+        assert not model.state_dict()
+    assert torch.allclose(inputs.grad, len(ShardingStrategy) * (1 - inputs.detach().tanh() ** 2))
+
+
+def test_empty_container() -> None:
+    run_ranks(_empty_container, 2)
+
+
+def _empty_container(rank: int, world_size: int) -> None:
+    model = ShardedWrapper(nn.Sequential(), auto_wrap_policy=None)
+    assert model
+    assert len(model) == 0
+    assert torch.equal(model(torch.ones(2)), torch.ones(2))
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def test_policy_that_matches_nothing() -> None:
+    run_ranks(_matches_nothing, 2)
+
+
+def _matches_nothing(rank: int, world_size: int) -> None:
+    policy = ModuleWrapPolicy({nn.Conv2d})
+    if rank == 0:
+        with pytest.warns(UserWarning, match="Conv2d") as caught:
+            model = ShardedWrapper(Mlp(), auto_wrap_policy=policy)
+        assert len(caught) == 1
+    else:
+        model = ShardedWrapper(Mlp(), auto_wrap_policy=policy)
+    assert flatshard.sharded_modules(model) == [model]
+
+
+def test_bad_arguments() -> None:
+    run_ranks(_bad_arguments, 2)
+
+
+def _bad_arguments(rank: int, world_size: int) -> None:
+    """Refused before any communication, so that no rank waits for another."""
+    expected: list[tuple[dict[str, object], type[Exception], str]] = [
+        ({"shardin_strategy": "FULL_SHARD"}, TypeError, "sharding_strategy"),
+        ({"autowrap_policy": None}, TypeError, "auto_wrap_policy"),
+        ({"frobnicate": 1}, TypeError, "frobnicate"),
+        ({"sharding_strategy": 3}, TypeError, "FULL_SHARD"),
+        ({"sharding_strategy": ShardingStrategy}, TypeError, "FULL_SHARD"),
+        ({"sharding_strategy": "FULL_SHRAD"}, ValueError, "FULL_SHARD"),
+        ({"auto_wrap_policy": {nn.Linear}}, TypeError, "auto_wrap_policy"),
+        ({"mixed_precision": torch.bfloat16}, TypeError, "mixed_precision"),
+        ({"process_group": 2}, TypeError, "process_group"),
+        ({"cpu_offload": "yes"}, TypeError, "cpu_offload"),
+    ]
+    for keywords, error, match in expected:
+        with naming(keywords), pytest.raises(error, match=match):
+            ShardedWrapper(Mlp(), **keywords)
+    with pytest.raises(TypeError, match="Module"):
+        ShardedWrapper([Mlp()])
+
+
+def test_torch_spellings() -> None:
+    run_ranks(_torch_spellings, 2)
+
+
+def _torch_spellings(rank: int, world_size: int) -> None:
+    from torch.distributed import fsdp
+
+    for given in (fsdp.ShardingStrategy.SHARD_GRAD_OP, "SHARD_GRAD_OP"):
+        model = ShardedWrapper(
+            Mlp(),
+            sharding_strategy=given,
+            backward_prefetch=fsdp.BackwardPrefetch.BACKWARD_POST,
+            auto_wrap_policy=fsdp.wrap.ModuleWrapPolicy({nn.Linear}),
+            mixed_precision=fsdp.MixedPrecision(),
+        )
+        assert model.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+        assert len(flatshard.sharded_modules(model)) == 4
+
+
+def test_keywords_of_ddp() -> None:
+    run_ranks(_keywords_of_ddp, 2)
+
+
+def _keywords_of_ddp(rank: int, world_size: int) -> None:
+    keywords = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ShardedWrapper(Mlp(), **keywords)
+    messages = [str(one.message) for one in caught]
+    if rank == 0:
+        for name in keywords:
+            assert sum(name in message for message in messages) == 1, messages
+    else:
+        assert not messages
+
+
+# ---------------------------------------------------------------- use in the wrong place
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_parameter_outside_its_units_forward(strategy: str) -> None:
+    run_ranks(_outside_forward, 2, strategy)
+
+
+def _outside_forward(rank: int, world_size: int, strategy: str) -> None:
+    model = ShardedWrapper(
+        Mlp(), auto_wrap_policy=LINEARS, sharding_strategy=ShardingStrategy[strategy]
+    )
+    plain = snapshot(model)
+    inputs = torch.ones(2, 7)
+    match = r"fc1\.weight(.|\n)*summon_full_params"
+    for moment in ("before the first forward", "after a forward"):
+        with naming(moment), pytest.raises(RuntimeError, match=match):
+            F.linear(inputs, model.fc1.weight)
+        with naming(moment), torch.no_grad(), pytest.raises(RuntimeError, match=match):
+            model.fc1.weight.t()
+        model(inputs).sum()
+    with ShardedWrapper.summon_full_params(model):
+        output = F.linear(inputs, model.fc1.weight, model.fc1.bias)
+    assert torch.equal(output, F.linear(inputs, plain["fc1.weight"], plain["fc1.bias"]))
+    model(inputs).sum().backward()
+
+
+class _ReadsChild(nn.Module):
+    """Uses its child's weight without calling the child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(7, 7)
+        self.fc2 = nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.fc2(x), self.fc1.weight)
+
+
+def test_child_read_by_its_parent() -> None:
+    run_ranks(_child_read_by_parent, 2)
+
+
+def _child_read_by_parent(rank: int, world_size: int) -> None:
+    model = ShardedWrapper(_ReadsChild(), auto_wrap_policy=LINEARS)
+    with pytest.raises(RuntimeError, match=r"fc1\.weight"):
+        model(torch.ones(2, 7))
+
+
+def test_parameter_replaced_after_wrapping() -> None:
+    run_ranks(_replaced, 2)
+
+
+def _replaced(rank: int, world_size: int) -> None:
+    model = ShardedWrapper(Mlp(), auto_wrap_policy=LINEARS)
+    model.fc1.module.weight = nn.Parameter(torch.ones(5, 7))
+    with pytest.raises(RuntimeError, match=r"fc1\.weight"):
+        model(torch.ones(2, 7))

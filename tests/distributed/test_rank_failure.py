@@ -1,0 +1,179 @@
+"""A rank that dies or does not come: the others raise, in time, and say where they waited."""
+
+import os
+import re
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatshard import ShardedWrapper, ShardingStrategy
+from tests.harness import RankError, run_ranks
+from tests.models import CASES
+from tests.oracle import OPTIMIZERS, local_loss, trainable
+
+GROUP_TIMEOUT = 2.0
+SLACK = 8.0
+"""Seconds more that a loaded machine may take; far less than the default timeouts."""
+
+BAD_RANK = 1
+
+NAMED = (
+    r"unit '(fc\d|the model)', rank \d: (gathering parameters|(averaging|reducing) gradients)"
+    r"|'used parameters', rank \d: combining"
+)
+"""The unit, the rank and the collective; one at the end of backward is for all units."""
+
+
+def _die() -> None:
+    os._exit(7)
+
+
+def _oversleep() -> None:
+    time.sleep(60)
+
+
+def _in_forward(module: nn.Module, fail: Callable[[], None]) -> None:
+    module.register_forward_pre_hook(lambda *_: fail())
+
+
+def _in_backward(module: nn.Module, fail: Callable[[], None]) -> None:
+    def hook(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        output.register_hook(lambda _: fail())
+
+    module.register_forward_hook(hook)
+
+
+@pytest.mark.parametrize("fail", [_die, _oversleep])
+@pytest.mark.parametrize("where", [_in_forward, _in_backward])
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+def test_in_the_middle_of_a_step(
+    strategy: ShardingStrategy,
+    where: Callable[[nn.Module, Callable[[], None]], None],
+    fail: Callable[[], None],
+) -> None:
+    messages = run_ranks(
+        _step_with_a_bad_rank,
+        3,
+        strategy,
+        where,
+        fail,
+        group_timeout=GROUP_TIMEOUT,
+        expendable=[BAD_RANK],
+    )
+    for rank in (0, 2):
+        assert re.search(NAMED, messages[rank]), messages[rank]
+
+
+def _step_with_a_bad_rank(
+    rank: int,
+    world_size: int,
+    strategy: ShardingStrategy,
+    where: Callable[[nn.Module, Callable[[], None]], None],
+    fail: Callable[[], None],
+) -> str:
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), sharding_strategy=strategy)
+    optimizer = OPTIMIZERS["sgd"](trainable(model))
+
+    def step(number: int) -> None:
+        local_loss(model, case, number, rank, world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    if rank == BAD_RANK:
+        where(model.module.fc2, fail)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:  # noqa: PT012 in this step or the next
+        for number in range(1, 4):
+            step(number)
+    assert time.monotonic() - start < GROUP_TIMEOUT + SLACK
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("fail", [_die, _oversleep])
+def test_before_construction(fail: Callable[[], None]) -> None:
+    messages = run_ranks(
+        _construct_with_a_bad_rank, 3, fail, group_timeout=GROUP_TIMEOUT, expendable=[BAD_RANK]
+    )
+    for rank in (0, 2):
+        assert re.search("ShardedWrapper|comparing models", messages[rank]), messages[rank]
+
+
+def _construct_with_a_bad_rank(rank: int, world_size: int, fail: Callable[[], None]) -> str:
+    dist.barrier()
+    if rank == BAD_RANK:
+        fail()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        ShardedWrapper(CASES["mlp"].model())
+    assert time.monotonic() - start < GROUP_TIMEOUT + SLACK
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_state_dict_on_one_rank_only(strategy: str) -> None:
+    messages = run_ranks(
+        _lonely_state_dict, 2, strategy, group_timeout=GROUP_TIMEOUT, expendable=[1]
+    )
+    assert re.search(NAMED, messages[0]), messages[0]
+
+
+def _lonely_state_dict(rank: int, world_size: int, strategy: str) -> str:
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), sharding_strategy=ShardingStrategy[strategy])
+    if rank == 1:
+        _oversleep()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        model.state_dict()
+    assert time.monotonic() - start < GROUP_TIMEOUT + SLACK
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- the harness itself
+
+
+def _raise_on_rank_1(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise ValueError("the cause")
+    dist.all_reduce(torch.ones(1))
+
+
+def _die_on_rank_1(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os._exit(7)
+    dist.all_reduce(torch.ones(1))
+
+
+def _hang_on_rank_1(rank: int, world_size: int) -> None:
+    if rank == 1:
+        time.sleep(60)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("fn", "shown"),
+    [
+        (_raise_on_rank_1, r"^rank 1 of 2 raised(.|\n)*ValueError: the cause"),
+        (_die_on_rank_1, r"^rank 1 of 2 ended without a report, exit code 7"),
+        (_hang_on_rank_1, r"^still running(.|\n)*rank 1 was running:(.|\n)*in _hang_on_rank_1"),
+    ],
+)
+def test_harness_shows_the_first_failure(fn: Callable[..., None], shown: str) -> None:
+    with pytest.raises(RankError, match=shown):
+        run_ranks(fn, 2, timeout=3.0)
+
+
+def _multiply(rank: int, world_size: int, tensor: Tensor) -> Tensor:
+    dist.all_reduce(tensor)
+    return tensor * (rank + 1)
+
+
+def test_harness_returns_results_in_rank_order() -> None:
+    results = run_ranks(_multiply, 3, torch.ones(2))
+    assert [result.tolist() for result in results] == [[3.0, 3.0], [6.0, 6.0], [9.0, 9.0]]

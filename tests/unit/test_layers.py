@@ -1,0 +1,83 @@
+"""Modules import only from layers below their own, or a neighbour that is named here."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import flatshard
+
+LAYERS = [
+    {"layout", "schedule", "config"},
+    {"wrap"},
+    {"flat_param", "shard_tensor", "collectives", "topology", "ownership", "agreement", "optim"},
+    {"handle", "saved_tensors"},
+    {"unit", "context"},
+    {"__init__", "wrapper", "checkpoint"},
+]
+NEIGHBOURS = {
+    "shard_tensor": {"collectives"},
+    "topology": {"collectives"},
+    "ownership": {"flat_param", "shard_tensor"},
+    "agreement": {"collectives"},
+    "optim": {"flat_param", "shard_tensor"},
+    "saved_tensors": {"handle"},
+    "context": {"unit"},
+    "wrapper": {"checkpoint"},
+    "__init__": {"wrapper"},
+}
+FOLDER = Path(flatshard.__file__).parent
+LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
+
+
+def _imports(path: Path) -> set[str]:
+    """The package's own modules that a file imports, at any depth."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "flatshard":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flatshard."):
+            found.add(str(node.module).split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("flatshard.")}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_imports_point_down(path: Path) -> None:
+    module = path.stem
+    assert module in LEVEL, f"{module} has no layer"
+    allowed = NEIGHBOURS.get(module, set())
+    wrong = {
+        other
+        for other in _imports(path)
+        if other not in allowed and LEVEL.get(other, -1) >= LEVEL[module]
+    }
+    assert not wrong, f"{module} imports {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_only_torch(path: Path) -> None:
+    """The core depends on torch and the standard library alone."""
+    import sys
+
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [str(node.module)]
+        for name in names:
+            top = name.split(".")[0]
+            assert top in {"torch", "flatshard"} or top in sys.stdlib_module_names, name
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_only_one_file_communicates(path: Path) -> None:
+    """All communication passes ``collectives``, so that it can be recorded and replaced."""
+    if path.stem == "collectives":
+        return
+    calls = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "isend", "barrier")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            assert not (node.value.id == "dist" and node.attr.startswith(calls)), ast.dump(node)

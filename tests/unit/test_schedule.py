@@ -1,0 +1,77 @@
+"""What is gathered next, and in which order reductions start."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatshard.schedule import ExecutionOrder, ReduceOrder
+
+
+def _run(order: ExecutionOrder, units: list[int]) -> list[int | None]:
+    """One forward; returns what was predicted after each unit."""
+    order.begin_forward()
+    predictions = []
+    for unit in units:
+        order.record(unit)
+        predictions.append(order.next_forward())
+    return predictions
+
+
+def test_first_forward_predicts_nothing() -> None:
+    assert _run(ExecutionOrder(), [2, 0, 1]) == [None, None, None]
+
+
+def test_second_forward_predicts_the_first() -> None:
+    order = ExecutionOrder()
+    _run(order, [2, 0, 1, 0])
+    assert _run(order, [2, 0, 1, 0]) == [0, 1, 0, None]
+
+
+def test_a_broken_order_is_not_guessed_and_recorded_afresh() -> None:
+    order = ExecutionOrder()
+    _run(order, [0, 1, 2, 3])
+    assert _run(order, [0, 2, 3]) == [1, None, None]
+    assert _run(order, [0, 2, 3]) == [2, 3, None]
+
+
+def test_backward_is_the_reverse_of_this_forward() -> None:
+    order = ExecutionOrder()
+    _run(order, [0, 1, 2])
+    assert [order.next_backward(unit) for unit in (2, 1, 0)] == [1, 0, None]
+
+
+def test_a_unit_run_twice_in_a_row_does_not_prefetch_itself() -> None:
+    order = ExecutionOrder()
+    _run(order, [0, 1, 1])
+    assert order.next_backward(1) is None
+
+
+@given(st.permutations(range(5)), st.permutations(range(5)))
+def test_ranks_start_reductions_alike(first: list[int], second: list[int]) -> None:
+    """Whatever the order in which units become ready, all ranks reduce in one sequence."""
+    ranks = []
+    for readiness in (first, second):
+        order = ReduceOrder(5)
+        order.begin_backward()
+        ranks.append(list(itertools.chain.from_iterable(order.ready(unit) for unit in readiness)))
+        assert order.rest() == []
+        assert order.suggested() == list(readiness)
+    assert ranks[0] == ranks[1] == [4, 3, 2, 1, 0]
+
+
+@given(st.sets(st.integers(0, 4)))
+def test_an_incomplete_unit_holds_up_the_later_ones(ready: set[int]) -> None:
+    order = ReduceOrder(5)
+    order.begin_backward()
+    started = list(itertools.chain.from_iterable(order.ready(unit) for unit in sorted(ready)))
+    assert started + order.rest() == order.sequence
+    assert set(started) <= ready
+    assert not order.rest() or order.rest()[0] not in ready
+
+
+def test_adopted_order_counts_from_the_next_backward() -> None:
+    order = ReduceOrder(3)
+    order.adopt([0, 2, 1])
+    order.begin_backward()
+    assert [order.ready(unit) for unit in (0, 1, 2)] == [[0], [], [2, 1]]
