@@ -17,6 +17,8 @@ the order is that of the program.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -242,10 +244,23 @@ class Communicator:
         """
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        with _named(f"{label!r}, rank {self.rank}: comparing ranks"):
-            dist.all_gather_object(values, value, group=self._gather_group)
-        return values
+        # Not all_gather_object, which needs numpy.
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        device, group = self.control_device, self._gather_group
+        with _named(f"{label}, rank {self.rank}"):
+            lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
+            mine = torch.tensor([data.numel()], device=device)
+            dist.all_gather_into_tensor(lengths, mine, group=group)
+            longest = int(lengths.max())
+            padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+            padded[: data.numel()] = data
+            everything = torch.zeros(self.size * longest, dtype=torch.uint8, device=device)
+            dist.all_gather_into_tensor(everything, padded, group=group)
+        rows = everything.cpu().view(self.size, longest)
+        return [
+            pickle.loads(ctypes.string_at(row.data_ptr(), length))
+            for row, length in zip(rows, lengths.tolist(), strict=True)
+        ]
 
     def _direct(self, tensor: Tensor) -> bool:
         return self._sends_cpu_directly and tensor.device.type == "cpu"

@@ -189,7 +189,7 @@ class RunContext:
 
     def _start_reduce(self, unit: Unit) -> None:
         with torch.profiler.record_function(f"flatshard::reduce ({unit.name})"):
-            held = sum(handle.start_reduce() for handle in unit.trainable_handles())
+            held = sum(handle.gradients.start_reduce() for handle in unit.trainable_handles())
         if held:
             self._in_flight.append((unit, held))
 
@@ -202,7 +202,7 @@ class RunContext:
                 return
             del self._in_flight[0]
             for handle in unit.handles:
-                handle.finish_reduce()
+                handle.gradients.finish_reduce()
 
     def _end_backward(self) -> None:
         if not self._active:
@@ -230,7 +230,7 @@ class RunContext:
         self._in_flight.clear()
         for unit, flags in zip(self.units, used.parameters, strict=True):
             for handle, handle_flags in zip(unit.handles, flags, strict=True):
-                handle.finish_reduce()
+                handle.gradients.finish_reduce()
                 handle.publish(handle_flags)
         self._published = used.parameters
         if not self._reduce_order_agreed:
@@ -241,10 +241,12 @@ class RunContext:
         rest = set(self._reduce_order.rest())
         flags: list[int] = []
         for unit in self.units:
-            again = unit.index not in rest and any(handle.filled for handle in unit.handles)
+            again = unit.index not in rest and any(
+                handle.gradients.filled for handle in unit.handles
+            )
             flags.append(again)
             for handle in unit.handles:
-                flags.extend(i in handle.used for i in range(len(handle.full)))
+                flags.extend(i in handle.gradients.used for i in range(len(handle.full)))
         combined = torch.tensor(flags, dtype=torch.uint8, device=self._world.control_device)
         self._world.reduce_scalars(combined, "MAX", label="used parameters")
         answers = iter(combined.tolist())
@@ -290,7 +292,7 @@ class _Used:
 
 
 def _reduced(unit: Unit) -> bool:
-    return all(handle.reduce_done() for handle in unit.handles)
+    return all(handle.gradients.reduce_done() for handle in unit.handles)
 
 
 def _wait_until_reduced(unit: Unit) -> bool:

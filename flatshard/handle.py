@@ -29,6 +29,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.collectives import Communicator, Pending
 from flatshard.flat_param import FlatParameter
+from flatshard.gradients import GradientBuffer
 from flatshard.layout import FlatLayout, LocalSpan
 from flatshard.ownership import OwnedParam
 from flatshard.shard_tensor import FlatShardTensor, ShardSpec
@@ -53,9 +54,7 @@ class FlatParamHandle:
         sharded: the parameters that users see.
         full: the parameters that compute, in the order of ``layout.spans``.
         state: see ``ShardState``.
-        filled: original parameters whose gradient lies in the gradient buffer, by index.
-        seen: those whose gradient came since the unit was last gathered for backward.
-        used: those that got a gradient since the last publication.
+        gradients: what backward brought and what became of it.
     """
 
     def __init__(
@@ -93,16 +92,10 @@ class FlatParamHandle:
         self._on_grad = on_grad
         self._is_installed = False
         self._hooked: set[int] = set()
+        self.full: list[nn.Parameter] = []
         self.state = ShardState.SHARDED
         self._gather: Pending | None = None
         self._gathered_version = -1
-        self._grad_buffer: Tensor | None = None
-        self._grad_slots: list[Tensor] = []
-        self.filled: set[int] = set()
-        self.seen: set[int] = set()
-        self.used: set[int] = set()
-        self._reduction: tuple[Pending, Tensor] | None = None
-        self._reduced: Tensor | None = None
         self._earlier_grads: list[Tensor | None] = []
 
         first = owned[0].param
@@ -169,7 +162,7 @@ class FlatParamHandle:
         else:
             views = self._shard_views(requires_grad)
             for owned, view in zip(self._owned, views, strict=True):
-                _become(owned, view)
+                owned.become(view)
         return [owned.param for owned in self._owned]
 
     def _shard_views(self, requires_grad: list[bool] | None) -> list[FlatShardTensor]:
@@ -207,6 +200,11 @@ class FlatParamHandle:
         requires_grad = [p.requires_grad for p in self.sharded]
         if not self._use_orig_params:
             requires_grad = requires_grad * len(self._owned)
+        hooks: list[list[Any]] = [[] for _ in self._owned]
+        if not (self._aliased and self._use_orig_params):
+            # Users' hooks on full parameters that are made anew go along.
+            for index, full in enumerate(self.full):
+                hooks[index] = list((full._backward_hooks or {}).values())
         with torch.no_grad(), torch.inference_mode(False):
             if self._aliased:
                 self.buffer = self.shard
@@ -223,13 +221,15 @@ class FlatParamHandle:
                 ]
             for index, (spec, full) in enumerate(zip(self._specs, self.full, strict=True)):
                 spec.full = full
+                for hook in hooks[index]:
+                    full.register_hook(hook)
                 if id(full) not in self._hooked:
                     # A frozen tensor refuses the hook; it may be unfrozen later.
                     full.requires_grad_(True)
                     full.register_post_accumulate_grad_hook(self._grad_hook(index))
                 full.requires_grad_(requires_grad[index])
                 if self._use_orig_params and self._comm.size > 1:
-                    _move_hooks(self.sharded[index], full)
+                    self._owned[index].move_hooks(full)
         # Originals that compute themselves stay the same objects through a conversion.
         self._hooked = {id(full) for full in self.full}
         if not self._aliased:
@@ -239,12 +239,20 @@ class FlatParamHandle:
             for index, owned in enumerate(self._owned)
             for site in owned.sites
         ]
+        self.gradients = GradientBuffer(
+            self.layout,
+            self.unit_name,
+            comm=self._comm,
+            replicas=self._replicas,
+            dtype=self.reduce_dtype,
+            like=self.shard,
+        )
         modules = {site.module for owned in self._owned for site in owned.sites}
         self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
 
     def rename(self, unit_name: str, strip: Callable[[str], str]) -> None:
         """Take names relative to another root; ``strip`` maps the old to the new ones."""
-        self.unit_name = self._flat_spec.unit = unit_name
+        self.unit_name = self._flat_spec.unit = self.gradients.label = unit_name
         for spec in self._specs:
             spec.name, spec.unit = strip(spec.name), unit_name
 
@@ -400,7 +408,7 @@ class FlatParamHandle:
 
         Only where the sharded parameters compute themselves: autograd would add to them.
         """
-        self.seen.clear()
+        self.gradients.seen.clear()
         if self.full is not self.sharded or self._earlier_grads:
             return
         self._earlier_grads = [p.grad for p in self.sharded]
@@ -415,7 +423,7 @@ class FlatParamHandle:
         return hook
 
     def _receive_grad(self, index: int, full: Tensor) -> None:
-        """Copy a gradient into its slot, in the reduce dtype, and drop it."""
+        """Hand a gradient that autograd accumulated to the buffer, and drop it."""
         grad = full.grad
         assert grad is not None
         full.grad = None
@@ -427,71 +435,7 @@ class FlatParamHandle:
             )
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        with torch.no_grad():
-            if self._grad_buffer is None:
-                self._allocate_grad_buffer()
-            slot = self._grad_slots[index]
-            if index in self.filled:
-                slot.add_(grad)
-            else:
-                slot.copy_(grad)
-        for marks in (self.filled, self.seen, self.used):
-            marks.add(index)
-
-    def _allocate_grad_buffer(self) -> None:
-        buffer = torch.empty(
-            self.layout.padded_numel, dtype=self.reduce_dtype, device=self.shard.device
-        )
-        for start, end in self.layout.gaps:
-            buffer[start:end].zero_()
-        self._grad_slots = [
-            buffer[span.start : span.end].view(span.shape) for span in self.layout.spans
-        ]
-        self._grad_buffer = buffer
-
-    def start_reduce(self) -> int:
-        """Begin averaging the gradient buffer over the ranks; what was not filled counts as zero.
-
-        Collective: all ranks of both groups, in the same order of calls.
-
-        Returns:
-            Bytes that are held until ``finish_reduce``.
-        """
-        self.finish_reduce()
-        with torch.no_grad():
-            if self._grad_buffer is None:
-                self._allocate_grad_buffer()
-            for index, slot in enumerate(self._grad_slots):
-                if index not in self.filled:
-                    slot.zero_()
-            buffer = self._grad_buffer
-            assert buffer is not None
-            self._grad_buffer, self._grad_slots = None, []
-            self.filled.clear()
-            label = self.unit_name
-            if self._comm.size > 1:
-                out = buffer.new_empty(self.layout.shard_numel)
-                self._reduction = self._comm.reduce_scatter(buffer, out, label=label), out
-            elif self._replicas.size > 1:
-                self._reduction = self._replicas.all_reduce(buffer, label=label), buffer
-            else:
-                self._reduction = Pending([], label), buffer
-        return 2 * buffer.numel() * buffer.element_size()
-
-    def reduce_done(self) -> bool:
-        """Whether ``finish_reduce`` would return at once."""
-        return self._reduction is None or self._reduction[0].done()
-
-    def finish_reduce(self) -> None:
-        """Wait for the reduction under way and add its result to this backward's gradient."""
-        if self._reduction is None:
-            return
-        (pending, out), self._reduction = self._reduction, None
-        pending.wait()
-        if self._reduced is None:
-            self._reduced = out if out.dtype == self.shard.dtype else out.to(self.shard.dtype)
-        else:
-            self._reduced.add_(out)
+        self.gradients.receive(index, grad)
 
     def publish(self, used: list[bool]) -> None:
         """Put the reduced gradients into ``.grad``, adding to what is there.
@@ -499,8 +443,7 @@ class FlatParamHandle:
         Args:
             used: per original parameter, whether any rank used it; ``.grad`` of the others stays.
         """
-        self.used.clear()
-        reduced, self._reduced = self._reduced, None
+        reduced = self.gradients.take()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if not self._use_orig_params:
                 if reduced is not None and any(used):
@@ -541,12 +484,7 @@ class FlatParamHandle:
 
     def drop_grads(self) -> None:
         """Forget gradients that were not published, after a backward that failed."""
-        self._grad_buffer, self._grad_slots, self._reduced = None, [], None
-        for marks in (self.filled, self.seen, self.used):
-            marks.clear()
-        if self._reduction is not None:
-            (pending, _), self._reduction = self._reduction, None
-            pending.wait()
+        self.gradients.drop()
         for full in self.full:
             full.grad = None
         if self._earlier_grads:
@@ -686,7 +624,7 @@ class FlatParamHandle:
         else:
             views = self._shard_views(requires_grad)
             for owned, view in zip(self._owned, views, strict=True):
-                _become(owned, view)
+                owned.become(view)
 
 
 def _add_grad(param: nn.Parameter, grad: Tensor, earlier: Tensor | None = None) -> None:
@@ -695,41 +633,3 @@ def _add_grad(param: nn.Parameter, grad: Tensor, earlier: Tensor | None = None) 
         if present is not None:
             grad.add_(present)
     param.grad = grad
-
-
-def _become(owned: OwnedParam, view: FlatShardTensor) -> None:
-    """Turn an original parameter, in place, into ``view``; it keeps identity and attributes.
-
-    Raises:
-        RuntimeError: something else holds on to the parameter's memory.
-    """
-    param = owned.param
-    for site in owned.sites:
-        if isinstance(site.module, nn.RNNBase):
-            # Weak references, which forbid the exchange; rebuilt whenever weights are installed.
-            site.module._flat_weight_refs = [None] * len(site.module._flat_weights_names)
-            site.module.__dict__["_flat_weights"] = []
-    attributes = {k: v for k, v in param.__dict__.items() if k not in view.__dict__}
-    tensor_hooks = list((param._backward_hooks or {}).values())
-    post_hooks = list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
-    param.grad = None
-    try:
-        torch.utils.swap_tensors(param, view)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"parameter {owned.name!r} cannot be sharded: a graph, a view or a weak reference "
-            "still holds it (a loss kept from before wrapping, say). Drop that, or wrap the model "
-            f"earlier. ({error})"
-        ) from error
-    # The exchanged tensor keeps the hooks of the parameter alive; they belong to the new one.
-    param.__dict__.update(attributes)
-    param._hooks_before = (tensor_hooks, post_hooks)  # type: ignore[attr-defined]
-
-
-def _move_hooks(sharded: nn.Parameter, full: nn.Parameter) -> None:
-    """Hooks from before wrapping fire where they must: tensor hooks on the full gradient."""
-    tensor_hooks, post_hooks = sharded.__dict__.pop("_hooks_before", ((), ()))
-    for hook in tensor_hooks:
-        full.register_hook(hook)
-    for hook in post_hooks:
-        sharded.register_post_accumulate_grad_hook(hook)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import nn
 
 from flatshard.flat_param import FlatParameter
@@ -26,11 +28,50 @@ class OwnedParam:
 
     param: nn.Parameter
     sites: list[Site] = field(default_factory=list)
+    _tensor_hooks: list[Any] = field(default_factory=list)
+    _post_hooks: list[Any] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         """The parameter's name in the unwrapped model; the first one of a tied parameter."""
         return self.sites[0].name
+
+    def become(self, view: FlatShardTensor) -> None:
+        """Turn the parameter, in place, into ``view``; it keeps identity and attributes.
+
+        Raises:
+            RuntimeError: something else holds on to the parameter's memory.
+        """
+        param = self.param
+        for site in self.sites:
+            if isinstance(site.module, nn.RNNBase):
+                # Weak references forbid the exchange; None counts as unchanged.
+                names = site.module._flat_weights_names
+                site.module._flat_weight_refs = [None] * len(names)
+                site.module.__dict__["_flat_weights"] = []
+        attributes = {k: v for k, v in param.__dict__.items() if k not in view.__dict__}
+        # Python's dictionaries stay with the name, the hooks themselves go with the memory.
+        self._tensor_hooks = list((param._backward_hooks or {}).values())
+        post = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+        self._post_hooks = list(post.values())
+        param.grad = None
+        try:
+            torch.utils.swap_tensors(param, view)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"parameter {self.name!r} cannot be sharded: a graph, a view or a weak reference "
+                "still holds it (a loss kept from before wrapping, say). Drop that, or wrap the "
+                f"model earlier. ({error})"
+            ) from error
+        param.__dict__.update(attributes)
+
+    def move_hooks(self, full: nn.Parameter) -> None:
+        """Let hooks from before wrapping fire where they must: tensor hooks on ``full``."""
+        for hook in self._tensor_hooks:
+            full.register_hook(hook)
+        for hook in self._post_hooks:
+            self.param.register_post_accumulate_grad_hook(hook)
+        self._tensor_hooks, self._post_hooks = [], []
 
 
 def find_owners(

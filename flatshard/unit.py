@@ -162,7 +162,7 @@ class Unit:
         self.phase = Phase.IDLE
         self._waiting_for.clear()
         for handle in self.handles:
-            handle.seen.clear()
+            handle.gradients.seen.clear()
         if not self._sticky:
             for handle in self.handles:
                 handle.reshard()
@@ -309,7 +309,7 @@ class Unit:
 
     def _complete(self) -> bool:
         return all(
-            len(handle.seen) >= count
+            len(handle.gradients.seen) >= count
             for handle, count in zip(self.handles, self._num_trainable, strict=True)
         )
 

@@ -12,7 +12,7 @@ from torch import nn
 import flatshard
 from flatshard import ShardedWrapper, ShardingStrategy
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Mlp
 from tests.oracle import OPTIMIZERS, assert_same_state, snapshot, train, train_steps, trainable
 
@@ -177,8 +177,7 @@ def test_lazy_module() -> None:
 
 
 def _lazy_module(rank: int, world_size: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, that lazy modules may change
+    with allow_warnings(message="Lazy modules"):
         model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3))
     with pytest.raises(ValueError, match=r"1\.weight"):
         ShardedWrapper(model)

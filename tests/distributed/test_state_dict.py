@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatshard import FlatParameter, ShardedWrapper, ShardingStrategy
+from flatshard import ShardedWrapper, ShardingStrategy
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import (
@@ -71,20 +71,12 @@ def _assert_same_everywhere(model: ShardedWrapper, plain: nn.Module) -> None:
     """For the wrapper, the module in it, and the parts of the model."""
     _assert_identical(model.state_dict(), plain.state_dict())
     _assert_identical(model.module.state_dict(), plain.state_dict())
-    for name in _parts_with_state(model, plain):
+    for name, _ in plain.named_modules():
         with naming(f"part {name!r}"):
             part = plain.get_submodule(name)
             _assert_identical(model.get_submodule(name).state_dict(), part.state_dict())
     names = [name for name, _ in plain.named_buffers()]
     assert [name for name, _ in model.named_buffers()] == names
-
-
-def _parts_with_state(model: ShardedWrapper, plain: nn.Module) -> list[str]:
-    """Names of the modules that have a state dict: with flat parameters only the units."""
-    names = [name for name, _ in plain.named_modules()]
-    if any(isinstance(parameter, FlatParameter) for parameter in model.parameters()):
-        return [name for name in names if isinstance(model.get_submodule(name), ShardedWrapper)]
-    return names
 
 
 @each_way

@@ -418,7 +418,6 @@ EVERYWHERE: list[tuple[Script, str]] = [
     (scaled_in_place, "mlp"),
     (scaled_between_forwards, "mlp"),
     (edited_through_data, "mlp"),
-    (gradient_hooks, "mlp"),
     (gradient_penalty, "mlp"),
     (weight_penalty, "mlp"),
     (closure, "mlp"),
@@ -430,6 +429,7 @@ TRUE_SHAPES: list[tuple[Script, str]] = [
     (copied_from_full, "tied-in-unit"),
     (frozen_and_thawed, "mlp"),
     (unused, "unused"),
+    (gradient_hooks, "mlp"),
 ]
 
 

@@ -11,7 +11,7 @@ LAYERS = [
     {"layout", "schedule", "config"},
     {"wrap"},
     {"flat_param", "shard_tensor", "collectives", "topology", "ownership", "agreement", "optim"},
-    {"handle", "saved_tensors"},
+    {"gradients", "handle", "saved_tensors"},
     {"unit", "context"},
     {"__init__", "wrapper", "checkpoint"},
 ]
@@ -21,6 +21,7 @@ NEIGHBOURS = {
     "ownership": {"flat_param", "shard_tensor"},
     "agreement": {"collectives"},
     "optim": {"flat_param", "shard_tensor"},
+    "handle": {"gradients"},
     "saved_tensors": {"handle"},
     "context": {"unit"},
     "wrapper": {"checkpoint"},
