@@ -19,6 +19,7 @@ Where one rank holds everything and nothing is cast, the shard *is* the unsharde
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,7 +32,7 @@ from flatshard.collectives import Communicator, Pending
 from flatshard.flat_param import FlatParameter
 from flatshard.gradients import GradientBuffer
 from flatshard.layout import FlatLayout, LocalSpan
-from flatshard.ownership import OwnedParam
+from flatshard.ownership import OwnedParam, Site
 from flatshard.shard_tensor import FlatShardTensor, ShardSpec
 
 
@@ -610,6 +611,36 @@ class FlatParamHandle:
                     param.grad = fn(grad)
         self._make_buffer()
         self.uninstall()
+
+    def copy_for(
+        self,
+        memo: dict[int, Any],
+        on_grad: Callable[[FlatParamHandle], None],
+    ) -> FlatParamHandle:
+        """A handle like this one for modules that were deep-copied; no communication.
+
+        Args:
+            memo: the finished copy's memo, which knows every module's and parameter's copy.
+            on_grad: called after a gradient of the copy was put into its slot.
+        """
+        twin = copy.copy(self)
+        twin._on_grad = on_grad
+        twin._owned = [
+            OwnedParam(
+                memo.get(id(owned.param), owned.param),
+                [Site(memo[id(site.module)], site.attribute, site.name) for site in owned.sites],
+            )
+            for owned in self._owned
+        ]
+        twin.state, twin._gather, twin._gathered_version = ShardState.SHARDED, None, -1
+        twin._earlier_grads, twin._hooked, twin.full = [], set(), []
+        twin.sharded = [memo[id(param)] for param in self.sharded]
+        with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            twin._adopt_shard(self.shard.detach().clone())
+            twin._repoint([param.requires_grad for param in self.sharded])
+        twin._make_buffer()
+        twin.uninstall()
+        return twin
 
     def _repoint(self, requires_grad: list[bool]) -> None:
         """Let the sharded parameters show the new shard, keeping their identity."""

@@ -18,6 +18,7 @@ of every reduction therefore averages what arrives over the ranks.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -167,6 +168,30 @@ class FlatShardTensor(torch.Tensor):
     def data_ptr(self) -> int:
         """The address of this rank's range."""
         return self._local.data_ptr()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatShardTensor:
+        """A copy of this rank's range, with memory of its own; no communication."""
+        if id(self) not in memo:
+            place = copy.copy(self._spec)
+            # The copy takes part in no forward until a copied unit takes it over.
+            place.full = None
+            place.post_accumulate_hooks = OrderedDict()
+            twin = type(self)(self._local.detach().clone(), place, self.requires_grad)
+            private = {"_local", "_spec", "_twin"}
+            twin.__dict__.update({k: v for k, v in self.__dict__.items() if k not in private})
+            memo[id(self)] = twin
+        return memo[id(self)]  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Not available: one rank's range means nothing elsewhere.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"parameter {self._spec.name!r} is sharded and cannot be pickled. Save "
+            "model.state_dict(), which holds full tensors, or p.full_tensor()."
+        )
 
     def share_memory_(self) -> NoReturn:  # type: ignore[override]
         """Not available: the storage is part of a flat one."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +118,25 @@ class Unit:
         self._sticky = False
         module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._post_forward, always_call=True)
+
+    def copy_for(self, memo: dict[int, Any], twin: Unit) -> None:
+        """Make ``twin``, which copied modules already call, a unit like this one."""
+        twin.__dict__.update(self.__dict__)
+        twin.module = memo[id(self.module)]
+        twin.phase, twin.index, twin._sticky = Phase.IDLE, -1, False
+        twin._running, twin._waiting_for = [], {}
+        twin.own([handle.copy_for(memo, twin.on_grad) for handle in self.handles])
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Not available alone.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"unit {self.name!r}: the module of a ShardedWrapper cannot be copied or pickled "
+            "without it. Copy the wrapper (copy.deepcopy(model)), and save model.state_dict()."
+        )
 
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
         """Take flat parameters over."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -300,6 +301,35 @@ class ShardedWrapper(nn.Module):
             handle.convert(fn)
         self._context.refresh()
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedWrapper:
+        """An independent model on the same ranks, with shards of its own; no communication."""
+        wrappers = sharded_modules(self) if id(self._unit) not in memo else []
+        for wrapper in wrappers:
+            wrapper._context.recover()
+            # Copied modules call the copied unit, which is filled once they are complete.
+            memo[id(wrapper._unit)] = Unit.__new__(Unit)
+            for shared in (wrapper._settings, wrapper._context):
+                memo[id(shared)] = shared
+        twin = ShardedWrapper.__new__(ShardedWrapper)
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for wrapper in wrappers:
+            wrapper._unit.copy_for(memo, memo[id(wrapper._unit)])
+        if wrappers:
+            twin._become_root()
+        return twin
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Not available: a shard means nothing in another process.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "a ShardedWrapper cannot be pickled: it belongs to a process group. Save "
+            "model.state_dict(), and load it into a model that was wrapped anew."
+        )
 
     # ------------------------------------------------------------ training
 

@@ -300,10 +300,13 @@ def train_epoch(
     for images, labels in batches:
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
-        loss = F.nll_loss(model(images), labels)
+        # The sum, as in the classic program: Adadelta's epsilon damps the far smaller gradients of
+        # the mean, and the same epochs end at a lower accuracy.
+        loss = F.nll_loss(model(images), labels, reduction="sum")
         loss.backward()
         optimizer.step()
-        losses.append(loss.detach())
+        loss = loss.detach() / len(labels)
+        losses.append(loss)
         counts.append(len(labels))
         bar.update()
         if not bar.disable:  # this rank's loss; reading it waits for the device

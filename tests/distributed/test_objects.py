@@ -1,0 +1,285 @@
+"""Models and parameters as objects: copies, averages, hooks, and what has to be refused."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from flatshard import FlatShardTensor, ShardedWrapper
+from tests.distributed.test_training import WAYS, Run
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.oracle import ROWS, assert_same_state, snapshot
+
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+def _pair(rank: int, world_size: int, way: str, name: str = "mlp") -> tuple[Run, Run]:
+    """The same model sharded and plain."""
+    case = CASES[name]
+    strategy, use_orig_params = WAYS[way]
+    sharded = case.wrap(case.model(), sharding_strategy=strategy, use_orig_params=use_orig_params)
+    return Run(sharded, case, rank, world_size), Run(case.model(), case, rank, world_size)
+
+
+def _assert_same(sharded: nn.Module, plain: nn.Module) -> None:
+    assert_same_state(snapshot(sharded), snapshot(plain), rtol=1e-12, atol=1e-12)
+
+
+@each_way
+def test_deepcopy(way: str) -> None:
+    run_ranks(_deepcopy, 2, way)
+
+
+def _deepcopy(rank: int, world_size: int, way: str) -> None:
+    """The copy trains on by itself, and so does the original."""
+    pairs = _pair(rank, world_size, way)
+    copies = []
+    for run in pairs:
+        run.train(0, 2)
+        twin = copy.deepcopy(run.model)
+        copies.append(Run(twin, run.case, rank, world_size))
+    _assert_same(copies[0].model, copies[1].model)
+    for one, other in zip(pairs, copies, strict=True):
+        one.train(2, 4)
+        other.train(5, 8)
+    _assert_same(pairs[0].model, pairs[1].model)
+    _assert_same(copies[0].model, copies[1].model)
+    names = [[name for name, _ in run.model.named_parameters()] for run in (pairs[0], copies[0])]
+    assert names[0] == names[1]
+
+
+@each_way
+def test_copy_of_one_unit(way: str) -> None:
+    run_ranks(_copy_of_one_unit, 2, way)
+
+
+def _copy_of_one_unit(rank: int, world_size: int, way: str) -> None:
+    sharded, plain = _pair(rank, world_size, way)
+    part = copy.deepcopy(sharded.model.fc1)
+    inputs = sharded.inputs(0)
+    assert torch.equal(part(inputs), plain.model.fc1(inputs))
+
+
+@pytest.mark.parametrize("kind", ["mean", "each", "all"])
+def test_averaged_model(kind: str) -> None:
+    run_ranks(_averaged, 2, kind)
+
+
+def _averaged(rank: int, world_size: int, kind: str) -> None:
+    keywords = {
+        "mean": {},
+        "each": {"avg_fn": lambda average, new, _: 0.9 * average + 0.1 * new},
+        "all": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+    }[kind]
+    averages = []
+    for run in _pair(rank, world_size, "full"):
+        average = AveragedModel(run.model, **keywords)
+        for step in range(3):
+            run.train(step, step + 1)
+            average.update_parameters(run.model)
+        averages.append(average.module)
+    _assert_same(*averages)
+
+
+def test_pickling_is_refused() -> None:
+    run_ranks(_pickling, 2)
+
+
+def _pickling(rank: int, world_size: int) -> None:
+    model = _pair(rank, world_size, "full")[0].model
+    attempts: list[Callable[[], object]] = [
+        lambda: pickle.dumps(model),
+        lambda: torch.save(model, io.BytesIO()),
+        lambda: torch.save(model.module, io.BytesIO()),
+        lambda: torch.save(model.fc1.weight, io.BytesIO()),
+        lambda: copy.deepcopy(model.module),
+    ]
+    for attempt in attempts:
+        with pytest.raises(RuntimeError, match="state_dict"):
+            attempt()
+
+
+def test_scaler_agrees_on_overflow() -> None:
+    run_ranks(_scaler, 2)
+
+
+def _scaler(rank: int, world_size: int) -> None:
+    """An overflow on one rank skips the step on all, with torch's own scaler."""
+    run, _ = _pair(rank, world_size, "full")
+    run.model.float()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = snapshot(run.model)
+    loss = run.model(run.inputs(0).float()).sum()
+    scaler.scale(loss * float("inf") if rank == 1 else loss).backward()
+    scaler.step(run.optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert_same_state(snapshot(run.model), before, rtol=0.0, atol=0.0)
+
+
+def test_hooks_see_what_they_see_under_ddp() -> None:
+    run_ranks(_hooks, 2)
+
+
+def _hooks(rank: int, world_size: int) -> None:
+    """Tensor hooks get the local gradient (a clamp is not linear), the other kind the average."""
+    case = CASES["mlp"]
+    local, plain = case.model(), case.model()
+    local.fc2.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    model = case.wrap(local)
+    model.fc3.weight.register_hook(lambda grad: 2 * grad)
+    seen: list[Tensor] = []
+    model.fc3.weight.register_post_accumulate_grad_hook(
+        lambda param: seen.append(param.grad.full_tensor())
+    )
+    Run(model, case, rank, world_size).loss(0).backward()
+    expected = []
+    for other in range(world_size):
+        plain.zero_grad()
+        inputs, target = case.batch(0, ROWS * world_size)
+        rows = slice(ROWS * other, ROWS * (other + 1))
+        F.mse_loss(plain(inputs[rows]), target[rows]).backward()
+        expected.append((plain.fc2.weight.grad.clamp(-0.01, 0.01), 2 * plain.fc3.weight.grad))
+    torch.testing.assert_close(model.fc2.weight.grad.full_tensor(), sum(e[0] for e in expected) / 2)
+    torch.testing.assert_close(seen, [sum(e[1] for e in expected) / 2])
+
+
+def test_flat_parameters_refuse_tensor_hooks() -> None:
+    run_ranks(_flat_hooks, 2)
+
+
+def _flat_hooks(rank: int, world_size: int) -> None:
+    run, plain = _pair(rank, world_size, "full-flat")
+    flat = next(run.model.parameters())
+    with pytest.raises(RuntimeError, match="use_orig_params=True"):
+        flat.register_hook(lambda grad: grad)
+    # An optimizer in backward needs only the other kind.
+    for param in run.model.parameters():
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        param.register_post_accumulate_grad_hook(
+            lambda p, optimizer=optimizer: (optimizer.step(), optimizer.zero_grad())
+        )
+    other = torch.optim.SGD(plain.model.parameters(), lr=0.1)
+    for step in range(3):
+        run.loss(step).backward()
+        other.zero_grad()
+        plain.loss(step).backward()
+        other.step()
+    _assert_same(run.model, plain.model)
+
+
+def test_penalties_weighted_differently_on_each_rank() -> None:
+    run_ranks(_penalties, 2)
+
+
+def _penalties(rank: int, world_size: int) -> None:
+    sharded, plain = _pair(rank, world_size, "full")
+    for run, weight in ((sharded, 0.1 * (rank + 1)), (plain, 0.15)):
+        for step in range(3):
+            params = list(run.model.parameters())
+            penalty = sum(p.pow(2).sum() + torch.norm(p) + p.abs().mean() for p in params)
+            (run.loss(step) + weight * penalty).backward()
+            run.step()
+    _assert_same(sharded.model, plain.model)
+
+
+def test_gradients_for_chosen_parameters_are_refused() -> None:
+    run_ranks(_chosen, 2)
+
+
+def _chosen(rank: int, world_size: int) -> None:
+    run, _ = _pair(rank, world_size, "full")
+    params = list(run.model.parameters())
+    loss = run.loss(0)
+    for ask in (
+        lambda: torch.autograd.grad(loss, params, allow_unused=True),
+        lambda: loss.backward(inputs=params),
+    ):
+        with pytest.raises(RuntimeError, match=r"parameter 'fc1\.weight' is sharded"):
+            ask()
+
+
+def test_editing_between_forward_and_backward_is_noticed() -> None:
+    run_ranks(_edited, 2)
+
+
+def _edited(rank: int, world_size: int) -> None:
+    run, _ = _pair(rank, world_size, "full")
+    loss = run.loss(0)
+    with torch.no_grad():
+        run.model.fc2.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified between forward and backward"):
+        loss.backward()
+    run.train()
+
+
+def test_parameters_look_like_parameters() -> None:
+    run_ranks(_looks, 3)
+
+
+def _looks(rank: int, world_size: int) -> None:
+    run, plain = _pair(rank, world_size, "full")
+    for (name, mine), (other_name, theirs) in zip(
+        run.model.named_parameters(), plain.model.named_parameters(), strict=True
+    ):
+        assert name == other_name
+        assert isinstance(mine, nn.Parameter)
+        assert isinstance(mine, FlatShardTensor)
+        assert (mine.shape, mine.ndim, mine.numel()) == (theirs.shape, theirs.ndim, theirs.numel())
+        assert name in repr(mine)
+        assert torch.equal(mine.full_tensor(), theirs)
+        for reduce in (torch.sum, torch.mean, torch.max, torch.norm):
+            torch.testing.assert_close(reduce(mine.detach()), reduce(theirs.detach()))
+        assert bool(torch.isfinite(mine).all())
+        for refused in (lambda p=mine: p.t(), lambda p=mine: p[0], lambda p=mine: torch.cat([p])):
+            with pytest.raises(RuntimeError, match=f"parameter '{name}'.*summon_full_params"):
+                refused()
+
+
+@pytest.mark.parametrize(
+    "init",
+    ["normal_", "uniform_", "xavier_uniform_", "kaiming_normal_", "trunc_normal_", "orthogonal_"],
+)
+def test_initialised_after_wrapping(init: str) -> None:
+    run_ranks(_initialised, 2, init)
+
+
+def _initialised(rank: int, world_size: int, init: str) -> None:
+    """The same numbers as the unwrapped model draws, bit for bit."""
+    values = []
+    for run in _pair(rank, world_size, "full"):
+        torch.manual_seed(5)
+        for param in run.model.parameters():
+            if param.dim() > 1:
+                getattr(nn.init, init)(param)
+        values.append(snapshot(run.model))
+    assert_same_state(*values, rtol=0.0, atol=0.0)
+
+
+@each_way
+def test_summoned_edits_are_kept(way: str) -> None:
+    run_ranks(_summoned, 2, way)
+
+
+def _summoned(rank: int, world_size: int, way: str) -> None:
+    run, plain = _pair(rank, world_size, way)
+    with ShardedWrapper.summon_full_params(run.model), torch.no_grad():
+        weight = run.submodule("fc2").weight
+        assert type(weight) is nn.Parameter
+        assert torch.equal(weight, plain.model.fc2.weight)
+        weight.t().mul_(2)
+        plain.model.fc2.weight.mul_(2)
+    _assert_same(run.model, plain.model)
+    if way != "no_shard":
+        with ShardedWrapper.summon_full_params(run.model, writeback=False), torch.no_grad():
+            run.submodule("fc2").weight.zero_()
+    for each in (run, plain):
+        each.train()
+    _assert_same(run.model, plain.model)
