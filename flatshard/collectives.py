@@ -106,8 +106,15 @@ class Communicator:
         control_device: where a few numbers must lie to be sent; "cpu" unless the group has none.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Collective when ``group`` has several ranks: makes the groups of the note above."""
+    def __init__(self, group: dist.ProcessGroup | None, *, native: bool = False) -> None:
+        """Find out how the ranks can talk.
+
+        Collective when ``group`` has several ranks: makes the groups of the note above.
+
+        Args:
+            group: the ranks; None is this rank alone.
+            native: use the backend's own collectives whatever it is.
+        """
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
@@ -117,7 +124,7 @@ class Communicator:
             return
         if _cpu_backend(group) is None:
             self.control_device = torch.device("cuda", torch.cuda.current_device())
-        self._sends_cpu_directly = _cpu_backend(group) == "gloo"
+        self._sends_cpu_directly = not native and _cpu_backend(group) == "gloo"
         with _named(f"ShardedWrapper, rank {self.rank}: meeting the other ranks"):
             self._gather_group = _sibling(group) if self._sends_cpu_directly else group
             self._reduce_group = _sibling(group)
@@ -277,7 +284,7 @@ class Communicator:
         return works
 
 
-_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, Communicator]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -285,16 +292,17 @@ ALONE = Communicator(None)
 """The group of one."""
 
 
-def communicator(group: dist.ProcessGroup | None) -> Communicator:
+def communicator(group: dist.ProcessGroup | None, *, native: bool = False) -> Communicator:
     """The communicator of a process group, made at the first call; None gives ``ALONE``.
 
-    Collective at the first call for a group.
+    Collective at the first call for a group and a value of ``native``.
     """
     if group is None:
         return ALONE
-    if group not in _communicators:
-        _communicators[group] = Communicator(group)
-    return _communicators[group]
+    known = _communicators.setdefault(group, {})
+    if native not in known:
+        known[native] = Communicator(group, native=native)
+    return known[native]
 
 
 @contextlib.contextmanager

@@ -133,6 +133,17 @@ def _as_member(kind: type[enum.Enum], value: object, keyword: str) -> Any:
     return kind[name]
 
 
+def as_native(collectives: object) -> bool:
+    """Read ``collectives``: whether to use the backend's own.
+
+    Raises:
+        ValueError: it is neither ``"auto"`` nor ``"native"``.
+    """
+    if collectives not in ("auto", "native"):
+        raise ValueError(f'collectives: expected "auto" or "native", got {collectives!r}')
+    return collectives == "native"
+
+
 def as_cpu_offload(value: object) -> CPUOffload:
     """Read ``cpu_offload``: ours, torch's dataclass of the same field, a bool, or None."""
     if isinstance(value, CPUOffload):

@@ -25,12 +25,19 @@ class Topology:
     replicate: Communicator
 
 
-def resolve(placement: Placement, group: dist.ProcessGroup | None) -> Topology:
+def resolve(
+    placement: Placement, group: dist.ProcessGroup | None, *, native: bool = False
+) -> Topology:
     """Find the groups. Without a process group every group is this rank alone.
 
     Collective at the first call for a process group.
+
+    Args:
+        placement: what is sharded.
+        group: the ranks that train the model.
+        native: use the backend's own collectives whatever it is.
     """
-    world = communicator(group)
+    world = communicator(group, native=native)
     if placement.sharded:
         return Topology(world=world, shard=world, replicate=ALONE)
     return Topology(world=world, shard=ALONE, replicate=world)

@@ -72,6 +72,8 @@ class ShardedWrapper(nn.Module):
             False: one 1-D ``FlatParameter`` per unit (and dtype, and ``requires_grad``).
         broadcast_buffers: give all ranks rank 0's buffers before each forward, as
             DistributedDataParallel does.
+        collectives: ``"auto"``: what fits the backend best; ``"native"``: one collective of the
+            backend per unit and purpose, for comparison.
         extra: keywords of DistributedDataParallel without a meaning here; ignored with a warning.
 
     Raises:
@@ -99,6 +101,7 @@ class ShardedWrapper(nn.Module):
         limit_all_gathers: bool = True,
         use_orig_params: bool = True,
         broadcast_buffers: bool = True,
+        collectives: str = "auto",
         **extra: Any,
     ) -> None:
         """See the class."""
@@ -113,11 +116,15 @@ class ShardedWrapper(nn.Module):
         device = _device(module, device_id, group)
         if offload.offload_params:
             _check_offload(device)
-        topology = resolve(strategy.placement, group)
+        native = config.as_native(collectives)
+        topology = resolve(strategy.placement, group, native=native)
         plans = find_units(module, auto_wrap_policy) if auto_wrap_policy is not None else []
         named = _named_tensors(module)
         if topology.world.size > 1:
-            described = f"{strategy}, {precision}, use_orig_params={use_orig_params}"
+            described = (
+                f"{strategy}, {precision}, use_orig_params={use_orig_params}, "
+                f"collectives={collectives}, broadcast_buffers={broadcast_buffers}"
+            )
             names = [plan.name for plan in plans]
             agreement.check_same_model(named, described, names, topology.world)
         _move(named, device)

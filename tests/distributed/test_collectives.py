@@ -209,3 +209,22 @@ def _no_peer(rank: int, world_size: int) -> None:
     with pytest.raises(CollectiveError, match=r"unit 'layers\.3', rank 0: gathering"):
         comm.all_gather(torch.zeros(4), torch.zeros(8), label="layers.3", tag=1).wait()
     assert datetime.datetime.now() - started < datetime.timedelta(seconds=10)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_native_collectives(world_size: int) -> None:
+    run_ranks(_native, world_size)
+
+
+def _native(rank: int, world_size: int) -> None:
+    """The path of back ends other than gloo: the same sequence, and the same gradients."""
+    with pytest.raises(ValueError, match=r'"auto" or "native"'):
+        _wrapped("FULL_SHARD", collectives="mpi")
+    for strategy, expected in EXPECTED.items():
+        models = [_wrapped(strategy, collectives=mode) for mode in ("auto", "native")]
+        for model in models:
+            _step(model)
+            assert _step(model) == [*expected, ("scalars", "used parameters")]
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            grads = [getattr(p.grad, "_local", p.grad) for p in (one, other)]
+            torch.testing.assert_close(*grads)
