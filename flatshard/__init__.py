@@ -2,6 +2,7 @@
 
 from flatshard.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard.flat_param import FlatParameter
+from flatshard.optim import declare_elementwise
 from flatshard.shard_tensor import FlatShardTensor
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
@@ -15,5 +16,6 @@ __all__ = [
     "MixedPrecision",
     "ShardedWrapper",
     "ShardingStrategy",
+    "declare_elementwise",
     "sharded_modules",
 ]

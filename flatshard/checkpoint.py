@@ -91,13 +91,12 @@ def _replace_by_full(handle: FlatParamHandle, state_dict: dict[str, Any]) -> Non
         state_dict[key] = full[index]
 
 
-def without_ddp_prefix(state_dict: dict[str, Any], own_names: Iterable[str]) -> dict[str, Any]:
-    """The state dict with DistributedDataParallel's ``module.`` taken off, where it has it."""
-    own = set(own_names)
-    if (
-        state_dict
-        and all(key.startswith(_DDP_PREFIX) for key in state_dict)
-        and not any(name.startswith(_DDP_PREFIX) for name in own)
-    ):
+def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> dict[str, Any]:
+    """The state dict with DistributedDataParallel's ``module.`` taken off, where it has it.
+
+    A model with a child of that name is left alone: there the prefix is its own.
+    """
+    prefixed = all(key.startswith(_DDP_PREFIX) for key in state_dict)
+    if prefixed and _DDP_PREFIX.removesuffix(".") not in children:
         return {key.removeprefix(_DDP_PREFIX): value for key, value in state_dict.items()}
     return state_dict

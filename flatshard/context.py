@@ -11,10 +11,14 @@ it until its own backward is over.
 from __future__ import annotations
 
 import time
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard import optim
 from flatshard.collectives import Communicator
@@ -59,6 +63,7 @@ class RunContext:
         self._reduce_order_agreed = False
         self._depth = 0
         self._active = False
+        self._end_callback: Callable[[], object] = lambda: None
         self._reducing = True
         self._in_flight: list[tuple[Unit, int]] = []
         self._budget = 0
@@ -69,7 +74,10 @@ class RunContext:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look at the units' buffers again, after they were made anew."""
+        """Look at the units' and the modules' buffers again, after they were made anew."""
+        # The objects of now, as DistributedDataParallel does: a buffer that some forward replaces
+        # may then have another size on each rank.
+        self._synced = list(self._buffers())
         self._saved = SavedTensors((unit, unit.handles) for unit in self.units)
         sizes = [
             2 * handle.layout.padded_numel * handle.reduce_dtype.itemsize
@@ -145,7 +153,7 @@ class RunContext:
         if self._world.size == 1:
             return
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for buffer in self._buffers():
+        for buffer in self._synced:
             kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         with torch.no_grad():
             for buffers in kinds.values():
@@ -155,22 +163,33 @@ class RunContext:
                     continue
                 pieces = flat.split([buffer.numel() for buffer in buffers])
                 for buffer, piece in zip(buffers, pieces, strict=True):
-                    buffer.copy_(piece.view(buffer.shape))
+                    # Not an edit for autograd: rank 0's graph sees none either.
+                    with _unsafe_preserve_version_counter(buffer):
+                        buffer.copy_(piece.view(buffer.shape))
 
     # ------------------------------------------------------------ backward
 
     @property
     def in_backward(self) -> bool:
         """Whether this model's backward is running now, on this thread."""
-        return self._active and torch._C._current_graph_task_id() != -1
+        return (
+            self._active
+            and torch._C._current_graph_task_id() != -1
+            and self._end_callback() is not None
+        )
 
     def begin_backward(self) -> bool:
         """Prepare the end of the backward that runs now, once; False outside of a backward."""
         if torch._C._current_graph_task_id() == -1:
             return False
+        if self._active and self._end_callback() is None:
+            # Autograd dropped the callback with the backward that failed; this is another one.
+            self._reset()
         if not self._active:
             self._active = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            callback = partial(self._end_backward)
+            self._end_callback = weakref.ref(callback)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
             self._reduce_order.begin_backward()
             for unit in self.units:
                 unit.begin_backward()
@@ -217,6 +236,10 @@ class RunContext:
                     unit.release()
         if self._reducing:
             self._run_hooks()
+        else:
+            for unit in self.units:
+                for handle in unit.handles:
+                    handle.show_unreduced()
 
     def _settle(self) -> None:
         """Agree with the other ranks on what was used, reduce the rest, publish gradients."""
@@ -227,6 +250,9 @@ class RunContext:
                 self._start_reduce(unit)
         for index in used.delivered_again:
             self._start_reduce(self.units[index])
+        for unit, _ in self._in_flight:
+            for handle in unit.handles:
+                handle.gradients.finish_reduce()
         self._in_flight.clear()
         for unit, flags in zip(self.units, used.parameters, strict=True):
             for handle, handle_flags in zip(unit.handles, flags, strict=True):
@@ -273,9 +299,18 @@ class RunContext:
     def recover(self) -> None:
         """Return to a state to start from, after a step that was left by an exception."""
         optim.restore_all()
-        if not self._active or torch._C._current_graph_task_id() != -1:
-            return
+        if self._active and torch._C._current_graph_task_id() == -1:
+            self._reset()
+
+    def _reset(self) -> None:
+        """Drop the backward that failed."""
         self._active = False
+        if any(h.gradients.filled - h.gradients.seen for u in self.units for h in u.handles):
+            warnings.warn(
+                "a backward failed, and gradients accumulated under no_sync before it are lost "
+                "with it. Accumulate them again.",
+                stacklevel=4,
+            )
         self._in_flight.clear()
         for unit in self.units:
             unit.reset()
@@ -305,8 +340,3 @@ def _wait_until_reduced(unit: Unit) -> bool:
             return False
         time.sleep(_POLL_SECONDS)
     return True
-
-
-def root_buffers(root: nn.Module) -> list[Tensor]:
-    """Buffers of a model, each once, in registration order."""
-    return [buffer for buffer in root.buffers() if buffer.numel()]

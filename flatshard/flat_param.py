@@ -37,6 +37,26 @@ class FlatParameter(nn.Parameter):
         self.post_accumulate_hooks = OrderedDict()
         return self
 
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The shard without autograd, sharing the version counter. Assigning copies."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise RuntimeError(
+                f"{self!r}: expected data of shape {tuple(self.shape)}, {self.dtype} on "
+                f"{self.device}, got {tuple(value.shape)}, {value.dtype} on {value.device}. "
+                "Convert the whole wrapper: model.to(...)."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def point_at(self, shard: Tensor) -> None:
+        """Show other memory, of any dtype and device, keeping this object's identity."""
+        torch._C.TensorBase.data.__set__(self, shard)  # type: ignore[attr-defined]
+
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> NoReturn:  # type: ignore[override]
         """Not available: a flat parameter takes no part in autograd, its originals do.
 

@@ -77,6 +77,15 @@ class GradientBuffer:
         self._buffer = buffer
         return buffer
 
+    def slot(self, index: int) -> Tensor:
+        """The gradient in the buffer, not reduced; ``index`` is filled."""
+        return self._slots[index]
+
+    def forget(self, index: int) -> None:
+        """Drop one gradient that was not reduced yet."""
+        for marks in (self.filled, self.seen, self.used):
+            marks.discard(index)
+
     def start_reduce(self) -> int:
         """Begin averaging over the ranks; what was not filled counts as zero.
 

@@ -69,7 +69,7 @@ class FlatParamHandle:
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         use_orig_params: bool,
-        on_grad: Callable[[FlatParamHandle], None],
+        on_grad: Callable[[FlatParamHandle, int, Tensor], None],
     ) -> None:
         """Flatten ``owned``, keep this rank's shard, and turn the originals into its views.
 
@@ -82,7 +82,8 @@ class FlatParamHandle:
             compute_dtype: dtype of the full parameters; None keeps the parameters' own.
             reduce_dtype: dtype in which gradients are reduced; None takes ``compute_dtype``.
             use_orig_params: whether users see original parameters or one ``FlatParameter``.
-            on_grad: called after a gradient was put into its slot.
+            on_grad: called with this handle, an original parameter's index and its gradient when
+                that has come; calls ``receive_grad``.
         """
         self.unit_name = unit_name
         self._owned = owned
@@ -92,12 +93,14 @@ class FlatParamHandle:
         self._compute_dtype, self._reduce_dtype = compute_dtype, reduce_dtype
         self._on_grad = on_grad
         self._is_installed = False
+        self._is_summoned = False
         self._hooked: set[int] = set()
         self.full: list[nn.Parameter] = []
         self.state = ShardState.SHARDED
         self._gather: Pending | None = None
         self._gathered_version = -1
         self._earlier_grads: list[Tensor | None] = []
+        self._unreduced: dict[int, tuple[Any, int]] = {}
 
         first = owned[0].param
         self.layout = FlatLayout.build(
@@ -217,18 +220,21 @@ class FlatParamHandle:
                 self.full = self.sharded
             else:
                 self.full = [
-                    nn.Parameter(self.buffer[span.start : span.end].view(span.shape))
+                    nn.Parameter(
+                        self.buffer[span.start : span.end].view(span.shape), requires_grad=False
+                    )
                     for span in self.layout.spans
                 ]
             for index, (spec, full) in enumerate(zip(self._specs, self.full, strict=True)):
                 spec.full = full
-                for hook in hooks[index]:
-                    full.register_hook(hook)
-                if id(full) not in self._hooked:
-                    # A frozen tensor refuses the hook; it may be unfrozen later.
+                differentiable = full.is_floating_point() or full.is_complex()
+                if differentiable and id(full) not in self._hooked:
+                    # A frozen tensor refuses hooks; it may be unfrozen later.
                     full.requires_grad_(True)
                     full.register_post_accumulate_grad_hook(self._grad_hook(index))
-                full.requires_grad_(requires_grad[index])
+                    for hook in hooks[index]:
+                        full.register_hook(hook)
+                full.requires_grad_(requires_grad[index])  # False for integers
                 if self._use_orig_params and self._comm.size > 1:
                     self._owned[index].move_hooks(full)
         # Originals that compute themselves stay the same objects through a conversion.
@@ -265,9 +271,15 @@ class FlatParamHandle:
         Collective: all ranks of the shard group.
         State: SHARDED -> UNSHARDING.
         """
+        if self._is_summoned:
+            raise RuntimeError(
+                f"unit {self.unit_name!r}: a forward was run under summon_full_params(). Leave "
+                "the context first: units gather what they need by themselves."
+            )
         if self._aliased:
             self.state = ShardState.UNSHARDED
             return
+        self._absorb_replaced()
         if self.state is not ShardState.SHARDED:
             if self._gathered_version == self.version:
                 return
@@ -284,6 +296,18 @@ class FlatParamHandle:
                 source, self.buffer, label=self.unit_name, tag=self._tag
             )
         self.state = ShardState.UNSHARDING
+
+    def _absorb_replaced(self) -> None:
+        """Where plain originals stand over the shard, take over data assigned to ``p.data``."""
+        if not (self._use_orig_params and self._comm.size == 1):
+            return
+        for param, span in zip(self.sharded, self.layout.spans, strict=True):
+            place = self.shard[span.start : span.end].view(span.shape)
+            if span.numel and param.data_ptr() != place.data_ptr():
+                with torch.no_grad():
+                    place.copy_(param)
+                    param.data = place
+                    torch.autograd.graph.increment_version(param)
 
     def wait_unshard(self) -> None:
         """Finish the gather that ``unshard`` began.
@@ -341,6 +365,8 @@ class FlatParamHandle:
         self.buffer.untyped_storage().resize_(self.buffer.numel() * self.buffer.element_size())
 
     def _free_buffer(self) -> None:
+        # Whatever still holds a raw view now gets autograd's error instead of freed memory.
+        torch.autograd.graph.increment_version(self.buffer)
         self.buffer.untyped_storage().resize_(0)
 
     def install(self) -> None:
@@ -410,24 +436,88 @@ class FlatParamHandle:
         Only where the sharded parameters compute themselves: autograd would add to them.
         """
         self.gradients.seen.clear()
+        self._collect_unreduced()
         if self.full is not self.sharded or self._earlier_grads:
             return
         self._earlier_grads = [p.grad for p in self.sharded]
-        for param in self.sharded:
+        for param, spec in zip(self.sharded, self._specs, strict=True):
             param.grad = None
+            # Users' hooks of this kind want the reduced gradient, so they wait until it is there.
+            hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+            for key in [k for k, hook in hooks.items() if not hasattr(hook, "of_flatshard")]:
+                spec.post_accumulate_hooks[key] = hooks.pop(key)
+
+    def show_unreduced(self) -> None:
+        """After a backward under ``no_sync``: let ``.grad`` show that there is something.
+
+        So ``zero_grad()`` can drop it, as under DistributedDataParallel, and a step that would
+        use it is refused.
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for index in self.gradients.filled if self._use_orig_params else {0}:
+                param = self.sharded[index]
+                if param.grad is None and self.gradients.filled:
+                    shown = self._unreduced_view(index)
+                    shown._unreduced_of = self.unit_name  # type: ignore[attr-defined]
+                    param.grad = shown
+                    self._unreduced[index] = shown, getattr(shown, "_local", shown)._version
+
+    def _unreduced_view(self, index: int) -> Tensor:
+        if not self._use_orig_params:
+            return FlatShardTensor(self.shard.new_zeros(self.shard.shape), self._flat_spec)
+        slot = self.gradients.slot(index).to(self.shard.dtype)
+        if self._comm.size == 1:
+            return slot.view(slot.shape)
+        return FlatShardTensor(self._specs[index].slice(slot), self._specs[index])
+
+    def _collect_unreduced(self) -> None:
+        """Take back what ``show_unreduced`` showed; what the user dropped is forgotten.
+
+        Raises:
+            RuntimeError: it was edited, which would not reach the other ranks' parts.
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            everything = range(len(self._owned))
+            for index in list(self.gradients.filled if self._use_orig_params else [0]):
+                param = self.sharded[index]
+                shown, version = self._unreduced.pop(index, (None, 0))
+                if param.grad is not None and param.grad is not shown:
+                    continue
+                local = getattr(shown, "_local", shown)
+                dropped = param.grad is None
+                if shown is not None and not dropped and local._version != version:
+                    if local.any():
+                        raise RuntimeError(
+                            f"unit {self.unit_name!r}: gradients accumulated under no_sync were "
+                            "edited before they were reduced. Edit them after a backward outside "
+                            "of no_sync."
+                        )
+                    dropped = True
+                param.grad = None
+                if dropped:
+                    for one in [index] if self._use_orig_params else everything:
+                        self.gradients.forget(one)
+                        if self._earlier_grads:
+                            self._earlier_grads[one] = None
 
     def _grad_hook(self, index: int) -> Callable[[Tensor], None]:
         def hook(full: Tensor) -> None:
-            self._receive_grad(index, full)
-            self._on_grad(self)
+            grad = full.grad
+            if grad is None:
+                return
+            full.grad = None
+            if index in self._unreduced and grad is self._unreduced[index][0]:
+                # Autograd added to what is shown of the buffer, before anything of this backward
+                # could take it back: move it out.
+                grad = grad.clone()
+                self.gradients.forget(index)
+            self._on_grad(self, index, grad)
 
+        hook.of_flatshard = True  # type: ignore[attr-defined]
         return hook
 
-    def _receive_grad(self, index: int, full: Tensor) -> None:
-        """Hand a gradient that autograd accumulated to the buffer, and drop it."""
-        grad = full.grad
-        assert grad is not None
-        full.grad = None
+    def receive_grad(self, index: int, grad: Tensor) -> None:
+        """Put a gradient that autograd accumulated into its slot."""
         if grad.requires_grad:
             raise RuntimeError(
                 f"parameter {self.layout.spans[index].name!r}: backward(create_graph=True) gives "
@@ -475,6 +565,16 @@ class FlatParamHandle:
         for param, hooks in hooked:
             for hook in list(hooks.values()):
                 hook(param)
+        self._give_hooks_back()
+
+    def _give_hooks_back(self) -> None:
+        """Put the hooks that waited where users registered, and may remove, them."""
+        if self.full is self.sharded:
+            for param, spec in zip(self.sharded, self._specs, strict=True):
+                if spec.post_accumulate_hooks:
+                    hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+                    hooks.update(spec.post_accumulate_hooks)
+                    spec.post_accumulate_hooks.clear()
 
     def _grad_view(self, reduced: Tensor, index: int) -> Tensor:
         local = self.local_spans[index]
@@ -492,6 +592,7 @@ class FlatParamHandle:
             for param, earlier in zip(self.sharded, self._earlier_grads, strict=True):
                 param.grad = earlier
             self._earlier_grads = []
+        self._give_hooks_back()
 
     # ------------------------------------------------------------ whole tensors
 
@@ -528,7 +629,7 @@ class FlatParamHandle:
         Args:
             writeback: keep what was written to them; otherwise it is lost.
         """
-        if self.full is self.sharded:
+        if self.full is self.sharded or self._is_summoned:
             yield
             return
         self.reshard()
@@ -541,9 +642,11 @@ class FlatParamHandle:
             nn.Parameter(t, requires_grad=r) for t, r in zip(full, requires_grad, strict=True)
         ]
         self._put(params)
+        self._is_summoned = True
         try:
             yield
         finally:
+            self._is_summoned = False
             self.uninstall()
             if writeback:
                 with torch.no_grad():
@@ -590,10 +693,16 @@ class FlatParamHandle:
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
         self.reshard()
+        self._absorb_replaced()
         with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             converted = fn(self.shard)
             if converted is self.shard:
                 return
+            if converted.device.type == "meta":
+                raise RuntimeError(
+                    f"unit {self.unit_name!r}: moving a sharded model to the meta device would "
+                    "lose its weights"
+                )
             grads = [p.grad for p in self.sharded]
             requires_grad = [p.requires_grad for p in self.sharded]
             before = self._specs
@@ -615,14 +724,15 @@ class FlatParamHandle:
     def copy_for(
         self,
         memo: dict[int, Any],
-        on_grad: Callable[[FlatParamHandle], None],
+        on_grad: Callable[[FlatParamHandle, int, Tensor], None],
     ) -> FlatParamHandle:
         """A handle like this one for modules that were deep-copied; no communication.
 
         Args:
             memo: the finished copy's memo, which knows every module's and parameter's copy.
-            on_grad: called after a gradient of the copy was put into its slot.
+            on_grad: as at construction, for the copy.
         """
+        self._absorb_replaced()
         twin = copy.copy(self)
         twin._on_grad = on_grad
         twin._owned = [
@@ -633,7 +743,8 @@ class FlatParamHandle:
             for owned in self._owned
         ]
         twin.state, twin._gather, twin._gathered_version = ShardState.SHARDED, None, -1
-        twin._earlier_grads, twin._hooked, twin.full = [], set(), []
+        twin._earlier_grads, twin._unreduced = [], {}
+        twin._hooked, twin.full = set(), []
         twin.sharded = [memo[id(param)] for param in self.sharded]
         with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             twin._adopt_shard(self.shard.detach().clone())
@@ -645,7 +756,9 @@ class FlatParamHandle:
     def _repoint(self, requires_grad: list[bool]) -> None:
         """Let the sharded parameters show the new shard, keeping their identity."""
         if not self._use_orig_params:
-            self.sharded[0].data = self.shard
+            flat = self.sharded[0]
+            assert isinstance(flat, FlatParameter)
+            flat.point_at(self.shard)
             # A view of the parameter, so that both share one version counter.
             self.shard = self.sharded[0].detach()
             self._placeholders = self._shard_views(None)

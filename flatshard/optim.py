@@ -4,6 +4,9 @@ Dispatching every operation of an optimizer on ``FlatShardTensor`` is right but 
 that treat every element alike, hooks around ``step()`` therefore put plain 1-D parameters that
 share the shard's memory into the parameter groups, and move the state along. The hooks are
 global, so they also serve optimizers that were built before the model was wrapped.
+
+Users' own step hooks see the sharded parameters: the exchange happens after the last of them before
+``step()``, and is undone before the first of them after it.
 """
 
 from __future__ import annotations
@@ -14,10 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import hooks as torch_hooks
 
 from flatshard.flat_param import FlatParameter
 from flatshard.shard_tensor import FlatShardTensor
@@ -57,7 +58,6 @@ def install() -> None:
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
         _installed = True
 
 
@@ -67,12 +67,37 @@ def restore_all() -> None:
         _swap_out(optimizer)
 
 
-def _before_step(
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Global hook: let the exchange be the optimizer's innermost hooks."""
+    restore_all()
+    _check_reduced(optimizer)
+    if inspect.unwrap(type(optimizer).step) not in _ELEMENTWISE:
+        return
+    before: Any = optimizer._optimizer_step_pre_hooks
+    after: Any = optimizer._optimizer_step_post_hooks
+    for table, hook in ((before, _exchange), (after, _undo)):
+        if hook not in table.values():
+            table[torch_hooks.RemovableHandle(table).id] = hook
+    before.move_to_end(next(key for key, hook in before.items() if hook is _exchange))
+    after.move_to_end(next(key for key, hook in after.items() if hook is _undo), last=False)
+
+
+def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a step on gradients that only this rank has."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                unit = getattr(param.grad, "_unreduced_of", None)
+                if unit is not None:
+                    raise RuntimeError(
+                        f"unit {unit!r}: step() on gradients that were accumulated under no_sync "
+                        "and not reduced. Run the last backward before a step outside of no_sync."
+                    )
+
+
+def _exchange(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    restore_all()
-    if inspect.unwrap(type(optimizer).step) not in _ELEMENTWISE:
-        return None
     if not _swap_in(optimizer):
         return None
     # args[0] is the optimizer itself.
@@ -82,17 +107,16 @@ def _before_step(
 
     def with_sharded_parameters() -> Any:
         _swap_out(optimizer)
-        try:
-            return closure()
-        finally:
-            _swap_in(optimizer)
+        result = closure()  # where it raises, the step is over
+        _swap_in(optimizer)
+        return result
 
     if len(args) > 1:
         return (args[0], with_sharded_parameters, *args[2:]), kwargs
     return args, {**kwargs, "closure": with_sharded_parameters}
 
 
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _undo(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _swap_out(optimizer)
 
 
@@ -114,7 +138,8 @@ def _swap_in(optimizer: torch.optim.Optimizer) -> bool:
                 params[position] = twin
                 _swapped.add(optimizer)
                 if param in optimizer.state:
-                    optimizer.state[twin] = optimizer.state.pop(param)
+                    state = optimizer.state.pop(param)
+                    optimizer.state[twin] = _local_state(param, state)
     return optimizer in _swapped
 
 
@@ -137,6 +162,29 @@ def _swap_out(optimizer: torch.optim.Optimizer) -> None:
                 twin.grad = None
                 if twin in optimizer.state:
                     optimizer.state[param] = optimizer.state.pop(twin)
+
+
+def _local_state(param: FlatShardTensor | FlatParameter, state: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of state from before wrapping, or loaded from an unwrapped model.
+
+    Raises:
+        RuntimeError: a state tensor has neither the parameter's shape nor this rank's.
+    """
+    held = param._local if isinstance(param, FlatShardTensor) else param
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape == held.shape:
+            continue
+        if isinstance(param, FlatShardTensor) and value.shape == param.shape:
+            state[key] = param._spec.slice(value).clone()
+        elif value.numel() > 1:
+            name = param._spec.name if isinstance(param, FlatShardTensor) else repr(param)
+            raise RuntimeError(
+                f"optimizer state {key!r} of parameter {name!r}: expected shape "
+                f"{tuple(held.shape)} (this rank's part) or {tuple(param.shape)} (the whole), got "
+                f"{tuple(value.shape)}. A plain optimizer.state_dict() belongs to one rank: save "
+                "and load it per rank, at the same world size."
+            )
+    return state
 
 
 def _twin(param: FlatShardTensor) -> nn.Parameter:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard.flat_param import FlatParameter
 from flatshard.shard_tensor import FlatShardTensor
 
 
@@ -75,16 +74,17 @@ class OwnedParam:
 
 
 def find_owners(
-    root: nn.Module, unit_modules: Collection[nn.Module]
+    root: nn.Module, unit_modules: Collection[nn.Module], taken: Collection[int] = ()
 ) -> dict[nn.Module, list[OwnedParam]]:
     """Give every parameter to the lowest unit that contains all its users.
 
     Ties are found by identity, so a weight shared by two units is stored once, in the unit that
-    contains both. Parameters that a unit already owns are passed over.
+    contains both.
 
     Args:
         root: the outermost unit.
         unit_modules: the units below it.
+        taken: ids of parameters that a unit owns already.
 
     Returns:
         For every unit, ``root`` first, what it owns in registration order; may be nothing.
@@ -98,7 +98,7 @@ def find_owners(
         prefix = f"{path}." if path else ""
         enclosing = [ancestor for ancestor in chain if ancestor in units]
         for attribute, param in module._parameters.items():
-            if param is None or isinstance(param, FlatShardTensor | FlatParameter):
+            if param is None or id(param) in taken:
                 continue
             key = id(param)
             owned = found.setdefault(key, OwnedParam(param))

@@ -92,7 +92,8 @@ class ShardSpec:
         raise RuntimeError(
             f"parameter {self.name!r} (unit {self.unit!r}, rank {self.comm.rank}) is sharded: "
             f"{operation} needs the whole tensor. Use it inside the forward of the module that "
-            "owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor()."
+            "owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor(). (For "
+            "an optimizer that treats every element alike: flatshard.declare_elementwise.)"
         )
 
 
@@ -201,6 +202,8 @@ class FlatShardTensor(torch.Tensor):
         """Call ``hook`` with this rank's full gradient, before it is reduced."""
         if self._is_computing_elsewhere():
             assert self._spec.full is not None
+            if self.requires_grad:  # unfrozen since the unit was last gathered
+                self._spec.full.requires_grad_(True)
             return self._spec.full.register_hook(hook)
         return super().register_hook(hook)
 
@@ -317,6 +320,9 @@ def _local(value: Any, spec: ShardSpec) -> Any:
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like = _first(args, kwargs)
     spec = like._spec
+    if func in (aten.detach.default, aten.alias.default):
+        # The same tensor, not a view made here: its version counter would be another.
+        return FlatShardTensor(like._local, spec)
     if "out" in kwargs:
         spec.refuse(f"{func._schema.name} with out=")
     in_place = func._schema.is_mutable

@@ -21,7 +21,7 @@ left by an exception, which is how non-reentrant checkpointing stops early.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -46,6 +46,26 @@ class Call:
 
     def __init__(self) -> None:
         self.num_inputs = 0
+
+
+class _ModuleHook:
+    """A method of a unit as a hook of its module; copies with the unit, or not at all."""
+
+    def __init__(self, unit: Unit, method: str) -> None:
+        self._unit = unit
+        self._method = method
+        # Compiled callers run it as it is, between two graphs.
+        self._call = torch.compiler.disable(getattr(unit, method))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleHook:
+        unit = memo.get(id(self._unit))
+        return _ModuleHook(unit if unit is not None else self._unit.refuse_to_part(), self._method)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._unit.refuse_to_part()
 
 
 class Context(Protocol):
@@ -115,28 +135,29 @@ class Unit:
         self._running: list[Call] = []
         self._waiting_for: dict[Call, int] = {}
         self._num_trainable: list[int] = []
-        self._sticky = False
-        module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._post_forward, always_call=True)
+        self._sticky_version = -1
+        before, after = _ModuleHook(self, "_pre_forward"), _ModuleHook(self, "_post_forward")
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after, always_call=True)
 
     def copy_for(self, memo: dict[int, Any], twin: Unit) -> None:
         """Make ``twin``, which copied modules already call, a unit like this one."""
         twin.__dict__.update(self.__dict__)
         twin.module = memo[id(self.module)]
-        twin.phase, twin.index, twin._sticky = Phase.IDLE, -1, False
+        twin.phase, twin.index, twin._sticky_version = Phase.IDLE, -1, -1
         twin._running, twin._waiting_for = [], {}
         twin.own([handle.copy_for(memo, twin.on_grad) for handle in self.handles])
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Not available alone.
-
-        Raises:
-            RuntimeError: always.
-        """
+    def refuse_to_part(self) -> NoReturn:
+        """Raise for a copy of the module without its wrapper."""
         raise RuntimeError(
             f"unit {self.name!r}: the module of a ShardedWrapper cannot be copied or pickled "
             "without it. Copy the wrapper (copy.deepcopy(model)), and save model.state_dict()."
         )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Not available alone; see ``refuse_to_part``."""
+        self.refuse_to_part()
 
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
         """Take flat parameters over."""
@@ -182,9 +203,18 @@ class Unit:
         self._waiting_for.clear()
         for handle in self.handles:
             handle.gradients.seen.clear()
-        if not self._sticky:
+        if not self._is_sticky:
             for handle in self.handles:
                 handle.reshard()
+
+    @property
+    def _version(self) -> int:
+        return sum(handle.version for handle in self.handles)
+
+    @property
+    def _is_sticky(self) -> bool:
+        """Whether a differentiable backward may still need the buffers."""
+        return self._sticky_version >= 0 and self._sticky_version == self._version
 
     @property
     def is_prefetched(self) -> bool:
@@ -232,7 +262,8 @@ class Unit:
             self._input_gradient(call)
 
         for tensor in pytree.tree_leaves(inputs):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+            # A leaf outlives the graph, and would gather a hook in every step.
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(hook)
                 call.num_inputs += 1
 
@@ -249,31 +280,36 @@ class Unit:
                 changed = self._protect(output)
         finally:
             if self.phase is Phase.FORWARD and not self._running:
-                self._end_forward()
+                self._end_forward(output is not None)
             self.context.leave(self)
         return changed
 
-    def _end_forward(self) -> None:
+    def _end_forward(self, has_output: bool) -> None:
         for handle in self.handles:
             handle.uninstall()
         self.phase = Phase.IDLE
-        needed = torch.is_grad_enabled() and (
-            not self._reshard_after_forward or self.context.keeps_after_forward(self)
+        needed = (
+            has_output
+            and torch.is_grad_enabled()
+            and (not self._reshard_after_forward or self.context.keeps_after_forward(self))
         )
-        if not needed and not self._sticky:
+        if not needed and not self._is_sticky:
             for handle in self.handles:
                 handle.reshard()
 
     def _protect(self, output: Any) -> Any:
         """Copy outputs that look into a buffer which is about to be freed; None if none does."""
-        if not any(
-            isinstance(leaf, Tensor) and self.context.views_parameters(leaf)
-            for leaf in pytree.tree_leaves(output)
-        ):
+        if not any(self.context.views_parameters(tensor) for tensor in _tensors(output)):
             return None
-        return pytree.tree_map_only(
+        output = pytree.tree_map_only(
             Tensor, lambda t: t.clone() if self.context.views_parameters(t) else t, output
         )
+        if any(self.context.views_parameters(tensor) for tensor in _tensors(output)):
+            raise RuntimeError(
+                f"unit {self.name!r} returns a view of its parameters inside an object. They are "
+                "freed after forward: return a clone()."
+            )
+        return output
 
     def _hook_outputs(self, call: Call, output: Any) -> Any:
         changed = self._protect(output)
@@ -281,8 +317,8 @@ class Unit:
         def hook(_: Tensor) -> None:
             self._pre_backward(call)
 
-        for tensor in pytree.tree_leaves(output if changed is None else changed):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+        for tensor in _tensors(output if changed is None else changed):
+            if tensor.grad_fn is not None:
                 tensor.register_hook(hook)
         return changed
 
@@ -291,7 +327,6 @@ class Unit:
     def begin_backward(self) -> None:
         """A backward of the model begins; forget the last one's counts."""
         self._waiting_for.clear()
-        self._sticky = False
         for handle in self.handles:
             handle.begin_backward()
 
@@ -303,12 +338,13 @@ class Unit:
         self.context.prefetch_backward(self)
 
     def _enter_backward(self) -> None:
-        # With create_graph, nodes that backward itself makes save views that nothing packs.
-        self._sticky = self._sticky or (
-            torch.is_grad_enabled() and not self._running and self.context.in_backward
-        )
+        if torch.is_grad_enabled() and not self._running and self.context.in_backward:
+            # With create_graph, nodes that backward itself makes save views that nothing packs.
+            # They are good until the parameters change, and so long the buffer stays.
+            self._sticky_version = self._version
         if self.phase is not Phase.BACKWARD:
             self.gather()
+            self._count_trainable()
             self.phase = Phase.BACKWARD
 
     def regather(self) -> None:
@@ -319,9 +355,10 @@ class Unit:
         if self.context.begin_backward():
             self.phase = Phase.BACKWARD
 
-    def on_grad(self, handle: FlatParamHandle) -> None:
-        """A gradient was put into its slot."""
+    def on_grad(self, handle: FlatParamHandle, index: int, grad: Tensor) -> None:
+        """A gradient has come."""
         self.context.begin_backward()
+        handle.receive_grad(index, grad)
         if self._complete():
             self.context.gradients_complete(self)
             self._maybe_free()
@@ -350,7 +387,18 @@ class Unit:
     def reset(self) -> None:
         """Return to IDLE after a step that failed; drops its gradients."""
         self._running.clear()
-        self._sticky = False
+        self._sticky_version = -1
         for handle in self.handles:
             handle.drop_grads()
         self.release()
+
+
+def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Tensors of an output: in containers, and in the attributes of plain objects."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and isinstance(leaf, Mapping):
+            yield from _tensors(list(leaf.values()), depth - 1)
+        elif depth and not isinstance(leaf, type | nn.Module) and hasattr(leaf, "__dict__"):
+            yield from _tensors(list(vars(leaf).values()), depth - 1)

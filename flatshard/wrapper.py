@@ -19,7 +19,6 @@ from flatshard.context import RunContext
 from flatshard.flat_param import FlatParameter
 from flatshard.handle import FlatParamHandle
 from flatshard.ownership import OwnedParam, find_owners
-from flatshard.shard_tensor import FlatShardTensor
 from flatshard.topology import Topology, resolve
 from flatshard.unit import Unit
 from flatshard.wrap import Policy, check_policy, explain_no_match, find_units
@@ -144,7 +143,7 @@ class ShardedWrapper(nn.Module):
             broadcast_buffers,
             device,
         )
-        owners = find_owners(module, [plan.module for plan in plans])
+        owners = find_owners(module, [plan.module for plan in plans], _owned_ids(module))
         wrappers = {}
         for plan in plans:
             if owners[plan.module]:
@@ -423,8 +422,8 @@ class ShardedWrapper(nn.Module):
             ValueError: ``assign=True``.
         """
         self._context.recover()
-        names = [name for name, _ in _named_tensors(self.module)]
-        own = checkpoint.without_ddp_prefix(dict(state_dict), names)
+        children = [name for name, _ in self.module.named_children()]
+        own = checkpoint.without_ddp_prefix(dict(state_dict), children)
         return self.module.load_state_dict(own, strict=strict, assign=assign)
 
     def _load_from_state_dict(
@@ -476,12 +475,19 @@ def _named_wrappers(root: ShardedWrapper) -> Iterator[tuple[str, ShardedWrapper]
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters that no unit owns yet, and buffers, by name."""
-    params = [
-        (name, param)
-        for name, param in module.named_parameters()
-        if not isinstance(param, FlatShardTensor | FlatParameter)
-    ]
+    owned = _owned_ids(module)
+    params = [(name, p) for name, p in module.named_parameters() if id(p) not in owned]
     return params + list(module.named_buffers())
+
+
+def _owned_ids(module: nn.Module) -> set[int]:
+    """Ids of the parameters that units inside a module own already."""
+    return {
+        id(param)
+        for wrapper in sharded_modules(module)
+        for handle in wrapper._unit.handles
+        for param in handle.sharded
+    }
 
 
 def _check_module(module: nn.Module, policy: Policy | None) -> None:
@@ -500,8 +506,9 @@ def _check_module(module: nn.Module, policy: Policy | None) -> None:
             "ShardedWrapper: the module is a ShardedWrapper already; the outer one adds nothing",
             stacklevel=3,
         )
+    owned = _owned_ids(module)
     for name, param in module.named_parameters():
-        if isinstance(param, FlatShardTensor | FlatParameter):
+        if id(param) in owned:
             continue
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(
@@ -518,8 +525,9 @@ def _check_module(module: nn.Module, policy: Policy | None) -> None:
 
 def _check_one_device(module: nn.Module) -> None:
     first: tuple[str, torch.device] | None = None
+    owned = _owned_ids(module)
     for name, param in module.named_parameters():
-        if isinstance(param, FlatShardTensor | FlatParameter):
+        if id(param) in owned:
             continue
         first = first or (name, param.device)
         if param.device != first[1]:
