@@ -23,6 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from flatshard import optim
 from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
+from flatshard.profiling import profiled
 from flatshard.saved_tensors import SavedTensors
 from flatshard.schedule import ExecutionOrder, ReduceOrder
 from flatshard.unit import Phase, Unit
@@ -207,7 +208,7 @@ class RunContext:
         self._bound_in_flight()
 
     def _start_reduce(self, unit: Unit) -> None:
-        with torch.profiler.record_function(f"flatshard::reduce ({unit.name})"):
+        with profiled("reduce", unit.name):
             held = sum(handle.gradients.start_reduce() for handle in unit.trainable_handles())
         if held:
             self._in_flight.append((unit, held))

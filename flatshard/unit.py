@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flatshard.handle import FlatParamHandle, ShardState
+from flatshard.profiling import profiled
 
 
 class Phase(enum.Enum):
@@ -180,14 +181,14 @@ class Unit:
 
     def begin_gather(self) -> None:
         """Start gathering without waiting: a prefetch. Collective."""
-        with torch.profiler.record_function(f"flatshard::unshard ({self.name})"):
+        with profiled("unshard", self.name):
             for handle in self.handles:
                 handle.unshard()
 
     def gather(self) -> None:
         """Gather and install the full parameters. Collective."""
         self.begin_gather()
-        with torch.profiler.record_function(f"flatshard::wait_unshard ({self.name})"):
+        with profiled("wait_unshard", self.name):
             for handle in self.handles:
                 handle.wait_unshard()
                 handle.install()
@@ -261,9 +262,9 @@ class Unit:
         def hook(_: Tensor) -> None:
             self._input_gradient(call)
 
-        for tensor in pytree.tree_leaves(inputs):
+        for tensor in _tensors(inputs):
             # A leaf outlives the graph, and would gather a hook in every step.
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+            if tensor.grad_fn is not None:
                 tensor.register_hook(hook)
                 call.num_inputs += 1
 
@@ -394,11 +395,21 @@ class Unit:
 
 
 def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Tensors of an output: in containers, and in the attributes of plain objects."""
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif depth and isinstance(leaf, Mapping):
-            yield from _tensors(list(leaf.values()), depth - 1)
-        elif depth and not isinstance(leaf, type | nn.Module) and hasattr(leaf, "__dict__"):
-            yield from _tensors(list(vars(leaf).values()), depth - 1)
+    """Tensors of arguments or outputs: in containers, and in the attributes of plain objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item, depth)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item, depth)
+    elif depth and not isinstance(value, _OPAQUE):
+        leaves = pytree.tree_leaves(value)
+        if len(leaves) != 1 or leaves[0] is not value:
+            yield from _tensors(leaves, depth - 1)
+        elif hasattr(value, "__dict__"):
+            yield from _tensors(list(vars(value).values()), depth - 1)
+
+
+_OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)

@@ -8,7 +8,7 @@ import pytest
 import flatshard
 
 LAYERS = [
-    {"layout", "schedule", "config"},
+    {"layout", "schedule", "config", "profiling"},
     {"wrap"},
     {"flat_param", "shard_tensor", "collectives", "topology", "ownership", "agreement", "optim"},
     {"gradients", "handle", "saved_tensors"},
