@@ -9,7 +9,6 @@ same one, so no communication is ever needed to know who owns an element.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -145,11 +144,6 @@ class FlatLayout:
         end = max(min(span.end, stop), start)
         offset = min(max(start - span.start, 0), span.numel)
         return LocalSpan(start - begin, end - begin, offset)
-
-    @cached_property
-    def digest(self) -> str:
-        """Equal for two layouts exactly when they place the same names and shapes alike."""
-        return hashlib.sha256(repr((self.spans, self.world_size)).encode()).hexdigest()[:16]
 
 
 def _round_up(value: int, multiple: int) -> int:
