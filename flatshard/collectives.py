@@ -28,6 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Newer names of the same collectives; some versions warn of the older ones.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class CollectiveError(RuntimeError):
     """A collective failed: a peer died, ran other units, or did not come within the timeout."""
@@ -165,9 +169,7 @@ class Communicator:
             if self._direct(shard):
                 works = self._exchange(shard, out, tag)
             else:
-                work = dist.all_gather_into_tensor(
-                    out, shard, group=self._gather_group, async_op=True
-                )
+                work = _all_gather_single(out, shard, group=self._gather_group, async_op=True)
                 works = [work]
         return Pending(works, what, shard, out)
 
@@ -196,7 +198,7 @@ class Communicator:
                 return Pending(
                     [work], what, buffer, received, then=lambda: _average_into(out, parts)
                 )
-            work = dist.reduce_scatter_tensor(
+            work = _reduce_scatter_single(
                 _as_real(out),
                 _as_real(buffer),
                 op=dist.ReduceOp.AVG,
@@ -257,12 +259,12 @@ class Communicator:
         with _named(f"{label}, rank {self.rank}"):
             lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
             mine = torch.tensor([data.numel()], device=device)
-            dist.all_gather_into_tensor(lengths, mine, group=group)
+            _all_gather_single(lengths, mine, group=group)
             longest = int(lengths.max())
             padded = torch.zeros(longest, dtype=torch.uint8, device=device)
             padded[: data.numel()] = data
             everything = torch.zeros(self.size * longest, dtype=torch.uint8, device=device)
-            dist.all_gather_into_tensor(everything, padded, group=group)
+            _all_gather_single(everything, padded, group=group)
         rows = everything.cpu().view(self.size, longest)
         return [
             pickle.loads(ctypes.string_at(row.data_ptr(), length))

@@ -68,6 +68,7 @@ class RunContext:
         self._reducing = True
         self._in_flight: list[tuple[Unit, int]] = []
         self._budget = 0
+        self._had_accumulated = False
         self._published: list[list[list[bool]]] = []
         for index, unit in enumerate(self.units):
             unit.context = self
@@ -192,8 +193,10 @@ class RunContext:
             self._end_callback = weakref.ref(callback)
             torch.autograd.Variable._execution_engine.queue_callback(callback)
             self._reduce_order.begin_backward()
+            self._had_accumulated = False
             for unit in self.units:
                 unit.begin_backward()
+                self._had_accumulated |= any(h.gradients.filled for h in unit.handles)
                 if not unit.num_trainable:
                     # Never complete, so it must not hold up the others.
                     self._reduce_order.ready(unit.index)
@@ -306,7 +309,7 @@ class RunContext:
     def _reset(self) -> None:
         """Drop the backward that failed."""
         self._active = False
-        if any(h.gradients.filled - h.gradients.seen for u in self.units for h in u.handles):
+        if self._had_accumulated:
             warnings.warn(
                 "a backward failed, and gradients accumulated under no_sync before it are lost "
                 "with it. Accumulate them again.",
