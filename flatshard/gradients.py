@@ -81,6 +81,18 @@ class GradientBuffer:
         """The gradient in the buffer, not reduced; ``index`` is filled."""
         return self._slots[index]
 
+    def shard_part(self, rank: int) -> Tensor:
+        """A copy of what the buffer holds of a rank's shard, not reduced."""
+        assert self._buffer is not None, "nothing was received"
+        self._zero_unfilled()
+        start, end = self._layout.shard_range(rank)
+        return self._buffer[start:end].clone()
+
+    def _zero_unfilled(self) -> None:
+        for index, slot in enumerate(self._slots):
+            if index not in self.filled:
+                slot.zero_()
+
     def forget(self, index: int) -> None:
         """Drop one gradient that was not reduced yet."""
         for marks in (self.filled, self.seen, self.used):
@@ -97,9 +109,7 @@ class GradientBuffer:
         self.finish_reduce()
         with torch.no_grad():
             buffer = self._allocate() if self._buffer is None else self._buffer
-            for index, slot in enumerate(self._slots):
-                if index not in self.filled:
-                    slot.zero_()
+            self._zero_unfilled()
             self._buffer, self._slots = None, []
             self.filled.clear()
             if self._comm.size > 1:

@@ -456,15 +456,20 @@ class FlatParamHandle:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for index in self.gradients.filled if self._use_orig_params else {0}:
                 param = self.sharded[index]
-                if param.grad is None and self.gradients.filled:
-                    shown = self._unreduced_view(index)
-                    shown._unreduced_of = self.unit_name  # type: ignore[attr-defined]
-                    param.grad = shown
-                    self._unreduced[index] = shown, getattr(shown, "_local", shown)._version
+                if not self.gradients.filled:
+                    return
+                if param.grad is None:
+                    param.grad = self._unreduced_view(index)
+                    param.grad._unreduced_of = self.unit_name  # type: ignore[attr-defined]
+                self._unreduced[index] = (
+                    param.grad,
+                    getattr(param.grad, "_local", param.grad)._version,
+                )
 
     def _unreduced_view(self, index: int) -> Tensor:
         if not self._use_orig_params:
-            return FlatShardTensor(self.shard.new_zeros(self.shard.shape), self._flat_spec)
+            part = self.gradients.shard_part(self._comm.rank).to(self.shard.dtype)
+            return FlatShardTensor(part, self._flat_spec)
         slot = self.gradients.slot(index).to(self.shard.dtype)
         if self._comm.size == 1:
             return slot.view(slot.shape)
@@ -481,11 +486,11 @@ class FlatParamHandle:
             for index in list(self.gradients.filled if self._use_orig_params else [0]):
                 param = self.sharded[index]
                 shown, version = self._unreduced.pop(index, (None, 0))
-                if param.grad is not None and param.grad is not shown:
+                if shown is None or (param.grad is not None and param.grad is not shown):
                     continue
-                local = getattr(shown, "_local", shown)
                 dropped = param.grad is None
-                if shown is not None and not dropped and local._version != version:
+                local = getattr(shown, "_local", shown)
+                if not dropped and local._version != version:
                     if local.any():
                         raise RuntimeError(
                             f"unit {self.unit_name!r}: gradients accumulated under no_sync were "
@@ -493,7 +498,8 @@ class FlatParamHandle:
                             "of no_sync."
                         )
                     dropped = True
-                param.grad = None
+                if hasattr(shown, "_unreduced_of"):
+                    param.grad = None
                 if dropped:
                     for one in [index] if self._use_orig_params else everything:
                         self.gradients.forget(one)
@@ -506,7 +512,7 @@ class FlatParamHandle:
             if grad is None:
                 return
             full.grad = None
-            if index in self._unreduced and grad is self._unreduced[index][0]:
+            if hasattr(grad, "_unreduced_of"):
                 # Autograd added to what is shown of the buffer, before anything of this backward
                 # could take it back: move it out.
                 grad = grad.clone()

@@ -50,9 +50,10 @@ class OwnedParam:
                 site.module.__dict__["_flat_weights"] = []
         attributes = {k: v for k, v in param.__dict__.items() if k not in view.__dict__}
         # Python's dictionaries stay with the name, the hooks themselves go with the memory.
-        self._tensor_hooks = list((param._backward_hooks or {}).values())
-        post = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-        self._post_hooks = list(post.values())
+        if not isinstance(param, FlatShardTensor):  # else they were moved already
+            self._tensor_hooks = list((param._backward_hooks or {}).values())
+            post = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+            self._post_hooks = list(post.values())
         param.grad = None
         try:
             torch.utils.swap_tensors(param, view)

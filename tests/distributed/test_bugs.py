@@ -237,19 +237,18 @@ def test_tensor_hooks_survive_a_conversion(way: str) -> None:
 
 
 def _converted_hooks(rank: int, world_size: int, way: str) -> None:
-    models = [MLP.model(torch.float32) for _ in range(2)]
+    runs = []
+    models = MLP.model(torch.float32), MLP.model(torch.float32)
     for model in models:
         model.fc1.weight.register_hook(lambda grad: 3 * grad)
-    models[0] = MLP.wrap(models[0], **_keywords(way))
-    runs = []
-    for model in models:
+    for model in (MLP.wrap(models[0], **_keywords(way)), models[1]):
         model.fc2.weight.register_hook(lambda grad: 2 * grad)
         runs.append(Run(model.double(), MLP, rank, world_size))
         runs[-1].train()
     _assert_same(*runs)
 
 
-# ---------------------------------------------------------------- optimizers
+# ---------------------------------------------------------------- wrapping and optimizers
 
 
 @each_way
