@@ -160,12 +160,12 @@ class Communicator:
                 f"{label}: gathering {shard.numel()} elements from {self.size} ranks does not "
                 f"fill {out.numel()}"
             )
-        _note("gather", label, out)
         what = f"unit {label!r}, rank {self.rank}: gathering parameters"
+        if self.size == 1:
+            out.copy_(shard)
+            return Pending([], what)
+        _note("gather", label, out)
         with _named(what):
-            if self.size == 1:
-                out.copy_(shard)
-                return Pending([], what)
             if self._direct(shard):
                 works = self._exchange(shard, out, tag)
             else:
