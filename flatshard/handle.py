@@ -437,12 +437,17 @@ class FlatParamHandle:
         """
         self.gradients.seen.clear()
         self._collect_unreduced()
-        if self.full is not self.sharded or self._earlier_grads:
+        if self.full is not self.sharded:
             return
-        self._earlier_grads = [p.grad for p in self.sharded]
+        self._hold_hooks()
+        if not self._earlier_grads:
+            self._earlier_grads = [p.grad for p in self.sharded]
+            for param in self.sharded:
+                param.grad = None
+
+    def _hold_hooks(self) -> None:
+        """Keep users' post-accumulate hooks back: they want the reduced gradient."""
         for param, spec in zip(self.sharded, self._specs, strict=True):
-            param.grad = None
-            # Users' hooks of this kind want the reduced gradient, so they wait until it is there.
             hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
             for key in [k for k, hook in hooks.items() if not hasattr(hook, "of_flatshard")]:
                 spec.post_accumulate_hooks[key] = hooks.pop(key)
@@ -454,10 +459,9 @@ class FlatParamHandle:
         use it is refused.
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for index in self.gradients.filled if self._use_orig_params else {0}:
+            filled = self.gradients.filled
+            for index in filled if self._use_orig_params or not filled else {0}:
                 param = self.sharded[index]
-                if not self.gradients.filled:
-                    return
                 if param.grad is None:
                     param.grad = self._unreduced_view(index)
                     param.grad._unreduced_of = self.unit_name  # type: ignore[attr-defined]
@@ -465,6 +469,7 @@ class FlatParamHandle:
                     param.grad,
                     getattr(param.grad, "_local", param.grad)._version,
                 )
+        self._give_hooks_back()
 
     def _unreduced_view(self, index: int) -> Tensor:
         if not self._use_orig_params:

@@ -300,8 +300,8 @@ def train_epoch(
     for images, labels in batches:
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
-        # The sum, as in the classic program: Adadelta's epsilon damps the far smaller gradients of
-        # the mean, and the same epochs end at a lower accuracy.
+        # The sum, not the mean: beside the mean's far smaller gradients Adadelta's epsilon is no
+        # longer negligible and damps its steps.
         loss = F.nll_loss(model(images), labels, reduction="sum")
         loss.backward()
         optimizer.step()
