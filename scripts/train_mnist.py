@@ -523,6 +523,19 @@ def run_rank(rank: int, args: argparse.Namespace, init_method: str) -> None:
     sizes = {"WORLD_SIZE": args.world_size, "LOCAL_WORLD_SIZE": args.world_size}
     os.environ.update({name: str(value) for name, value in (ranks | sizes).items()})
     run_job(args, init_method)
+    leave()
+
+
+def leave() -> NoReturn:
+    """Ends this rank, whose work is done and written.
+
+    Without the interpreter's own end, in which a backend's thread that still wants the interpreter
+    is killed, and with it, now and then, the whole process ("terminate called without an active
+    exception").
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def launch(args: argparse.Namespace) -> None:
@@ -547,5 +560,6 @@ if __name__ == "__main__":
     args = parse_args()
     if "LOCAL_RANK" in os.environ:
         run_job(args, "env://")
+        leave()
     else:
         launch(args)
