@@ -20,7 +20,7 @@ import contextlib
 import ctypes
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -107,6 +107,8 @@ class Communicator:
     Attributes:
         rank: this rank within the group.
         size: ranks in the group.
+        ranks: the group's members by their numbers in the default group.
+        global_rank: this rank's number there, for messages.
         control_device: where a few numbers must lie to be sent; "cpu" unless the group has none.
     """
 
@@ -122,6 +124,10 @@ class Communicator:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
+        self.ranks: list[int] = dist.get_process_group_ranks(group) if group is not None else [0]
+        self.global_rank = dist.get_rank() if group is not None else 0
+        self._native = native
+        self._subgroups: dict[tuple[int, ...], Communicator] = {}
         self._num_tags = 0
         self.control_device = torch.device("cpu")
         if group is None or self.size == 1:
@@ -129,7 +135,7 @@ class Communicator:
         if _cpu_backend(group) is None:
             self.control_device = torch.device("cuda", torch.cuda.current_device())
         self._sends_cpu_directly = not native and _cpu_backend(group) == "gloo"
-        with _named(f"ShardedWrapper, rank {self.rank}: meeting the other ranks"):
+        with _named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
             self._gather_group = _sibling(group) if self._sends_cpu_directly else group
             self._reduce_group = _sibling(group)
 
@@ -160,7 +166,7 @@ class Communicator:
                 f"{label}: gathering {shard.numel()} elements from {self.size} ranks does not "
                 f"fill {out.numel()}"
             )
-        what = f"unit {label!r}, rank {self.rank}: gathering parameters"
+        what = f"unit {label!r}, rank {self.global_rank}: gathering parameters"
         if self.size == 1:
             out.copy_(shard)
             return Pending([], what)
@@ -184,7 +190,7 @@ class Communicator:
             label: names the unit in errors and recordings.
         """
         _note("reduce", label, buffer)
-        what = f"unit {label!r}, rank {self.rank}: reducing gradients"
+        what = f"unit {label!r}, rank {self.global_rank}: reducing gradients"
         with _named(what):
             if self._direct(buffer):
                 received = torch.empty_like(buffer)
@@ -213,7 +219,7 @@ class Communicator:
         Collective: all ranks of the group, in the same order of calls.
         """
         _note("all_reduce", label, buffer)
-        what = f"unit {label!r}, rank {self.rank}: averaging gradients"
+        what = f"unit {label!r}, rank {self.global_rank}: averaging gradients"
         with _named(what):
             work = dist.all_reduce(
                 _as_real(buffer), op=dist.ReduceOp.AVG, group=self._reduce_group, async_op=True
@@ -228,7 +234,7 @@ class Communicator:
         if self.size == 1:
             return values
         _note("scalars", label, values)
-        with _named(f"{label!r}, rank {self.rank}: combining values over ranks"):
+        with _named(f"{label!r}, rank {self.global_rank}: combining values over ranks"):
             dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self._gather_group)
         return values
 
@@ -241,7 +247,7 @@ class Communicator:
             return
         _note("broadcast", label, tensor)
         assert self.group is not None
-        with _named(f"{label!r}, rank {self.rank}: broadcasting from rank 0"):
+        with _named(f"{label!r}, rank {self.global_rank}: broadcasting from rank 0"):
             dist.broadcast(
                 _as_real(tensor), src=dist.get_global_rank(self.group, 0), group=self._gather_group
             )
@@ -256,7 +262,7 @@ class Communicator:
         # Not all_gather_object, which needs numpy.
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         device, group = self.control_device, self._gather_group
-        with _named(f"{label}, rank {self.rank}"):
+        with _named(f"{label}, rank {self.global_rank}"):
             lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
             mine = torch.tensor([data.numel()], device=device)
             _all_gather_single(lengths, mine, group=group)
@@ -307,6 +313,28 @@ def communicator(group: dist.ProcessGroup | None, *, native: bool = False) -> Co
     return known[native]
 
 
+def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
+    """The communicator of some of the parent's ranks, of which this rank is one.
+
+    Collective: these ranks, at the first call for them.
+
+    Args:
+        parent: what backend and timeout are taken from.
+        ranks: numbers in the default group.
+    """
+    if len(ranks) == 1:
+        return ALONE
+    if list(ranks) == list(parent.ranks):
+        return parent
+    known = parent._subgroups
+    if tuple(ranks) not in known:
+        assert parent.group is not None
+        with _named(f"ShardedWrapper, rank {parent.global_rank}: meeting ranks {list(ranks)}"):
+            group = _new_group(parent.group, ranks)
+        known[tuple(ranks)] = communicator(group, native=parent._native)
+    return known[tuple(ranks)]
+
+
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
     try:
@@ -320,18 +348,22 @@ def _named(what: str) -> Iterator[None]:
 
 def _sibling(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks, backend and timeout, with an order of its own."""
-    whole_world = group is dist.group.WORLD
-    sibling = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=_timeout(group),
-        backend=str(dist.get_backend_config(group)) if not whole_world else None,
-        use_local_synchronization=not whole_world,
+    return _new_group(group, dist.get_process_group_ranks(group))
+
+
+def _new_group(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A group of some ranks with the parent's backend and timeout."""
+    whole_world = parent is dist.group.WORLD
+    all_of_it = whole_world and len(ranks) == dist.get_world_size()
+    group = dist.new_group(
+        list(ranks),
+        timeout=_timeout(parent),
+        backend=str(dist.get_backend_config(parent)) if not whole_world else None,
+        use_local_synchronization=not all_of_it,
         group_desc="flatshard",
     )
-    assert isinstance(sibling, dist.ProcessGroup), (
-        "every rank of a group is a member of its sibling"
-    )
-    return sibling
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member of the new group"
+    return group
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:

@@ -43,6 +43,7 @@ class ShardSpec:
         offset: index, in the flattened parameter, of this rank's first element.
         numel: elements that this rank holds.
         comm: the ranks that hold the rest.
+        replicas: the ranks that hold the same.
         full: the parameter that computes while the unit is gathered; hooks for it go there.
         post_accumulate_hooks: run with the sharded parameter once its gradient is published.
     """
@@ -56,6 +57,7 @@ class ShardSpec:
         offset: int,
         numel: int,
         comm: Communicator,
+        replicas: Communicator,
     ) -> None:
         self.name = name
         self.unit = unit
@@ -63,6 +65,7 @@ class ShardSpec:
         self.offset = offset
         self.numel = numel
         self.comm = comm
+        self.replicas = replicas
         self.full: nn.Parameter | None = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
 
@@ -87,10 +90,16 @@ class ShardSpec:
                 ) from None
         return tensor.reshape(-1)[self.offset : self.offset + self.numel]
 
+    def average(self, value: Tensor) -> Tensor:
+        """The mean of a small tensor over all ranks. Collective: both groups."""
+        total = self.comm.reduce_scalars(value.clone(), "SUM", label=self.name)
+        total = self.replicas.reduce_scalars(total, "SUM", label=self.name)
+        return total / (self.comm.size * self.replicas.size)
+
     def refuse(self, operation: object) -> NoReturn:
         """Raise for an operation that this rank's part cannot do alone."""
         raise RuntimeError(
-            f"parameter {self.name!r} (unit {self.unit!r}, rank {self.comm.rank}) is sharded: "
+            f"parameter {self.name!r} (unit {self.unit!r}, rank {self.comm.global_rank}) is sharded: "
             f"{operation} needs the whole tensor. Use it inside the forward of the module that "
             "owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor(). (For "
             "an optimizer that treats every element alike: flatshard.declare_elementwise.)"
@@ -564,8 +573,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> FlatShardTensor:  # type: ignore[override]
         spec = ctx.spec
-        upstream = spec.comm.reduce_scalars(gradient.clone(), "SUM", label=spec.name)
-        local = ctx.like.new_empty(spec.numel).copy_(upstream / spec.comm.size)
+        local = ctx.like.new_empty(spec.numel).copy_(spec.average(gradient))
         return FlatShardTensor(local, spec)
 
 
@@ -583,10 +591,10 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[FlatShardTensor, None]:  # type: ignore[override]
         spec, order = ctx.spec, ctx.order
         local, norm = ctx.saved_tensors
-        upstream = spec.comm.reduce_scalars(gradient.clone(), "SUM", label=spec.name)
+        upstream = spec.average(gradient)
         # x |x|^(p-2) / norm^(p-1), with 0 for 0/0.
         slope = local.sgn() * (local.abs() / norm).nan_to_num(0.0).pow(order - 1)
-        return FlatShardTensor(slope * (upstream / spec.comm.size), spec), None
+        return FlatShardTensor(slope * upstream, spec), None
 
 
 def _differentiable_sum(input: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -10,7 +10,16 @@ import flatshard
 LAYERS = [
     {"layout", "schedule", "config", "profiling"},
     {"wrap"},
-    {"flat_param", "shard_tensor", "collectives", "topology", "ownership", "agreement", "optim"},
+    {
+        "flat_param",
+        "shard_tensor",
+        "collectives",
+        "topology",
+        "secondary",
+        "ownership",
+        "agreement",
+        "optim",
+    },
     {"gradients", "handle", "saved_tensors"},
     {"unit", "context"},
     {"__init__", "wrapper", "checkpoint"},
@@ -18,6 +27,7 @@ LAYERS = [
 NEIGHBOURS = {
     "shard_tensor": {"collectives"},
     "topology": {"collectives"},
+    "secondary": {"collectives"},
     "ownership": {"flat_param", "shard_tensor"},
     "agreement": {"collectives"},
     "optim": {"flat_param", "shard_tensor"},
