@@ -161,21 +161,21 @@ class RunContext:
     def prefetch_forward(self) -> None:
         """Begin the gather of the unit expected next."""
         if self._forward_prefetch:
-            self._prefetch(self._order.next_forward())
+            self._prefetch(self._order.next_forward(), "forward")
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Begin the gather of the unit whose backward is expected after this one's."""
         if self._backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            self._prefetch(self._order.next_backward(unit.index))
+            self._prefetch(self._order.next_backward(unit.index), "backward")
 
     def freed_in_backward(self, unit: Unit) -> None:
         """A unit's backward is over."""
         if self._backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-            self._prefetch(self._order.next_backward(unit.index))
+            self._prefetch(self._order.next_backward(unit.index), "backward")
 
-    def _prefetch(self, index: int | None) -> None:
+    def _prefetch(self, index: int | None, purpose: str) -> None:
         if index is not None:
-            self.units[index].begin_gather()
+            self.units[index].begin_gather(purpose)
 
     def _drop_prefetched(self) -> None:
         for unit in self.units:
@@ -390,6 +390,8 @@ def _wait_until_reduced(unit: Unit) -> bool:
     """Wait a while; False when a peer seems unable to take part yet."""
     if any(handle.shard.device.type != "cpu" for handle in unit.handles):
         return True  # the stream waits, not the host
+    if not all(handle.gradients.tells_when_done() for handle in unit.handles):
+        return False
     deadline = time.monotonic() + _STALL_SECONDS
     while not (_advance(unit) and _reduced(unit)):
         if time.monotonic() > deadline:

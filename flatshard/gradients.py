@@ -182,6 +182,10 @@ class GradientBuffer:
         """Whether ``finish_reduce`` would return at once."""
         return self._reduction is None or self._reduction.done()
 
+    def tells_when_done(self) -> bool:
+        """Whether ``reduce_done`` can become true by itself."""
+        return self._reduction is None or self._reduction.tells_when_done()
+
     def finish_reduce(self) -> None:
         """Wait for the reduction under way and add its result to this backward's gradient.
 
@@ -273,6 +277,10 @@ class _Reduction:
     def done(self) -> bool:
         """Whether ``finish`` would return at once."""
         return not self._must_cross and self._pending.done()
+
+    def tells_when_done(self) -> bool:
+        """Whether ``done`` can become true by itself."""
+        return self._pending.tells
 
     def finish(self) -> Tensor:
         """Wait for the last stage and return its result."""

@@ -278,10 +278,14 @@ class FlatParamHandle:
 
     # ------------------------------------------------------------ gather and free
 
-    def unshard(self) -> None:
+    def unshard(self, purpose: str) -> None:
         """Begin gathering the parameters, unless they are there or coming.
 
         Collective: all ranks of the shard group.
+
+        Args:
+            purpose: what for, in errors: "forward" or "backward".
+
         State: SHARDED -> UNSHARDING.
         """
         if self._is_summoned:
@@ -302,17 +306,17 @@ class FlatParamHandle:
         with torch.no_grad(), torch.inference_mode(False):
             self._allocate_buffer()
             self._gathered_version = self.version
-            self._gather = self._begin_gather()
+            self._gather = self._begin_gather(purpose)
         self.state = ShardState.UNSHARDING
 
-    def _begin_gather(self) -> Pending:
+    def _begin_gather(self, purpose: str) -> Pending:
         """Begin filling the buffer from where that is cheapest."""
         if self._secondary is not None:
             self.begin_refresh()
             if self._secondary.is_current(self.version):
-                return self._secondary.gather(self.buffer)
+                return self._secondary.gather(self.buffer, purpose)
         return self._topology.inner.all_gather(
-            self._source(), self.buffer, label=self.unit_name, tag=self._tag
+            self._source(), self.buffer, label=self.unit_name, tag=self._tag, purpose=purpose
         )
 
     def _source(self) -> Tensor:
@@ -750,7 +754,9 @@ class FlatParamHandle:
         """Begin gathering the shards as they are, in their own dtype."""
         topology, source = self._topology, self.shard.detach()
         if topology.outer.size == 1:
-            return topology.inner.all_gather(source, out, label=self.unit_name, tag=self._tag)
+            return topology.inner.all_gather(
+                source, out, label=self.unit_name, tag=self._tag, purpose="whole tensors"
+            )
         return gather_in_two(source, out, topology.inner, topology.outer, self.unit_name, self._tag)
 
     def index_of(self, tensor: Tensor) -> int | None:

@@ -62,7 +62,9 @@ class SecondaryShard:
         self.finish_refresh()
         if self._part is None:
             self._part = source.new_empty(source.numel() * outer.size)
-        self._refresh = outer.all_gather(source, self._part, label=self._unit_name, tag=tag)
+        self._refresh = outer.all_gather(
+            source, self._part, label=self._unit_name, tag=tag, purpose="this node"
+        )
         self._version = version
 
     def finish_refresh(self) -> None:
@@ -79,11 +81,13 @@ class SecondaryShard:
                 self._version = -1
                 raise
 
-    def gather(self, out: Tensor) -> Pending:
+    def gather(self, out: Tensor, purpose: str) -> Pending:
         """Begin filling ``out``, ``(padded_numel,)``. Collective: all ranks of ``comm``."""
         self.finish_refresh()
         assert self._part is not None, "there is a part to gather from"
-        return self.comm.all_gather(self._part, out, label=self._unit_name, tag=self._tag)
+        return self.comm.all_gather(
+            self._part, out, label=self._unit_name, tag=self._tag, purpose=purpose
+        )
 
     def drop(self) -> None:
         """Give the memory back."""
@@ -104,5 +108,5 @@ def gather_in_two(
     """
     with torch.no_grad():
         part = source.new_empty(source.numel() * outer.size)
-        outer.all_gather(source, part, label=label, tag=tag).wait()
-        return inner.all_gather(part, out, label=label, tag=tag)
+        outer.all_gather(source, part, label=label, tag=tag, purpose="whole tensors").wait()
+        return inner.all_gather(part, out, label=label, tag=tag, purpose="whole tensors")

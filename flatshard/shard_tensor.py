@@ -99,9 +99,9 @@ class ShardSpec:
     def refuse(self, operation: object) -> NoReturn:
         """Raise for an operation that this rank's part cannot do alone."""
         raise RuntimeError(
-            f"parameter {self.name!r} (unit {self.unit!r}, rank {self.comm.global_rank}) is sharded: "
-            f"{operation} needs the whole tensor. Use it inside the forward of the module that "
-            "owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor(). (For "
+            f"parameter {self.name!r} (unit {self.unit!r}, rank {self.comm.global_rank}) is "
+            f"sharded: {operation} needs the whole tensor. Use it inside the forward of the module "
+            "that owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor(). (For "
             "an optimizer that treats every element alike: flatshard.declare_elementwise.)"
         )
 

@@ -205,15 +205,15 @@ class Unit:
 
     # ------------------------------------------------------------ gather and free
 
-    def begin_gather(self) -> None:
-        """Start gathering without waiting: a prefetch. Collective."""
+    def begin_gather(self, purpose: str) -> None:
+        """Start gathering without waiting, for "forward" or "backward". Collective."""
         with profiled("unshard", self.name):
             for handle in self.handles:
-                handle.unshard()
+                handle.unshard(purpose)
 
-    def gather(self) -> None:
+    def gather(self, purpose: str) -> None:
         """Gather and install the full parameters. Collective."""
-        self.begin_gather()
+        self.begin_gather(purpose)
         with profiled("wait_unshard", self.name):
             for handle in self.handles:
                 handle.wait_unshard()
@@ -283,7 +283,7 @@ class Unit:
         if recomputing:
             self._enter_backward()
         else:
-            self.gather()
+            self.gather("forward")
             self.phase = Phase.FORWARD
             self._count_trainable()
             self.context.prefetch_forward()
@@ -391,7 +391,7 @@ class Unit:
             # They are good until the parameters change, and so long the buffer stays.
             self._sticky_version = self._version
         if self.phase is not Phase.BACKWARD:
-            self.gather()
+            self.gather("backward")
             self._count_trainable()
             self.phase = Phase.BACKWARD
 
@@ -399,7 +399,7 @@ class Unit:
         """Bring the parameters back for a saved view. Collective, unless they are there."""
         if all(handle.is_current for handle in self.handles):
             return
-        self.gather()
+        self.gather("backward")
         if self.context.begin_backward():
             self.phase = Phase.BACKWARD
 

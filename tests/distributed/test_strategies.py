@@ -48,7 +48,7 @@ SAME_IN_ANY_ORDER = 1e-9
 def test_scripts(way: str, use_orig_params: bool) -> None:
     keywords, world_size, per_node = WAYS[way]
     keywords = {**keywords, "use_orig_params": use_orig_params}
-    run_ranks(_scripts, world_size, keywords, per_node, timeout=110)
+    run_ranks(_scripts, world_size, keywords, per_node, timeout=55)
 
 
 def _scripts(rank: int, world_size: int, keywords: Keywords, per_node: int) -> None:

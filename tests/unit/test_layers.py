@@ -8,7 +8,7 @@ import pytest
 import flatshard
 
 LAYERS = [
-    {"layout", "schedule", "config", "profiling"},
+    {"layout", "schedule", "config", "profiling", "watchdog"},
     {"wrap"},
     {
         "flat_param",
