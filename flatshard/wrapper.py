@@ -292,6 +292,10 @@ class ShardedWrapper(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedWrapper:
         """Convert shards instead of parameters: ``.to()``, ``.double()`` and their kin."""
         self._context.recover()
+        # All units first: what is refused leaves no unit converted.
+        for wrapper in sharded_modules(self):
+            for handle in wrapper._unit.handles:
+                handle.check_keeps_order(fn)
         hidden = []
         for handle in self._unit.handles:
             hidden.extend(handle.hide())
