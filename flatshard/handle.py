@@ -177,7 +177,7 @@ class FlatParamHandle:
         for index, (spec, local) in enumerate(zip(self._specs, self.local_spans, strict=True)):
             piece = self.shard[local.start : local.end]
             if requires_grad is None:
-                views.append(FlatShardTensor(piece, spec))
+                views.append(FlatShardTensor.placeholder(piece, spec))
             else:
                 views.append(FlatShardTensor.parameter(piece, spec, requires_grad[index]))
         return views

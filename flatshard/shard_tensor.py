@@ -117,6 +117,7 @@ class FlatShardTensor(torch.Tensor):
 
     _local: Tensor
     _spec: ShardSpec
+    _is_placeholder: bool = False
 
     @staticmethod
     def __new__(
@@ -140,6 +141,13 @@ class FlatShardTensor(torch.Tensor):
         """The same, counted as an ``nn.Parameter``."""
         self = cls(local, spec, requires_grad)
         self._is_param = True
+        return self
+
+    @classmethod
+    def placeholder(cls, local: Tensor, spec: ShardSpec) -> FlatShardTensor:
+        """The same, where a part of a ``FlatParameter`` was; it is frozen or trained with that."""
+        self = cls(local, spec)
+        self._is_placeholder = True
         return self
 
     def to_local(self) -> Tensor:
@@ -264,6 +272,8 @@ class FlatShardTensor(torch.Tensor):
                     return _DIFFERENTIABLE[func](*args, **kwargs)
             elif func in _TAKES_GRADIENTS:
                 _refuse_gradients_of(args, kwargs)
+        if func in _SETS_REQUIRES_GRAD and getattr(args[0], "_is_placeholder", False):
+            _refuse_requires_grad(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -362,10 +372,16 @@ def _check_memory_format(
     func: Any, tensor: FlatShardTensor, memory_format: torch.memory_format | None
 ) -> None:
     """What is computed here keeps the order of the parameter; another one takes all ranks."""
-    if memory_format not in (None, torch.preserve_format) and not tensor.is_contiguous(
-        memory_format=memory_format
-    ):
-        tensor._spec.refuse(f"{func._schema.name} with memory_format={memory_format}")
+    if memory_format is None or memory_format is torch.preserve_format:
+        return
+    if not tensor.is_contiguous(memory_format=memory_format):
+        spec = tensor._spec
+        raise RuntimeError(
+            f"parameter {spec.name!r} (unit {spec.unit!r}) is sharded and keeps the memory format "
+            f"that it was wrapped with: strides are {spec.strides}, {func._schema.name} asks for "
+            f"{memory_format}. Call model.to(memory_format=...) before ShardedWrapper(model), or "
+            "use p.full_tensor()."
+        )
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -545,6 +561,7 @@ def _random_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
     tensor: FlatShardTensor = args[0]
+    _check_memory_format(func, tensor, kwargs.get("memory_format"))
     local = tensor._local
     full = tensor._spec.empty(local)
     drawn = func(full, *args[1:], **kwargs)
@@ -665,6 +682,20 @@ def _refuse_gradients_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 "cannot be asked of autograd. Call loss.backward() and read p.grad, or work "
                 "under ShardedWrapper.summon_full_params(model)."
             )
+
+
+_SETS_REQUIRES_GRAD = frozenset(
+    {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+)
+
+
+def _refuse_requires_grad(tensor: FlatShardTensor) -> NoReturn:
+    spec = tensor._spec
+    raise RuntimeError(
+        f"parameter {spec.name!r} (unit {spec.unit!r}) is a part of a flat parameter and cannot "
+        "be frozen or unfrozen alone. Wrap with use_orig_params=True, freeze it before wrapping, "
+        "or call requires_grad_() on the unit's ShardedWrapper."
+    )
 
 
 def _register_with_torch() -> None:

@@ -202,10 +202,15 @@ def _edit(rank: int, world_size: int, strategy: str) -> None:
     both(lambda p: p.add_(torch.arange(p.shape[-1] if p.dim() else 1).to(p.dtype).squeeze()))
     both(lambda p: p.copy_(torch.rand_like(p)))
     both(lambda p: p.copy_(p.detach().clone() * 2))
-    both(lambda p: setattr(p, "data", values(p) / 100))  # contiguous, over the strides there are
+    both(lambda p: setattr(p, "data", values(p) / 100))
     inputs, _ = ZOO.batch(0, 4, DTYPE)
     torch.testing.assert_close(model(inputs), plain(inputs), rtol=1e-6, atol=TOLERANCE)
-    assert model.module.seen == kept_strides(_zoo())
+    # What was assigned is contiguous: copied where there are shards, as of a plain model elsewhere.
+    is_sharded = hasattr(model.scale, "full_tensor")
+    assert model.module.seen == (kept_strides(_zoo()) if is_sharded else kept_strides(plain))
+    model.double()
+    assert_same_state(snapshot(model), snapshot(plain.double()), rtol=0.0, atol=0.0)
+    assert strides_of_parameters(model) == kept_strides(_zoo())
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
@@ -324,9 +329,9 @@ def _convert_after_wrapping(rank: int, world_size: int, strategy: str) -> None:
     # Nothing was converted, not even in part.
     assert_same_state(snapshot(model), before, rtol=0.0, atol=0.0)
     model.to(memory_format=torch.contiguous_format)
-    if world_size > 1 and strategy != "NO_SHARD":
-        with pytest.raises(RuntimeError, match="memory_format"):
-            model[0].weight.contiguous(memory_format=torch.channels_last)
+    if strategy != "NO_SHARD":
+        with pytest.raises(RuntimeError, match=refusal):
+            model[0].module.to(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
@@ -524,3 +529,16 @@ def test_requires_grad_of_flat_parameters(strategy: str, world_size: int) -> Non
     expected, _ = _train_switched(0, world_size, "units", "", True, _switch_units)
     for state, _ in run_ranks(_train_switched, world_size, "units", strategy, False, _switch_units):
         assert_same_state(state, expected, rtol=0.0, atol=1e-12)
+
+
+def _freeze_a_part(rank: int, world_size: int) -> None:
+    model = _wrap(Switched(), "FULL_SHARD", use_orig_params=False)
+    refusal = r"'first.weight'.*requires_grad_\(\) on the unit's ShardedWrapper"
+    with pytest.raises(RuntimeError, match=refusal):
+        model.first.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=refusal):
+        model.first.weight.requires_grad = False
+
+
+def test_a_part_of_a_flat_parameter_cannot_be_frozen() -> None:
+    run_ranks(_freeze_a_part, 2)
