@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flatshard.collectives import Pending
+from flatshard.flat_param import view_of
 from flatshard.layout import FlatLayout
 from flatshard.topology import Topology
 
@@ -91,9 +92,7 @@ class GradientBuffer:
         # Padding is summed and stepped like the rest, so it must stay zero.
         for start, end in self._layout.gaps:
             buffer[start:end].zero_()
-        self._slots = [
-            buffer[span.start : span.end].view(span.shape) for span in self._layout.spans
-        ]
+        self._slots = [view_of(buffer, span) for span in self._layout.spans]
         self._buffer = buffer
         return buffer
 

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.collectives import Pending
-from flatshard.flat_param import FlatParameter
+from flatshard.flat_param import FlatParameter, view_of
 from flatshard.gradients import GradientBuffer
-from flatshard.layout import FlatLayout, LocalSpan
+from flatshard.layout import FlatLayout, LocalSpan, memory_order, strides_of
 from flatshard.ownership import OwnedParam, Site
 from flatshard.secondary import SecondaryShard, gather_in_two
 from flatshard.shard_tensor import FlatShardTensor, ShardSpec
@@ -109,6 +109,7 @@ class FlatParamHandle:
             ((o.name, o.param.shape) for o in owned),
             world_size=topology.shard.size,
             itemsize=first.element_size(),
+            orders=[memory_order(o.param.shape, o.param.stride()) for o in owned],
         )
         with torch.no_grad(), torch.inference_mode(False):
             self._adopt_shard(self._flatten_originals(device))
@@ -131,7 +132,7 @@ class FlatParamHandle:
         first = self._owned[0].param
         flat = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=device)
         for span, owned in zip(self.layout.spans, self._owned, strict=True):
-            flat[span.start : span.end].view(span.shape).copy_(owned.param)
+            view_of(flat, span).copy_(owned.param)
         if self._is_whole:
             return flat
         start, end = self.layout.shard_range(self._topology.index)
@@ -151,6 +152,7 @@ class FlatParamHandle:
                 numel=local.numel,
                 comm=self._topology.shard,
                 replicas=self._topology.replicate,
+                order=span.order,
             )
             for span, local in zip(self.layout.spans, self.local_spans, strict=True)
         ]
@@ -174,7 +176,7 @@ class FlatParamHandle:
         if self._is_whole:
             for owned, span in zip(self._owned, self.layout.spans, strict=True):
                 # Hooks and attributes stay where they are: only the memory moves.
-                owned.param.data = self.shard[span.start : span.end].view(span.shape)
+                owned.param.data = view_of(self.shard, span)
         else:
             views = self._shard_views(requires_grad)
             for owned, view in zip(self._owned, views, strict=True):
@@ -187,7 +189,7 @@ class FlatParamHandle:
         for index, (spec, local) in enumerate(zip(self._specs, self.local_spans, strict=True)):
             piece = self.shard[local.start : local.end]
             if requires_grad is None:
-                views.append(FlatShardTensor(piece, spec))
+                views.append(FlatShardTensor.placeholder(piece, spec))
             else:
                 views.append(FlatShardTensor.parameter(piece, spec, requires_grad[index]))
         return views
@@ -232,9 +234,7 @@ class FlatParamHandle:
                 self.full = self.sharded
             else:
                 self.full = [
-                    nn.Parameter(
-                        self.buffer[span.start : span.end].view(span.shape), requires_grad=False
-                    )
+                    nn.Parameter(view_of(self.buffer, span), requires_grad=False)
                     for span in self.layout.spans
                 ]
             for index, (spec, full) in enumerate(zip(self._specs, self.full, strict=True)):
@@ -365,7 +365,7 @@ class FlatParamHandle:
         if not (self._use_orig_params and self._is_whole):
             return
         for param, span in zip(self.sharded, self.layout.spans, strict=True):
-            place = self.shard[span.start : span.end].view(span.shape)
+            place = view_of(self.shard, span)
             if span.numel and param.data_ptr() != place.data_ptr():
                 with torch.no_grad():
                     place.copy_(param)
@@ -659,7 +659,7 @@ class FlatParamHandle:
         local = self.local_spans[index]
         piece = reduced[local.start : local.end]
         if self._is_whole:
-            return piece.view(self.layout.spans[index].shape)
+            return view_of(reduced, self.layout.spans[index])
         return FlatShardTensor(piece, self._specs[index])
 
     def drop_grads(self) -> None:
@@ -746,9 +746,7 @@ class FlatParamHandle:
             else:
                 flat = self.shard.new_empty(self.layout.padded_numel)
                 self._gather_into(flat).wait()
-            return [
-                flat[span.start : span.end].view(span.shape).clone() for span in self.layout.spans
-            ]
+            return [view_of(flat, span).clone() for span in self.layout.spans]
 
     def _gather_into(self, out: Tensor) -> Pending:
         """Begin gathering the shards as they are, in their own dtype."""
@@ -775,6 +773,30 @@ class FlatParamHandle:
             ),
             None,
         )
+
+    def check_keeps_order(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Refuse a ``module._apply`` function that gives a parameter another memory format.
+
+        Optimizer state lies in the order of the shard, and nobody would rearrange it.
+
+        Raises:
+            RuntimeError: it does.
+        """
+        after: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for span in self.layout.spans:
+            if span.order not in after:
+                # As many dimensions in the same order, but small: the shape takes no part.
+                sizes = (2,) * len(span.order)
+                strides = strides_of(sizes, span.order)
+                probe = fn(self.shard.new_zeros(2 ** len(sizes)).as_strided(sizes, strides))
+                after[span.order] = memory_order(probe.shape, probe.stride())
+            if strides_of(span.shape, after[span.order]) != span.strides:
+                raise RuntimeError(
+                    f"parameter {span.name!r} (unit {self.unit_name!r}): the memory format cannot "
+                    f"be changed after wrapping: strides are {span.strides}, "
+                    f"{strides_of(span.shape, after[span.order])} are asked for. Call "
+                    "model.to(memory_format=...) before ShardedWrapper(model): formats are kept."
+                )
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
@@ -851,7 +873,7 @@ class FlatParamHandle:
             self._placeholders = self._shard_views(None)
         elif self._is_whole:
             for param, span in zip(self.sharded, self.layout.spans, strict=True):
-                param.data = self.shard[span.start : span.end].view(span.shape)
+                param.data = view_of(self.shard, span)
         else:
             views = self._shard_views(requires_grad)
             for owned, view in zip(self._owned, views, strict=True):

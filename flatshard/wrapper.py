@@ -128,7 +128,8 @@ class ShardedWrapper(nn.Module):
             the last forward. None: yes.
         limit_all_gathers: accepted; buffers in flight are always bounded.
         use_orig_params: True: ``parameters()`` are the original objects, in their true shapes.
-            False: one 1-D ``FlatParameter`` per unit (and dtype, and ``requires_grad``).
+            False: one 1-D ``FlatParameter`` per unit (and dtype, and ``requires_grad``), which
+            is frozen or trained as a whole.
         broadcast_buffers: give all ranks rank 0's buffers before each forward, as
             DistributedDataParallel does.
         collectives: ``"auto"``: what fits the backend best; ``"native"``: one collective of the
@@ -384,6 +385,10 @@ class ShardedWrapper(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedWrapper:
         """Convert shards instead of parameters: ``.to()``, ``.double()`` and their kin."""
         self._context.recover()
+        # All units first: what is refused leaves no unit converted.
+        for wrapper in sharded_modules(self):
+            for handle in wrapper._unit.handles:
+                handle.check_keeps_order(fn)
         hidden = []
         for handle in self._unit.handles:
             hidden.extend(handle.hide())
