@@ -10,13 +10,25 @@ import flatshard
 LAYERS = [
     {"layout", "schedule", "config", "profiling"},
     {"wrap"},
-    {"flat_param", "shard_tensor", "collectives", "topology", "ownership", "agreement", "optim"},
+    {
+        "flat_param",
+        "shard_tensor",
+        "elementwise",
+        "reductions",
+        "collectives",
+        "topology",
+        "ownership",
+        "agreement",
+        "optim",
+    },
     {"gradients", "handle", "saved_tensors"},
-    {"unit", "context"},
+    {"unit", "context", "grad_norm"},
     {"__init__", "wrapper", "checkpoint"},
 ]
 NEIGHBOURS = {
     "shard_tensor": {"collectives"},
+    "elementwise": {"shard_tensor"},
+    "reductions": {"collectives", "shard_tensor"},
     "topology": {"collectives"},
     "ownership": {"flat_param", "shard_tensor"},
     "agreement": {"collectives"},
