@@ -119,6 +119,8 @@ def _sharded_norms(
     parts = [_part(tensor, with_padding=order >= 0) for tensor in tensors]
     if dtype is not None:
         parts = [part.to(dtype) for part in parts]
+    # Of complex numbers only the sizes matter; torch warns when it counts those that are not zero.
+    parts = [part.abs() if part.is_complex() else part for part in parts]
     device = parts[0].device if parts[0].device.type != "cpu" else comm.control_device
     local = _local_norms(parts, order, device)
     label = tensors[0]._spec.name if len(tensors) == 1 else "norms"
@@ -278,10 +280,10 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[FlatShardTensor, None]:  # type: ignore[override]
         local, norm = ctx.saved_tensors
-        # x |x|^(p-2) / norm^(p-1)
-        slope = local.sgn() * (local.abs() / norm).pow(ctx.order - 1)
-        slope = slope.masked_fill(local == 0, 0)
-        return FlatShardTensor(slope * ctx.spec.average(gradient), ctx.spec), None
+        # x |x|^(p-2) / norm^(p-1), without 1 / 0.
+        slope = local.sgn() * local.abs().pow(ctx.order - 1).masked_fill(local == 0, 0)
+        scale = norm.pow(1 - ctx.order).masked_fill(norm == 0, 0)
+        return FlatShardTensor(slope * (scale * ctx.spec.average(gradient)), ctx.spec), None
 
 
 def _differentiable_sum(input: Any, *args: Any, **kwargs: Any) -> Tensor:
