@@ -208,6 +208,51 @@ def _no_gradients(rank: int, world_size: int, way: str) -> None:
     assert total.item() == 0
 
 
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_strategies_mixed(use_orig_params: bool) -> None:
+    run_ranks(_strategies_mixed, 2, use_orig_params)
+
+
+def _strategies_mixed(rank: int, world_size: int, use_orig_params: bool) -> None:
+    plain, model = Parts(), Parts()
+    for name, strategy in (("mixed", "NO_SHARD"), ("low", "SHARD_GRAD_OP")):
+        inner = ShardedWrapper(
+            model.get_submodule(name), sharding_strategy=strategy, use_orig_params=use_orig_params
+        )
+        model.register_module(name, inner)
+    wrapped = ShardedWrapper(model, use_orig_params=use_orig_params)
+    for each in (plain, wrapped):
+        each(torch.ones(2, dtype=torch.float64)).mean().backward()
+    with collectives.record() as events:
+        total = wrapped.clip_grad_norm_(1.0)
+    assert len(events) == 1
+    _assert_close(total, nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+
+
+def test_groups_mixed() -> None:
+    run_ranks(_groups_mixed, 4)
+
+
+def _groups_mixed(rank: int, world_size: int) -> None:
+    """One reduction for each process group, whatever the dtypes."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    comms = [collectives.communicator(group) for group in (dist.group.WORLD, pairs[rank // 2])]
+    wholes, parts = [], []
+    for position in range(6):
+        comm = comms[position % 2]
+        whole = torch.arange(1.0, 9.0).to((torch.float32, torch.float64)[position // 3])
+        numel = 8 // comm.size
+        start = numel * comm.rank
+        spec = ShardSpec("p", "unit", whole.shape, offset=start, numel=numel, comm=comm)
+        wholes.append(whole)
+        parts.append(FlatShardTensor(whole[start : start + numel].clone(), spec))
+    with collectives.record() as events:
+        found = reductions.norms(parts, 2.0)
+    assert len(events) == 2
+    for norm, whole in zip(found, wholes, strict=True):
+        _assert_close(norm, whole.norm())
+
+
 # ---------------------------------------------------------------- not finite
 
 
