@@ -1,5 +1,6 @@
 """Flat-parameter fully sharded data parallel training for PyTorch."""
 
+from flatshard import elementwise, reductions  # noqa: F401  (they enter their operations)
 from flatshard.collectives import CollectiveError
 from flatshard.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard.flat_param import FlatParameter

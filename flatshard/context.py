@@ -212,6 +212,11 @@ class RunContext:
             and self._end_callback() is not None
         )
 
+    @property
+    def is_reducing(self) -> bool:
+        """Whether the last training forward began outside of ``no_sync``; alike on all ranks."""
+        return all(unit.sync is Sync.ALL for unit in self.units)
+
     def begin_backward(self) -> bool:
         """Prepare the end of the backward that runs now, once; False outside of a backward."""
         if torch._C._current_graph_task_id() == -1:

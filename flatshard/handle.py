@@ -164,6 +164,8 @@ class FlatParamHandle:
             numel=shard.numel(),
             comm=self._topology.shard,
             replicas=self._topology.replicate,
+            originals=self.local_spans,
+            total_numel=self.layout.numel,
         )
 
     def _make_sharded(self, requires_grad: list[bool]) -> list[nn.Parameter]:
@@ -537,6 +539,27 @@ class FlatParamHandle:
                     getattr(param.grad, "_local", param.grad)._version,
                 )
         self._give_hooks_back()
+
+    def shows_unreduced(self) -> bool:
+        """Whether some ``.grad`` lacks what was accumulated under ``no_sync``, or is only that."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(
+                self.sharded[index].grad is shown for index, (shown, _) in self._unreduced.items()
+            )
+
+    def published_grads(self) -> list[Tensor]:
+        """The gradients in ``.grad``, one per original parameter that has one.
+
+        With ``use_orig_params=False`` they are views of the flat parameter's gradient.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [param.grad for param in self.sharded]
+            if self._use_orig_params:
+                return [grad for grad in grads if grad is not None]
+            if grads[0] is None:
+                return []
+            local = getattr(grads[0], "_local", grads[0])
+            return [self._grad_view(local, index) for index in range(len(self._owned))]
 
     def _unreduced_view(self, index: int, part: Tensor | None) -> Tensor:
         if part is not None:

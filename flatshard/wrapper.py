@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard import agreement, checkpoint, config, optim
+from flatshard import agreement, checkpoint, config, grad_norm, optim
 from flatshard.config import (
     BackwardPrefetch,
     CPUOffload,
@@ -475,17 +475,42 @@ class ShardedWrapper(nn.Module):
                 f"{self._unit.name or 'the model'!r} is running. Call it between steps."
             )
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
         """Scale all gradients so that their total norm is at most ``max_norm``.
 
-        The same as ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``.
+        The same numbers as ``torch.nn.utils.clip_grad_norm_`` on the unwrapped model, from one
+        reduction per process group. Of an inner wrapper: the gradients below it.
 
         Collective: all ranks.
 
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: the order of the norm; any number, ``inf`` and ``-inf`` too.
+            error_if_nonfinite: raise when the norm is infinite or not a number; otherwise the
+                gradients are scaled by it.
+            foreach: one kernel for many tensors: True, False, or None for where it is supported.
+
         Returns:
-            The total norm before.
+            The total norm before; 0-dimensional, in the dtype to which the gradients' promote, or
+            0 when there are none.
+
+        Raises:
+            RuntimeError: gradients accumulated under ``no_sync`` are not reduced yet; the norm is
+                not finite and ``error_if_nonfinite`` is set.
         """
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        handles = [h for wrapper in sharded_modules(self) for h in wrapper._unit.handles]
+        grad_norm.check_reduced(
+            handles, self._settings.topology.world, is_reducing=self._context.is_reducing
+        )
+        return grad_norm.clip_grad_norm_(
+            list(self.parameters()), handles, max_norm, norm_type, error_if_nonfinite, foreach
+        )
 
     @staticmethod
     @contextlib.contextmanager

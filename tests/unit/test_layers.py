@@ -13,6 +13,8 @@ LAYERS = [
     {
         "flat_param",
         "shard_tensor",
+        "elementwise",
+        "reductions",
         "collectives",
         "topology",
         "secondary",
@@ -21,11 +23,13 @@ LAYERS = [
         "optim",
     },
     {"gradients", "handle", "saved_tensors"},
-    {"unit", "context"},
+    {"unit", "context", "grad_norm"},
     {"__init__", "wrapper", "checkpoint"},
 ]
 NEIGHBOURS = {
     "shard_tensor": {"collectives"},
+    "elementwise": {"shard_tensor"},
+    "reductions": {"collectives", "shard_tensor"},
     "topology": {"collectives"},
     "secondary": {"collectives"},
     "ownership": {"flat_param", "shard_tensor"},
