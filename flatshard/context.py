@@ -362,9 +362,13 @@ class RunContext:
                 "with it. Accumulate them again.",
                 stacklevel=4,
             )
-        self._in_flight.clear()
-        for unit in self.units:
-            unit.reset()
+        try:
+            # All ranks began these; where one left out a second stage, the next would meet it.
+            self._drain()
+        finally:
+            self._in_flight.clear()
+            for unit in self.units:
+                unit.reset()
 
 
 class _Used:

@@ -17,7 +17,7 @@ import enum
 import torch
 from torch import Tensor
 
-from flatshard.collectives import Pending
+from flatshard.collectives import CollectiveError, Pending
 from flatshard.flat_param import view_of
 from flatshard.layout import FlatLayout
 from flatshard.topology import Topology
@@ -209,9 +209,10 @@ class GradientBuffer:
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""
         if self._reduction is not None:
-            # Its memory is written to until it is over.
+            # Its memory is written to until it is over. What makes it fail was told already.
             reduction, self._reduction = self._reduction, None
-            reduction.abandon()
+            with contextlib.suppress(CollectiveError):
+                reduction.finish()
         self._buffer, self._slots, self._reduced, self.held = None, [], None, None
         for marks in (self.filled, self.seen, self.used):
             marks.clear()
@@ -286,10 +287,6 @@ class _Reduction:
         self.cross()
         self._pending.wait()
         return self._out
-
-    def abandon(self) -> None:
-        """Wait until no memory is written to any more."""
-        self._pending.wait()
 
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
