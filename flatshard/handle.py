@@ -165,6 +165,7 @@ class FlatParamHandle:
             comm=self._topology.shard,
             replicas=self._topology.replicate,
             originals=self.local_spans,
+            number=self._topology.index,
             total_numel=self.layout.numel,
         )
 
@@ -534,6 +535,8 @@ class FlatParamHandle:
                 if param.grad is None:
                     param.grad = self._unreduced_view(index, part)
                     param.grad._unreduced_of = self.unit_name  # type: ignore[attr-defined]
+                else:
+                    param.grad._incomplete_of = self.unit_name  # type: ignore[attr-defined]
                 self._unreduced[index] = (
                     param.grad,
                     getattr(param.grad, "_local", param.grad)._version,
@@ -582,6 +585,8 @@ class FlatParamHandle:
             for index in list(self.gradients.accumulated if self._use_orig_params else [0]):
                 param = self.sharded[index]
                 shown, version = self._unreduced.pop(index, (None, 0))
+                if hasattr(shown, "_incomplete_of"):
+                    del shown._incomplete_of
                 if shown is None or (param.grad is not None and param.grad is not shown):
                     continue
                 dropped = param.grad is None

@@ -90,8 +90,10 @@ def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
             for param in group["params"]:
-                unit = getattr(param.grad, "_unreduced_of", None)
-                if unit is not None:
+                # An earlier, reduced gradient may stand there while more waits for its reduction.
+                marks = [m for m in ("_unreduced_of", "_incomplete_of") if hasattr(param.grad, m)]
+                if marks:
+                    unit = getattr(param.grad, marks[0])
                     raise RuntimeError(
                         f"unit {unit!r}: step() on gradients that were accumulated under no_sync "
                         "and not reduced. Run the last backward before a step outside of no_sync."

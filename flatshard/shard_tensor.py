@@ -53,6 +53,7 @@ class ShardSpec:
         strides: the parameter's strides, in elements.
         originals: for a flat parameter, whose shape is that of one shard: which ranges of the
             shard are not padding. None for an original parameter.
+        number: for a flat parameter: which of the shards this rank's is, in their concatenation.
         total_numel: elements that all ranks hold together, without padding.
         full: the parameter that computes while the unit is gathered; hooks for it go there.
         post_accumulate_hooks: run with the sharded parameter once its gradient is published.
@@ -70,6 +71,7 @@ class ShardSpec:
         replicas: Communicator = ALONE,
         order: Sequence[int] | None = None,
         originals: Sequence[LocalSpan] | None = None,
+        number: int = 0,
         total_numel: int | None = None,
     ) -> None:
         self.name = name
@@ -82,6 +84,7 @@ class ShardSpec:
         self.order = tuple(range(len(self.shape)) if order is None else order)
         self.strides = strides_of(self.shape, self.order)
         self.originals = originals
+        self.number = number
         self.total_numel = math.prod(shape) if total_numel is None else total_numel
         self.full: nn.Parameter | None = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
@@ -180,18 +183,38 @@ class FlatShardTensor(torch.Tensor):
     def full_tensor(self) -> Tensor:
         """A plain copy of the whole tensor, with its shape and strides.
 
+        Of a flat parameter's gradient: all shards one after the other, ``(padded_numel,)``.
+
         Collective: all ranks of the shard group.
+
+        Raises:
+            RuntimeError: a gradient of which every rank still has its own.
         """
+        self.check_reduced("full_tensor()")
         spec, local = self._spec, self._local.detach()
-        flat = local.new_zeros(self.numel())
+        is_flat = spec.originals is not None
+        start = spec.number * spec.numel if is_flat else spec.offset
+        flat = local.new_zeros(spec.comm.size * spec.numel if is_flat else self.numel())
         # Bytes of zero add nothing, so this sum only puts the ranges beside one another.
         full_bytes = _bytes(flat)
         size = local.element_size()
-        full_bytes[spec.offset * size : (spec.offset + spec.numel) * size] = _bytes(
-            local.contiguous()
-        )
+        full_bytes[start * size : (start + spec.numel) * size] = _bytes(local.contiguous())
         spec.comm.reduce_scalars(full_bytes, "SUM", label=spec.name)
-        return flat.as_strided(spec.shape, spec.strides)
+        return flat if is_flat else flat.as_strided(spec.shape, spec.strides)
+
+    def check_reduced(self, what: str) -> None:
+        """Refuse ``what`` for a gradient that was accumulated under ``no_sync``.
+
+        Raises:
+            RuntimeError: it is one, and not reduced.
+        """
+        unit = getattr(self, "_unreduced_of", None)
+        if unit is not None:
+            raise RuntimeError(
+                f"unit {unit!r}, {self._spec.name!r}, rank {self._spec.comm.rank}: {what} of a "
+                "gradient that was accumulated under no_sync and not reduced. Ask for it after a "
+                "backward outside of no_sync."
+            )
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
