@@ -6,7 +6,7 @@ another one (tied weights) is ignored there too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,8 @@ def find_ignored(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Module | nn.Parameter] | None,
     *,
-    nested: Iterable[Ignored] = (),
-    sharded: Collection[int] = (),
+    nested: Mapping[nn.Module, Ignored],
+    sharded: Collection[int],
 ) -> Ignored:
     """Collect what the user's keywords, and DistributedDataParallel's attribute, ignore.
 
@@ -69,8 +69,8 @@ def find_ignored(
         root: the outermost module.
         ignored_modules: modules below ``root``.
         ignored_states: modules and parameters below ``root``.
-        nested: what units inside ``root`` ignore already.
-        sharded: ids of the parameters that those units own.
+        nested: the units inside ``root``, and what each ignores already.
+        sharded: ids of the parameters that they own.
 
     Raises:
         TypeError: a keyword is no iterable of such objects.
@@ -87,7 +87,12 @@ def find_ignored(
     ]
     tops = {one for one in chosen if isinstance(one, nn.Module)}
     single = {id(one) for one in chosen if isinstance(one, Tensor)} | _named_for_ddp(root)
-    names = [_name_of_top(name, module) for name, module in root.named_modules() if module in tops]
+    names = []
+    for name, module in root.named_modules():
+        if module in tops:
+            _check_apart(name, module, nested)
+            names.append(name)
+    modules = {inner for module in tops for inner in module.modules()}
     places = set()
     first_names: dict[int, str] = {}
     for name, module, attribute, tensor in _places(root):
@@ -95,17 +100,23 @@ def find_ignored(
         if id(tensor) in single:
             places.add((module, attribute))
     names += [name for key, name in first_names.items() if key in single]
-    modules = {inner for module in tops for inner in module.modules()}
-    for one in nested:
-        modules |= one.modules
-        places |= one.places
-    ignored = Ignored(frozenset(modules), frozenset(places), tuple(names))
-    for key in ignored.ids().intersection(sharded):
-        raise ValueError(
-            f"ShardedWrapper: parameter {first_names[key]!r} is to be ignored, but a unit inside "
-            "the model has sharded it already. Let the inner ShardedWrapper ignore it too."
-        )
+    ignored = Ignored(
+        frozenset(modules).union(*(inner.modules for inner in nested.values())),
+        frozenset(places).union(*(inner.places for inner in nested.values())),
+        tuple(names),
+    )
+    _check_not_sharded(ignored.ids() & set(sharded), first_names)
     return ignored
+
+
+def _check_not_sharded(sharded: set[int], names: Mapping[int, str]) -> None:
+    """Raise ValueError for the first parameter to be ignored that a unit owns already."""
+    for key, name in names.items():
+        if key in sharded:
+            raise ValueError(
+                f"ShardedWrapper: parameter {name!r} is to be ignored, but a unit inside the model "
+                "has sharded it already. Let the inner ShardedWrapper ignore it."
+            )
 
 
 def _read(keyword: str, values: Any, kinds: tuple[type, ...], root: nn.Module) -> list[Any]:
@@ -133,19 +144,24 @@ def _read(keyword: str, values: Any, kinds: tuple[type, ...], root: nn.Module) -
     return found
 
 
-def _name_of_top(name: str, module: nn.Module) -> str:
-    """The name of an ignored module, which must contain no unit.
+def _check_apart(name: str, module: nn.Module, nested: Mapping[nn.Module, Ignored]) -> None:
+    """Refuse to ignore what contains a unit, or is a part of one.
 
     Raises:
-        ValueError: it does.
+        ValueError: ``module`` is either.
     """
-    for inner_name, inner in module.named_modules(prefix=name):
-        if getattr(inner, "hidden_in_names", False):
+    below = set(module.modules())
+    for unit, theirs in nested.items():
+        if unit in below:
             raise ValueError(
-                f"ShardedWrapper: module {name!r} is to be ignored, but it contains the unit "
-                f"{inner_name!r}, which is sharded. Ignore what is beside the unit instead."
+                f"ShardedWrapper: module {name!r} is to be ignored, but it is or contains a "
+                "ShardedWrapper. Ignore what is beside that instead."
             )
-    return name
+        if module in set(unit.modules()) - theirs.modules:
+            raise ValueError(
+                f"ShardedWrapper: module {name!r} is to be ignored, but it is in a ShardedWrapper "
+                "inside the model. Let that one ignore it."
+            )
 
 
 def _named_for_ddp(root: nn.Module) -> set[int]:

@@ -684,8 +684,10 @@ def _read_ignored(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter | nn.Module] | None,
 ) -> Ignored:
-    """What to leave alone, of the keywords and of the units inside."""
-    nested = [wrapper._ignored for wrapper in sharded_modules(module)]
+    """What the user, and the units inside, leave alone."""
+    nested: dict[nn.Module, Ignored] = {
+        wrapper: wrapper._ignored for wrapper in sharded_modules(module)
+    }
     return find_ignored(
         module, ignored_modules, ignored_states, nested=nested, sharded=_owned_ids(module)
     )
