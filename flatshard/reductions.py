@@ -38,11 +38,17 @@ def _part(tensor: FlatShardTensor, *, with_padding: bool) -> Tensor:
     Raises:
         RuntimeError: a gradient of which every rank still has its own.
     """
-    tensor.check_reduced("a norm or sum")
-    originals = tensor._spec.originals
-    if with_padding or originals is None:
+    spec = tensor._spec
+    unit = getattr(tensor, "_unreduced_of", None)
+    if unit is not None:
+        raise RuntimeError(
+            f"unit {unit!r}, {spec.name!r}, rank {spec.comm.rank}: a norm or sum of a gradient "
+            "that was accumulated under no_sync and not reduced. Ask for it after a backward "
+            "outside of no_sync."
+        )
+    if with_padding or spec.originals is None:
         return tensor._local
-    return torch.cat([tensor._local[span.start : span.end] for span in originals])
+    return torch.cat([tensor._local[span.start : span.end] for span in spec.originals])
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype | None:

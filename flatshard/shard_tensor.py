@@ -183,14 +183,11 @@ class FlatShardTensor(torch.Tensor):
     def full_tensor(self) -> Tensor:
         """A plain copy of the whole tensor, with its shape and strides.
 
-        Of a flat parameter's gradient: all shards one after the other, ``(padded_numel,)``.
+        Of a flat parameter's gradient: all shards one after the other, ``(padded_numel,)``. Of a
+        gradient that was accumulated under ``no_sync``: from every rank what it has there.
 
         Collective: all ranks of the shard group.
-
-        Raises:
-            RuntimeError: a gradient of which every rank still has its own.
         """
-        self.check_reduced("full_tensor()")
         spec, local = self._spec, self._local.detach()
         is_flat = spec.originals is not None
         start = spec.number * spec.numel if is_flat else spec.offset
@@ -201,20 +198,6 @@ class FlatShardTensor(torch.Tensor):
         full_bytes[start * size : (start + spec.numel) * size] = _bytes(local.contiguous())
         spec.comm.reduce_scalars(full_bytes, "SUM", label=spec.name)
         return flat if is_flat else flat.as_strided(spec.shape, spec.strides)
-
-    def check_reduced(self, what: str) -> None:
-        """Refuse ``what`` for a gradient that was accumulated under ``no_sync``.
-
-        Raises:
-            RuntimeError: it is one, and not reduced.
-        """
-        unit = getattr(self, "_unreduced_of", None)
-        if unit is not None:
-            raise RuntimeError(
-                f"unit {unit!r}, {self._spec.name!r}, rank {self._spec.comm.rank}: {what} of a "
-                "gradient that was accumulated under no_sync and not reduced. Ask for it after a "
-                "backward outside of no_sync."
-            )
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]

@@ -515,8 +515,8 @@ class ShardedWrapper(nn.Module):
 
         The same numbers as ``torch.nn.utils.clip_grad_norm_`` on the unwrapped model, from one
         reduction per process group. Of an inner wrapper: the gradients below it.
-        Ignored parameters count with this rank's gradients, so where ranks' differ, so does the norm;
-        then clip them apart.
+        Ignored parameters count with this rank's gradients: where those of ranks differ, so does
+        the norm; then clip them apart.
 
         Collective: all ranks.
 
