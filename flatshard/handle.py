@@ -824,6 +824,8 @@ class FlatParamHandle:
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
         self.reshard()
+        if self._secondary is not None:
+            self._secondary.drop()
         self._absorb_replaced()
         with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             converted = fn(self.shard)
