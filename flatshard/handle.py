@@ -18,10 +18,9 @@ Where one rank holds everything and nothing is cast, the shard *is* the unsharde
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,6 +55,7 @@ class FlatParamHandle:
         full: the parameters that compute, in the order of ``layout.spans``.
         state: see ``ShardState``.
         gradients: what backward brought and what became of it.
+        summoned: the ``summon.Summoned`` that is open, or None.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class FlatParamHandle:
         self._compute_dtype, self._reduce_dtype = compute_dtype, reduce_dtype
         self._on_grad = on_grad
         self._is_installed = False
-        self._is_summoned = False
+        self.summoned: Any = None
         self._hooked: set[int] = set()
         self.full: list[nn.Parameter] = []
         self.state = ShardState.SHARDED
@@ -108,7 +108,7 @@ class FlatParamHandle:
             world_size=comm.size,
             itemsize=first.element_size(),
         )
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self._adopt_shard(self._flatten_originals(device))
             self.sharded = self._make_sharded([o.param.requires_grad for o in owned])
         self._make_buffer()
@@ -209,7 +209,7 @@ class FlatParamHandle:
             # Users' hooks on full parameters that are made anew go along.
             for index, full in enumerate(self.full):
                 hooks[index] = list((full._backward_hooks or {}).values())
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             if self._aliased:
                 self.buffer = self.shard
             else:
@@ -271,7 +271,7 @@ class FlatParamHandle:
         Collective: all ranks of the shard group.
         State: SHARDED -> UNSHARDING.
         """
-        if self._is_summoned:
+        if self.summoned is not None:
             raise RuntimeError(
                 f"unit {self.unit_name!r}: a forward was run under summon_full_params(). Leave "
                 "the context first: units gather what they need by themselves."
@@ -286,7 +286,7 @@ class FlatParamHandle:
             # The shard was written since: what was gathered is stale.
             self.wait_unshard()
             self.reshard()
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self._allocate_buffer()
             self._gathered_version = self.version
             source = self.shard.detach()
@@ -385,6 +385,15 @@ class FlatParamHandle:
             else:
                 for full in self.full:
                     full.requires_grad_(self.sharded[0].requires_grad)
+        self.check_places()
+        self._put(self.full)
+
+    def check_places(self) -> None:
+        """See that the modules hold what they were given.
+
+        Raises:
+            RuntimeError: a module's parameter was replaced by another object since wrapping.
+        """
         for module, attribute, index in self._sites:
             present = module._parameters.get(attribute)
             if present is not self._outside(index) and present is not self.full[index]:
@@ -393,7 +402,6 @@ class FlatParamHandle:
                     "replaced after wrapping. Assign values with p.copy_(...), or replace the "
                     "parameter before wrapping."
                 )
-        self._put(self.full)
 
     def _put(self, params: list[nn.Parameter]) -> None:
         for module, attribute, index in self._sites:
@@ -470,6 +478,11 @@ class FlatParamHandle:
                     getattr(param.grad, "_local", param.grad)._version,
                 )
         self._give_hooks_back()
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients accumulated under ``no_sync`` wait for their reduction."""
+        return any(self.sharded[index].grad is not None for index in self._unreduced)
 
     def _unreduced_view(self, index: int) -> Tensor:
         if not self._use_orig_params:
@@ -605,23 +618,11 @@ class FlatParamHandle:
             self._earlier_grads = []
         self._give_hooks_back()
 
-    # ------------------------------------------------------------ whole tensors
+    # ------------------------------------------------------------ places, conversion, copies
 
     def modules(self) -> set[nn.Module]:
         """The modules in which the parameters stand."""
         return {module for module, _, _ in self._sites}
-
-    def show_placeholders(self) -> None:
-        """With ``use_orig_params=False``, list the originals among the modules' parameters."""
-        if self._placeholders and not self._is_installed:
-            for module, attribute, index in self._sites:
-                module._parameters[attribute] = self._placeholders[index]  # type: ignore[assignment]
-
-    def hide_placeholders(self) -> None:
-        """Undo ``show_placeholders``."""
-        if self._placeholders and not self._is_installed:
-            for module, attribute, _ in self._sites:
-                module._parameters[attribute] = None
 
     def hide(self) -> list[tuple[dict[str, Any], str, Any]]:
         """Take the parameters out of the modules; returns what to put back where."""
@@ -631,81 +632,11 @@ class FlatParamHandle:
             module._parameters[attribute] = None
         return hidden
 
-    @contextlib.contextmanager
-    def summoned(self, writeback: bool) -> Iterator[None]:
-        """Let the modules hold whole plain parameters, in the shard's own dtype.
-
-        Collective: all ranks of the shard group, at entry.
-
-        Args:
-            writeback: keep what was written to them; otherwise it is lost.
-        """
-        if self.full is self.sharded or self._is_summoned:
-            yield
-            return
-        self.reshard()
-        full = self.gather_full()
-        with torch._C.DisableTorchFunctionSubclass():
-            requires_grad = [p.requires_grad for p in self.sharded]
-        if not self._use_orig_params:
-            requires_grad = requires_grad * len(full)
-        params = [
-            nn.Parameter(t, requires_grad=r) for t, r in zip(full, requires_grad, strict=True)
-        ]
-        self._put(params)
-        self._is_summoned = True
-        try:
-            yield
-        finally:
-            self._is_summoned = False
-            self.uninstall()
-            if writeback:
-                with torch.no_grad():
-                    for spec, local, param in zip(
-                        self._specs, self.local_spans, params, strict=True
-                    ):
-                        self.shard[local.start : local.end].copy_(spec.slice(param))
-
-    def gather_full(self) -> list[Tensor]:
-        """Copies of the original parameters, in the shard's own dtype.
-
-        Collective: all ranks of the shard group, unless the buffer is current.
-        State: stays as it is.
-        """
-        with torch.no_grad(), torch.inference_mode(False):
-            if self.is_current and self.compute_dtype == self.shard.dtype:
-                flat = self.buffer
-            else:
-                flat = self.shard.new_empty(self.layout.padded_numel)
-                self._comm.all_gather(
-                    self.shard.detach(), flat, label=self.unit_name, tag=self._tag
-                ).wait()
-            return [
-                flat[span.start : span.end].view(span.shape).clone() for span in self.layout.spans
-            ]
-
-    def index_of(self, tensor: Tensor) -> int | None:
-        """Which original parameter ``tensor`` shows, or None."""
-        if isinstance(tensor, FlatShardTensor):
-            return next((i for i, spec in enumerate(self._specs) if spec is tensor._spec), None)
-        storage = tensor.untyped_storage()._cdata
-        if storage != self.buffer.untyped_storage()._cdata:
-            return None
-        start = tensor.storage_offset()
-        return next(
-            (
-                index
-                for index, span in enumerate(self.layout.spans)
-                if span.start == start and span.shape == tuple(tensor.shape)
-            ),
-            None,
-        )
-
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
         self.reshard()
         self._absorb_replaced()
-        with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             converted = fn(self.shard)
             if converted is self.shard:
                 return
@@ -757,7 +688,7 @@ class FlatParamHandle:
         twin._earlier_grads, twin._unreduced = [], {}
         twin._hooked, twin.full = set(), []
         twin.sharded = [memo[id(param)] for param in self.sharded]
-        with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             twin._adopt_shard(self.shard.detach().clone())
             twin._repoint([param.requires_grad for param in self.sharded])
         twin._make_buffer()

@@ -11,7 +11,7 @@ LAYERS = [
     {"layout", "schedule", "config", "profiling"},
     {"wrap"},
     {"flat_param", "shard_tensor", "collectives", "topology", "ownership", "agreement", "optim"},
-    {"gradients", "handle", "saved_tensors"},
+    {"gradients", "handle", "saved_tensors", "summon", "whole"},
     {"unit", "context"},
     {"__init__", "wrapper", "checkpoint"},
 ]
@@ -23,6 +23,8 @@ NEIGHBOURS = {
     "optim": {"flat_param", "shard_tensor"},
     "handle": {"gradients"},
     "saved_tensors": {"handle"},
+    "summon": {"handle", "whole"},
+    "whole": {"handle"},
     "context": {"unit"},
     "wrapper": {"checkpoint"},
     "__init__": {"wrapper"},
