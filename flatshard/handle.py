@@ -301,13 +301,22 @@ class FlatParamHandle:
         """Where plain originals stand over the shard, take over data assigned to ``p.data``."""
         if not (self._use_orig_params and self._comm.size == 1):
             return
-        for param, span in zip(self.sharded, self.layout.spans, strict=True):
-            place = self.shard[span.start : span.end].view(span.shape)
-            if span.numel and param.data_ptr() != place.data_ptr():
-                with torch.no_grad():
-                    place.copy_(param)
-                    param.data = place
-                    torch.autograd.graph.increment_version(param)
+        places = [self.shard[span.start : span.end].view(span.shape) for span in self.layout.spans]
+        if all(
+            param.data_ptr() == place.data_ptr() or not param.numel()
+            for param, place in zip(self.sharded, places, strict=True)
+        ):
+            return
+        # In new memory: what was assigned over may be kept by somebody to be put back.
+        with torch.inference_mode(False), torch.no_grad():
+            self.shard = self.shard.clone()
+            if self._aliased:
+                self.buffer = self.shard
+            for param, span in zip(self.sharded, self.layout.spans, strict=True):
+                place = self.shard[span.start : span.end].view(span.shape)
+                place.copy_(param)
+                param.data = place
+                torch.autograd.graph.increment_version(param)
 
     def wait_unshard(self) -> None:
         """Finish the gather that ``unshard`` began.
