@@ -456,6 +456,7 @@ class FlatParamHandle:
         self._collect_unreduced()
         if self.full is not self.sharded:
             return
+        self.check_places()  # where others are installed for each forward, that checks
         self._hold_hooks()
         if not self._earlier_grads:
             self._earlier_grads = [p.grad for p in self.sharded]

@@ -156,6 +156,11 @@ def in_inference_mode(run: Run) -> Tensor:
         return run.evaluate().clone()
 
 
+def from_vector(run: Run) -> None:
+    numel = sum(weight.numel() for weight in _weights(run))
+    vector_to_parameters(_numbers(torch.empty(numel, dtype=torch.float64)), _weights(run))
+
+
 def whole_model(run: Run) -> None:
     """Every parameter, whatever its shape."""
     with torch.no_grad():
@@ -207,6 +212,7 @@ SCRIPTS: list[tuple[Script, set[str]]] = [
             reset,
             normalised,
             in_inference_mode,
+            from_vector,
             whole_model,
             gradients,
         )
@@ -301,9 +307,7 @@ def _needs_whole(rank: int, world_size: int) -> None:
                 lambda w=weight, like=like: w.set_(like),
                 lambda w=weight: w.index_fill_(0, torch.tensor([0]), 1.0),
                 lambda w=weight: nn.init.eye_(w),
-                lambda w=weight: nn.init.sparse_(w, 0.5),
                 lambda w=weight: parameters_to_vector([w]),
-                lambda w=weight: vector_to_parameters(torch.ones(20, dtype=w.dtype), [w]),
                 lambda w=weight: torch.stack([w, w]),
             ]
             for number, attempt in enumerate(attempts):
