@@ -193,8 +193,6 @@ class Summoned:
                 self._join(self._outer)
             elif not self._is_shown_already():
                 self._gather()
-            if self._shows:
-                handle._put(self.params)
         self._version = handle.version
         handle.summoned = self
 
@@ -209,7 +207,8 @@ class Summoned:
         self.params = outer.params
         shown = outer.params or (self._handle.sharded if _is_plain(self._handle) else [])
         if self.is_held and not self.request.writeback:
-            self._copy([param.detach() for param in shown], [param.grad for param in shown])
+            values = [param.detach().clone() for param in shown]
+            self._show(values, [None if p.grad is None else p.grad.clone() for p in shown])
 
     def _gather(self) -> None:
         handle, request = self._handle, self.request
@@ -228,21 +227,18 @@ class Summoned:
                 whole = split(handle, flat, device)
                 grads = [g if there else None for g, there in zip(whole, present, strict=True)]
         if self.is_held:
-            self._copy(values, grads, copied=True)
+            self._show(values, grads)
 
-    def _copy(
-        self, values: Sequence[Tensor], grads: Sequence[Tensor | None], copied: bool = False
-    ) -> None:
-        """Show new parameters of these values."""
+    def _show(self, values: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Let the modules hold parameters over ``values``, which nobody else has."""
         requires_grad = _requires_grad(self._handle)
-        self.params = []
-        for index, (value, grad) in enumerate(zip(values, grads, strict=True)):
-            param = nn.Parameter(
-                value if copied else value.clone(), requires_grad=requires_grad[index]
-            )
-            if grad is not None:
-                param.grad = grad if copied else grad.clone()
-            self.params.append(param)
+        self.params = [
+            nn.Parameter(value, requires_grad=asks)
+            for value, asks in zip(values, requires_grad, strict=True)
+        ]
+        for param, grad in zip(self.params, grads, strict=True):
+            param.grad = grad
+        self._handle._put(self.params)
         self._shows = True
 
     # ------------------------------------------------------------ the end

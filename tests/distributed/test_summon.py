@@ -2,15 +2,16 @@
 
 import contextlib
 import copy
-import weakref
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from flatshard import FlatShardTensor, ShardedWrapper, collectives
+from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper, collectives
 from flatshard.wrap import ModuleWrapPolicy
 from tests.distributed.test_training import WAYS, Run
 from tests.harness import naming, run_ranks
@@ -110,16 +111,14 @@ def test_without_recursion() -> None:
 def _without_recursion(rank: int, world_size: int, way: str) -> None:
     """Only the given unit's own parameters, not those of the units inside it."""
     sharded, plain = _pair(rank, world_size, way, "nested")
-    recorded = collectives_of("gather")
-    with recorded as gathered, summon(sharded.model, recurse=False, writeback=False):
-        assert type(sharded.model._unit.handles[0].summoned).__name__ == "Summoned"
-    assert set(gathered) <= {""}
+    with collectives_of("gather") as gathered, summon(sharded.model, recurse=False):
+        pass
+    assert set(gathered) == (set() if way == "no_shard" else {""})
     with summon(sharded.model, recurse=False), torch.no_grad():
-        own = [name for name, _ in sharded.model.module.named_parameters(recurse=False)]
         for run in (sharded, plain):
-            model = run.model.module if run is sharded else run.model
-            for name in own:
-                getattr(model, name).fill_(0.5)
+            run.submodule("head").weight.fill_(0.5)
+        inner = sharded.submodule("outer").shift
+        assert type(inner) is (nn.Parameter if way == "no_shard" else FlatShardTensor)
     _assert_trains_alike(sharded, plain)
 
 
@@ -134,11 +133,8 @@ def collectives_of(kind: str) -> Iterator[list[str]]:
             labels.append(label)
         note(what, label, tensor)
 
-    collectives._note = record
-    try:
+    with mock.patch.object(collectives, "_note", record):
         yield labels
-    finally:
-        collectives._note = note
 
 
 # ---------------------------------------------------------------- what is kept
@@ -186,6 +182,36 @@ def _edits(rank: int, world_size: int, way: str) -> None:
 
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
+
+
+def test_edits_in_mixed_precision() -> None:
+    run_ranks(_each_way, 2, _mixed_precision)
+
+
+def _mixed_precision(rank: int, world_size: int, way: str) -> None:
+    """Shown in the parameters' own dtype, and written where forwards then gather from."""
+    case = CASES["mlp"]
+    strategy, use_orig_params = WAYS[way]
+    plain = case.model()
+    sharded = case.wrap(
+        case.model(),
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+        mixed_precision=MixedPrecision(param_dtype=torch.float32),
+    )
+    run = Run(sharded, case, rank, world_size)
+    run.loss(0)  # leaves buffers behind, where the strategy keeps them
+    for writeback in (False, True):
+        with summon(sharded, writeback=writeback), torch.no_grad():
+            for param in sharded.parameters():
+                assert param.dtype == torch.float64
+                param.mul_(2)
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.mul_(2)
+    _assert_same(sharded, plain)
+    inputs = case.batch(100, 3)[0]
+    torch.testing.assert_close(sharded(inputs).double(), plain(inputs), rtol=1e-5, atol=1e-5)
 
 
 def test_each_rank_keeps_its_slice() -> None:
@@ -332,27 +358,31 @@ def test_other_ranks_hold_one_unit_at_a_time() -> None:
 
 
 def _memory(rank: int, world_size: int) -> None:
-    """The largest sum of whole tensors alive at once, by what is allocated for gathers."""
+    """At each gather no other whole tensor is alive on rank 1, and none is once all is gathered."""
     width, depth = 64, 6
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(depth)])
     sharded = ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+    def count_whole() -> int:
+        tensors = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
+        return sum(
+            one.numel() == width * width and one.untyped_storage().nbytes() > 0 for one in tensors
+        )
+
     alive: list[int] = []
-    seen: list[Any] = []
     note = collectives._note
 
     def record(what: str, label: str, tensor: Tensor) -> None:
         if what == "gather":
-            seen.append(weakref.ref(tensor))
-            alive.append(sum(one() is not None for one in seen))
+            alive.append(count_whole())
         note(what, label, tensor)
 
-    collectives._note = record
-    with summon(sharded, rank0_only=True, writeback=False):
-        held = sum(param.numel() for param in sharded.parameters() if type(param) is nn.Parameter)
-    collectives._note = note
-    assert held == (depth * width * width if rank == 0 else 0)
-    assert len(alive) == depth
-    assert max(alive) == 1
+    with mock.patch.object(collectives, "_note", record):
+        with summon(sharded, rank0_only=True, writeback=False):
+            alive.append(count_whole())
+    # The gather's own buffer is there already when it is noted.
+    expected = [*range(1, depth + 1), depth] if rank == 0 else [1] * depth + [0]
+    assert alive == expected
 
 
 # ---------------------------------------------------------------- gradients
