@@ -40,6 +40,7 @@ class RunContext:
     Attributes:
         units: every unit, the root last.
         sync_gradients: False inside ``no_sync``; read when a forward begins.
+        expects_backward: whether the outermost forward began with gradients enabled.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class RunContext:
         self._reduce_order = ReduceOrder(len(self.units))
         self._reduce_order_agreed = False
         self._depth = 0
+        self.expects_backward = False
         self._active = False
         self._end_callback: Callable[[], object] = lambda: None
         self._reducing = True
@@ -92,10 +94,11 @@ class RunContext:
 
     def enter(self, unit: Unit) -> None:
         """A unit's forward begins; the outermost one prepares the step."""
-        if self._depth == 0 and not self.in_backward:
+        if self._depth == 0 and not self.in_backward and not self._begins_recomputation():
             self.recover()
             self._order.begin_forward()
-            if torch.is_grad_enabled():
+            self.expects_backward = torch.is_grad_enabled()
+            if self.expects_backward:
                 self._reducing = self.sync_gradients
             if unit is self.root and self._reducing:
                 self._broadcast_buffers()
@@ -103,6 +106,16 @@ class RunContext:
         self._depth += 1
         if not self.in_backward:
             self._order.record(unit.index)
+
+    def _begins_recomputation(self) -> bool:
+        """Whether a reentrant checkpoint around the whole model computes it again.
+
+        Then nothing of the model's backward has run yet, and its own forward had no gradients.
+        """
+        if not torch.is_grad_enabled() or not self.begin_backward():
+            return False
+        self._reducing = self.sync_gradients
+        return True
 
     def leave(self, unit: Unit) -> None:
         """A unit's forward is over; the outermost one drops prefetches that were not used."""

@@ -72,6 +72,9 @@ class _ModuleHook:
 class Context(Protocol):
     """What a unit asks of the run it is part of (``RunContext``)."""
 
+    expects_backward: bool
+    """Whether the outermost forward began with gradients enabled."""
+
     @property
     def in_backward(self) -> bool:
         """Whether this model's backward is running now."""
@@ -289,9 +292,10 @@ class Unit:
         for handle in self.handles:
             handle.uninstall()
         self.phase = Phase.IDLE
+        # A reentrant checkpoint runs its units without gradients, and their backward all the same.
         needed = (
             has_output
-            and torch.is_grad_enabled()
+            and (torch.is_grad_enabled() or self.context.expects_backward)
             and (not self._reshard_after_forward or self.context.keeps_after_forward(self))
         )
         if not needed and not self._is_sticky:
