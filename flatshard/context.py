@@ -249,7 +249,10 @@ class RunContext:
         finally:
             self._active = False
             for unit in self.units:
-                if unit.phase is not Phase.IDLE or unit.is_gathered:
+                # A forward that runs a backward inside, for forces say, goes on afterwards.
+                if unit.phase is not Phase.FORWARD and (
+                    unit.phase is not Phase.IDLE or unit.is_gathered
+                ):
                     unit.release()
         if self._reducing:
             self._run_hooks()
@@ -309,9 +312,14 @@ class RunContext:
 
     def _run_hooks(self) -> None:
         published, self._published = self._published, []
-        for unit, flags in zip(self.units, published, strict=True):
-            for handle, handle_flags in zip(unit.handles, flags, strict=True):
-                handle.run_post_accumulate_hooks(handle_flags)
+        try:
+            for unit, flags in zip(self.units, published, strict=True):
+                for handle, handle_flags in zip(unit.handles, flags, strict=True):
+                    handle.run_post_accumulate_hooks(handle_flags)
+        finally:
+            for unit in self.units:
+                for handle in unit.handles:
+                    handle.give_hooks_back()
 
     def recover(self) -> None:
         """Return to a state to start from, after a step that was left by an exception."""

@@ -108,7 +108,7 @@ class FlatParamHandle:
             world_size=comm.size,
             itemsize=first.element_size(),
         )
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self._adopt_shard(self._flatten_originals(device))
             self.sharded = self._make_sharded([o.param.requires_grad for o in owned])
         self._make_buffer()
@@ -157,6 +157,9 @@ class FlatParamHandle:
         if not self._use_orig_params:
             self._placeholders: list[FlatShardTensor] = self._shard_views(None)
             flat = FlatParameter(self.shard, requires_grad[0], self.layout, self._comm.rank)
+            for owned in self._owned:
+                # Kept any longer, the originals would be a whole copy of the unit on every rank.
+                owned.param = flat
             return [flat]
         self._placeholders = []
         if self._comm.size == 1:
@@ -204,12 +207,8 @@ class FlatParamHandle:
         requires_grad = [p.requires_grad for p in self.sharded]
         if not self._use_orig_params:
             requires_grad = requires_grad * len(self._owned)
-        hooks: list[list[Any]] = [[] for _ in self._owned]
-        if not (self._aliased and self._use_orig_params):
-            # Users' hooks on full parameters that are made anew go along.
-            for index, full in enumerate(self.full):
-                hooks[index] = list((full._backward_hooks or {}).values())
-        with torch.no_grad(), torch.inference_mode(False):
+        before = self.full
+        with torch.inference_mode(False), torch.no_grad():
             if self._aliased:
                 self.buffer = self.shard
             else:
@@ -232,8 +231,9 @@ class FlatParamHandle:
                     # A frozen tensor refuses hooks; it may be unfrozen later.
                     full.requires_grad_(True)
                     full.register_post_accumulate_grad_hook(self._grad_hook(index))
-                    for hook in hooks[index]:
-                        full.register_hook(hook)
+                    if before:
+                        # The dictionary, so that handles can still remove what is in it.
+                        full._backward_hooks = before[index]._backward_hooks
                 full.requires_grad_(requires_grad[index])  # False for integers
                 if self._use_orig_params and self._comm.size > 1:
                     self._owned[index].move_hooks(full)
@@ -286,7 +286,7 @@ class FlatParamHandle:
             # The shard was written since: what was gathered is stale.
             self.wait_unshard()
             self.reshard()
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self._allocate_buffer()
             self._gathered_version = self.version
             source = self.shard.detach()
@@ -469,7 +469,7 @@ class FlatParamHandle:
                     param.grad,
                     getattr(param.grad, "_local", param.grad)._version,
                 )
-        self._give_hooks_back()
+        self.give_hooks_back()
 
     def _unreduced_view(self, index: int) -> Tensor:
         if not self._use_orig_params:
@@ -576,9 +576,8 @@ class FlatParamHandle:
         for param, hooks in hooked:
             for hook in list(hooks.values()):
                 hook(param)
-        self._give_hooks_back()
 
-    def _give_hooks_back(self) -> None:
+    def give_hooks_back(self) -> None:
         """Put the hooks that waited where users registered, and may remove, them."""
         if self.full is self.sharded:
             for param, spec in zip(self.sharded, self._specs, strict=True):
@@ -603,7 +602,7 @@ class FlatParamHandle:
             for param, earlier in zip(self.sharded, self._earlier_grads, strict=True):
                 param.grad = earlier
             self._earlier_grads = []
-        self._give_hooks_back()
+        self.give_hooks_back()
 
     # ------------------------------------------------------------ whole tensors
 
@@ -672,7 +671,7 @@ class FlatParamHandle:
         Collective: all ranks of the shard group, unless the buffer is current.
         State: stays as it is.
         """
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             if self.is_current and self.compute_dtype == self.shard.dtype:
                 flat = self.buffer
             else:
@@ -705,7 +704,7 @@ class FlatParamHandle:
         """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
         self.reshard()
         self._absorb_replaced()
-        with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             converted = fn(self.shard)
             if converted is self.shard:
                 return
@@ -757,7 +756,7 @@ class FlatParamHandle:
         twin._earlier_grads, twin._unreduced = [], {}
         twin._hooked, twin.full = set(), []
         twin.sharded = [memo[id(param)] for param in self.sharded]
-        with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             twin._adopt_shard(self.shard.detach().clone())
             twin._repoint([param.requires_grad for param in self.sharded])
         twin._make_buffer()
