@@ -118,6 +118,7 @@ KINDS: dict[str, Checkpoint] = {
 }
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
+both_kinds = pytest.mark.parametrize("kind", ["reentrant", "saved"])
 each_way = pytest.mark.parametrize("way", WAYS)
 
 
@@ -191,7 +192,7 @@ def _check_gathers(way: str, forward: Counter[str], backward: Counter[str]) -> N
 
 
 @each_way
-@each_kind
+@both_kinds
 def test_around_the_whole_wrapper(kind: str, way: str) -> None:
     run_ranks(_whole, 2, kind, way)
 
@@ -307,7 +308,7 @@ def _wrapper_modules(
 
 
 @each_way
-@each_kind
+@both_kinds
 def test_scripts(kind: str, way: str) -> None:
     run_ranks(_run_scripts, 2, kind, way)
 
