@@ -1,5 +1,6 @@
 """Flat-parameter fully sharded data parallel training for PyTorch."""
 
+from flatshard.collectives import CollectiveError
 from flatshard.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard.flat_param import FlatParameter
 from flatshard.optim import declare_elementwise
@@ -11,6 +12,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CollectiveError",
     "FlatParameter",
     "FlatShardTensor",
     "MixedPrecision",

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from itertools import zip_longest
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatshard.collectives import Communicator
+from flatshard.layout import memory_order, strides_of
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -20,7 +21,7 @@ _CHUNK_NUMEL = 1 << 20
 def check_same_model(
     named: NamedTensors, settings: str, units: Iterable[str], comm: Communicator
 ) -> None:
-    """Compare names, shapes, dtypes, units and settings with the other ranks.
+    """Compare names, shapes, dtypes, memory formats, units and settings with the other ranks.
 
     Collective: all ranks of ``comm``.
 
@@ -34,10 +35,7 @@ def check_same_model(
         ValueError: on every rank, naming the first difference.
     """
     lines = [f"settings {settings}"]
-    lines += [
-        f"{name!r}: shape {tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}"
-        for name, t in named
-    ]
+    lines += [f"{name!r}: {_describe(tensor)}" for name, tensor in named]
     lines += [f"unit {name!r}" for name in units]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(comm.gather_objects(digest, label="comparing models"))) == 1:
@@ -51,6 +49,15 @@ def check_same_model(
                 f"rank 0 has {versions[0]}; rank {other} has {versions[other]}. Every rank must "
                 "wrap the same modules in the same order with the same settings."
             )
+
+
+def _describe(tensor: Tensor) -> str:
+    shape = tuple(tensor.shape)
+    text = f"shape {shape}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
+    if isinstance(tensor, nn.Parameter):
+        # Those of the flat layout; buffers may have any, nothing depends on them.
+        text += f", strides {strides_of(shape, memory_order(shape, tensor.stride()))}"
+    return text
 
 
 def sync_weights(named: NamedTensors, sync: bool | None, comm: Communicator) -> None:

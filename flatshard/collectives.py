@@ -20,13 +20,15 @@ import contextlib
 import ctypes
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from flatshard.watchdog import watched
 
 # Newer names of the same collectives; some versions warn of the older ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -65,14 +67,36 @@ def _note(kind: str, label: str, tensor: Tensor) -> None:
 
 
 class Pending:
-    """A collective under way. Keeps its tensors alive until it was waited for."""
+    """A collective under way. Keeps its tensors alive until it was waited for.
+
+    Attributes:
+        tells: whether ``done`` can become true before the wait.
+    """
 
     def __init__(
-        self, works: list[Any], what: str, *tensors: Tensor, then: Callable[[], None] | None = None
+        self,
+        works: list[Any],
+        what: str,
+        *tensors: Tensor,
+        peers: Sequence[int] = (),
+        then: Callable[[], None] | None = None,
+        tells: bool = True,
     ) -> None:
+        """Take over what was started.
+
+        Args:
+            works: the backend's handles, all to be waited for.
+            what: names the unit, the rank and the collective.
+            tensors: what must stay alive.
+            peers: the ranks that the first handles receive from, where each has its own.
+            then: called once after the wait.
+            tells: see the class.
+        """
+        self.tells = tells
         self._works = works
         self._what = what
         self._tensors = tensors
+        self._peers = peers
         self._then = then
 
     def done(self) -> bool:
@@ -85,20 +109,34 @@ class Pending:
         Raises:
             CollectiveError: a peer failed or did not come within the group's timeout.
         """
-        works, self._works = self._works, []
-        for work in works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise CollectiveError(
-                    f"{self._what} failed. A peer died, ran other units than this rank, or did "
-                    f"not come within the group's timeout. Look for the first error on the other "
-                    f"ranks. Reported by the backend: {error}"
-                ) from error
+        if self._works:
+            with watched(self._describe):
+                for work in self._works:
+                    self._wait_for(work)
+            self._works = []
         then, self._then = self._then, None
         if then is not None:
             then()
         self._tensors = ()
+
+    def _wait_for(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            described, self._works = self._describe(), []
+            raise CollectiveError(
+                f"{described} failed. A peer died, ran other units than this rank, or did not "
+                "come within the group's timeout. Look for the first error on the other ranks. "
+                f"Reported by the backend: {error}"
+            ) from error
+
+    def _describe(self) -> str:
+        late = [
+            peer
+            for work, peer in zip(self._works, self._peers, strict=False)
+            if not work.is_completed()
+        ]
+        return f"{self._what}, not heard of rank {late[0]}" if late else self._what
 
 
 class Communicator:
@@ -107,6 +145,8 @@ class Communicator:
     Attributes:
         rank: this rank within the group.
         size: ranks in the group.
+        ranks: the group's members by their numbers in the default group.
+        global_rank: this rank's number there, for messages.
         control_device: where a few numbers must lie to be sent; "cpu" unless the group has none.
     """
 
@@ -122,14 +162,19 @@ class Communicator:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
+        self.ranks: list[int] = dist.get_process_group_ranks(group) if group is not None else [0]
+        self.global_rank = dist.get_rank() if group is not None else 0
+        self._native = native
+        self._subgroups: dict[tuple[int, ...], Communicator] = {}
         self._num_tags = 0
         self.control_device = torch.device("cpu")
         if group is None or self.size == 1:
             return
         if _cpu_backend(group) is None:
             self.control_device = torch.device("cuda", torch.cuda.current_device())
-        self._sends_cpu_directly = not native and _cpu_backend(group) == "gloo"
-        with _named(f"ShardedWrapper, rank {self.rank}: meeting the other ranks"):
+        self._is_gloo = _cpu_backend(group) == "gloo"
+        self._sends_cpu_directly = self._is_gloo and not native
+        with _named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
             self._gather_group = _sibling(group) if self._sends_cpu_directly else group
             self._reduce_group = _sibling(group)
 
@@ -141,7 +186,9 @@ class Communicator:
         self._num_tags += 1
         return self._num_tags
 
-    def all_gather(self, shard: Tensor, out: Tensor, *, label: str, tag: int) -> Pending:
+    def all_gather(
+        self, shard: Tensor, out: Tensor, *, label: str, tag: int, purpose: str
+    ) -> Pending:
         """Begin filling ``out`` with every rank's shard, in rank order.
 
         Collective: all ranks of the group.
@@ -151,6 +198,7 @@ class Communicator:
             out: ``(shard_numel * size,)``, same dtype and device.
             label: names the unit in errors and recordings.
             tag: the flat parameter's number from ``new_tag``.
+            purpose: what for, in errors.
 
         Raises:
             ValueError: the two lengths do not fit the group size.
@@ -160,18 +208,22 @@ class Communicator:
                 f"{label}: gathering {shard.numel()} elements from {self.size} ranks does not "
                 f"fill {out.numel()}"
             )
-        what = f"unit {label!r}, rank {self.rank}: gathering parameters"
+        what = self._what(label, f"gathering parameters for {purpose}")
         if self.size == 1:
             out.copy_(shard)
             return Pending([], what)
         _note("gather", label, out)
         with _named(what):
             if self._direct(shard):
-                works = self._exchange(shard, out, tag)
-            else:
-                work = _all_gather_single(out, shard, group=self._gather_group, async_op=True)
-                works = [work]
-        return Pending(works, what, shard, out)
+                return self._exchange(shard, out, tag, what)
+            work = _all_gather_single(out, shard, group=self._gather_group, async_op=True)
+        return Pending([work], what, shard, out)
+
+    def _what(self, label: str, action: str) -> str:
+        return (
+            f"unit {label!r}, rank {self.global_rank}: {action} "
+            f"over ranks {', '.join(map(str, self.ranks))}"
+        )
 
     def reduce_scatter(self, buffer: Tensor, out: Tensor, *, label: str) -> Pending:
         """Begin averaging ``buffer`` over the ranks, each receiving its part in ``out``.
@@ -184,7 +236,7 @@ class Communicator:
             label: names the unit in errors and recordings.
         """
         _note("reduce", label, buffer)
-        what = f"unit {label!r}, rank {self.rank}: reducing gradients"
+        what = self._what(label, "reduce-scattering gradients in backward")
         with _named(what):
             if self._direct(buffer):
                 received = torch.empty_like(buffer)
@@ -205,7 +257,8 @@ class Communicator:
                 group=self._reduce_group,
                 async_op=True,
             )
-        return Pending([work], what, buffer, out)
+        # gloo's own reduce-scatter never says that it is over.
+        return Pending([work], what, buffer, out, tells=not self._is_gloo)
 
     def all_reduce(self, buffer: Tensor, *, label: str) -> Pending:
         """Begin averaging ``buffer`` over the ranks, in place.
@@ -213,7 +266,7 @@ class Communicator:
         Collective: all ranks of the group, in the same order of calls.
         """
         _note("all_reduce", label, buffer)
-        what = f"unit {label!r}, rank {self.rank}: averaging gradients"
+        what = self._what(label, "all-reducing gradients in backward")
         with _named(what):
             work = dist.all_reduce(
                 _as_real(buffer), op=dist.ReduceOp.AVG, group=self._reduce_group, async_op=True
@@ -228,7 +281,7 @@ class Communicator:
         if self.size == 1:
             return values
         _note("scalars", label, values)
-        with _named(f"{label!r}, rank {self.rank}: combining values over ranks"):
+        with _named(f"{label!r}, rank {self.global_rank}: combining values over ranks"):
             dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self._gather_group)
         return values
 
@@ -241,7 +294,7 @@ class Communicator:
             return
         _note("broadcast", label, tensor)
         assert self.group is not None
-        with _named(f"{label!r}, rank {self.rank}: broadcasting from rank 0"):
+        with _named(f"{label!r}, rank {self.global_rank}: broadcasting from rank 0"):
             dist.broadcast(
                 _as_real(tensor), src=dist.get_global_rank(self.group, 0), group=self._gather_group
             )
@@ -256,7 +309,7 @@ class Communicator:
         # Not all_gather_object, which needs numpy.
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         device, group = self.control_device, self._gather_group
-        with _named(f"{label}, rank {self.rank}"):
+        with _named(f"{label}, rank {self.global_rank}"):
             lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
             mine = torch.tensor([data.numel()], device=device)
             _all_gather_single(lengths, mine, group=group)
@@ -274,7 +327,7 @@ class Communicator:
     def _direct(self, tensor: Tensor) -> bool:
         return self._sends_cpu_directly and tensor.device.type == "cpu"
 
-    def _exchange(self, shard: Tensor, out: Tensor, tag: int) -> list[Any]:
+    def _exchange(self, shard: Tensor, out: Tensor, tag: int, what: str) -> Pending:
         group, rank = self._gather_group, self.rank
         parts = _as_bytes(out).chunk(self.size)
         source = _as_bytes(shard)
@@ -283,7 +336,7 @@ class Communicator:
         works += [group.send([source], peer, tag) for peer in peers]
         if parts[rank].data_ptr() != source.data_ptr():
             parts[rank].copy_(source)
-        return works
+        return Pending(works, what, shard, out, peers=[self.ranks[peer] for peer in peers])
 
 
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, Communicator]] = (
@@ -307,10 +360,33 @@ def communicator(group: dist.ProcessGroup | None, *, native: bool = False) -> Co
     return known[native]
 
 
+def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
+    """The communicator of some of the parent's ranks, of which this rank is one.
+
+    Collective: these ranks, at the first call for them.
+
+    Args:
+        parent: what backend and timeout are taken from.
+        ranks: numbers in the default group.
+    """
+    if len(ranks) == 1:
+        return ALONE
+    if list(ranks) == list(parent.ranks):
+        return parent
+    known = parent._subgroups
+    if tuple(ranks) not in known:
+        assert parent.group is not None
+        with _named(f"ShardedWrapper, rank {parent.global_rank}: meeting ranks {list(ranks)}"):
+            group = _new_group(parent.group, ranks)
+        known[tuple(ranks)] = communicator(group, native=parent._native)
+    return known[tuple(ranks)]
+
+
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
     try:
-        yield
+        with watched(lambda: what):
+            yield
     except RuntimeError as error:
         raise CollectiveError(
             f"{what} failed. Look for the first error on the other ranks. Reported by the "
@@ -320,18 +396,22 @@ def _named(what: str) -> Iterator[None]:
 
 def _sibling(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks, backend and timeout, with an order of its own."""
-    whole_world = group is dist.group.WORLD
-    sibling = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=_timeout(group),
-        backend=str(dist.get_backend_config(group)) if not whole_world else None,
-        use_local_synchronization=not whole_world,
+    return _new_group(group, dist.get_process_group_ranks(group))
+
+
+def _new_group(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A group of some ranks with the parent's backend and timeout."""
+    whole_world = parent is dist.group.WORLD
+    all_of_it = whole_world and len(ranks) == dist.get_world_size()
+    group = dist.new_group(
+        list(ranks),
+        timeout=_timeout(parent),
+        backend=str(dist.get_backend_config(parent)) if not whole_world else None,
+        use_local_synchronization=not all_of_it,
         group_desc="flatshard",
     )
-    assert isinstance(sibling, dist.ProcessGroup), (
-        "every rank of a group is a member of its sibling"
-    )
-    return sibling
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member of the new group"
+    return group
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import enum
 import inspect
@@ -20,10 +21,21 @@ class Placement:
     Attributes:
         sharded: parameters, gradients and optimizer state are split over the shard group.
         reshard_after_forward: the unsharded buffer is freed between forward and backward.
+        reshard_after_backward: it is freed after backward too; otherwise it stays until its
+            parameters change or a forward without gradients is over.
+        hybrid: the shard group is one node's ranks; nodes hold replicas.
+        over_all: with ``hybrid``: gradients and optimizer state are split over all ranks, only
+            what parameters are gathered from is replicated.
+        regather_size: after forward each rank keeps one part in so many of the parameters, from
+            which backward gathers, from as many ranks only. None: backward gathers as forward.
     """
 
     sharded: bool
     reshard_after_forward: bool
+    reshard_after_backward: bool = True
+    hybrid: bool = False
+    over_all: bool = False
+    regather_size: int | None = None
 
 
 class ShardingStrategy(enum.Enum):
@@ -31,10 +43,22 @@ class ShardingStrategy(enum.Enum):
 
     NO_SHARD = "NO_SHARD"
     """Everything on every rank, gradients all-reduced: as DistributedDataParallel."""
+    SHARD_OP = "SHARD_OP"
+    """Optimizer state and reduced gradients are sharded, parameters stay gathered until the
+    optimizer changes them: ZeRO stage 1."""
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
     """Parameters stay gathered from forward until their backward is over: ZeRO stage 2."""
     FULL_SHARD = "FULL_SHARD"
     """Parameters are freed after forward and gathered again for backward: ZeRO stage 3."""
+    HYBRID_SHARD = "HYBRID_SHARD"
+    """``FULL_SHARD`` within each node, replicated over nodes."""
+    HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
+    """``SHARD_GRAD_OP`` within each node, replicated over nodes."""
+    _HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"  # noqa: PIE796 (an alias)
+    """The same, as torch spells it."""
+    HYBRID_SHARD_OP = "HYBRID_SHARD_OP"
+    """As ``HYBRID_SHARD``, with gradients and optimizer state sharded over all ranks: parameters
+    cross nodes once after each optimizer step, and are gathered within the node after that."""
 
     @property
     def placement(self) -> Placement:
@@ -44,9 +68,66 @@ class ShardingStrategy(enum.Enum):
 
 _PLACEMENTS = {
     ShardingStrategy.NO_SHARD: Placement(sharded=False, reshard_after_forward=False),
+    ShardingStrategy.SHARD_OP: Placement(
+        sharded=True, reshard_after_forward=False, reshard_after_backward=False
+    ),
     ShardingStrategy.SHARD_GRAD_OP: Placement(sharded=True, reshard_after_forward=False),
     ShardingStrategy.FULL_SHARD: Placement(sharded=True, reshard_after_forward=True),
+    ShardingStrategy.HYBRID_SHARD: Placement(sharded=True, reshard_after_forward=True, hybrid=True),
+    ShardingStrategy.HYBRID_SHARD_ZERO2: Placement(
+        sharded=True, reshard_after_forward=False, hybrid=True
+    ),
+    ShardingStrategy.HYBRID_SHARD_OP: Placement(
+        sharded=True, reshard_after_forward=True, hybrid=True, over_all=True
+    ),
 }
+
+_AFTER_FORWARD = {
+    (ShardingStrategy.FULL_SHARD, False): ShardingStrategy.SHARD_GRAD_OP,
+    (ShardingStrategy.HYBRID_SHARD, False): ShardingStrategy.HYBRID_SHARD_ZERO2,
+}
+"""Strategies that ``reshard_after_forward=False`` turns into others."""
+
+
+def resharding(
+    strategy: ShardingStrategy, after_forward: bool | int | None
+) -> tuple[ShardingStrategy, Placement]:
+    """Apply ``reshard_after_forward`` to a strategy.
+
+    Args:
+        strategy: what to start from.
+        after_forward: None: as the strategy says. True or False: free the parameters after
+            forward or keep them. An int k: keep one part in k, from which k ranks gather them
+            for backward.
+
+    Raises:
+        TypeError: ``after_forward`` is something else.
+        ValueError: it contradicts the strategy, or is below 1.
+    """
+    placement = strategy.placement
+    if after_forward is None:
+        return strategy, placement
+    if not isinstance(after_forward, int):
+        raise TypeError(
+            f"reshard_after_forward: expected True, False or a number of ranks, "
+            f"got {after_forward!r}"
+        )
+    if after_forward is not False and (after_forward < 1 or not placement.reshard_after_forward):
+        raise ValueError(
+            f"reshard_after_forward={after_forward}: expected at least 1, with FULL_SHARD or a "
+            f"HYBRID strategy that frees parameters after forward; the strategy is {strategy.name}"
+        )
+    if after_forward is True:
+        return strategy, placement
+    if placement.over_all and after_forward > 1:
+        raise ValueError(
+            f"reshard_after_forward={after_forward}: {strategy.name} keeps a part of the "
+            "parameters within the node anyway; use True or False"
+        )
+    if after_forward is False or after_forward == 1:
+        strategy = _AFTER_FORWARD.get((strategy, False), strategy)
+        return strategy, dataclasses.replace(strategy.placement, reshard_after_forward=False)
+    return strategy, dataclasses.replace(placement, regather_size=after_forward)
 
 
 class BackwardPrefetch(enum.Enum):
@@ -103,14 +184,12 @@ class MixedPrecision:
 
 
 def as_strategy(value: object) -> ShardingStrategy:
-    """Read a strategy: ours, torch's enum of the same member name, a name, or None.
+    """Read a strategy: ours, torch's enum of the same member name, or a name.
 
     Raises:
         TypeError: ``value`` is something else.
         ValueError: the name is unknown or not supported.
     """
-    if value is None:
-        return ShardingStrategy.FULL_SHARD
     return _as_member(ShardingStrategy, value, "sharding_strategy")
 
 

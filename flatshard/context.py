@@ -23,6 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from flatshard import optim
 from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
+from flatshard.gradients import Sync
 from flatshard.profiling import profiled
 from flatshard.saved_tensors import SavedTensors
 from flatshard.schedule import ExecutionOrder, ReduceOrder
@@ -39,7 +40,8 @@ class RunContext:
 
     Attributes:
         units: every unit, the root last.
-        sync_gradients: False inside ``no_sync``; read when a forward begins.
+        syncs: per unit, what backward does with its gradients; read when a forward begins.
+        has_run: whether a forward has begun.
         expects_backward: whether the outermost forward began with gradients enabled.
     """
 
@@ -55,7 +57,8 @@ class RunContext:
         """Take the units over; ``buffers`` lists what rank 0 gives to all before a forward."""
         self.units = list(units)
         self.root = self.units[-1]
-        self.sync_gradients = True
+        self.syncs = [Sync.ALL] * len(self.units)
+        self.has_run = False
         self._world = world
         self._buffers = buffers
         self._forward_prefetch = forward_prefetch
@@ -67,7 +70,6 @@ class RunContext:
         self.expects_backward = False
         self._active = False
         self._end_callback: Callable[[], object] = lambda: None
-        self._reducing = True
         self._in_flight: list[tuple[Unit, int]] = []
         self._budget = 0
         self._had_accumulated = False
@@ -89,19 +91,16 @@ class RunContext:
             for handle in unit.handles
         ]
         self._budget = max(sizes, default=0)
+        self._kept_from_afar = [
+            handle for unit in self.units for handle in unit.handles if unit.topology.outer.size > 1
+        ]
 
     # ------------------------------------------------------------ forward
 
     def enter(self, unit: Unit) -> None:
         """A unit's forward begins; the outermost one prepares the step."""
         if self._depth == 0 and not self.in_backward and not self._begins_recomputation():
-            self.recover()
-            self._order.begin_forward()
-            self.expects_backward = torch.is_grad_enabled()
-            if self.expects_backward:
-                self._reducing = self.sync_gradients
-            if unit is self.root and self._reducing:
-                self._broadcast_buffers()
+            self._begin_forward(unit)
         self._saved.push()
         self._depth += 1
         if not self.in_backward:
@@ -112,10 +111,44 @@ class RunContext:
 
         Then nothing of the model's backward has run yet, and its own forward had no gradients.
         """
-        if not torch.is_grad_enabled() or not self.begin_backward():
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
             return False
-        self._reducing = self.sync_gradients
-        return True
+        self._plan_syncs()
+        return self.begin_backward()
+
+    def _begin_forward(self, outermost: Unit) -> None:
+        self.recover()
+        self.has_run = True
+        self._order.begin_forward()
+        self.expects_backward = torch.is_grad_enabled()
+        if self.expects_backward:
+            self._plan_syncs()
+        if outermost is self.root and not self.is_accumulating:
+            self._broadcast_buffers()
+        for handle in self._kept_from_afar:
+            handle.begin_refresh()
+
+    def _plan_syncs(self) -> None:
+        for unit, sync in zip(self.units, self.syncs, strict=True):
+            unit.plan_sync(sync)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether forwards that begin now are under ``no_sync``."""
+        return any(sync is not Sync.ALL for sync in self.syncs)
+
+    def plan_accumulation(self, max_bytes: int | None, replicas_only: bool) -> list[Sync]:
+        """What ``no_sync`` means for each unit; see ``ShardedWrapper.no_sync``."""
+        rest = Sync.WITHIN if replicas_only else Sync.ALL
+        if max_bytes is None:
+            return [Sync.WITHIN if replicas_only else Sync.LOCAL] * len(self.units)
+        syncs = [rest] * len(self.units)
+        # Small ones first: of as many bytes kept whole, they save the most collectives.
+        for unit in sorted(self.units, key=lambda unit: (unit.gradient_bytes, unit.index)):
+            if unit.gradient_bytes <= max_bytes:
+                max_bytes -= unit.gradient_bytes
+                syncs[unit.index] = Sync.LOCAL
+        return syncs
 
     def leave(self, unit: Unit) -> None:
         """A unit's forward is over; the outermost one drops prefetches that were not used."""
@@ -125,6 +158,8 @@ class RunContext:
         self._saved.pop()
         if self._depth == 0 and not self.in_backward:
             self._drop_prefetched()
+            for handle in self._kept_from_afar:
+                handle.finish_refresh()
 
     @property
     def is_running_forward(self) -> bool:
@@ -142,26 +177,26 @@ class RunContext:
     def prefetch_forward(self) -> None:
         """Begin the gather of the unit expected next."""
         if self._forward_prefetch:
-            self._prefetch(self._order.next_forward())
+            self._prefetch(self._order.next_forward(), "forward")
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Begin the gather of the unit whose backward is expected after this one's."""
         if self._backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            self._prefetch(self._order.next_backward(unit.index))
+            self._prefetch(self._order.next_backward(unit.index), "backward")
 
     def freed_in_backward(self, unit: Unit) -> None:
         """A unit's backward is over."""
         if self._backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-            self._prefetch(self._order.next_backward(unit.index))
+            self._prefetch(self._order.next_backward(unit.index), "backward")
 
-    def _prefetch(self, index: int | None) -> None:
+    def _prefetch(self, index: int | None, purpose: str) -> None:
         if index is not None:
-            self.units[index].begin_gather()
+            self.units[index].begin_gather(purpose)
 
     def _drop_prefetched(self) -> None:
         for unit in self.units:
             if unit.is_prefetched:
-                unit.release()
+                unit.free()
 
     def _broadcast_buffers(self) -> None:
         """Give every rank rank 0's buffers, one collective per dtype and device."""
@@ -209,55 +244,65 @@ class RunContext:
             self._had_accumulated = False
             for unit in self.units:
                 unit.begin_backward()
-                self._had_accumulated |= any(h.gradients.filled for h in unit.handles)
-                if not unit.num_trainable:
-                    # Never complete, so it must not hold up the others.
+                self._had_accumulated |= any(h.gradients.accumulated for h in unit.handles)
+                if unit.sync is Sync.LOCAL or not unit.num_trainable:
+                    # Never reduced, so it must not hold up the others.
                     self._reduce_order.ready(unit.index)
         return True
 
     def gradients_complete(self, unit: Unit) -> None:
         """Start every reduction whose turn has come."""
-        if not self._reducing:
+        if unit.sync is Sync.LOCAL:
             return
         for index in self._reduce_order.ready(unit.index):
             self._start_reduce(self.units[index])
         self._bound_in_flight()
 
     def _start_reduce(self, unit: Unit) -> None:
+        if unit.sync is Sync.LOCAL:
+            return
         with profiled("reduce", unit.name):
-            held = sum(handle.gradients.start_reduce() for handle in unit.trainable_handles())
+            held = sum(h.gradients.start_reduce(unit.sync) for h in unit.trainable_handles())
         if held:
             self._in_flight.append((unit, held))
 
     def _bound_in_flight(self) -> None:
         """Finish old reductions while more bytes are under way than the budget allows."""
+        for unit, _ in self._in_flight:
+            if not _advance(unit):  # second stages begin in the order of the first
+                break
         while self._in_flight:
             unit, _ = self._in_flight[0]
             over = sum(held for _, held in self._in_flight) > self._budget
             if not _reduced(unit) and not (over and _wait_until_reduced(unit)):
                 return
             del self._in_flight[0]
+            _finish(unit)
+
+    def _drain(self) -> None:
+        """Finish all reductions under way, in order."""
+        for unit, _ in self._in_flight:
             for handle in unit.handles:
-                handle.gradients.finish_reduce()
+                handle.gradients.cross()
+        for unit, _ in self._in_flight:
+            _finish(unit)
+        self._in_flight.clear()
 
     def _end_backward(self) -> None:
         if not self._active:
             return
         try:
-            if self._reducing:
+            if any(unit.sync is not Sync.LOCAL for unit in self.units):
                 self._settle()
         finally:
             self._active = False
             for unit in self.units:
                 # A forward that runs a backward inside, for forces say, goes on afterwards.
-                if unit.phase is not Phase.FORWARD and (
-                    unit.phase is not Phase.IDLE or unit.is_gathered
-                ):
+                if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.release()
-        if self._reducing:
-            self._run_hooks()
-        else:
-            for unit in self.units:
+        self._run_hooks()
+        for unit in self.units:
+            if unit.sync is not Sync.ALL:
                 for handle in unit.handles:
                     handle.show_unreduced()
 
@@ -265,21 +310,18 @@ class RunContext:
         """Agree with the other ranks on what was used, reduce the rest, publish gradients."""
         used = self._agree_on_used()
         for index in self._reduce_order.rest():
-            unit = self.units[index]
             if any(any(flags) for flags in used.parameters[index]):
-                self._start_reduce(unit)
+                self._start_reduce(self.units[index])
+        self._drain()
         for index in used.delivered_again:
             self._start_reduce(self.units[index])
-        for unit, _ in self._in_flight:
-            for handle in unit.handles:
-                handle.gradients.finish_reduce()
-        self._in_flight.clear()
+        self._drain()
         for unit, flags in zip(self.units, used.parameters, strict=True):
-            for handle, handle_flags in zip(unit.handles, flags, strict=True):
-                handle.gradients.finish_reduce()
-                handle.publish(handle_flags)
+            if unit.sync is Sync.ALL:
+                for handle, handle_flags in zip(unit.handles, flags, strict=True):
+                    handle.publish(handle_flags)
         self._published = used.parameters
-        if not self._reduce_order_agreed:
+        if not self._reduce_order_agreed and all(u.sync is Sync.ALL for u in self.units):
             self._agree_on_order()
 
     def _agree_on_used(self) -> _Used:
@@ -287,9 +329,8 @@ class RunContext:
         rest = set(self._reduce_order.rest())
         flags: list[int] = []
         for unit in self.units:
-            again = unit.index not in rest and any(
-                handle.gradients.filled for handle in unit.handles
-            )
+            had_its_turn = unit.index not in rest and unit.sync is not Sync.LOCAL
+            again = had_its_turn and any(handle.gradients.filled for handle in unit.handles)
             flags.append(again)
             for handle in unit.handles:
                 flags.extend(i in handle.gradients.used for i in range(len(handle.full)))
@@ -313,7 +354,9 @@ class RunContext:
     def _run_hooks(self) -> None:
         published, self._published = self._published, []
         try:
-            for unit, flags in zip(self.units, published, strict=True):
+            for unit, flags in zip(self.units, published, strict=False):
+                if unit.sync is not Sync.ALL:
+                    continue
                 for handle, handle_flags in zip(unit.handles, flags, strict=True):
                     handle.run_post_accumulate_hooks(handle_flags)
         finally:
@@ -355,12 +398,24 @@ def _reduced(unit: Unit) -> bool:
     return all(handle.gradients.reduce_done() for handle in unit.handles)
 
 
+def _advance(unit: Unit) -> bool:
+    """Begin second stages whose first is over; False when one must wait."""
+    return all(handle.gradients.advance() for handle in unit.handles)
+
+
+def _finish(unit: Unit) -> None:
+    for handle in unit.handles:
+        handle.gradients.finish_reduce()
+
+
 def _wait_until_reduced(unit: Unit) -> bool:
     """Wait a while; False when a peer seems unable to take part yet."""
     if any(handle.shard.device.type != "cpu" for handle in unit.handles):
         return True  # the stream waits, not the host
+    if not all(handle.gradients.tells_when_done() for handle in unit.handles):
+        return False
     deadline = time.monotonic() + _STALL_SECONDS
-    while not _reduced(unit):
+    while not (_advance(unit) and _reduced(unit)):
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_SECONDS)

@@ -1,4 +1,7 @@
-"""``FlatParameter``: one rank's shard of a unit's parameters, as one 1-D parameter."""
+"""``FlatParameter``: one rank's shard of a unit's parameters, as one 1-D parameter.
+
+And ``view_of``: an original parameter as a view of a flat tensor.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import hooks as torch_hooks
 
-from flatshard.layout import FlatLayout
+from flatshard.layout import FlatLayout, ParamSpan
+
+
+def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
+    """The part of a whole flat tensor that ``span`` names, in the original's shape and strides.
+
+    Args:
+        flat: ``(padded_numel,)``.
+        span: the original parameter's place.
+    """
+    return flat[span.start : span.end].as_strided(span.shape, span.strides)
 
 
 class FlatParameter(nn.Parameter):

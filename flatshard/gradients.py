@@ -2,15 +2,36 @@
 
 Each gradient is copied, in the reduce dtype, into its slot as it comes: no concatenation, no
 second full-size gradient. The buffer exists from the first gradient to the end of its reduction.
+
+[Note: two stages]
+Gradients are averaged within the inner group, each rank keeping its part, and then, where there
+are more ranks, across: split further over the outer group, or averaged over replicas. The second
+stage can wait for a later backward (``Sync.WITHIN``): what the first gave is held and added up.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
+
 import torch
 from torch import Tensor
 
-from flatshard.collectives import Communicator, Pending
+from flatshard.collectives import Pending
+from flatshard.flat_param import view_of
 from flatshard.layout import FlatLayout
+from flatshard.topology import Topology
+
+
+class Sync(enum.Enum):
+    """What becomes of a unit's gradients at the end of a backward."""
+
+    LOCAL = "LOCAL"
+    """They stay whole and unreduced, and later ones are added to them."""
+    WITHIN = "WITHIN"
+    """They are reduced within the inner group; what crosses it waits."""
+    ALL = "ALL"
+    """They are reduced over all ranks and published."""
 
 
 class GradientBuffer:
@@ -20,6 +41,7 @@ class GradientBuffer:
         filled: original parameters whose gradient lies in the buffer, by index.
         seen: those whose gradient came since the unit was last gathered for backward.
         used: those that got a gradient since the last ``take``.
+        held: the sum of what ``Sync.WITHIN`` reduced, ``(padded_numel / inner.size,)``; or None.
     """
 
     def __init__(
@@ -27,8 +49,7 @@ class GradientBuffer:
         layout: FlatLayout,
         label: str,
         *,
-        comm: Communicator,
-        replicas: Communicator,
+        topology: Topology,
         dtype: torch.dtype,
         like: Tensor,
     ) -> None:
@@ -37,8 +58,7 @@ class GradientBuffer:
         Args:
             layout: where each original parameter lies.
             label: the unit's name.
-            comm: the ranks that split the flat parameter.
-            replicas: the ranks that hold the same shard.
+            topology: the ranks that gradients are averaged over.
             dtype: in which gradients are collected and reduced.
             like: the shard, whose dtype and device the reduced gradient gets.
         """
@@ -46,12 +66,13 @@ class GradientBuffer:
         self.filled: set[int] = set()
         self.seen: set[int] = set()
         self.used: set[int] = set()
+        self.held: Tensor | None = None
         self._layout = layout
-        self._comm, self._replicas = comm, replicas
+        self._topology = topology
         self._dtype, self._out_dtype, self._device = dtype, like.dtype, like.device
         self._buffer: Tensor | None = None
         self._slots: list[Tensor] = []
-        self._reduction: tuple[Pending, Tensor] | None = None
+        self._reduction: _Reduction | None = None
         self._reduced: Tensor | None = None
 
     def receive(self, index: int, grad: Tensor) -> None:
@@ -71,22 +92,34 @@ class GradientBuffer:
         # Padding is summed and stepped like the rest, so it must stay zero.
         for start, end in self._layout.gaps:
             buffer[start:end].zero_()
-        self._slots = [
-            buffer[span.start : span.end].view(span.shape) for span in self._layout.spans
-        ]
+        self._slots = [view_of(buffer, span) for span in self._layout.spans]
         self._buffer = buffer
         return buffer
 
+    # ------------------------------------------------------------ not reduced yet
+
+    @property
+    def accumulated(self) -> set[int]:
+        """Original parameters whose gradient waits for a reduction over all ranks."""
+        return self.filled if self.held is None else self.filled | self.used
+
+    def shard_part(self) -> Tensor:
+        """A copy of what waits of this rank's shard, in the shard's dtype."""
+        part = torch.zeros(self._layout.shard_numel, dtype=self._out_dtype, device=self._device)
+        if self.filled:
+            assert self._buffer is not None, "filled slots are in the buffer"
+            self._zero_unfilled()
+            part.copy_(self._buffer.narrow(0, *self._range(self._topology.index)))
+        if self.held is not None:
+            part.add_(self.held.narrow(0, *self._range(self._topology.outer.rank)))
+        return part
+
     def slot(self, index: int) -> Tensor:
-        """The gradient in the buffer, not reduced; ``index`` is filled."""
+        """The gradient in the buffer; ``index`` is filled."""
         return self._slots[index]
 
-    def shard_part(self, rank: int) -> Tensor:
-        """A copy of what the buffer holds of a rank's shard, not reduced."""
-        assert self._buffer is not None, "nothing was received"
-        self._zero_unfilled()
-        start, end = self._layout.shard_range(rank)
-        return self._buffer[start:end].clone()
+    def _range(self, position: int) -> tuple[int, int]:
+        return position * self._layout.shard_numel, self._layout.shard_numel
 
     def _zero_unfilled(self) -> None:
         for index, slot in enumerate(self._slots):
@@ -97,47 +130,75 @@ class GradientBuffer:
         """Drop one gradient that was not reduced yet."""
         for marks in (self.filled, self.seen, self.used):
             marks.discard(index)
+        if self.held is not None:
+            inner = self._topology.inner
+            first, length = inner.rank * self.held.numel(), self.held.numel()
+            span = self._layout.spans[index]
+            start, end = (min(max(x - first, 0), length) for x in (span.start, span.end))
+            self.held[start:end].zero_()
+            if not self.used:
+                self.held = None
 
-    def start_reduce(self) -> int:
+    # ------------------------------------------------------------ reductions
+
+    def start_reduce(self, sync: Sync) -> int:
         """Begin averaging over the ranks; what was not filled counts as zero.
 
-        Collective: all ranks of both groups, in the same order of calls.
+        Collective: all ranks of the unit, in the same order of calls.
+
+        Args:
+            sync: ``ALL``, or ``WITHIN`` to hold what the first stage gives.
 
         Returns:
             Bytes that are held until ``finish_reduce``.
         """
-        self.finish_reduce()
+        assert self._reduction is None, "the reduction before was not finished"
         with torch.no_grad():
             buffer = self._allocate() if self._buffer is None else self._buffer
             self._zero_unfilled()
             self._buffer, self._slots = None, []
             self.filled.clear()
-            if self._comm.size > 1:
-                out = buffer.new_empty(self._layout.shard_numel)
-                pending = self._comm.reduce_scatter(buffer, out, label=self.label)
-            elif self._replicas.size > 1:
-                out = buffer
-                pending = self._replicas.all_reduce(buffer, label=self.label)
-            else:
-                out, pending = buffer, Pending([], self.label)
-            self._reduction = pending, out
+            self._reduction = _Reduction(
+                buffer, self._topology, self.label, hold=sync is Sync.WITHIN, held=self.held
+            )
+            if sync is Sync.ALL:
+                self.held = None
         return 2 * buffer.numel() * buffer.element_size()
+
+    def advance(self) -> bool:
+        """Begin the second stage if the first is over; False while that must wait."""
+        return self._reduction is None or self._reduction.advance()
+
+    def cross(self) -> None:
+        """Wait for the first stage and begin the second, if there is one.
+
+        Collective: in the same order on all ranks.
+        """
+        if self._reduction is not None:
+            self._reduction.cross()
 
     def reduce_done(self) -> bool:
         """Whether ``finish_reduce`` would return at once."""
-        return self._reduction is None or self._reduction[0].done()
+        return self._reduction is None or self._reduction.done()
+
+    def tells_when_done(self) -> bool:
+        """Whether ``reduce_done`` can become true by itself."""
+        return self._reduction is None or self._reduction.tells_when_done()
 
     def finish_reduce(self) -> None:
-        """Wait for the reduction under way and add its result to this backward's gradient."""
+        """Wait for the reduction under way and add its result to this backward's gradient.
+
+        Collective where a second stage was not begun: in the same order on all ranks.
+        """
         if self._reduction is None:
             return
-        (pending, out), self._reduction = self._reduction, None
-        pending.wait()
+        reduction, self._reduction = self._reduction, None
         with torch.no_grad():
-            if self._reduced is None:
-                self._reduced = out.to(self._out_dtype)
+            out = reduction.finish().to(self._out_dtype)
+            if reduction.hold:
+                self.held = out if self.held is None else self.held.add_(out)
             else:
-                self._reduced.add_(out)
+                self._reduced = out if self._reduced is None else self._reduced.add_(out)
 
     def take(self) -> Tensor | None:
         """Hand over the reduced gradient of this rank's shard; None when nothing was reduced."""
@@ -149,8 +210,95 @@ class GradientBuffer:
         """Forget everything, after a backward that failed."""
         if self._reduction is not None:
             # Its memory is written to until it is over.
-            (pending, _), self._reduction = self._reduction, None
-            pending.wait()
-        self._buffer, self._slots, self._reduced = None, [], None
+            reduction, self._reduction = self._reduction, None
+            reduction.abandon()
+        self._buffer, self._slots, self._reduced, self.held = None, [], None, None
         for marks in (self.filled, self.seen, self.used):
             marks.clear()
+
+
+class _Reduction:
+    """One buffer on its way through the stages."""
+
+    def __init__(
+        self, buffer: Tensor, topology: Topology, label: str, *, hold: bool, held: Tensor | None
+    ) -> None:
+        """Begin the first stage.
+
+        Args:
+            buffer: whole gradients; not to be touched until the end.
+            topology: the ranks.
+            label: names the unit.
+            hold: stop after the first stage.
+            held: what earlier first stages gave, to be added before the second.
+        """
+        self.hold = hold
+        self._topology, self._label, self._held = topology, label, held
+        inner = topology.inner
+        self._out = buffer
+        self._pending = Pending([], label)
+        if inner.size > 1:
+            self._out = buffer.new_empty(buffer.numel() // inner.size)
+            self._pending = inner.reduce_scatter(buffer, self._out, label=label)
+        crosses = topology.outer.size > 1 or topology.replicate.size > 1
+        self._must_cross = crosses and not hold
+        if self._must_cross and (inner.size == 1 or buffer.is_cuda):
+            self._cross_behind()
+
+    def _cross_behind(self) -> None:
+        """Queue the second stage behind the first at once, where neither holds up the host."""
+        side = _side_stream(self._out) if self._topology.inner.size > 1 else None
+        with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
+            self.cross()
+
+    def cross(self) -> None:
+        """See ``GradientBuffer.cross``."""
+        if not self._must_cross:
+            return
+        self._pending.wait()
+        self._must_cross = False
+        topology, out = self._topology, self._out
+        if self._held is not None:
+            out.add_(self._held)
+            self._held = None
+        if topology.outer.size > 1:
+            self._out = out.new_empty(out.numel() // topology.outer.size)
+            self._pending = topology.outer.reduce_scatter(out, self._out, label=self._label)
+        else:
+            self._pending = topology.replicate.all_reduce(out, label=self._label)
+
+    def advance(self) -> bool:
+        """See ``GradientBuffer.advance``."""
+        if self._must_cross and self._pending.done():
+            self.cross()
+        return not self._must_cross
+
+    def done(self) -> bool:
+        """Whether ``finish`` would return at once."""
+        return not self._must_cross and self._pending.done()
+
+    def tells_when_done(self) -> bool:
+        """Whether ``done`` can become true by itself."""
+        return self._pending.tells
+
+    def finish(self) -> Tensor:
+        """Wait for the last stage and return its result."""
+        self.cross()
+        self._pending.wait()
+        return self._out
+
+    def abandon(self) -> None:
+        """Wait until no memory is written to any more."""
+        self._pending.wait()
+
+
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(tensor: Tensor) -> torch.cuda.Stream:
+    """A stream that waits for a first stage in place of the one that computes."""
+    if tensor.device not in _side_streams:
+        _side_streams[tensor.device] = torch.cuda.Stream(tensor.device)
+    side = _side_streams[tensor.device]
+    side.wait_stream(torch.cuda.current_stream(tensor.device))
+    return side

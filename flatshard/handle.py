@@ -28,12 +28,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from flatshard.collectives import Communicator, Pending
-from flatshard.flat_param import FlatParameter
+from flatshard.collectives import Pending
+from flatshard.flat_param import FlatParameter, view_of
 from flatshard.gradients import GradientBuffer
-from flatshard.layout import FlatLayout, LocalSpan
+from flatshard.layout import FlatLayout, LocalSpan, memory_order, strides_of
 from flatshard.ownership import OwnedParam, Site
+from flatshard.secondary import SecondaryShard, gather_in_two
 from flatshard.shard_tensor import FlatShardTensor, ShardSpec
+from flatshard.topology import Topology
 
 
 class ShardState(enum.Enum):
@@ -63,8 +65,7 @@ class FlatParamHandle:
         owned: list[OwnedParam],
         unit_name: str,
         *,
-        comm: Communicator,
-        replicas: Communicator,
+        topology: Topology,
         device: torch.device,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
@@ -76,8 +77,7 @@ class FlatParamHandle:
         Args:
             owned: parameters of one dtype, device and ``requires_grad``.
             unit_name: the unit's name in the unwrapped model.
-            comm: the ranks that split the flat parameter.
-            replicas: the ranks that hold the same shard.
+            topology: the ranks that share the flat parameter.
             device: where the shard lives and the unit computes.
             compute_dtype: dtype of the full parameters; None keeps the parameters' own.
             reduce_dtype: dtype in which gradients are reduced; None takes ``compute_dtype``.
@@ -87,8 +87,10 @@ class FlatParamHandle:
         """
         self.unit_name = unit_name
         self._owned = owned
-        self._comm, self._replicas = comm, replicas
-        self._tag = comm.new_tag()
+        self._topology = topology
+        self._is_whole = topology.shard.size == 1
+        self._tag, self._outer_tag = topology.inner.new_tag(), topology.outer.new_tag()
+        self._secondary = self._plan_secondary()
         self._use_orig_params = use_orig_params
         self._compute_dtype, self._reduce_dtype = compute_dtype, reduce_dtype
         self._on_grad = on_grad
@@ -105,8 +107,9 @@ class FlatParamHandle:
         first = owned[0].param
         self.layout = FlatLayout.build(
             ((o.name, o.param.shape) for o in owned),
-            world_size=comm.size,
+            world_size=topology.shard.size,
             itemsize=first.element_size(),
+            orders=[memory_order(o.param.shape, o.param.stride()) for o in owned],
         )
         with torch.inference_mode(False), torch.no_grad():
             self._adopt_shard(self._flatten_originals(device))
@@ -116,21 +119,29 @@ class FlatParamHandle:
 
     # ------------------------------------------------------------ construction
 
+    def _plan_secondary(self) -> SecondaryShard | None:
+        topology = self._topology
+        if topology.regather is not None:
+            return SecondaryShard(topology.regather, self.unit_name)
+        if topology.outer.size > 1:
+            return SecondaryShard(topology.inner, self.unit_name)
+        return None
+
     def _flatten_originals(self, device: torch.device) -> Tensor:
         """This rank's shard, copied from the originals."""
         first = self._owned[0].param
         flat = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=device)
         for span, owned in zip(self.layout.spans, self._owned, strict=True):
-            flat[span.start : span.end].view(span.shape).copy_(owned.param)
-        if self._comm.size == 1:
+            view_of(flat, span).copy_(owned.param)
+        if self._is_whole:
             return flat
-        start, end = self.layout.shard_range(self._comm.rank)
+        start, end = self.layout.shard_range(self._topology.index)
         return flat[start:end].clone()
 
     def _adopt_shard(self, shard: Tensor) -> None:
         self.shard = shard
         self.local_spans: list[LocalSpan] = [
-            self.layout.local_span(index, self._comm.rank) for index in range(len(self._owned))
+            self.layout.local_span(index, self._topology.index) for index in range(len(self._owned))
         ]
         self._specs = [
             ShardSpec(
@@ -139,7 +150,9 @@ class FlatParamHandle:
                 span.shape,
                 offset=local.offset,
                 numel=local.numel,
-                comm=self._comm,
+                comm=self._topology.shard,
+                replicas=self._topology.replicate,
+                order=span.order,
             )
             for span, local in zip(self.layout.spans, self.local_spans, strict=True)
         ]
@@ -149,23 +162,24 @@ class FlatParamHandle:
             shard.shape,
             offset=0,
             numel=shard.numel(),
-            comm=self._comm,
+            comm=self._topology.shard,
+            replicas=self._topology.replicate,
         )
 
     def _make_sharded(self, requires_grad: list[bool]) -> list[nn.Parameter]:
         """The parameters that users see; originals keep their identity."""
         if not self._use_orig_params:
             self._placeholders: list[FlatShardTensor] = self._shard_views(None)
-            flat = FlatParameter(self.shard, requires_grad[0], self.layout, self._comm.rank)
+            flat = FlatParameter(self.shard, requires_grad[0], self.layout, self._topology.index)
             for owned in self._owned:
                 # Kept any longer, the originals would be a whole copy of the unit on every rank.
                 owned.param = flat
             return [flat]
         self._placeholders = []
-        if self._comm.size == 1:
+        if self._is_whole:
             for owned, span in zip(self._owned, self.layout.spans, strict=True):
                 # Hooks and attributes stay where they are: only the memory moves.
-                owned.param.data = self.shard[span.start : span.end].view(span.shape)
+                owned.param.data = view_of(self.shard, span)
         else:
             views = self._shard_views(requires_grad)
             for owned, view in zip(self._owned, views, strict=True):
@@ -178,7 +192,7 @@ class FlatParamHandle:
         for index, (spec, local) in enumerate(zip(self._specs, self.local_spans, strict=True)):
             piece = self.shard[local.start : local.end]
             if requires_grad is None:
-                views.append(FlatShardTensor(piece, spec))
+                views.append(FlatShardTensor.placeholder(piece, spec))
             else:
                 views.append(FlatShardTensor.parameter(piece, spec, requires_grad[index]))
         return views
@@ -186,7 +200,7 @@ class FlatParamHandle:
     @property
     def _aliased(self) -> bool:
         """Whether the shard is the unsharded buffer."""
-        return self._comm.size == 1 and self.compute_dtype == self.shard.dtype
+        return self._is_whole and self.compute_dtype == self.shard.dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -219,9 +233,7 @@ class FlatParamHandle:
                 self.full = self.sharded
             else:
                 self.full = [
-                    nn.Parameter(
-                        self.buffer[span.start : span.end].view(span.shape), requires_grad=False
-                    )
+                    nn.Parameter(view_of(self.buffer, span), requires_grad=False)
                     for span in self.layout.spans
                 ]
             for index, (spec, full) in enumerate(zip(self._specs, self.full, strict=True)):
@@ -235,7 +247,7 @@ class FlatParamHandle:
                         # The dictionary, so that handles can still remove what is in it.
                         full._backward_hooks = before[index]._backward_hooks
                 full.requires_grad_(requires_grad[index])  # False for integers
-                if self._use_orig_params and self._comm.size > 1:
+                if self._use_orig_params and not self._is_whole:
                     self._owned[index].move_hooks(full)
         # Originals that compute themselves stay the same objects through a conversion.
         self._hooked = {id(full) for full in self.full}
@@ -249,8 +261,7 @@ class FlatParamHandle:
         self.gradients = GradientBuffer(
             self.layout,
             self.unit_name,
-            comm=self._comm,
-            replicas=self._replicas,
+            topology=self._topology,
             dtype=self.reduce_dtype,
             like=self.shard,
         )
@@ -260,15 +271,21 @@ class FlatParamHandle:
     def rename(self, unit_name: str, strip: Callable[[str], str]) -> None:
         """Take names relative to another root; ``strip`` maps the old to the new ones."""
         self.unit_name = self._flat_spec.unit = self.gradients.label = unit_name
+        if self._secondary is not None:
+            self._secondary.rename(unit_name)
         for spec in self._specs:
             spec.name, spec.unit = strip(spec.name), unit_name
 
     # ------------------------------------------------------------ gather and free
 
-    def unshard(self) -> None:
+    def unshard(self, purpose: str) -> None:
         """Begin gathering the parameters, unless they are there or coming.
 
         Collective: all ranks of the shard group.
+
+        Args:
+            purpose: what for, in errors: "forward" or "backward".
+
         State: SHARDED -> UNSHARDING.
         """
         if self._is_summoned:
@@ -283,26 +300,72 @@ class FlatParamHandle:
         if self.state is not ShardState.SHARDED:
             if self._gathered_version == self.version:
                 return
-            # The shard was written since: what was gathered is stale.
+            # The shard was written since: what was gathered is stale. Its memory is used again.
             self.wait_unshard()
-            self.reshard()
+            torch.autograd.graph.increment_version(self.buffer)
         with torch.inference_mode(False), torch.no_grad():
             self._allocate_buffer()
             self._gathered_version = self.version
-            source = self.shard.detach()
-            if source.dtype != self.compute_dtype:
-                source = source.to(self.compute_dtype)
-            self._gather = self._comm.all_gather(
-                source, self.buffer, label=self.unit_name, tag=self._tag
-            )
+            self._gather = self._begin_gather(purpose)
         self.state = ShardState.UNSHARDING
+
+    def _begin_gather(self, purpose: str) -> Pending:
+        """Begin filling the buffer from where that is cheapest."""
+        if self._secondary is not None:
+            self.begin_refresh()
+            if self._secondary.is_current(self.version):
+                return self._secondary.gather(self.buffer, purpose)
+        return self._topology.inner.all_gather(
+            self._source(), self.buffer, label=self.unit_name, tag=self._tag, purpose=purpose
+        )
+
+    def _source(self) -> Tensor:
+        """The shard in the dtype that computes."""
+        return self.shard.detach().to(self.compute_dtype)
+
+    def begin_refresh(self) -> None:
+        """Begin to bring parameters from other nodes, if they are kept there and have changed.
+
+        Collective: all ranks of the outer group.
+        """
+        outer = self._topology.outer
+        if self._secondary is not None and outer.size > 1:
+            with torch.inference_mode(False), torch.no_grad():
+                self._secondary.begin_refresh(self._source(), self.version, outer, self._outer_tag)
+
+    def finish_refresh(self) -> None:
+        """Wait for what ``begin_refresh`` began: the shard may be written after it."""
+        if self._secondary is not None:
+            self._secondary.finish_refresh()
+
+    def keep_secondary(self) -> None:
+        """Before ``reshard`` between forward and backward: keep what backward gathers from."""
+        if self._topology.regather is not None and self.is_current:
+            assert self._secondary is not None, "planned with the topology"
+            self._secondary.cut(self.buffer, self._gathered_version)
+
+    def drop_secondary(self) -> None:
+        """After backward: give back what ``keep_secondary`` kept."""
+        if self._topology.regather is not None:
+            assert self._secondary is not None, "planned with the topology"
+            self._secondary.drop()
+
+    @property
+    def has_secondary(self) -> bool:
+        """Whether ``keep_secondary`` kept something."""
+        return self._topology.regather is not None and self.secondary_bytes > 0
+
+    @property
+    def secondary_bytes(self) -> int:
+        """What is held beside the shard to gather from, in bytes."""
+        return 0 if self._secondary is None else self._secondary.nbytes
 
     def _absorb_replaced(self) -> None:
         """Where plain originals stand over the shard, take over data assigned to ``p.data``."""
-        if not (self._use_orig_params and self._comm.size == 1):
+        if not (self._use_orig_params and self._is_whole):
             return
         for param, span in zip(self.sharded, self.layout.spans, strict=True):
-            place = self.shard[span.start : span.end].view(span.shape)
+            place = view_of(self.shard, span)
             if span.numel and param.data_ptr() != place.data_ptr():
                 with torch.no_grad():
                     place.copy_(param)
@@ -345,7 +408,7 @@ class FlatParamHandle:
     @property
     def version(self) -> int:
         """Grows whenever the shard is written."""
-        if self._use_orig_params and self._comm.size == 1:
+        if self._use_orig_params and self._is_whole:
             return sum(param._version for param in self.sharded)
         return self.shard._version
 
@@ -458,12 +521,16 @@ class FlatParamHandle:
         So ``zero_grad()`` can drop it, as under DistributedDataParallel, and a step that would
         use it is refused.
         """
+        gradients = self.gradients
+        waiting = gradients.accumulated
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            filled = self.gradients.filled
-            for index in filled if self._use_orig_params or not filled else {0}:
+            # Slots show gradients whole; what was reduced within a group exists in parts only.
+            in_parts = gradients.held is not None or not self._use_orig_params
+            part = gradients.shard_part() if in_parts and waiting else None
+            for index in waiting if self._use_orig_params or not waiting else {0}:
                 param = self.sharded[index]
                 if param.grad is None:
-                    param.grad = self._unreduced_view(index)
+                    param.grad = self._unreduced_view(index, part)
                     param.grad._unreduced_of = self.unit_name  # type: ignore[attr-defined]
                 self._unreduced[index] = (
                     param.grad,
@@ -471,12 +538,13 @@ class FlatParamHandle:
                 )
         self.give_hooks_back()
 
-    def _unreduced_view(self, index: int) -> Tensor:
-        if not self._use_orig_params:
-            part = self.gradients.shard_part(self._comm.rank).to(self.shard.dtype)
-            return FlatShardTensor(part, self._flat_spec)
+    def _unreduced_view(self, index: int, part: Tensor | None) -> Tensor:
+        if part is not None:
+            if not self._use_orig_params:
+                return FlatShardTensor(part, self._flat_spec)
+            return self._grad_view(part, index)
         slot = self.gradients.slot(index).to(self.shard.dtype)
-        if self._comm.size == 1:
+        if self._is_whole:
             return slot.view(slot.shape)
         return FlatShardTensor(self._specs[index].slice(slot), self._specs[index])
 
@@ -488,7 +556,7 @@ class FlatParamHandle:
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             everything = range(len(self._owned))
-            for index in list(self.gradients.filled if self._use_orig_params else [0]):
+            for index in list(self.gradients.accumulated if self._use_orig_params else [0]):
                 param = self.sharded[index]
                 shown, version = self._unreduced.pop(index, (None, 0))
                 if shown is None or (param.grad is not None and param.grad is not shown):
@@ -589,8 +657,8 @@ class FlatParamHandle:
     def _grad_view(self, reduced: Tensor, index: int) -> Tensor:
         local = self.local_spans[index]
         piece = reduced[local.start : local.end]
-        if self._comm.size == 1:
-            return piece.view(self.layout.spans[index].shape)
+        if self._is_whole:
+            return view_of(reduced, self.layout.spans[index])
         return FlatShardTensor(piece, self._specs[index])
 
     def drop_grads(self) -> None:
@@ -676,12 +744,17 @@ class FlatParamHandle:
                 flat = self.buffer
             else:
                 flat = self.shard.new_empty(self.layout.padded_numel)
-                self._comm.all_gather(
-                    self.shard.detach(), flat, label=self.unit_name, tag=self._tag
-                ).wait()
-            return [
-                flat[span.start : span.end].view(span.shape).clone() for span in self.layout.spans
-            ]
+                self._gather_into(flat).wait()
+            return [view_of(flat, span).clone() for span in self.layout.spans]
+
+    def _gather_into(self, out: Tensor) -> Pending:
+        """Begin gathering the shards as they are, in their own dtype."""
+        topology, source = self._topology, self.shard.detach()
+        if topology.outer.size == 1:
+            return topology.inner.all_gather(
+                source, out, label=self.unit_name, tag=self._tag, purpose="whole tensors"
+            )
+        return gather_in_two(source, out, topology.inner, topology.outer, self.unit_name, self._tag)
 
     def index_of(self, tensor: Tensor) -> int | None:
         """Which original parameter ``tensor`` shows, or None."""
@@ -699,6 +772,30 @@ class FlatParamHandle:
             ),
             None,
         )
+
+    def check_keeps_order(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Refuse a ``module._apply`` function that gives a parameter another memory format.
+
+        Optimizer state lies in the order of the shard, and nobody would rearrange it.
+
+        Raises:
+            RuntimeError: it does.
+        """
+        after: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for span in self.layout.spans:
+            if span.order not in after:
+                # As many dimensions in the same order, but small: the shape takes no part.
+                sizes = (2,) * len(span.order)
+                strides = strides_of(sizes, span.order)
+                probe = fn(self.shard.new_zeros(2 ** len(sizes)).as_strided(sizes, strides))
+                after[span.order] = memory_order(probe.shape, probe.stride())
+            if strides_of(span.shape, after[span.order]) != span.strides:
+                raise RuntimeError(
+                    f"parameter {span.name!r} (unit {self.unit_name!r}): the memory format cannot "
+                    f"be changed after wrapping: strides are {span.strides}, "
+                    f"{strides_of(span.shape, after[span.order])} are asked for. Call "
+                    "model.to(memory_format=...) before ShardedWrapper(model): formats are kept."
+                )
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
@@ -755,6 +852,7 @@ class FlatParamHandle:
         twin.state, twin._gather, twin._gathered_version = ShardState.SHARDED, None, -1
         twin._earlier_grads, twin._unreduced = [], {}
         twin._hooked, twin.full = set(), []
+        twin._secondary = twin._plan_secondary()
         twin.sharded = [memo[id(param)] for param in self.sharded]
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             twin._adopt_shard(self.shard.detach().clone())
@@ -772,9 +870,9 @@ class FlatParamHandle:
             # A view of the parameter, so that both share one version counter.
             self.shard = self.sharded[0].detach()
             self._placeholders = self._shard_views(None)
-        elif self._comm.size == 1:
+        elif self._is_whole:
             for param, span in zip(self.sharded, self.layout.spans, strict=True):
-                param.data = self.shard[span.start : span.end].view(span.shape)
+                param.data = view_of(self.shard, span)
         else:
             views = self._shard_views(requires_grad)
             for owned, view in zip(self._owned, views, strict=True):

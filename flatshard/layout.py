@@ -1,7 +1,10 @@
 """The flat layout: where each original parameter lies in one padded 1-D space, and who holds what.
 
-A layout is a pure function of names, shapes, alignment and world size. Every rank computes the
-same one, so no communication is ever needed to know who owns an element.
+A layout is a pure function of names, shapes, memory orders, alignment and world size. Every rank
+computes the same one, so no communication is ever needed to know who owns an element.
+
+A parameter's elements lie in its own memory order, so that a view of its range has the strides
+that it had before (channels_last, say). ``start``, ``end`` and ``offset`` count in that order.
 
     a:(2,3) b:(5,) on 2 ranks, alignment 1 -> numel 11, padded_numel 12, shard_numel 6
       rank 0 |a a a a a a|   rank 1 |b b b b b .|
@@ -18,14 +21,47 @@ ALIGNMENT_BYTES = 16
 """Every original parameter, and every rank's shard, starts at a multiple of this many bytes."""
 
 
+def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions of a tensor from the outermost in memory to the innermost.
+
+    A tensor that overlaps itself or has gaps has none; then the order of a contiguous one.
+    """
+    # Where strides are equal all dimensions but one have a single element, or nothing does: those
+    # are further in, as `strides_of` has them.
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], -max(shape[d], 1)))
+    dense = strides_of(shape, order)
+    if all(size == 1 or strides[d] == dense[d] for d, size in enumerate(shape)):
+        return tuple(order)
+    return tuple(range(len(shape)))
+
+
+def strides_of(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a tensor without gaps in memory order ``order``."""
+    strides = [0] * len(shape)
+    step = 1
+    for dimension in reversed(order):
+        strides[dimension] = step
+        step *= max(shape[dimension], 1)
+    return tuple(strides)
+
+
 @dataclass(frozen=True)
 class ParamSpan:
-    """One original parameter's half-open range ``[start, end)`` in the flat space, in elements."""
+    """One original parameter's half-open range ``[start, end)`` in the flat space, in elements.
+
+    ``order`` is the order of its dimensions in memory, see ``memory_order``.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int
     end: int
+    order: tuple[int, ...]
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Strides, in elements, of a view of the range."""
+        return strides_of(self.shape, self.order)
 
     @property
     def numel(self) -> int:
@@ -37,8 +73,8 @@ class ParamSpan:
 class LocalSpan:
     """The part of one original parameter that lies in one rank's shard; may be empty.
 
-    ``[start, end)`` is in elements of the shard, ``offset`` is the index, in the flattened
-    original parameter, of the element at ``start``.
+    ``[start, end)`` is in elements of the shard, ``offset`` is the index, among the original
+    parameter's elements in memory order, of the element at ``start``.
     """
 
     start: int
@@ -72,6 +108,7 @@ class FlatLayout:
         *,
         world_size: int,
         itemsize: int,
+        orders: Sequence[Sequence[int]] | None = None,
     ) -> FlatLayout:
         """Lay parameters out one after the other.
 
@@ -79,6 +116,7 @@ class FlatLayout:
             named_shapes: name and shape of each original parameter, in registration order.
             world_size: ranks to share among, at least 1.
             itemsize: bytes per element; decides the alignment.
+            orders: each parameter's memory order; None: all are contiguous.
 
         Raises:
             ValueError: ``world_size`` or ``itemsize`` below 1.
@@ -90,10 +128,11 @@ class FlatLayout:
         align = max(1, ALIGNMENT_BYTES // itemsize)
         spans: list[ParamSpan] = []
         end = 0
-        for name, shape in named_shapes:
+        for index, (name, shape) in enumerate(named_shapes):
             start = _round_up(end, align)
             end = start + math.prod(shape)
-            spans.append(ParamSpan(name, tuple(shape), start, end))
+            order = range(len(shape)) if orders is None else orders[index]
+            spans.append(ParamSpan(name, tuple(shape), start, end, tuple(order)))
         shard_numel = _round_up(-(-end // world_size), align)
         return cls(tuple(spans), world_size, shard_numel)
 
@@ -103,6 +142,8 @@ class FlatLayout:
         for span in self.spans:
             assert span.start >= end, f"{span.name} overlaps its neighbour"
             assert span.numel == math.prod(span.shape), f"{span.name} has a range of another size"
+            dimensions = list(range(len(span.shape)))
+            assert sorted(span.order) == dimensions, f"{span.name} has no such memory order"
             end = span.end
         assert self.padded_numel >= end, "the shards do not cover the parameters"
 
@@ -126,10 +167,11 @@ class FlatLayout:
         """The half-open ranges of the flat space that are padding, ascending, none empty."""
         gaps = []
         end = 0
-        for span in (*self.spans, ParamSpan("", (0,), self.padded_numel, self.padded_numel)):
-            if span.start > end:
-                gaps.append((end, span.start))
-            end = max(end, span.end)
+        ranges = [(span.start, span.end) for span in self.spans]
+        for start, stop in [*ranges, (self.padded_numel, self.padded_numel)]:
+            if start > end:
+                gaps.append((end, start))
+            end = max(end, stop)
         return tuple(gaps)
 
     def shard_range(self, rank: int) -> tuple[int, int]:

@@ -40,6 +40,9 @@ _ELEMENTWISE: set[Any] = {
     )
 }
 
+# State of one number per parameter, not per element: also where the parameter is 0-d itself.
+_ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
+
 _swapped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _installed = False
 
@@ -172,7 +175,9 @@ def _local_state(param: FlatShardTensor | FlatParameter, state: dict[str, Any]) 
     """
     held = param._local if isinstance(param, FlatShardTensor) else param
     for key, value in state.items():
-        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape == held.shape:
+        if not isinstance(value, torch.Tensor) or value.shape == held.shape:
+            continue
+        if key in _ONE_PER_PARAMETER:
             continue
         if isinstance(param, FlatShardTensor) and value.shape == param.shape:
             state[key] = param._spec.slice(value).clone()

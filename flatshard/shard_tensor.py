@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import hooks as torch_hooks
 
-from flatshard.collectives import Communicator
+from flatshard.collectives import ALONE, Communicator
+from flatshard.layout import strides_of
 
 aten = torch.ops.aten
 
@@ -40,9 +41,12 @@ class ShardSpec:
         name: the parameter's name in the unwrapped model.
         unit: the unit's name.
         shape: the parameter's shape.
-        offset: index, in the flattened parameter, of this rank's first element.
+        offset: index, among the parameter's elements in memory order, of this rank's first one.
         numel: elements that this rank holds.
         comm: the ranks that hold the rest.
+        replicas: the ranks that hold the same.
+        order: the order of the parameter's dimensions in memory, outermost first.
+        strides: the parameter's strides, in elements.
         full: the parameter that computes while the unit is gathered; hooks for it go there.
         post_accumulate_hooks: run with the sharded parameter once its gradient is published.
     """
@@ -56,6 +60,8 @@ class ShardSpec:
         offset: int,
         numel: int,
         comm: Communicator,
+        replicas: Communicator = ALONE,
+        order: Sequence[int] | None = None,
     ) -> None:
         self.name = name
         self.unit = unit
@@ -63,16 +69,19 @@ class ShardSpec:
         self.offset = offset
         self.numel = numel
         self.comm = comm
+        self.replicas = replicas
+        self.order = tuple(range(len(self.shape)) if order is None else order)
+        self.strides = strides_of(self.shape, self.order)
         self.full: nn.Parameter | None = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
 
     @property
-    def place(self) -> tuple[tuple[int, ...], int, int]:
+    def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
         """Two tensors can meet in an element-wise operation when this is equal."""
-        return self.shape, self.offset, self.numel
+        return self.shape, self.strides, self.offset, self.numel
 
     def slice(self, tensor: Tensor) -> Tensor:
-        """This rank's range of a full tensor, 1-D; shapes that broadcast are expanded.
+        """This rank's range of a full tensor of any strides, 1-D; smaller shapes broadcast.
 
         Raises:
             RuntimeError: ``tensor`` does not broadcast to the parameter's shape.
@@ -85,26 +94,39 @@ class ShardSpec:
                     f"parameter {self.name!r}: expected a tensor of shape {self.shape} or one "
                     f"that broadcasts to it, got {tuple(tensor.shape)}"
                 ) from None
-        return tensor.reshape(-1)[self.offset : self.offset + self.numel]
+        in_memory_order = tensor.permute(self.order).reshape(-1)
+        return in_memory_order[self.offset : self.offset + self.numel]
+
+    def empty(self, like: Tensor) -> Tensor:
+        """A plain tensor of the parameter's shape and strides, dtype and device of ``like``."""
+        return like.new_empty_strided(self.shape, self.strides)
+
+    def average(self, value: Tensor) -> Tensor:
+        """The mean of a small tensor over all ranks. Collective: both groups."""
+        total = self.comm.reduce_scalars(value.clone(), "SUM", label=self.name)
+        total = self.replicas.reduce_scalars(total, "SUM", label=self.name)
+        return total / (self.comm.size * self.replicas.size)
 
     def refuse(self, operation: object) -> NoReturn:
         """Raise for an operation that this rank's part cannot do alone."""
         raise RuntimeError(
-            f"parameter {self.name!r} (unit {self.unit!r}, rank {self.comm.rank}) is sharded: "
-            f"{operation} needs the whole tensor. Use it inside the forward of the module that "
-            "owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor(). (For "
-            "an optimizer that treats every element alike: flatshard.declare_elementwise.)"
+            f"parameter {self.name!r} (unit {self.unit!r}, rank {self.comm.global_rank}) is "
+            f"sharded: {operation} needs the whole tensor. Use it inside the forward of the module "
+            "that owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor(). "
+            "(For an optimizer that treats every element alike: flatshard.declare_elementwise.)"
         )
 
 
 class FlatShardTensor(torch.Tensor):
     """A parameter, or its gradient, of which this rank holds a 1-D range.
 
-    Shape, dtype and device are those of the whole parameter.
+    Shape, strides, dtype and device are those of the whole parameter, the range is one of its
+    elements in memory order.
     """
 
     _local: Tensor
     _spec: ShardSpec
+    _is_placeholder: bool = False
 
     @staticmethod
     def __new__(
@@ -112,7 +134,12 @@ class FlatShardTensor(torch.Tensor):
     ) -> FlatShardTensor:
         """Wrap ``local``, ``(spec.numel,)``, without copying."""
         self = torch.Tensor._make_wrapper_subclass(
-            cls, spec.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+            cls,
+            spec.shape,
+            strides=spec.strides,
+            dtype=local.dtype,
+            device=local.device,
+            requires_grad=requires_grad,
         )
         self._local = local
         self._spec = spec
@@ -125,25 +152,35 @@ class FlatShardTensor(torch.Tensor):
         self._is_param = True
         return self
 
+    @classmethod
+    def placeholder(cls, local: Tensor, spec: ShardSpec) -> FlatShardTensor:
+        """The same, where a part of a ``FlatParameter`` was; it is frozen or trained with that."""
+        self = cls(local, spec)
+        self._is_placeholder = True
+        return self
+
     def to_local(self) -> Tensor:
-        """This rank's range, ``(numel held here,)``, sharing memory. No communication."""
+        """This rank's range in memory order, ``(numel held here,)``; shares memory.
+
+        No communication.
+        """
         return self._local
 
     def full_tensor(self) -> Tensor:
-        """A plain copy of the whole tensor, ``self.shape``.
+        """A plain copy of the whole tensor, with its shape and strides.
 
         Collective: all ranks of the shard group.
         """
         spec, local = self._spec, self._local.detach()
-        full = torch.zeros(spec.shape, dtype=local.dtype, device=local.device)
+        flat = local.new_zeros(self.numel())
         # Bytes of zero add nothing, so this sum only puts the ranges beside one another.
-        full_bytes = _bytes(full.view(-1))
+        full_bytes = _bytes(flat)
         size = local.element_size()
         full_bytes[spec.offset * size : (spec.offset + spec.numel) * size] = _bytes(
             local.contiguous()
         )
         spec.comm.reduce_scalars(full_bytes, "SUM", label=spec.name)
-        return full
+        return flat.as_strided(spec.shape, spec.strides)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -244,6 +281,8 @@ class FlatShardTensor(torch.Tensor):
                     return _DIFFERENTIABLE[func](*args, **kwargs)
             elif func in _TAKES_GRADIENTS:
                 _refuse_gradients_of(args, kwargs)
+        if func in _SETS_REQUIRES_GRAD and getattr(args[0], "_is_placeholder", False):
+            _refuse_requires_grad(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -306,8 +345,8 @@ def _local(value: Any, spec: ShardSpec) -> Any:
         if value._spec.place != spec.place:
             raise RuntimeError(
                 f"parameter {spec.name!r} {spec.shape} meets {value._spec.name!r} "
-                f"{value._spec.shape}: sharded tensors of different shapes or layouts cannot be "
-                "combined. Use full_tensor() on both."
+                f"{value._spec.shape}: sharded tensors of different shapes, strides or layouts "
+                "cannot be combined. Use full_tensor() on both."
             )
         return value._local
     if isinstance(value, Tensor) and value.dim() > 0:
@@ -328,6 +367,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     in_place = func._schema.is_mutable
     if in_place and not isinstance(args[0], FlatShardTensor):
         spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
+    _check_memory_format(func, like, kwargs.get("memory_format"))
     # The local range is 1-D: formats of more dimensions mean nothing to it.
     kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}
     result = func(*(_local(value, spec) for value in args), **kwargs)
@@ -335,6 +375,22 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         torch.autograd.graph.increment_version(args[0]._local)
         return args[0]
     return FlatShardTensor(result, spec)
+
+
+def _check_memory_format(
+    func: Any, tensor: FlatShardTensor, memory_format: torch.memory_format | None
+) -> None:
+    """What is computed here keeps the order of the parameter; another one takes all ranks."""
+    if memory_format is None or memory_format is torch.preserve_format:
+        return
+    if not tensor.is_contiguous(memory_format=memory_format):
+        spec = tensor._spec
+        raise RuntimeError(
+            f"parameter {spec.name!r} (unit {spec.unit!r}) is sharded and keeps the memory format "
+            f"that it was wrapped with: strides are {spec.strides}, {func._schema.name} asks for "
+            f"{memory_format}. Call model.to(memory_format=...) before ShardedWrapper(model), or "
+            "use p.full_tensor()."
+        )
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -505,7 +561,7 @@ def _random_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Draw as many numbers as the unwrapped model would, keep this rank's."""
     tensor: FlatShardTensor = args[0]
     local = tensor._local
-    full = torch.empty(tensor._spec.shape, dtype=local.dtype, device=local.device)
+    full = tensor._spec.empty(local)
     func(full, *args[1:], **kwargs)
     local.copy_(tensor._spec.slice(full))
     torch.autograd.graph.increment_version(local)
@@ -514,8 +570,9 @@ def _random_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
     tensor: FlatShardTensor = args[0]
+    _check_memory_format(func, tensor, kwargs.get("memory_format"))
     local = tensor._local
-    full = torch.empty(tensor._spec.shape, dtype=local.dtype, device=local.device)
+    full = tensor._spec.empty(local)
     drawn = func(full, *args[1:], **kwargs)
     return FlatShardTensor(tensor._spec.slice(drawn).clone(), tensor._spec)
 
@@ -564,8 +621,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> FlatShardTensor:  # type: ignore[override]
         spec = ctx.spec
-        upstream = spec.comm.reduce_scalars(gradient.clone(), "SUM", label=spec.name)
-        local = ctx.like.new_empty(spec.numel).copy_(upstream / spec.comm.size)
+        local = ctx.like.new_empty(spec.numel).copy_(spec.average(gradient))
         return FlatShardTensor(local, spec)
 
 
@@ -583,10 +639,10 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[FlatShardTensor, None]:  # type: ignore[override]
         spec, order = ctx.spec, ctx.order
         local, norm = ctx.saved_tensors
-        upstream = spec.comm.reduce_scalars(gradient.clone(), "SUM", label=spec.name)
+        upstream = spec.average(gradient)
         # x |x|^(p-2) / norm^(p-1), with 0 for 0/0.
         slope = local.sgn() * (local.abs() / norm).nan_to_num(0.0).pow(order - 1)
-        return FlatShardTensor(slope * (upstream / spec.comm.size), spec), None
+        return FlatShardTensor(slope * upstream, spec), None
 
 
 def _differentiable_sum(input: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -634,6 +690,20 @@ def _refuse_gradients_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 "cannot be asked of autograd. Call loss.backward() and read p.grad, or work "
                 "under ShardedWrapper.summon_full_params(model)."
             )
+
+
+_SETS_REQUIRES_GRAD = frozenset(
+    {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+)
+
+
+def _refuse_requires_grad(tensor: FlatShardTensor) -> NoReturn:
+    spec = tensor._spec
+    raise RuntimeError(
+        f"parameter {spec.name!r} (unit {spec.unit!r}) is a part of a flat parameter and cannot "
+        "be frozen or unfrozen alone. Wrap with use_orig_params=True, freeze it before wrapping, "
+        "or call requires_grad_() on the unit's ShardedWrapper."
+    )
 
 
 def _register_with_torch() -> None:

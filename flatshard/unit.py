@@ -28,8 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from flatshard.config import Placement
+from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle, ShardState
 from flatshard.profiling import profiled
+from flatshard.topology import Topology
 
 
 class Phase(enum.Enum):
@@ -114,8 +117,11 @@ class Unit:
         module: the module, which keeps its own class and forward.
         name: its name in the unwrapped model; empty for the model itself.
         handles: its flat parameters, one per dtype and ``requires_grad``; may be none.
+        topology: its groups.
         index: its number in the run.
         phase: see ``Phase``.
+        placement: what is freed when.
+        sync: what the backward of the forward begun last does with the gradients.
     """
 
     context: Context
@@ -125,7 +131,8 @@ class Unit:
         module: nn.Module,
         name: str,
         *,
-        reshard_after_forward: bool,
+        placement: Placement,
+        topology: Topology,
         compute_dtype: torch.dtype | None,
     ) -> None:
         """Hook ``module``'s forward. The flat parameters are added by ``own``."""
@@ -134,7 +141,9 @@ class Unit:
         self.handles: list[FlatParamHandle] = []
         self.index = -1
         self.phase = Phase.IDLE
-        self._reshard_after_forward = reshard_after_forward
+        self.placement = placement
+        self.topology = topology
+        self.sync = Sync.ALL
         self._compute_dtype = compute_dtype
         self._running: list[Call] = []
         self._waiting_for: dict[Call, int] = {}
@@ -180,36 +189,68 @@ class Unit:
         """Flat parameters with something to reduce."""
         return [h for h, count in zip(self.handles, self._num_trainable, strict=True) if count]
 
+    @property
+    def gradient_bytes(self) -> int:
+        """What whole gradients of the unit take."""
+        return sum(
+            handle.layout.padded_numel * handle.reduce_dtype.itemsize
+            for handle in self.trainable_handles()
+        )
+
+    def plan_sync(self, wanted: Sync) -> None:
+        """Take what ``wanted`` means for the groups of this unit."""
+        if wanted is Sync.WITHIN:
+            if not self.topology.crosses:
+                wanted = Sync.ALL
+            elif self.topology.inner.size == 1:
+                wanted = Sync.LOCAL
+        self.sync = wanted
+
     # ------------------------------------------------------------ gather and free
 
-    def begin_gather(self) -> None:
-        """Start gathering without waiting: a prefetch. Collective."""
+    def begin_gather(self, purpose: str) -> None:
+        """Start gathering without waiting, for "forward" or "backward". Collective."""
         with profiled("unshard", self.name):
             for handle in self.handles:
-                handle.unshard()
+                handle.unshard(purpose)
 
-    def gather(self) -> None:
+    def gather(self, purpose: str) -> None:
         """Gather and install the full parameters. Collective."""
-        self.begin_gather()
+        self.begin_gather(purpose)
         with profiled("wait_unshard", self.name):
             for handle in self.handles:
                 handle.wait_unshard()
                 handle.install()
 
     def release(self) -> None:
-        """Give the modules the sharded parameters back and free the buffers.
+        """Give the modules the sharded parameters back and free what the strategy frees.
 
-        State: any -> IDLE, unless something saved outside our reach may need the buffers.
+        State: any -> IDLE. Buffers stay where something saved outside our reach may need them.
         """
+        self._leave()
+        if not self._is_sticky:
+            for handle in self.handles:
+                handle.drop_secondary()
+                if self.placement.reshard_after_backward:
+                    handle.reshard()
+                elif handle.state is ShardState.UNSHARDING:
+                    # The optimizer may write the shard next, so it must not be on its way.
+                    handle.wait_unshard()
+
+    def free(self) -> None:
+        """The same, and free everything. State: any -> IDLE."""
+        self._leave()
+        for handle in self.handles:
+            handle.drop_secondary()
+            handle.reshard()
+
+    def _leave(self) -> None:
         for handle in self.handles:
             handle.uninstall()
         self.phase = Phase.IDLE
         self._waiting_for.clear()
         for handle in self.handles:
             handle.gradients.seen.clear()
-        if not self._is_sticky:
-            for handle in self.handles:
-                handle.reshard()
 
     @property
     def _version(self) -> int:
@@ -226,9 +267,12 @@ class Unit:
         return any(handle.state is ShardState.UNSHARDING for handle in self.handles)
 
     @property
-    def is_gathered(self) -> bool:
-        """Whether an unsharded buffer exists, or is on its way."""
-        return any(handle.state is not ShardState.SHARDED for handle in self.handles)
+    def is_at_rest(self) -> bool:
+        """Whether nothing is gathered, on its way, or kept for backward."""
+        return self.phase is Phase.IDLE and not any(
+            handle.state is not ShardState.SHARDED or handle.has_secondary
+            for handle in self.handles
+        )
 
     # ------------------------------------------------------------ forward
 
@@ -242,7 +286,7 @@ class Unit:
         if recomputing:
             self._enter_backward()
         else:
-            self.gather()
+            self.gather("forward")
             self.phase = Phase.FORWARD
             self._count_trainable()
             self.context.prefetch_forward()
@@ -293,14 +337,17 @@ class Unit:
             handle.uninstall()
         self.phase = Phase.IDLE
         # A reentrant checkpoint runs its units without gradients, and their backward all the same.
-        needed = (
-            has_output
-            and (torch.is_grad_enabled() or self.context.expects_backward)
-            and (not self._reshard_after_forward or self.context.keeps_after_forward(self))
-        )
-        if not needed and not self._is_sticky:
-            for handle in self.handles:
-                handle.reshard()
+        backward_follows = has_output and (torch.is_grad_enabled() or self.context.expects_backward)
+        if self._is_sticky or (backward_follows and self._stays_after_forward):
+            return
+        for handle in self.handles:
+            if backward_follows:
+                handle.keep_secondary()
+            handle.reshard()
+
+    @property
+    def _stays_after_forward(self) -> bool:
+        return not self.placement.reshard_after_forward or self.context.keeps_after_forward(self)
 
     def _protect(self, output: Any) -> Any:
         """Copy outputs that look into a buffer which is about to be freed; None if none does."""
@@ -348,7 +395,7 @@ class Unit:
             # They are good until the parameters change, and so long the buffer stays.
             self._sticky_version = self._version
         if self.phase is not Phase.BACKWARD:
-            self.gather()
+            self.gather("backward")
             self._count_trainable()
             self.phase = Phase.BACKWARD
 
@@ -356,7 +403,7 @@ class Unit:
         """Bring the parameters back for a saved view. Collective, unless they are there."""
         if all(handle.is_current for handle in self.handles):
             return
-        self.gather()
+        self.gather("backward")
         if self.context.begin_backward():
             self.phase = Phase.BACKWARD
 
@@ -395,7 +442,7 @@ class Unit:
         self._sticky_version = -1
         for handle in self.handles:
             handle.drop_grads()
-        self.release()
+        self.free()
 
 
 def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,30 +13,82 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import agreement, checkpoint, config, optim
-from flatshard.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from flatshard.config import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    Placement,
+    ShardingStrategy,
+)
 from flatshard.context import RunContext
 from flatshard.flat_param import FlatParameter
 from flatshard.handle import FlatParamHandle
 from flatshard.ownership import OwnedParam, find_owners
-from flatshard.topology import Topology, resolve
+from flatshard.topology import Ranks, Topology, read_ranks
 from flatshard.unit import Unit
-from flatshard.wrap import Policy, check_policy, explain_no_match, find_units
+from flatshard.wrap import Policy, UnitPlan, check_policy, explain_no_match, find_units
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """What every unit of one model shares."""
+    """What is the same for all of a unit, and mostly for all units of a model."""
 
+    ranks: Ranks
     strategy: ShardingStrategy
-    topology: Topology
+    placement: Placement
     precision: MixedPrecision
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool
     use_orig_params: bool
     broadcast_buffers: bool
     device: torch.device
+
+    @property
+    def topology(self) -> Topology:
+        """The groups."""
+        return self.ranks.resolve(self.placement)
+
+    def describe(self) -> str:
+        """What must be the same on every rank."""
+        return (
+            f"{self.strategy}, {self.placement}, {self.ranks.describe()}, {self.precision}, "
+            f"use_orig_params={self.use_orig_params}, broadcast_buffers={self.broadcast_buffers}"
+        )
+
+    def override(self, plan: UnitPlan) -> _Settings:
+        """The settings of a unit for which a policy gave keywords of its own.
+
+        Raises:
+            ValueError: a keyword that units of one model cannot differ in.
+        """
+        if not plan.overrides:
+            return self
+        keywords = dict(plan.overrides)
+        strategy, placement = self.strategy, self.placement
+        if "sharding_strategy" in keywords or "reshard_after_forward" in keywords:
+            strategy, placement = _read_strategy(
+                keywords.pop("sharding_strategy", strategy),
+                keywords.pop("reshard_after_forward", None),
+                self.ranks,
+            )
+        precision = self.precision
+        if "mixed_precision" in keywords:
+            precision = config.as_mixed_precision(keywords.pop("mixed_precision"))
+        if keywords:
+            raise ValueError(
+                f"auto_wrap_policy: for unit {plan.name!r} it sets {', '.join(sorted(keywords))}; "
+                "units of one model can differ in sharding_strategy, reshard_after_forward and "
+                "mixed_precision. Set the others on the outermost wrapper."
+            )
+        return dataclasses.replace(
+            self, strategy=strategy, placement=placement, precision=precision
+        )
+
+
+ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
 
 class ShardedWrapper(nn.Module):
@@ -51,14 +104,21 @@ class ShardedWrapper(nn.Module):
 
     Args:
         module: any module; it is changed in place and stays available as ``.module``.
-        process_group: the ranks that train this model. None: the default group; without one, and
-            with no other rank started, the wrapper runs as a plain module and warns once.
+        process_group: the ranks that train this model, or for HYBRID strategies a pair (shard
+            group, replicate group). None: the default group; without one, and with no other rank
+            started, the wrapper runs as a plain module and warns once.
         sharding_strategy: see ``ShardingStrategy``; torch's enum and names are understood. None:
-            ``FULL_SHARD``.
+            ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. HYBRID
+            without either shards within each node, as ``LOCAL_WORLD_SIZE`` says.
         cpu_offload: see ``CPUOffload``.
         auto_wrap_policy: which submodules become units; see ``flatshard.wrap``. None: one unit.
         backward_prefetch: when the next unit's gather starts in backward; None: never early.
         mixed_precision: see ``MixedPrecision``.
+        device_mesh: instead of ``process_group``: a 1-D mesh, or a 2-D one for HYBRID strategies,
+            (replicate, shard) unless the names of its dimensions say the opposite.
+        reshard_after_forward: None: as the strategy says. True or False: free parameters between
+            forward and backward, or keep them. An int k, a divisor of the shard group's size:
+            keep one part in k on each rank, so that backward gathers from k ranks only.
         device_id: where to put and train the parameters; an accelerator's index or a device.
             None: where they are, or the current accelerator if the process group has no CPU
             backend.
@@ -68,7 +128,8 @@ class ShardedWrapper(nn.Module):
             the last forward. None: yes.
         limit_all_gathers: accepted; buffers in flight are always bounded.
         use_orig_params: True: ``parameters()`` are the original objects, in their true shapes.
-            False: one 1-D ``FlatParameter`` per unit (and dtype, and ``requires_grad``).
+            False: one 1-D ``FlatParameter`` per unit (and dtype, and ``requires_grad``), which
+            is frozen or trained as a whole.
         broadcast_buffers: give all ranks rank 0's buffers before each forward, as
             DistributedDataParallel does.
         collectives: ``"auto"``: what fits the backend best; ``"native"``: one collective of the
@@ -87,13 +148,15 @@ class ShardedWrapper(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: ProcessGroups = None,
         sharding_strategy: ShardingStrategy | str | None = None,
         cpu_offload: CPUOffload | bool | None = None,
         auto_wrap_policy: Policy | None = None,
         backward_prefetch: BackwardPrefetch | str | None = BackwardPrefetch.BACKWARD_PRE,
         mixed_precision: MixedPrecision | None = None,
         *,
+        device_mesh: DeviceMesh | None = None,
+        reshard_after_forward: bool | int | None = None,
         device_id: int | str | torch.device | None = None,
         sync_module_states: bool | None = None,
         forward_prefetch: bool | None = None,
@@ -106,50 +169,51 @@ class ShardedWrapper(nn.Module):
         """See the class."""
         super().__init__()
         notes = config.check_extra_keywords(extra, ShardedWrapper.__init__)
-        strategy = config.as_strategy(sharding_strategy)
         prefetch = config.as_backward_prefetch(backward_prefetch)
         offload = config.as_cpu_offload(cpu_offload)
-        precision = config.as_mixed_precision(mixed_precision)
         _check_module(module, auto_wrap_policy)
-        group = _process_group(process_group)
-        device = _device(module, device_id, group)
+        ranks = _read_ranks(process_group, device_mesh, native=config.as_native(collectives))
+        strategy, placement = _read_strategy(sharding_strategy, reshard_after_forward, ranks)
+        _check_grid_is_used(ranks, placement, strategy)
+        device = _device(module, device_id, ranks.world.group)
         if offload.offload_params:
             _check_offload(device)
-        native = config.as_native(collectives)
-        topology = resolve(strategy.placement, group, native=native)
+        settings = _Settings(
+            ranks=ranks,
+            strategy=strategy,
+            placement=placement,
+            precision=config.as_mixed_precision(mixed_precision),
+            backward_prefetch=prefetch,
+            forward_prefetch=forward_prefetch is not False,
+            use_orig_params=use_orig_params,
+            broadcast_buffers=broadcast_buffers,
+            device=device,
+        )
         plans = find_units(module, auto_wrap_policy) if auto_wrap_policy is not None else []
+        of_unit = {plan.module: settings.override(plan) for plan in plans}
         named = _named_tensors(module)
-        if topology.world.size > 1:
-            described = (
-                f"{strategy}, {precision}, use_orig_params={use_orig_params}, "
-                f"collectives={collectives}, broadcast_buffers={broadcast_buffers}"
-            )
-            names = [plan.name for plan in plans]
-            agreement.check_same_model(named, described, names, topology.world)
+        if ranks.world.size > 1:
+            described = f"{settings.describe()}, collectives={collectives}"
+            units = [f"{plan.name}: {of_unit[plan.module].describe()}" for plan in plans]
+            agreement.check_same_model(named, described, units, ranks.world)
+        # Only now do all ranks agree on what to ask for.
+        for one in (settings, *of_unit.values()):
+            ranks.resolve(one.placement)
         _move(named, device)
-        agreement.sync_weights(_named_tensors(module), sync_module_states, topology.world)
-        if topology.world.rank == 0:
+        agreement.sync_weights(_named_tensors(module), sync_module_states, ranks.world)
+        if ranks.world.rank == 0:
             for note in notes:
                 warnings.warn(f"ShardedWrapper ignores {note}", stacklevel=2)
             if auto_wrap_policy is not None and not plans:
                 warnings.warn(explain_no_match(module, auto_wrap_policy), stacklevel=2)
-        settings = _Settings(
-            strategy,
-            topology,
-            precision,
-            prefetch,
-            forward_prefetch is not False,
-            use_orig_params,
-            broadcast_buffers,
-            device,
-        )
         owners = find_owners(module, [plan.module for plan in plans], _owned_ids(module))
         wrappers = {}
         for plan in plans:
             if owners[plan.module]:
                 wrapper = ShardedWrapper.__new__(ShardedWrapper)
                 nn.Module.__init__(wrapper)
-                wrapper._take(plan.module, plan.name, owners[plan.module], settings)
+                own = of_unit[plan.module]
+                wrapper._take(plan.module, plan.name, owners[plan.module], own)
                 wrappers[plan.module] = wrapper
         _replace_children(module, wrappers)
         self._take(module, "", owners[module], settings)
@@ -165,11 +229,12 @@ class ShardedWrapper(nn.Module):
         self.module = module
         self.training = module.training
         self._settings = settings
-        placement, precision = settings.strategy.placement, settings.precision
+        precision, topology = settings.precision, settings.topology
         unit = Unit(
             module,
             name,
-            reshard_after_forward=placement.reshard_after_forward,
+            placement=settings.placement,
+            topology=topology,
             compute_dtype=precision.param_dtype,
         )
         segments: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
@@ -179,8 +244,7 @@ class ShardedWrapper(nn.Module):
             FlatParamHandle(
                 params,
                 name,
-                comm=settings.topology.shard,
-                replicas=settings.topology.replicate,
+                topology=topology,
                 device=settings.device,
                 compute_dtype=precision.param_dtype,
                 reduce_dtype=precision.reduce_dtype,
@@ -207,9 +271,10 @@ class ShardedWrapper(nn.Module):
         # Registration order, the root last: a first guess at the order of execution.
         units = [*units[1:], units[0]]
         settings = self._settings
+        _check_one_world(units)
         self._context = RunContext(
             units,
-            settings.topology.world,
+            settings.ranks.world,
             buffers=self._synced_buffers,
             forward_prefetch=settings.forward_prefetch,
             backward_prefetch=settings.backward_prefetch,
@@ -269,10 +334,38 @@ class ShardedWrapper(nn.Module):
         """How this unit is sharded."""
         return self._settings.strategy
 
+    @sharding_strategy.setter
+    def sharding_strategy(self, value: ShardingStrategy | str) -> None:
+        """Take another strategy over the same shards, before the first forward.
+
+        Raises:
+            RuntimeError: a forward has run.
+            ValueError: the other strategy shards otherwise, or is none.
+        """
+        before = self._settings
+        strategy, placement = _read_strategy(value, None, before.ranks)
+        unit = self._unit
+        if self._context.has_run:
+            raise RuntimeError(
+                f"unit {unit.name!r}: its strategy {before.strategy.name} cannot become "
+                f"{strategy.name} after the first forward. Wrap the model anew: save "
+                "model.state_dict() and load it there."
+            )
+        freeing = {"reshard_after_forward": True, "reshard_after_backward": True}
+        if dataclasses.replace(placement, **freeing) != dataclasses.replace(
+            before.placement, **freeing
+        ):
+            raise ValueError(
+                f"unit {unit.name!r}: {strategy.name} places parameters otherwise than "
+                f"{before.strategy.name}. Pass it to ShardedWrapper instead."
+            )
+        self._settings = dataclasses.replace(before, strategy=strategy, placement=placement)
+        unit.placement = placement
+
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that train this model; None when it runs alone."""
-        return self._settings.topology.world.group
+        return self._settings.ranks.world.group
 
     def named_modules(
         self,
@@ -292,6 +385,10 @@ class ShardedWrapper(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedWrapper:
         """Convert shards instead of parameters: ``.to()``, ``.double()`` and their kin."""
         self._context.recover()
+        # All units first: what is refused leaves no unit converted.
+        for wrapper in sharded_modules(self):
+            for handle in wrapper._unit.handles:
+                handle.check_keeps_order(fn)
         hidden = []
         for handle in self._unit.handles:
             hidden.extend(handle.hide())
@@ -340,18 +437,43 @@ class ShardedWrapper(nn.Module):
     # ------------------------------------------------------------ training
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(
+        self, *, max_bytes: int | None = None, replicas_only: bool = False
+    ) -> Iterator[None]:
         """Accumulate gradients locally: backwards of forwards begun inside reduce nothing.
 
-        The first backward after it reduces the sum. Until then every rank holds whole gradients:
-        ``padded_numel`` elements of every unit in the reduce dtype.
+        The first backward after it reduces the sum. Until then every rank holds whole gradients,
+        ``padded_numel`` elements of every unit in the reduce dtype. Two arguments bound that:
+
+        Args:
+            max_bytes: keep whole gradients of the smallest units, so many bytes of them together;
+                the others reduce in every backward, and accumulate in their shards.
+            replicas_only: where shards have replicas on other nodes, reduce within the shard
+                group in every backward, and hold back only what crosses nodes. Units without
+                replicas reduce as usual, units that are only replicated not at all.
+
+        Raises:
+            RuntimeError: a forward or backward of the model is running.
+            ValueError: ``max_bytes`` is negative.
         """
         context = self._context
-        before, context.sync_gradients = context.sync_gradients, False
+        context.recover()
+        self._check_between_steps("no_sync()", context)
+        if max_bytes is not None and max_bytes < 0:
+            raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}")
+        before = context.syncs
+        context.syncs = context.plan_accumulation(max_bytes, replicas_only)
         try:
             yield
         finally:
-            context.sync_gradients = before
+            context.syncs = before
+
+    def _check_between_steps(self, what: str, context: RunContext) -> None:
+        if context.is_running_forward or context.in_backward:
+            raise RuntimeError(
+                f"{what} was called while a forward or backward of "
+                f"{self._unit.name or 'the model'!r} is running. Call it between steps."
+            )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their total norm is at most ``max_norm``.
@@ -387,11 +509,7 @@ class ShardedWrapper(nn.Module):
             wrappers = wrappers[:1]
         for wrapper in wrappers:
             wrapper._context.recover()
-            if wrapper._context.is_running_forward or wrapper._context.in_backward:
-                raise RuntimeError(
-                    "summon_full_params() was called while a forward or backward of "
-                    f"{wrapper._unit.name or 'the model'!r} is running. Call it between steps."
-                )
+            wrapper._check_between_steps("summon_full_params()", wrapper._context)
         with contextlib.ExitStack() as stack:
             for wrapper in wrappers:
                 for handle in wrapper._unit.handles:
@@ -542,19 +660,51 @@ def _check_one_device(module: nn.Module) -> None:
         )
 
 
-def _process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    if group is not None:
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"process_group: expected a ProcessGroup, got {group!r}")
-        return group
-    if dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    config.check_launch_without_group()
-    warnings.warn(
-        "ShardedWrapper: no process group, so this process trains alone and nothing is sharded",
-        stacklevel=3,
-    )
-    return None
+def _read_ranks(
+    process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, native: bool
+) -> Ranks:
+    """The ranks that train the model; alone, with a warning, where there is no process group."""
+    if process_group is None and device_mesh is None:
+        if dist.is_available() and dist.is_initialized():
+            process_group = dist.group.WORLD
+        else:
+            config.check_launch_without_group()
+            warnings.warn(
+                "ShardedWrapper: no process group, so this process trains alone and nothing is "
+                "sharded",
+                stacklevel=3,
+            )
+    return read_ranks(process_group, device_mesh, native=native)
+
+
+def _read_strategy(
+    value: ShardingStrategy | str | None, after_forward: bool | int | None, ranks: Ranks
+) -> tuple[ShardingStrategy, Placement]:
+    """The strategy with what ``reshard_after_forward`` makes of it."""
+    if value is None:
+        has_grid = ranks.grid is not None
+        strategy = ShardingStrategy.HYBRID_SHARD if has_grid else ShardingStrategy.FULL_SHARD
+    else:
+        strategy = config.as_strategy(value)
+    return config.resharding(strategy, after_forward)
+
+
+def _check_grid_is_used(ranks: Ranks, placement: Placement, strategy: ShardingStrategy) -> None:
+    if ranks.grid is not None and not placement.hybrid:
+        raise ValueError(
+            f"ShardedWrapper: a pair of process groups or a 2-D device_mesh is for HYBRID "
+            f"strategies, got {strategy.name}. Pass one group of all ranks, or a HYBRID strategy."
+        )
+
+
+def _check_one_world(units: list[Unit]) -> None:
+    world = units[-1].topology.world
+    for unit in units:
+        if unit.topology.world.ranks != world.ranks:
+            raise ValueError(
+                f"ShardedWrapper: unit {unit.name!r} trains on ranks {unit.topology.world.ranks}, "
+                f"the module around it on {world.ranks}. Pass both the same ranks."
+            )
 
 
 def _device(

@@ -113,7 +113,9 @@ def test_same_as_one_process(config: Config) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", ["mlp", "cnn", "tied-in-unit", "batch-norm", "dropout"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "cnn", "cnn-channels-last", "tied-in-unit", "batch-norm", "dropout"]
+)
 def test_bitwise(name: str, world_size: int, strategy: str, dtype: torch.dtype) -> None:
     """The average of two gradients is exact but for one rounding, whatever the order."""
     config = Config(name, world_size, strategy, dtype=dtype)

@@ -57,8 +57,8 @@ class Run:
             self.loss(step).backward()
             self.step()
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        return self.model.no_sync() if self.is_sharded else contextlib.nullcontext()
+    def no_sync(self, **keywords: Any) -> contextlib.AbstractContextManager[None]:
+        return self.model.no_sync(**keywords) if self.is_sharded else contextlib.nullcontext()
 
     def submodule(self, name: str) -> nn.Module:
         """A module of the model itself, without the wrapper around it."""

@@ -8,9 +8,18 @@ import pytest
 import flatshard
 
 LAYERS = [
-    {"layout", "schedule", "config", "profiling"},
+    {"layout", "schedule", "config", "profiling", "watchdog"},
     {"wrap"},
-    {"flat_param", "shard_tensor", "collectives", "topology", "ownership", "agreement", "optim"},
+    {
+        "flat_param",
+        "shard_tensor",
+        "collectives",
+        "topology",
+        "secondary",
+        "ownership",
+        "agreement",
+        "optim",
+    },
     {"gradients", "handle", "saved_tensors"},
     {"unit", "context"},
     {"__init__", "wrapper", "checkpoint"},
@@ -18,6 +27,7 @@ LAYERS = [
 NEIGHBOURS = {
     "shard_tensor": {"collectives"},
     "topology": {"collectives"},
+    "secondary": {"collectives"},
     "ownership": {"flat_param", "shard_tensor"},
     "agreement": {"collectives"},
     "optim": {"flat_param", "shard_tensor"},

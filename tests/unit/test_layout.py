@@ -1,16 +1,21 @@
 """The flat layout, as properties over arbitrary shapes, world sizes and element sizes."""
 
+import itertools
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatshard.layout import ALIGNMENT_BYTES, FlatLayout
+from flatshard.layout import ALIGNMENT_BYTES, FlatLayout, memory_order, strides_of
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), max_size=8)
 WORLDS = st.integers(1, 9)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
+ORDERED = st.lists(st.integers(0, 5), max_size=5).flatmap(
+    lambda shape: st.tuples(st.just(tuple(shape)), st.permutations(range(len(shape))))
+)
+STRIDED = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=4)
 
 
 def _layout(shapes: list[tuple[int, ...]], world_size: int, itemsize: int) -> FlatLayout:
@@ -65,6 +70,72 @@ def test_alignment_and_bounded_padding(
 @given(SHAPES, WORLDS, ITEMSIZES)
 def test_pure(shapes: list[tuple[int, ...]], world_size: int, itemsize: int) -> None:
     assert _layout(shapes, world_size, itemsize) == _layout(shapes, world_size, itemsize)
+
+
+def _places(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+    """Where the elements of a tensor lie, in the order of its indices."""
+    indices = itertools.product(*map(range, shape))
+    return [sum(i * step for i, step in zip(index, strides, strict=True)) for index in indices]
+
+
+@given(ORDERED)
+def test_strides_fill_the_range_and_tell_their_order(
+    ordered: tuple[tuple[int, ...], list[int]],
+) -> None:
+    shape, order = ordered
+    strides = strides_of(shape, order)
+    assert sorted(_places(shape, strides)) == list(range(math.prod(shape)))
+    # Sizes of one leave several orders for the same strides: the strides are what survives.
+    assert strides_of(shape, memory_order(shape, strides)) == strides
+    if min(shape, default=2) > 1:
+        assert memory_order(shape, strides) == tuple(order)
+
+
+@given(STRIDED)
+def test_any_strides(strided: list[tuple[int, int]]) -> None:
+    """Dense tensors keep their elements' places, all others become contiguous."""
+    shape = tuple(size for size, _ in strided)
+    strides = tuple(step for _, step in strided)
+    order = memory_order(shape, strides)
+    places = _places(shape, strides)
+    if places and sorted(places) == list(range(math.prod(shape))):
+        assert _places(shape, strides_of(shape, order)) == places
+    elif places:
+        assert order == tuple(range(len(shape)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((4, 3, 2, 2), (12, 1, 6, 3)),  # channels_last, as torch makes it; sizes of one below
+        ((4, 3, 1, 1), (3, 1, 3, 3)),
+        ((3, 1, 2, 2), (4, 1, 2, 1)),
+        ((1, 1, 2, 1), (2, 1, 1, 1)),
+        ((0, 3, 2, 2), (12, 1, 6, 3)),
+        ((2, 3, 2, 2, 2), (24, 1, 12, 6, 3)),
+        ((4, 3, 2, 2), (12, 4, 2, 1)),
+        ((3, 5), (1, 3)),
+        ((), ()),
+    ],
+)
+def test_common_strides_survive_to_the_letter(
+    shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    order = memory_order(shape, strides)
+    layout = FlatLayout.build([("p", shape)], world_size=2, itemsize=4, orders=[order])
+    assert layout.spans[0].strides == strides
+
+
+def test_orders_change_no_range() -> None:
+    shapes = [("a", (2, 3, 5)), ("b", (7,)), ("c", (4, 3))]
+    plain = FlatLayout.build(shapes, world_size=3, itemsize=8)
+    orders = [(2, 0, 1), (0,), (1, 0)]
+    permuted = FlatLayout.build(shapes, world_size=3, itemsize=8, orders=orders)
+    assert permuted != plain
+    assert permuted.shard_numel == plain.shard_numel
+    assert permuted.gaps == plain.gaps
+    for rank, index in itertools.product(range(3), range(3)):
+        assert permuted.local_span(index, rank) == plain.local_span(index, rank)
 
 
 def test_one_parameter_over_three_ranks() -> None:
