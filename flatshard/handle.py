@@ -175,6 +175,9 @@ class FlatParamHandle:
         if not self._use_orig_params:
             self._placeholders: list[FlatShardTensor] = self._shard_views(None)
             flat = FlatParameter(self.shard, requires_grad[0], self.layout, self.topology.index)
+            for owned in self._owned:
+                # Kept any longer, the originals would be a whole copy of the unit on every rank.
+                owned.param = flat
             return [flat]
         self._placeholders = []
         if self.is_whole:
@@ -222,11 +225,7 @@ class FlatParamHandle:
         requires_grad = [p.requires_grad for p in self.sharded]
         if not self._use_orig_params:
             requires_grad = requires_grad * len(self._owned)
-        hooks: list[list[Any]] = [[] for _ in self._owned]
-        if not (self._aliased and self._use_orig_params):
-            # Users' hooks on full parameters that are made anew go along.
-            for index, full in enumerate(self.full):
-                hooks[index] = list((full._backward_hooks or {}).values())
+        before = self.full
         with torch.inference_mode(False), torch.no_grad():
             if self._aliased:
                 self.buffer = self.shard
@@ -248,8 +247,9 @@ class FlatParamHandle:
                     # A frozen tensor refuses hooks; it may be unfrozen later.
                     full.requires_grad_(True)
                     full.register_post_accumulate_grad_hook(self._grad_hook(index))
-                    for hook in hooks[index]:
-                        full.register_hook(hook)
+                    if before:
+                        # The dictionary, so that handles can still remove what is in it.
+                        full._backward_hooks = before[index]._backward_hooks
                 full.requires_grad_(requires_grad[index])  # False for integers
                 if self._use_orig_params and not self.is_whole:
                     self._owned[index].move_hooks(full)
@@ -570,7 +570,7 @@ class FlatParamHandle:
                     param.grad,
                     getattr(param.grad, "_local", param.grad)._version,
                 )
-        self._give_hooks_back()
+        self.give_hooks_back()
 
     def shows_unreduced(self) -> bool:
         """Whether some ``.grad`` lacks what was accumulated under ``no_sync``, or is only that."""
@@ -699,9 +699,8 @@ class FlatParamHandle:
         for param, hooks in hooked:
             for hook in list(hooks.values()):
                 hook(param)
-        self._give_hooks_back()
 
-    def _give_hooks_back(self) -> None:
+    def give_hooks_back(self) -> None:
         """Put the hooks that waited where users registered, and may remove, them."""
         if self.full is self.sharded:
             for param, spec in zip(self.sharded, self._specs, strict=True):
@@ -726,7 +725,7 @@ class FlatParamHandle:
             for param, earlier in zip(self.sharded, self._earlier_grads, strict=True):
                 param.grad = earlier
             self._earlier_grads = []
-        self._give_hooks_back()
+        self.give_hooks_back()
 
     # ------------------------------------------------------------ places, conversion, copies
 
