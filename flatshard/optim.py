@@ -140,6 +140,10 @@ def _swap_in(optimizer: torch.optim.Optimizer) -> bool:
                     continue
                 params[position] = twin
                 _swapped.add(optimizer)
+                if twin.grad is not None:
+                    # An optimizer that writes to `p.data` would leave no trace of it, and what
+                    # was gathered before would be taken for current.
+                    torch.autograd.graph.increment_version(twin)
                 if param in optimizer.state:
                     state = optimizer.state.pop(param)
                     optimizer.state[twin] = _local_state(param, state)

@@ -54,6 +54,8 @@ class ShardSpec:
         originals: for a flat parameter, whose shape is that of one shard: which ranges of the
             shard are not padding. None for an original parameter.
         total_numel: elements that all ranks hold together, without padding.
+        on_outside_grad: called before autograd adds to the parameter's gradient what came of its
+            use outside of forward.
         full: the parameter that computes while the unit is gathered; hooks for it go there.
         post_accumulate_hooks: run with the sharded parameter once its gradient is published.
     """
@@ -71,6 +73,7 @@ class ShardSpec:
         order: Sequence[int] | None = None,
         originals: Sequence[LocalSpan] | None = None,
         total_numel: int | None = None,
+        on_outside_grad: Callable[[], object] = lambda: None,
     ) -> None:
         self.name = name
         self.unit = unit
@@ -83,6 +86,7 @@ class ShardSpec:
         self.strides = strides_of(self.shape, self.order)
         self.originals = originals
         self.total_numel = math.prod(shape) if total_numel is None else total_numel
+        self.on_outside_grad = on_outside_grad
         self.full: nn.Parameter | None = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
 
@@ -223,7 +227,7 @@ class FlatShardTensor(torch.Tensor):
         if id(self) not in memo:
             place = copy.copy(self._spec)
             # The copy takes part in no forward until a copied unit takes it over.
-            place.full = None
+            place.full, place.on_outside_grad = None, lambda: None
             place.post_accumulate_hooks = OrderedDict()
             twin = type(self)(self._local.detach().clone(), place, self.requires_grad)
             private = {"_local", "_spec", "_twin"}
