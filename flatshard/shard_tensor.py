@@ -56,6 +56,8 @@ class ShardSpec:
             shard are not padding. None for an original parameter.
         number: for a flat parameter: which of the shards this rank's is, in their concatenation.
         total_numel: elements that all ranks hold together, without padding.
+        on_outside_grad: called before autograd adds to the parameter's gradient what came of its
+            use outside of forward.
         full: the parameter that computes while the unit is gathered; hooks for it go there.
         post_accumulate_hooks: run with the sharded parameter once its gradient is published.
         aliases: by id, tensors that share the memory of one with this place; see ``let_go``.
@@ -75,6 +77,7 @@ class ShardSpec:
         originals: Sequence[LocalSpan] | None = None,
         number: int = 0,
         total_numel: int | None = None,
+        on_outside_grad: Callable[[], object] = lambda: None,
     ) -> None:
         self.name = name
         self.unit = unit
@@ -88,6 +91,7 @@ class ShardSpec:
         self.originals = originals
         self.number = number
         self.total_numel = math.prod(shape) if total_numel is None else total_numel
+        self.on_outside_grad = on_outside_grad
         self.full: nn.Parameter | None = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
         self.aliases: weakref.WeakValueDictionary[int, FlatShardTensor] = (
@@ -253,7 +257,7 @@ class FlatShardTensor(torch.Tensor):
         if id(self) not in memo:
             place = copy.copy(self._spec)
             # The copy takes part in no forward until a copied unit takes it over.
-            place.full = None
+            place.full, place.on_outside_grad = None, lambda: None
             place.post_accumulate_hooks = OrderedDict()
             place.aliases = weakref.WeakValueDictionary()
             twin = type(self)(self._local.detach().clone(), place, self.requires_grad)

@@ -277,6 +277,7 @@ class ShardedWrapper(nn.Module):
                 reduce_dtype=precision.reduce_dtype,
                 use_orig_params=settings.use_orig_params,
                 on_grad=unit.on_grad,
+                on_outside_grad=unit.on_outside_grad,
             )
             for params in segments.values()
         )
