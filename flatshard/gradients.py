@@ -147,6 +147,20 @@ class GradientBuffer:
         """Note which gradients ``held`` sums up, on whatever rank they came."""
         self.used.update(index for index, was_used in enumerate(used) if was_used)
 
+    def take_over(self, other: GradientBuffer) -> None:
+        """Go on with what another buffer of the same layout has accumulated; casts and moves."""
+        for mine, theirs in (
+            (self.filled, other.filled),
+            (self.seen, other.seen),
+            (self.used, other.used),
+        ):
+            mine |= theirs
+        with torch.no_grad():
+            if other._buffer is not None:
+                self._allocate().copy_(other._buffer)
+            if other.held is not None:
+                self.held = other.held.to(self._device, self._out_dtype)
+
     # ------------------------------------------------------------ reductions
 
     def start_reduce(self, sync: Sync) -> int:

@@ -611,10 +611,12 @@ class FlatParamHandle:
             if not self._use_orig_params:
                 return FlatShardTensor(part, self._flat_spec)
             return self._grad_view(part, index)
-        slot = self.gradients.slot(index).to(self.shard.dtype)
+        slot = self.gradients.slot(index)
         if self.is_whole:
-            return slot.view(slot.shape)
-        return FlatShardTensor(self._specs[index].slice(slot), self._specs[index])
+            return slot.to(self.shard.dtype).view(slot.shape)
+        # Cut out first: a cast of the whole would be kept alive by its part.
+        part = self._specs[index].slice(slot).to(self.shard.dtype)
+        return FlatShardTensor(part, self._specs[index])
 
     def _collect_unreduced(self) -> None:
         """Take back what ``show_unreduced`` showed; what the user dropped is forgotten.
@@ -794,6 +796,9 @@ class FlatParamHandle:
                     f"unit {self.unit_name!r}: moving a sharded model to the meta device would "
                     "lose its weights"
                 )
+            self._collect_unreduced()  # shown again below
+            accumulated = self.gradients
+            self._earlier_grads = [None if g is None else fn(g) for g in self._earlier_grads]
             grads = [p.grad for p in self.sharded]
             requires_grad = [p.requires_grad for p in self.sharded]
             before = self._specs
@@ -810,6 +815,8 @@ class FlatParamHandle:
                 elif grad is not None:
                     param.grad = fn(grad)
         self._make_buffer()
+        self.gradients.take_over(accumulated)
+        self.show_unreduced()
         self.uninstall()
 
     def copy_for(

@@ -18,7 +18,7 @@ from tests.distributed.test_strategies import WAYS
 from tests.distributed.test_training import Run, Script, _assert_same_model
 from tests.harness import allow_warnings, run_ranks
 from tests.models import CASES, Case, loss_of, vectors
-from tests.oracle import OPTIMIZERS, ROWS, trainable
+from tests.oracle import OPTIMIZERS, ROWS, assert_same_state, snapshot, trainable
 
 ALL_WAYS = {**WAYS, "full": ({}, 2, 2), "no_shard": ({"sharding_strategy": "NO_SHARD"}, 2, 2)}
 
@@ -220,3 +220,28 @@ def _run_both(
     for run in (plain, sharded):
         script(run)
     _assert_same_model(sharded, plain)
+
+
+@pytest.mark.parametrize("way", ["full", "no_shard", "hybrid-replicas"])
+def test_converted_while_accumulating(way: str) -> None:
+    run_ranks(_converted_while_accumulating, 4, way)
+
+
+def _converted_while_accumulating(rank: int, world_size: int, way: str) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    strategy = {"full": "FULL_SHARD", "no_shard": "NO_SHARD"}.get(way, "HYBRID_SHARD")
+    case = CASES["mlp"]
+    sharded = Run(case.wrap(case.model(), sharding_strategy=strategy), case, rank, world_size)
+    plain = Run(case.model(), case, rank, world_size)
+    for run in (sharded, plain):
+        run.loss(0).backward()
+        with run.no_sync(**({"replicas_only": True} if way == "hybrid-replicas" else {})):
+            run.loss(1).backward()
+        run.model.float()
+        if run.is_sharded:
+            with pytest.raises(RuntimeError, match="accumulated under no_sync"):
+                run.optimizer.step()
+        run.model.double()
+        run.loss(2).backward()
+        run.step()
+    assert_same_state(sharded.model.state_dict(), snapshot(plain.model), 0.0, 1e-6)
