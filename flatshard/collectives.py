@@ -229,8 +229,9 @@ class Communicator:
             events.append(Event(kind, label, nbytes, tuple(self.ranks)))
 
     def _what(self, label: str, action: str) -> str:
+        unit = f"unit {label!r}" if label else "the root unit"
         return (
-            f"unit {label!r}, rank {self.global_rank}: {action} "
+            f"{unit}, rank {self.global_rank}: {action} "
             f"over ranks {', '.join(map(str, self.ranks))}"
         )
 

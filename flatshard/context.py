@@ -27,7 +27,7 @@ from flatshard.gradients import Sync
 from flatshard.profiling import profiled
 from flatshard.saved_tensors import SavedTensors
 from flatshard.schedule import ExecutionOrder, ReduceOrder
-from flatshard.unit import Unit
+from flatshard.unit import Phase, Unit
 
 _STALL_SECONDS = 1.0
 """How long a reduction may hold up backward; past this the peers may be waiting for us."""
@@ -42,6 +42,7 @@ class RunContext:
         units: every unit, the root last.
         syncs: per unit, what backward does with its gradients; read when a forward begins.
         has_run: whether a forward has begun.
+        expects_backward: whether the outermost forward began with gradients enabled.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class RunContext:
         self._reduce_order = ReduceOrder(len(self.units))
         self._reduce_order_agreed = False
         self._depth = 0
+        self.expects_backward = False
         self._active = False
         self._end_callback: Callable[[], object] = lambda: None
         self._in_flight: list[tuple[Unit, int]] = []
@@ -97,24 +99,38 @@ class RunContext:
 
     def enter(self, unit: Unit) -> None:
         """A unit's forward begins; the outermost one prepares the step."""
-        if self._depth == 0 and not self.in_backward:
+        if self._depth == 0 and not self.in_backward and not self._begins_recomputation():
             self._begin_forward(unit)
         self._saved.push()
         self._depth += 1
         if not self.in_backward:
             self._order.record(unit.index)
 
+    def _begins_recomputation(self) -> bool:
+        """Whether a reentrant checkpoint around the whole model computes it again.
+
+        Then nothing of the model's backward has run yet, and its own forward had no gradients.
+        """
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+            return False
+        self._plan_syncs()
+        return self.begin_backward()
+
     def _begin_forward(self, outermost: Unit) -> None:
         self.recover()
         self.has_run = True
         self._order.begin_forward()
-        if torch.is_grad_enabled():
-            for unit, sync in zip(self.units, self.syncs, strict=True):
-                unit.plan_sync(sync)
+        self.expects_backward = torch.is_grad_enabled()
+        if self.expects_backward:
+            self._plan_syncs()
         if outermost is self.root and not self.is_accumulating:
             self._broadcast_buffers()
         for handle in self._kept_from_afar:
             handle.begin_refresh()
+
+    def _plan_syncs(self) -> None:
+        for unit, sync in zip(self.units, self.syncs, strict=True):
+            unit.plan_sync(sync)
 
     @property
     def is_accumulating(self) -> bool:
@@ -286,7 +302,8 @@ class RunContext:
         finally:
             self._active = False
             for unit in self.units:
-                if not unit.is_at_rest:
+                # A forward that runs a backward inside, for forces say, goes on afterwards.
+                if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.release()
         self._run_hooks()
         for unit in self.units:
@@ -341,11 +358,16 @@ class RunContext:
 
     def _run_hooks(self) -> None:
         published, self._published = self._published, []
-        for unit, flags in zip(self.units, published, strict=False):
-            if unit.sync is not Sync.ALL:
-                continue
-            for handle, handle_flags in zip(unit.handles, flags, strict=True):
-                handle.run_post_accumulate_hooks(handle_flags)
+        try:
+            for unit, flags in zip(self.units, published, strict=False):
+                if unit.sync is not Sync.ALL:
+                    continue
+                for handle, handle_flags in zip(unit.handles, flags, strict=True):
+                    handle.run_post_accumulate_hooks(handle_flags)
+        finally:
+            for unit in self.units:
+                for handle in unit.handles:
+                    handle.give_hooks_back()
 
     def recover(self) -> None:
         """Return to a state to start from, after a step that was left by an exception."""

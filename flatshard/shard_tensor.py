@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -56,6 +57,7 @@ class ShardSpec:
         total_numel: elements that all ranks hold together, without padding.
         full: the parameter that computes while the unit is gathered; hooks for it go there.
         post_accumulate_hooks: run with the sharded parameter once its gradient is published.
+        aliases: by id, tensors that share the memory of one with this place; see ``let_go``.
     """
 
     def __init__(
@@ -85,6 +87,9 @@ class ShardSpec:
         self.total_numel = math.prod(shape) if total_numel is None else total_numel
         self.full: nn.Parameter | None = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
+        self.aliases: weakref.WeakValueDictionary[int, FlatShardTensor] = (
+            weakref.WeakValueDictionary()
+        )
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
@@ -177,6 +182,24 @@ class FlatShardTensor(torch.Tensor):
         """
         return self._local
 
+    def alias(self) -> FlatShardTensor:
+        """The same tensor without autograd, sharing memory and version counter."""
+        # Not a view made here: its version counter would be another.
+        twin = FlatShardTensor(self._local, self._spec)
+        self._spec.aliases[id(twin)] = twin
+        return twin
+
+    def let_go(self) -> None:
+        """Give this tensor's aliases memory of their own, with the values of now.
+
+        In a plain model ``kept = p.data; p.data = other`` puts the old values away. Here a new
+        value is copied in, and would reach what was kept.
+        """
+        storage = self._local.untyped_storage()._cdata
+        for alias in list(self._spec.aliases.values()):
+            if alias._local.untyped_storage()._cdata == storage:
+                alias._local = alias._local.clone()
+
     def full_tensor(self) -> Tensor:
         """A plain copy of the whole tensor, with its shape and strides.
 
@@ -195,7 +218,7 @@ class FlatShardTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The values without autograd. Assigning copies into the shard."""
+        """The values without autograd. Assigning copies into the shard, see ``let_go``."""
         return self.detach()
 
     @data.setter
@@ -212,6 +235,7 @@ class FlatShardTensor(torch.Tensor):
                 f"got {tuple(value.shape)}"
             )
         with torch.no_grad():
+            self.let_go()
             self.copy_(value)
 
     def data_ptr(self) -> int:
@@ -225,6 +249,7 @@ class FlatShardTensor(torch.Tensor):
             # The copy takes part in no forward until a copied unit takes it over.
             place.full = None
             place.post_accumulate_hooks = OrderedDict()
+            place.aliases = weakref.WeakValueDictionary()
             twin = type(self)(self._local.detach().clone(), place, self.requires_grad)
             private = {"_local", "_spec", "_twin"}
             twin.__dict__.update({k: v for k, v in self.__dict__.items() if k not in private})

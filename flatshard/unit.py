@@ -75,6 +75,9 @@ class _ModuleHook:
 class Context(Protocol):
     """What a unit asks of the run it is part of (``RunContext``)."""
 
+    expects_backward: bool
+    """Whether the outermost forward began with gradients enabled."""
+
     @property
     def in_backward(self) -> bool:
         """Whether this model's backward is running now."""
@@ -333,7 +336,8 @@ class Unit:
         for handle in self.handles:
             handle.uninstall()
         self.phase = Phase.IDLE
-        backward_follows = has_output and torch.is_grad_enabled()
+        # A reentrant checkpoint runs its units without gradients, and their backward all the same.
+        backward_follows = has_output and (torch.is_grad_enabled() or self.context.expects_backward)
         if self._is_sticky or (backward_follows and self._stays_after_forward):
             return
         for handle in self.handles:

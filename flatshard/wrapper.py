@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard import agreement, checkpoint, config, grad_norm, optim
+from flatshard import agreement, checkpoint, config, grad_norm, optim, summon
 from flatshard.config import (
     BackwardPrefetch,
     CPUOffload,
@@ -27,6 +27,7 @@ from flatshard.context import RunContext
 from flatshard.flat_param import FlatParameter
 from flatshard.handle import FlatParamHandle
 from flatshard.ownership import OwnedParam, find_owners
+from flatshard.shard_tensor import FlatShardTensor
 from flatshard.topology import Ranks, Topology, read_ranks
 from flatshard.unit import Unit
 from flatshard.wrap import Policy, UnitPlan, check_policy, explain_no_match, find_units
@@ -385,6 +386,7 @@ class ShardedWrapper(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedWrapper:
         """Convert shards instead of parameters: ``.to()``, ``.double()`` and their kin."""
         self._context.recover()
+        self._refuse_summoned("converted")
         # All units first: what is refused leaves no unit converted.
         for wrapper in sharded_modules(self):
             for handle in wrapper._unit.handles:
@@ -407,6 +409,7 @@ class ShardedWrapper(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedWrapper:
         """An independent model on the same ranks, with shards of its own; no communication."""
+        self._refuse_summoned("copied")
         wrappers = sharded_modules(self) if id(self._unit) not in memo else []
         for wrapper in wrappers:
             wrapper._context.recover()
@@ -515,31 +518,64 @@ class ShardedWrapper(nn.Module):
     @staticmethod
     @contextlib.contextmanager
     def summon_full_params(
-        module: nn.Module, recurse: bool = True, writeback: bool = True
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
     ) -> Iterator[None]:
-        """Let every module below ``module`` hold whole plain parameters.
+        """Let the modules of ``module`` hold whole plain parameters, under the unwrapped names.
+
+        At the end, also one by an exception, each rank keeps its own slice of what it wrote
+        itself: ranks write the same, or the model is a mixture. Values and ``requires_grad`` are
+        kept, and gradients with ``with_grads``; hooks and other attributes are not. One summon
+        inside another shows what the outer one shows. Forwards and copies of the model are
+        refused inside.
 
         Collective: all ranks, at entry.
 
         Args:
             module: a wrapper, or any module that contains some.
-            recurse: nested units too.
-            writeback: keep what is written to the parameters; every rank must write the same.
+            recurse: nested units too. False: only the outermost ones.
+            writeback: keep what is written. False: it is undone, for every strategy.
+            rank0_only: only rank 0 holds whole parameters, the others keep their sharded ones and
+                at most one whole unit in memory; needs ``writeback=False``. Inside, nothing that
+                is collective may be called.
+            offload_to_cpu: the whole parameters lie in CPU memory, copied there unit by unit.
+            with_grads: ``p.grad`` is the whole reduced gradient, None where there is none. Setting
+                it to None drops it, assigning one where there was none adds it.
 
         Raises:
-            RuntimeError: a forward or backward of the model is running.
+            ValueError: ``rank0_only`` with ``writeback``.
+            RuntimeError: a forward or backward of the model is running; ``module`` holds
+                parameters of a unit that contains it; gradients are not reduced yet or only some
+                ranks have them (``with_grads``). At the end: something written cannot be kept.
         """
-        wrappers = sharded_modules(module)
-        if not recurse:
-            wrappers = wrappers[:1]
+        if rank0_only and writeback:
+            raise ValueError(
+                "summon_full_params: rank0_only=True needs writeback=False, got writeback=True: "
+                "what rank 0 writes would not reach the other ranks' parts. To edit, let every "
+                "rank write the same with rank0_only=False."
+            )
+        wrappers = sharded_modules(module) if recurse else _outermost_wrappers(module)
         for wrapper in wrappers:
             wrapper._context.recover()
             wrapper._check_between_steps("summon_full_params()", wrapper._context)
-        with contextlib.ExitStack() as stack:
-            for wrapper in wrappers:
-                for handle in wrapper._unit.handles:
-                    stack.enter_context(handle.summoned(writeback))
+        _check_no_parts(module)
+        request = summon.Request(writeback, rank0_only, offload_to_cpu, with_grads)
+        handles = [handle for wrapper in wrappers for handle in wrapper._unit.handles]
+        with summon.summoned(handles, request), _without_flat_parameters(wrappers):
             yield
+
+    def _refuse_summoned(self, action: str) -> None:
+        """Raise where whole parameters stand in for the sharded ones."""
+        for wrapper in sharded_modules(self):
+            if any(handle.summoned is not None for handle in wrapper._unit.handles):
+                raise RuntimeError(
+                    f"unit {wrapper._unit.name!r}: the model was {action} under "
+                    "summon_full_params(). Leave the context first."
+                )
 
     # ------------------------------------------------------------ state dicts
 
@@ -608,6 +644,47 @@ class _Renaming:
 def sharded_modules(module: nn.Module) -> list[ShardedWrapper]:
     """Every wrapper in a model, outermost first; empty for a plain model."""
     return [found for found in module.modules() if isinstance(found, ShardedWrapper)]
+
+
+def _outermost_wrappers(module: nn.Module) -> list[ShardedWrapper]:
+    """The wrappers in a model that no other one contains."""
+    if isinstance(module, ShardedWrapper):
+        return [module]
+    found = [wrapper for child in module.children() for wrapper in _outermost_wrappers(child)]
+    return list(dict.fromkeys(found))
+
+
+def _check_no_parts(module: nn.Module) -> None:
+    """Raise where a unit that is not in ``module`` owns some of its parameters."""
+    inside = {
+        id(spec)
+        for wrapper in sharded_modules(module)
+        for handle in wrapper._unit.handles
+        for spec in handle._specs
+    }
+    for part in module.modules():
+        for value in (*part._parameters.values(), *vars(part).values()):
+            if isinstance(value, FlatShardTensor) and id(value._spec) not in inside:
+                raise RuntimeError(
+                    f"summon_full_params: parameter {value._spec.name!r} belongs to unit "
+                    f"{value._spec.unit!r}, which is not in the given module. Pass its "
+                    "ShardedWrapper, or the whole model."
+                )
+
+
+@contextlib.contextmanager
+def _without_flat_parameters(wrappers: Iterable[ShardedWrapper]) -> Iterator[None]:
+    """With ``use_orig_params=False``, list only the originals where they are shown."""
+    hidden = []
+    for wrapper in wrappers:
+        if any(handle.summoned.params for handle in wrapper._unit.handles):
+            hidden.append((wrapper, dict(wrapper._parameters)))
+            wrapper._parameters.clear()
+    try:
+        yield
+    finally:
+        for wrapper, parameters in hidden:
+            wrapper._parameters.update(parameters)
 
 
 def _named_wrappers(root: ShardedWrapper) -> Iterator[tuple[str, ShardedWrapper]]:

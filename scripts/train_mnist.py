@@ -98,7 +98,7 @@ def parse_args() -> argparse.Namespace:
     add("--max-steps", type=at_least(1), help="stop training after so many steps")
     # How it is spread.
     add("--world-size", type=at_least(1), help="ranks to start on this machine (one per GPU, or 1)")
-    add("--strategy", choices=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"], default="FULL_SHARD")
+    add("--strategy", choices=[one.name for one in ShardingStrategy], default="FULL_SHARD")
     add(
         "--min-num-params",
         type=at_least(0),
