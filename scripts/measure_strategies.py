@@ -380,12 +380,20 @@ def held(job: Job) -> dict[str, int]:
     gradients = [tensor for handle in handles for tensor in tensors_in(handle.gradients)]
     published = [p.grad for p in job.model.parameters() if p.grad is not None]
     states = (value for state in job.optimizer.state.values() for value in state.values())
-    buffers = [h.buffer for h in handles if h.buffer.data_ptr() != h.shard.data_ptr()]
     return {
         "parameters": bytes_of(handle.shard for handle in handles),
         "gradients": bytes_of([*gradients, *published]),
         "optimizer": bytes_of(value for value in states if isinstance(value, Tensor)),
-        "gathered": bytes_of(buffers),
+        **gathered(handles),
+    }
+
+
+def gathered(handles: list[Any]) -> dict[str, int]:
+    """Bytes of parameters beside the shards."""
+    # Where the shard is the unsharded buffer, that one counts as having no bytes.
+    buffers = [handle.buffer.untyped_storage() for handle in handles if handle.buffer_bytes]
+    return {
+        "gathered": sum(storage.nbytes() for storage in buffers),
         "secondary": sum(handle.secondary_bytes for handle in handles),
     }
 
@@ -406,17 +414,15 @@ class Peaks(TorchDispatchMode):
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.largest: Counter[str] = Counter()
-        self._job = job
-        handles = list(handles_of(job.model))
+        self._handles = list(handles_of(job.model))
         groups = {1, job.args.ranks_per_node, job.args.world_size}
-        self._numels = {h.layout.padded_numel // size for h in handles for size in groups}
+        self._numels = {h.layout.padded_numel // size for h in self._handles for size in groups}
         self._known: set[int] | None = None
         self._gradients: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def begin_backward(self) -> None:
         # From here on parameters are only shown anew, and gathered into storage that stays.
-        handles = handles_of(self._job.model)
-        self._known = {key_of(tensor) for handle in handles for tensor in tensors_in(handle)}
+        self._known = {key_of(tensor) for one in self._handles for tensor in tensors_in(one)}
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -426,11 +432,8 @@ class Peaks(TorchDispatchMode):
             self._notice(result)
         alive = {key: one for key, one in self._gradients.items() if not one[0].expired()}
         self._gradients = alive
-        now = held(self._job)
         gradients = sum(nbytes for _, nbytes in alive.values())
-        self.largest |= Counter(
-            gathered=now["gathered"], secondary=now["secondary"], gradients=gradients
-        )
+        self.largest |= Counter(gradients=gradients, **gathered(self._handles))
         return result
 
     def _notice(self, tensor: Tensor) -> None:
@@ -768,7 +771,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--world-size", type=int, default=4, help="ranks to start on this machine (4)")
     add("--ranks-per-node", type=int, default=2, help="how many of them make a node (2)")
-    add("--width", type=int, default=128, help="of the model; a multiple of 8 (128)")
+    add("--width", type=int, default=128, help="of the model; a multiple of 8, at least 96 (128)")
     add("--depth", type=int, default=5, help="its blocks, at least 4 (5)")
     add("--steps", type=int, default=20, help="to compare with the unwrapped model (20)")
     add("--json", type=Path, metavar="PATH", help="write all figures there, in bytes")
@@ -776,8 +779,11 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     nodes, rest = divmod(args.world_size, max(args.ranks_per_node, 1))
     if rest or nodes < 2 or args.ranks_per_node < 2:
         parser.error("--ranks-per-node must divide --world-size into at least 2 nodes of 2 ranks")
-    if args.width < 8 or args.width % 8 or args.depth < 4 or args.steps < 1:
-        parser.error("--width must be a multiple of 8, --depth at least 4, --steps at least 1")
+    # Narrower, the root would be the largest unit, and the formulas of the peaks others.
+    if args.width < 96 or args.width % 8 or args.depth < 4 or args.steps < 1:
+        parser.error(
+            "--width must be a multiple of 8 from 96 on, --depth at least 4, --steps at least 1"
+        )
     return args
 
 
