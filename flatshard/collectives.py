@@ -41,11 +41,20 @@ class CollectiveError(RuntimeError):
 
 
 class Event(NamedTuple):
-    """One started collective: ``kind`` is ``"gather"``, ``"reduce"``, ...; bytes of its result."""
+    """One started collective.
+
+    Attributes:
+        kind: ``"gather"``, ``"reduce"`` (a reduce-scatter), ``"all_reduce"``, ``"scalars"`` or
+            ``"broadcast"``.
+        label: names the unit, or the purpose.
+        nbytes: bytes of the whole: of a gather's result, of what every rank puts into a reduction.
+        ranks: who takes part, by their numbers in the default group.
+    """
 
     kind: str
     label: str
     nbytes: int
+    ranks: tuple[int, ...]
 
 
 _recorders: list[list[Event]] = []
@@ -60,11 +69,6 @@ def record() -> Iterator[list[Event]]:
         yield events
     finally:
         _recorders.remove(events)
-
-
-def _note(kind: str, label: str, tensor: Tensor) -> None:
-    for events in _recorders:
-        events.append(Event(kind, label, tensor.numel() * tensor.element_size()))
 
 
 class Pending:
@@ -216,12 +220,17 @@ class Communicator:
         if self.size == 1:
             out.copy_(shard)
             return Pending([], what)
-        _note("gather", label, out)
+        self._note("gather", label, out)
         with _named(what):
             if self._direct(shard):
                 return self._exchange(shard, out, tag, what)
             work = _all_gather_single(out, shard, group=self._gather_group, async_op=True)
         return Pending([work], what, shard, out)
+
+    def _note(self, kind: str, label: str, tensor: Tensor) -> None:
+        for events in _recorders:
+            nbytes = tensor.numel() * tensor.element_size()
+            events.append(Event(kind, label, nbytes, tuple(self.ranks)))
 
     def _what(self, label: str, action: str) -> str:
         unit = f"unit {label!r}" if label else "the root unit"
@@ -240,7 +249,7 @@ class Communicator:
             out: ``(shard_numel,)``, same dtype and device; valid after the wait.
             label: names the unit in errors and recordings.
         """
-        _note("reduce", label, buffer)
+        self._note("reduce", label, buffer)
         what = self._what(label, "reduce-scattering gradients in backward")
         with _named(what):
             if self._direct(buffer):
@@ -270,7 +279,7 @@ class Communicator:
 
         Collective: all ranks of the group, in the same order of calls.
         """
-        _note("all_reduce", label, buffer)
+        self._note("all_reduce", label, buffer)
         what = self._what(label, "all-reducing gradients in backward")
         with _named(what):
             work = dist.all_reduce(
@@ -285,7 +294,7 @@ class Communicator:
         """
         if self.size == 1:
             return values
-        _note("scalars", label, values)
+        self._note("scalars", label, values)
         with _named(f"{label!r}, rank {self.global_rank}: combining values over ranks"):
             dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self._gather_group)
         return values
@@ -297,7 +306,7 @@ class Communicator:
         """
         if self.size == 1:
             return
-        _note("broadcast", label, tensor)
+        self._note("broadcast", label, tensor)
         assert self.group is not None
         with _named(f"{label!r}, rank {self.global_rank}: broadcasting from rank 0"):
             dist.broadcast(

@@ -1,0 +1,796 @@
+"""Measures what each sharding strategy sends and holds, beside what the formulas say.
+
+    python scripts/measure_strategies.py --world-size 4 --ranks-per-node 2 --json figures.json
+
+Starts its own ranks on this machine's CPU (gloo) and pretends that so many of them are a node.
+Prints, for every strategy: the collectives of a step and the volume that they move; the bytes that
+a rank holds between steps, during one, and while gradients accumulate; and how far 20 steps are
+from the unwrapped model's on the concatenated batch. Nothing is timed.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from rich import print as rich_print
+from rich.table import Table
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatshard import ShardedWrapper, sharded_modules
+from flatshard.collectives import Event, record
+from flatshard.wrap import ModuleWrapPolicy
+
+MICRO_BATCHES = 4
+ROWS, LENGTH = 2, 16  # of a rank's batch
+VOCABULARY = 512
+
+# ------------------------------------------------------------------------------------------- model
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        # Without biases: the gradient of a key's is zero but for rounding, which AdamW would scale
+        # up to whole steps, and no two summation orders would agree.
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        heads = self.qkv(self.norm1(x)).view(rows, length, 3, 4, width // 4)
+        mixed = F.scaled_dot_product_attention(*heads.permute(2, 0, 3, 1, 4), is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """Each block is a unit; embeddings, the last norm and the head are the root's."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(LENGTH, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1])
+        return self.head(self.norm(self.blocks(self.embed(tokens) + self.positions(places))))
+
+
+def build(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> Transformer:
+    torch.manual_seed(0)  # the same weights on every rank
+    return Transformer(args.width, args.depth).to(dtype)
+
+
+def wrap(model: nn.Module, keywords: dict[str, Any]) -> ShardedWrapper:
+    return ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **keywords)
+
+
+def text(seed: int, rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (rows, LENGTH + 1), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+# -------------------------------------------------------------------------------------- strategies
+
+
+@dataclass(frozen=True)
+class Way:
+    """A strategy, and in the words of the formulas what it does.
+
+    Attributes:
+        name: for the tables.
+        keywords: of ``ShardedWrapper``.
+        shards: the group over which parameters, gradients and optimizer state are split.
+        forward: the group that gathers parameters for forward; None: they are there.
+        backward: the same for backward.
+        across: the kind of collective that takes gradients from node to node.
+        once: parameters are gathered (between nodes, if there is an ``across``) only when the
+            optimizer has changed them.
+    """
+
+    name: str
+    keywords: dict[str, Any]
+    shards: str
+    forward: str | None
+    backward: str | None
+    across: str | None = None
+    once: bool = False
+
+
+def ways(args: argparse.Namespace) -> list[Way]:
+    k = args.ranks_per_node
+    regather = {"reshard_after_forward": k}
+    return [
+        _way("NO_SHARD", "none", None, None),
+        _way("SHARD_OP", "all", "all", None, once=True),
+        _way("SHARD_GRAD_OP", "all", "all", None),
+        _way("FULL_SHARD", "all", "all", "all"),
+        Way(f"FULL_SHARD, k={k}", regather, "all", "all", "node"),
+        _way("HYBRID_SHARD", "node", "node", "node", across="all_reduce"),
+        _way("HYBRID_SHARD_ZERO2", "node", "node", None, across="all_reduce"),
+        _way("HYBRID_SHARD_OP", "all", "node", "node", across="reduce", once=True),
+    ]
+
+
+def _way(name: str, shards: str, forward: str | None, backward: str | None, **more: Any) -> Way:
+    return Way(name, {"sharding_strategy": name}, shards, forward, backward, **more)
+
+
+# ---------------------------------------------------------------------------------------- formulas
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the formulas are made of, in bytes where it is no count.
+
+    Attributes:
+        psi: all parameters.
+        root: those of the root unit, which stays gathered between forward and backward.
+        block: those of every other unit.
+        num_units: units, the root included.
+        num_ranks: N.
+        per_node: S.
+    """
+
+    psi: int
+    root: int
+    block: int
+    num_units: int
+    num_ranks: int
+    per_node: int
+
+    @classmethod
+    def of(cls, model: Transformer, args: argparse.Namespace) -> "Sizes":
+        psi, block = bytes_of(model.parameters()), bytes_of(model.blocks[0].parameters())
+        units = args.depth + 1
+        return cls(
+            psi, psi - args.depth * block, block, units, args.world_size, args.ranks_per_node
+        )
+
+    def of_group(self, group: str) -> int:
+        """Ranks in a group."""
+        sizes = {"none": 1, "all": self.num_ranks, "node": self.per_node}
+        return sizes[group] if group in sizes else self.num_ranks // self.per_node
+
+
+WEIGHTS = {"gather": 1, "reduce": 1, "all_reduce": 2}
+"""Volume as the ZeRO paper counts it: an all-reduce is a reduce-scatter and a gather."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind in one group: how many, and their volume in bytes."""
+
+    count: int
+    volume: float
+
+
+Flow = dict[tuple[str, str], Traffic]
+"""Traffic by (group, kind)."""
+
+
+def expected_traffic(way: Way, sizes: Sizes, micro_batches: int, mode: str) -> Flow:
+    """What ``micro_batches`` forwards and backwards and one optimizer step send.
+
+    ``mode``: "each" micro-batch reduces gradients, "last" only the last one does, or
+    "replicas": each reduces them within its group, the last one across nodes.
+    """
+    units, psi = sizes.num_units, sizes.psi
+    part = psi / sizes.per_node
+    steps = {"each": micro_batches, "last": 1, "replicas": micro_batches}[mode]
+    flow: Flow = {}
+
+    def add(group: str, kind: str, count: int, nbytes: float, times: int) -> None:
+        before = flow.get((group, kind), Traffic(0, 0))
+        flow[group, kind] = Traffic(
+            before.count + times * count, before.volume + times * WEIGHTS[kind] * nbytes
+        )
+
+    if way.across and way.once:
+        add("across", "gather", units, part, 1)
+    if way.forward:
+        only_once = way.once and not way.across
+        add(way.forward, "gather", units, psi, 1 if only_once else micro_batches)
+    if way.backward:
+        add(way.backward, "gather", units - 1, psi - sizes.root, micro_batches)
+    if way.shards == "none":
+        add("all", "all_reduce", units, psi, micro_batches if mode == "each" else 1)
+    elif way.across:
+        add("node", "reduce", units, psi, steps)
+        add("across", way.across, units, part, steps if mode == "each" else 1)
+    else:
+        add("all", "reduce", units, psi, steps)
+    return flow
+
+
+def expected_between_steps(way: Way, sizes: Sizes) -> dict[str, float]:
+    """Bytes that a rank holds between optimizer steps, AdamW's two tensors among them."""
+    shard = sizes.psi / sizes.of_group(way.shards)
+    stays = sizes.psi if way.once and not way.across else 0
+    node_part = sizes.psi / sizes.per_node if way.across and way.once else 0
+    return {
+        "parameters": shard,
+        "gradients": shard,
+        "optimizer": 2 * shard,
+        "gathered": stays,
+        "secondary": node_part,
+    }
+
+
+def expected_peaks(way: Way, sizes: Sizes) -> dict[str, float]:
+    """The most that a rank holds at any moment of a step, of each kind; gradients at most so."""
+    if way.shards == "none":
+        return {"gathered": 0, "gradients": sizes.psi, "secondary": 0}
+    # Backward of one block ends, that of the next begins, and the one after is on its way.
+    gathered = sizes.root + 3 * sizes.block if way.backward else sizes.psi
+    # The reduction of the first block has begun, which takes its gradients twice, those to send
+    # and those that come, and the one before it is not yet over. The other blocks' results are
+    # there. (More only where a peer keeps a reduction waiting for a second.)
+    within = sizes.per_node if way.across else sizes.num_ranks
+    under_way = 4 * sizes.block + 2 * sizes.block / within
+    others = sizes.psi - sizes.root - 2 * sizes.block
+    gradients = sizes.root + under_way + others / sizes.of_group(way.shards)
+    secondary = 0.0
+    if way.backward != way.forward and way.backward:
+        secondary = (sizes.psi - sizes.root) / sizes.of_group(way.backward)
+    elif way.across and way.once:
+        secondary = sizes.psi / sizes.per_node
+    return {"gathered": gathered, "gradients": gradients, "secondary": secondary}
+
+
+def whole_units(sizes: Sizes, max_bytes: int) -> int:
+    """Bytes of the smallest units that together fit into ``max_bytes``."""
+    kept = 0
+    for unit in sorted([sizes.root] + [sizes.block] * (sizes.num_units - 1)):
+        kept += unit if kept + unit <= max_bytes else 0
+    return kept
+
+
+def expected_accumulated(way: Way, sizes: Sizes, max_bytes: int) -> dict[str, float]:
+    """Bytes of gradients that a rank holds after a backward, for each way to accumulate."""
+    shard = sizes.psi / sizes.of_group(way.shards)
+    kept = whole_units(sizes, max_bytes)
+    held = {
+        "each": shard,
+        "last": sizes.psi,
+        "max_bytes": kept + (sizes.psi - kept) / sizes.of_group(way.shards),
+        "replicas": sizes.psi if way.shards == "none" else shard,
+    }
+    if way.across:
+        # What is reduced within the node, and a copy of this rank's shard of it in `.grad`.
+        held["replicas"] = sizes.psi / sizes.per_node + shard
+    return held
+
+
+# --------------------------------------------------------------------------------------- measuring
+
+
+def no_sync_keywords(max_bytes: int) -> dict[str, dict[str, Any]]:
+    return {"last": {}, "replicas": {"replicas_only": True}, "max_bytes": {"max_bytes": max_bytes}}
+
+
+class Job:
+    """A strategy's model and optimizer in training on this rank."""
+
+    def __init__(self, way: Way, args: argparse.Namespace) -> None:
+        self.args = args
+        self.model = wrap(build(args), way.keywords)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.seed = 100 * dist.get_rank()
+
+    def loss(self) -> Tensor:
+        self.seed += 1
+        return loss_of(self.model, text(self.seed, ROWS))
+
+    def backward(self) -> None:
+        self.loss().backward()
+
+    def accumulate(self, micro_batches: int, mode: str) -> None:
+        """Forward and backward so often, then a step."""
+        if mode == "each":
+            for _ in range(micro_batches - 1):
+                self.backward()
+        else:
+            with self.model.no_sync(**no_sync_keywords(0)[mode]):
+                for _ in range(micro_batches - 1):
+                    self.backward()
+        self.backward()
+        self.step()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def measured_traffic(job: Job, micro_batches: int, mode: str) -> tuple[Flow, list[Event]]:
+    """What one step sends; the second result is what serves to agree, not to move tensors."""
+    with record() as events:
+        job.accumulate(micro_batches, mode)
+    flow: Flow = {}
+    for event in events:
+        if event.kind in WEIGHTS:
+            key = (group_name(event.ranks, job.args), event.kind)
+            before = flow.get(key, Traffic(0, 0))
+            volume = before.volume + WEIGHTS[event.kind] * event.nbytes
+            flow[key] = Traffic(before.count + 1, volume)
+    return flow, [event for event in events if event.kind not in WEIGHTS]
+
+
+def group_name(ranks: tuple[int, ...], args: argparse.Namespace) -> str:
+    if len(ranks) == args.world_size:
+        return "all"
+    nodes = {rank // args.ranks_per_node for rank in ranks}
+    return "node" if len(nodes) == 1 else "across"
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct memory behind tensors; of a sharded one, of this rank's part."""
+    memory = {}
+    for tensor in tensors:
+        storage = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()
+        memory[storage.data_ptr()] = storage.nbytes()
+    return sum(memory.values())
+
+
+BUFFERS_IN = ("flatshard.gradients", "flatshard.secondary", "flatshard.collectives")
+
+
+def tensors_in(thing: Any) -> Iterator[Tensor]:
+    """Tensors among an object's attributes, and those of the library's objects among them."""
+    for value in vars(thing).values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, Tensor):
+                yield one
+            elif type(one).__module__ in BUFFERS_IN:
+                yield from tensors_in(one)
+
+
+def handles_of(model: ShardedWrapper) -> Iterator[Any]:
+    """What owns the buffers. No public name tells what is held for a moment only."""
+    for wrapper in sharded_modules(model):
+        yield from wrapper._unit.handles
+
+
+def held(job: Job) -> dict[str, int]:
+    """Bytes that this rank holds now."""
+    handles = list(handles_of(job.model))
+    gradients = [tensor for handle in handles for tensor in tensors_in(handle.gradients)]
+    published = [p.grad for p in job.model.parameters() if p.grad is not None]
+    states = (value for state in job.optimizer.state.values() for value in state.values())
+    return {
+        "parameters": bytes_of(handle.shard for handle in handles),
+        "gradients": bytes_of([*gradients, *published]),
+        "optimizer": bytes_of(value for value in states if isinstance(value, Tensor)),
+        **gathered(handles),
+    }
+
+
+def gathered(handles: list[Any]) -> dict[str, int]:
+    """Bytes of parameters beside the shards."""
+    # Where the shard is the unsharded buffer, that one counts as having no bytes.
+    buffers = [handle.buffer.untyped_storage() for handle in handles if handle.buffer_bytes]
+    return {
+        "gathered": sum(storage.nbytes() for storage in buffers),
+        "secondary": sum(handle.secondary_bytes for handle in handles),
+    }
+
+
+def all_tensors() -> int:
+    """Bytes behind every tensor that Python can reach, whoever holds it."""
+    gc.collect()
+    return bytes_of(one for one in gc.get_objects() if issubclass(type(one), Tensor))
+
+
+class Peaks(TorchDispatchMode):
+    """Looks at what this rank holds after every operation, and keeps the largest figures.
+
+    A buffer on its way through a reduction may be known to nobody but a local variable: gradients
+    are therefore counted as the flat tensors that appear in backward and are alive.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.largest: Counter[str] = Counter()
+        self._handles = list(handles_of(job.model))
+        groups = {1, job.args.ranks_per_node, job.args.world_size}
+        self._numels = {h.layout.padded_numel // size for h in self._handles for size in groups}
+        self._known: set[int] | None = None
+        self._gradients: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def begin_backward(self) -> None:
+        # From here on parameters are only shown anew, and gathered into storage that stays.
+        self._known = {key_of(tensor) for one in self._handles for tensor in tensors_in(one)}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._known is not None and isinstance(result, Tensor) and result.dim() == 1:
+            self._notice(result)
+        alive = {key: one for key, one in self._gradients.items() if not one[0].expired()}
+        self._gradients = alive
+        gradients = sum(nbytes for _, nbytes in alive.values())
+        self.largest |= Counter(gradients=gradients, **gathered(self._handles))
+        return result
+
+    def _notice(self, tensor: Tensor) -> None:
+        if tensor.numel() in self._numels and key_of(tensor) not in self._known:
+            storage = tensor.untyped_storage()
+            self._gradients[key_of(tensor)] = (StorageWeakRef(storage), storage.nbytes())
+
+
+def key_of(tensor: Tensor) -> int:
+    """The same for all tensors over one storage, whether or not it has memory now."""
+    return tensor.untyped_storage()._cdata
+
+
+def measured_peaks(job: Job) -> dict[str, int]:
+    """The most of each kind in a step; the largest of all ranks. Collective."""
+    with Peaks(job) as peaks:
+        loss = job.loss()
+        peaks.begin_backward()
+        loss.backward()
+    job.step()
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, dict(peaks.largest))
+    kinds = ("gathered", "gradients", "secondary")
+    return {kind: max(one.get(kind, 0) for one in of_ranks) for kind in kinds}
+
+
+def measured_accumulated(job: Job, max_bytes: int) -> dict[str, int]:
+    """Bytes of gradients after a backward, for each way to accumulate."""
+    job.backward()
+    found = {"each": held(job)["gradients"]}
+    job.step()
+    for mode, keywords in no_sync_keywords(max_bytes).items():
+        with job.model.no_sync(**keywords):
+            job.backward()
+        found[mode] = held(job)["gradients"]
+        job.backward()
+        job.step()
+    return found
+
+
+def measure_way(way: Way, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
+    """All figures of one strategy but parity, each beside its formula. Collective."""
+    before = all_tensors()
+    job = Job(way, args)
+    for _ in range(2):  # the first steps also agree on an order
+        job.accumulate(1, "each")
+    steps = []
+    for micro_batches, mode in ((1, "each"), *((MICRO_BATCHES, m) for m in ("each", "last"))):
+        steps.append(measure_step(job, way, sizes, micro_batches, mode))
+    if way.across:
+        steps.append(measure_step(job, way, sizes, MICRO_BATCHES, "replicas"))
+    job.backward()
+    job.optimizer.step()
+    between = {**held(job), "all_tensors": all_tensors() - before}
+    job.optimizer.zero_grad()
+    max_bytes = sizes.psi // 2
+    return {
+        "name": way.name,
+        "padding_bytes": padding(job.model),
+        "steps": steps,
+        "between": between,
+        "between_expected": expected_between_steps(way, sizes),
+        "peaks": measured_peaks(job),
+        "peaks_expected": expected_peaks(way, sizes),
+        "max_bytes": max_bytes,
+        "accumulated": measured_accumulated(job, max_bytes),
+        "accumulated_expected": expected_accumulated(way, sizes, max_bytes),
+    }
+
+
+def measure_step(job: Job, way: Way, sizes: Sizes, micro_batches: int, mode: str) -> dict[str, Any]:
+    flow, rest = measured_traffic(job, micro_batches, mode)
+    expected = expected_traffic(way, sizes, micro_batches, mode)
+    none = Traffic(0, 0)
+    rows = [
+        {
+            "group": key[0],
+            "kind": key[1],
+            **asdict(flow.get(key, none)),
+            "count_expected": expected.get(key, none).count,
+            "volume_expected": expected.get(key, none).volume,
+        }
+        for key in sorted({*flow, *expected})
+    ]
+    return {
+        "micro_batches": micro_batches,
+        "mode": mode,
+        "traffic": rows,
+        "control_messages": len(rest),
+        "control_bytes": sum(event.nbytes for event in rest),
+    }
+
+
+def padding(model: ShardedWrapper) -> int:
+    """Bytes that alignment and equal shards add to the whole parameters."""
+    return 4 * sum(handle.layout.padding_numel for handle in handles_of(model))
+
+
+# ------------------------------------------------------------------------------------------ parity
+
+OPTIMIZERS: dict[str, tuple[torch.dtype, Callable[[Any], torch.optim.Optimizer]]] = {
+    "SGD, momentum, float64": (
+        torch.float64,
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    ),
+    "AdamW, float32": (torch.float32, lambda params: torch.optim.AdamW(params, lr=1e-3)),
+}
+
+
+def train(model: nn.Module, kind: str, steps: int, rows: slice, world_size: int) -> list[float]:
+    optimizer = OPTIMIZERS[kind][1](model.parameters())
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, text(step, ROWS * world_size)[rows])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def measure_parity(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Largest differences from the unwrapped model on the concatenated batch. Collective."""
+    rank, world_size = dist.get_rank(), args.world_size
+    results = []
+    for kind, (dtype, _) in OPTIMIZERS.items():
+        plain = build(args, dtype)
+        plain_losses = train(plain, kind, args.steps, slice(None), world_size)
+        for way in ways(args):
+            model = wrap(build(args, dtype), way.keywords)
+            rows = slice(ROWS * rank, ROWS * (rank + 1))
+            losses = torch.tensor(
+                train(model, kind, args.steps, rows, world_size), dtype=torch.float64
+            )
+            dist.all_reduce(losses)
+            losses = losses / world_size - torch.tensor(plain_losses, dtype=torch.float64)
+            state = model.state_dict()
+            results.append(
+                {
+                    "name": way.name,
+                    "optimizer": kind,
+                    "steps": args.steps,
+                    "parameters": max(
+                        float((state[name] - value).abs().max())
+                        for name, value in plain.state_dict().items()
+                    ),
+                    "losses": float(losses.abs().max()),
+                    "last_loss": plain_losses[-1],
+                }
+            )
+    return results
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+KINDS = {"gather": "Gathers", "reduce": "Reduce-scatters", "all_reduce": "All-reduces"}
+MODES = {
+    "each": "reduced each time",
+    "last": "no_sync()",
+    "max_bytes": "no_sync(max_bytes)",
+    "replicas": "no_sync(replicas_only)",
+}
+
+
+def deviation(measured: float, expected: float) -> str:
+    if expected == 0:
+        return "" if measured == 0 else "not 0"
+    return f"{100 * (measured / expected - 1):+.2f}"
+
+
+def table(title: str, *columns: str) -> Table:
+    made = Table(title=title)
+    for position, column in enumerate(columns):
+        made.add_column(column, justify="left" if position == 0 else "right")
+    return made
+
+
+def traffic_table(figures: dict[str, Any]) -> Table:
+    psi = figures["sizes"]["psi"]
+    made = table(
+        "Collectives of a step, and the volume that they move per rank, in Psi: measured / formula",
+        *("Strategy", "Micro-batches", *KINDS.values()),
+        *("Volume: all", "Node", "Across nodes", "Deviation %"),
+    )
+    for one in figures["strategies"]:
+        for step in one["steps"]:
+            rows = step["traffic"]
+            counts = [count_cell([r for r in rows if r["kind"] == kind]) for kind in KINDS]
+            volumes = [[r for r in rows if r["group"] == g] for g in ("all", "node", "across")]
+            made.add_row(
+                one["name"],
+                f"{step['micro_batches']}, {MODES[step['mode']]}",
+                *counts,
+                *(volume_cell(of_group, psi) for of_group in volumes),
+                deviation(total(rows, "volume"), total(rows, "volume_expected")),
+            )
+    return made
+
+
+def total(rows: list[dict[str, Any]], column: str) -> float:
+    return sum(row[column] for row in rows)
+
+
+def count_cell(rows: list[dict[str, Any]]) -> str:
+    """How many collectives of a kind, by group; the formula's number only where it differs."""
+    parts = []
+    for row in rows:
+        wrong = row["count"] != row["count_expected"]
+        formula = f" / {row['count_expected']}" if wrong else ""
+        parts.append(f"{row['count']}{formula} {row['group']}")
+    return ", ".join(parts)
+
+
+def volume_cell(rows: list[dict[str, Any]], psi: int) -> str:
+    if not rows:
+        return ""
+    return f"{total(rows, 'volume') / psi:.3f} / {total(rows, 'volume_expected') / psi:.3f}"
+
+
+def between_table(figures: dict[str, Any]) -> Table:
+    psi = figures["sizes"]["psi"]
+    kinds = ("parameters", "gradients", "optimizer", "gathered", "secondary")
+    made = table(
+        "Held per rank between steps, in Psi",
+        *("Strategy", *(kind.capitalize() for kind in kinds)),
+        *("Sum", "Formula", "Deviation %", "All tensors", "Padding %"),
+    )
+    for one in figures["strategies"]:
+        measured = sum(one["between"][kind] for kind in kinds)
+        expected = sum(one["between_expected"].values())
+        made.add_row(
+            one["name"],
+            *(f"{one['between'][kind] / psi:.3f}" for kind in kinds),
+            f"{measured / psi:.3f}",
+            f"{expected / psi:.3f}",
+            deviation(measured, expected),
+            f"{one['between']['all_tensors'] / psi:.3f}",
+            f"{100 * one['padding_bytes'] / psi:.3f}",
+        )
+    return made
+
+
+def peaks_table(figures: dict[str, Any]) -> Table:
+    psi = figures["sizes"]["psi"]
+    made = table(
+        "The most held at any moment of a step, in Psi (gradients: formula is an upper bound)",
+        *("Strategy", "Gathered", "Formula", "Deviation %"),
+        *("Secondary", "Formula", "Deviation %", "Gradients", "At most"),
+    )
+    for one in figures["strategies"]:
+        cells = []
+        for kind in ("gathered", "secondary", "gradients"):
+            measured, expected = one["peaks"][kind], one["peaks_expected"][kind]
+            cells += [f"{measured / psi:.3f}", f"{expected / psi:.3f}"]
+            cells += [deviation(measured, expected)] if kind != "gradients" else []
+        made.add_row(one["name"], *cells)
+    return made
+
+
+def accumulated_table(figures: dict[str, Any]) -> Table:
+    psi = figures["sizes"]["psi"]
+    made = table(
+        "Gradients held while they accumulate, in Psi: measured / formula (deviation %)",
+        *("Strategy", *MODES.values()),
+    )
+    for one in figures["strategies"]:
+        cells = []
+        for mode in MODES:
+            measured, expected = one["accumulated"][mode], one["accumulated_expected"][mode]
+            off = deviation(measured, expected)
+            cells.append(f"{measured / psi:.3f} / {expected / psi:.3f} ({off})")
+        made.add_row(one["name"], *cells)
+    return made
+
+
+def parity_table(figures: dict[str, Any]) -> Table:
+    made = table(
+        "Largest difference from the unwrapped model",
+        *("Strategy", "Optimizer", "Steps", "Parameters", "Losses"),
+    )
+    for row in figures["parity"]:
+        made.add_row(
+            row["name"],
+            row["optimizer"],
+            str(row["steps"]),
+            f"{row['parameters']:.1e}",
+            f"{row['losses']:.1e}",
+        )
+    return made
+
+
+TABLES = (traffic_table, between_table, peaks_table, accumulated_table, parity_table)
+
+# --------------------------------------------------------------------------------------------- job
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All figures. Collective."""
+    # The nodes that HYBRID strategies go by.
+    os.environ["LOCAL_WORLD_SIZE"] = str(args.ranks_per_node)
+    sizes = Sizes.of(build(args), args)
+    return {
+        "torch": torch.__version__,
+        "settings": {name: value for name, value in vars(args).items() if name != "json"},
+        "sizes": asdict(sizes),
+        "strategies": [measure_way(way, sizes, args) for way in ways(args)],
+        "parity": measure_parity(args),
+    }
+
+
+def run_rank(rank: int, args: argparse.Namespace, init_method: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=args.world_size)
+    figures = measure(args)
+    if rank == 0:
+        sizes = figures["sizes"]
+        print(
+            f"Psi: {sizes['psi'] // 4:,} elements, {sizes['psi']:,} bytes; {sizes['num_units']} "
+            f"units, the root {sizes['root'] / sizes['psi']:.3f} Psi, the others "
+            f"{sizes['block'] / sizes['psi']:.3f} Psi each"
+        )
+        for make in TABLES:
+            rich_print(make(figures))
+        if args.json:
+            args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    sys.stdout.flush()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--world-size", type=int, default=4, help="ranks to start on this machine (4)")
+    add("--ranks-per-node", type=int, default=2, help="how many of them make a node (2)")
+    add("--width", type=int, default=128, help="of the model; a multiple of 8, at least 96 (128)")
+    add("--depth", type=int, default=5, help="its blocks, at least 4 (5)")
+    add("--steps", type=int, default=20, help="to compare with the unwrapped model (20)")
+    add("--json", type=Path, metavar="PATH", help="write all figures there, in bytes")
+    args = parser.parse_args(arguments)
+    nodes, rest = divmod(args.world_size, max(args.ranks_per_node, 1))
+    if rest or nodes < 2 or args.ranks_per_node < 2:
+        parser.error("--ranks-per-node must divide --world-size into at least 2 nodes of 2 ranks")
+    # Narrower, the root would be the largest unit, and the formulas of the peaks others.
+    if args.width < 96 or args.width % 8 or args.depth < 4 or args.steps < 1:
+        parser.error(
+            "--width must be a multiple of 8 from 96 on, --depth at least 4, --steps at least 1"
+        )
+    return args
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.spawn(run_rank, (args, f"file://{folder}/store"), nprocs=args.world_size)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            sys.exit(f"{error}\nerror: rank {error.error_index} failed, the others were stopped")
