@@ -303,7 +303,7 @@ def full_state(
     if not is_saving:
         return {}
     rest = {key: _copied(v, device) for key, v in own["state"].items() if key not in entries}
-    groups = [_copied(group, device) for group in own["param_groups"]]
+    groups = [_copied(group, None) for group in own["param_groups"]]
     return {"state": {**full, **rest}, "param_groups": groups}
 
 
