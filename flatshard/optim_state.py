@@ -391,10 +391,11 @@ def _gather(
             entry for entry in entries if key in entry.parts and entry.parts[key].dtype == dtype
         ]
         flat = gather_flat(handle, _join(handle, [(e.place, e.parts[key]) for e in some], dtype))
-        for place in [entry.place for entry in some] if full is not None else []:
+        if full is None:
+            continue
+        for place in [entry.place for entry in some]:
             for name, index in zip(place.names, place.indices, strict=True):
                 view = view_of(flat, handle.layout.spans[index])
-                assert full is not None
                 full[name][key] = view.to(device or view.device, copy=True)
 
 
