@@ -24,6 +24,7 @@ from flatshard import optim
 from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
 from flatshard.gradients import Sync
+from flatshard.handle import FlatParamHandle
 from flatshard.profiling import profiled
 from flatshard.saved_tensors import SavedTensors
 from flatshard.schedule import ExecutionOrder, ReduceOrder
@@ -249,7 +250,7 @@ class RunContext:
             self._had_accumulated = False
             for unit in self.units:
                 unit.begin_backward()
-                self._had_accumulated |= any(h.gradients.accumulated for h in unit.handles)
+                self._had_accumulated |= any(handle.holds_gradients for handle in unit.handles)
                 if unit.sync is Sync.LOCAL or not unit.num_trainable:
                     # Never reduced, so it must not hold up the others.
                     self._reduce_order.ready(unit.index)
@@ -318,13 +319,15 @@ class RunContext:
             if any(any(flags) for flags in used.parameters[index]):
                 self._start_reduce(self.units[index])
         self._drain()
-        for index in used.delivered_again:
-            self._start_reduce(self.units[index])
+        for unit, handle in used.left_over:
+            self._in_flight.append((unit, handle.gradients.start_reduce(unit.sync)))
         self._drain()
         for unit, flags in zip(self.units, used.parameters, strict=True):
-            if unit.sync is Sync.ALL:
-                for handle, handle_flags in zip(unit.handles, flags, strict=True):
+            for handle, handle_flags in zip(unit.handles, flags, strict=True):
+                if unit.sync is Sync.ALL:
                     handle.publish(handle_flags)
+                elif unit.sync is Sync.WITHIN:
+                    handle.gradients.mark_used(handle_flags)
         self._published = used.parameters
         if not self._reduce_order_agreed and all(u.sync is Sync.ALL for u in self.units):
             self._agree_on_order()
@@ -334,20 +337,23 @@ class RunContext:
         rest = set(self._reduce_order.rest())
         flags: list[int] = []
         for unit in self.units:
-            had_its_turn = unit.index not in rest and unit.sync is not Sync.LOCAL
-            again = had_its_turn and any(handle.gradients.filled for handle in unit.handles)
-            flags.append(again)
+            to_come = unit.trainable_handles() if unit.index in rest else []
             for handle in unit.handles:
+                is_due = unit.sync is not Sync.LOCAL and handle not in to_come
+                flags.append(is_due and handle.gradients.waits_for(unit.sync))
                 flags.extend(i in handle.gradients.used for i in range(len(handle.full)))
         combined = torch.tensor(flags, dtype=torch.uint8, device=self._world.control_device)
         self._world.reduce_scalars(combined, "MAX", label="used parameters")
         answers = iter(combined.tolist())
-        again_everywhere, parameters = [], []
+        left_over: list[tuple[Unit, FlatParamHandle]] = []
+        parameters: list[list[list[bool]]] = []
         for unit in self.units:
-            if next(answers):
-                again_everywhere.append(unit.index)
-            parameters.append([[bool(next(answers)) for _ in h.full] for h in unit.handles])
-        return _Used(parameters, again_everywhere)
+            parameters.append([])
+            for handle in unit.handles:
+                if next(answers):
+                    left_over.append((unit, handle))
+                parameters[-1].append([bool(next(answers)) for _ in handle.full])
+        return _Used(parameters, left_over)
 
     def _agree_on_order(self) -> None:
         """Take the order in which rank 0's units became ready. Collective, once."""
@@ -380,8 +386,8 @@ class RunContext:
         self._active = False
         if self._had_accumulated:
             warnings.warn(
-                "a backward failed, and gradients accumulated under no_sync before it are lost "
-                "with it. Accumulate them again.",
+                "a backward failed, and gradients accumulated before it are lost with it. "
+                "Accumulate them again.",
                 stacklevel=4,
             )
         try:
@@ -396,11 +402,16 @@ class RunContext:
 class _Used:
     """What the ranks used in a backward, together."""
 
-    def __init__(self, parameters: list[list[list[bool]]], delivered_again: list[int]) -> None:
+    def __init__(
+        self,
+        parameters: list[list[list[bool]]],
+        left_over: list[tuple[Unit, FlatParamHandle]],
+    ) -> None:
         self.parameters = parameters
         """Per unit, flat parameter and original parameter: whether any rank used it."""
-        self.delivered_again = delivered_again
-        """Units that got more gradients after their turn to be reduced."""
+        self.left_over = left_over
+        """Flat parameters with gradients that no unit's turn takes along: they came after it, or
+        were accumulated before the parameters were frozen."""
 
 
 def _reduced(unit: Unit) -> bool:

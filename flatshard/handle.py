@@ -73,6 +73,7 @@ class FlatParamHandle:
         reduce_dtype: torch.dtype | None,
         use_orig_params: bool,
         on_grad: Callable[[FlatParamHandle, int, Tensor], None],
+        on_outside_grad: Callable[[], object],
     ) -> None:
         """Flatten ``owned``, keep this rank's shard, and turn the originals into its views.
 
@@ -86,6 +87,8 @@ class FlatParamHandle:
             use_orig_params: whether users see original parameters or one ``FlatParameter``.
             on_grad: called with this handle, an original parameter's index and its gradient when
                 that has come; calls ``receive_grad``.
+            on_outside_grad: called before autograd adds to a sharded parameter's ``.grad`` what
+                came of its use outside of forward.
         """
         self.unit_name = unit_name
         self._owned = owned
@@ -95,7 +98,7 @@ class FlatParamHandle:
         self._secondary = self._plan_secondary()
         self._use_orig_params = use_orig_params
         self._compute_dtype, self._reduce_dtype = compute_dtype, reduce_dtype
-        self._on_grad = on_grad
+        self._on_grad, self._on_outside_grad = on_grad, on_outside_grad
         self._is_installed = False
         self.summoned: Any = None
         self._hooked: set[int] = set()
@@ -104,7 +107,7 @@ class FlatParamHandle:
         self._gather: Pending | None = None
         self._gathered_version = -1
         self._earlier_grads: list[Tensor | None] = []
-        self._unreduced: dict[int, tuple[Any, int]] = {}
+        self._unreduced: dict[int, tuple[Any, int, bool]] = {}
 
         first = owned[0].param
         self.layout = FlatLayout.build(
@@ -155,6 +158,7 @@ class FlatParamHandle:
                 comm=self.topology.shard,
                 replicas=self.topology.replicate,
                 order=span.order,
+                on_outside_grad=self._on_outside_grad,
             )
             for span, local in zip(self.layout.spans, self.local_spans, strict=True)
         ]
@@ -167,6 +171,7 @@ class FlatParamHandle:
             comm=self.topology.shard,
             replicas=self.topology.replicate,
             originals=self.local_spans,
+            number=self.topology.index,
             total_numel=self.layout.numel,
         )
 
@@ -537,10 +542,16 @@ class FlatParamHandle:
             return
         self.check_places()  # where others are installed for each forward, that checks
         self._hold_hooks()
-        if not self._earlier_grads:
-            self._earlier_grads = [p.grad for p in self.sharded]
-            for param in self.sharded:
+        self._earlier_grads = self._earlier_grads or [None] * len(self.sharded)
+        for index, param in enumerate(self.sharded):
+            if param.grad is not None:
+                self._earlier_grads[index] = param.grad
                 param.grad = None
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there are earlier gradients that a failing backward would take along."""
+        return bool(self.gradients.accumulated) or any(g is not None for g in self._earlier_grads)
 
     def _hold_hooks(self) -> None:
         """Keep users' post-accumulate hooks back: they want the reduced gradient."""
@@ -558,25 +569,27 @@ class FlatParamHandle:
         gradients = self.gradients
         waiting = gradients.accumulated
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for index, earlier in enumerate(self._earlier_grads):
+                if earlier is not None and index not in waiting:
+                    self.sharded[index].grad, self._earlier_grads[index] = earlier, None
             # Slots show gradients whole; what was reduced within a group exists in parts only.
             in_parts = gradients.held is not None or not self._use_orig_params
             part = gradients.shard_part() if in_parts and waiting else None
             for index in waiting if self._use_orig_params or not waiting else {0}:
                 param = self.sharded[index]
-                if param.grad is None:
+                is_view = param.grad is None
+                if is_view:
                     param.grad = self._unreduced_view(index, part)
-                    param.grad._unreduced_of = self.unit_name  # type: ignore[attr-defined]
-                self._unreduced[index] = (
-                    param.grad,
-                    getattr(param.grad, "_local", param.grad)._version,
-                )
+                grad: Any = param.grad
+                grad._unreduced_of = self.unit_name
+                self._unreduced[index] = (grad, getattr(grad, "_local", grad)._version, is_view)
         self.give_hooks_back()
 
     def shows_unreduced(self) -> bool:
         """Whether some ``.grad`` lacks what was accumulated under ``no_sync``, or is only that."""
         with torch._C.DisableTorchFunctionSubclass():
             return any(
-                self.sharded[index].grad is shown for index, (shown, _) in self._unreduced.items()
+                self.sharded[index].grad is shown for index, (shown, *_) in self._unreduced.items()
             )
 
     def published_grads(self) -> list[Tensor]:
@@ -613,20 +626,22 @@ class FlatParamHandle:
             everything = range(len(self._owned))
             for index in list(self.gradients.accumulated if self._use_orig_params else [0]):
                 param = self.sharded[index]
-                shown, version = self._unreduced.pop(index, (None, 0))
-                if shown is None or (param.grad is not None and param.grad is not shown):
+                shown, version, is_view = self._unreduced.pop(index, (None, 0, False))
+                if shown is None:
                     continue
                 dropped = param.grad is None
                 local = getattr(shown, "_local", shown)
-                if not dropped and local._version != version:
-                    if local.any():
+                replaced = not dropped and param.grad is not shown
+                if replaced or (not dropped and local._version != version):
+                    if replaced or local.any():
                         raise RuntimeError(
                             f"unit {self.unit_name!r}: gradients accumulated under no_sync were "
                             "edited before they were reduced. Edit them after a backward outside "
                             "of no_sync."
                         )
                     dropped = True
-                if hasattr(shown, "_unreduced_of"):
+                del shown._unreduced_of
+                if is_view:
                     param.grad = None
                 if dropped:
                     for one in [index] if self._use_orig_params else everything:
@@ -640,9 +655,10 @@ class FlatParamHandle:
             if grad is None:
                 return
             full.grad = None
-            if hasattr(grad, "_unreduced_of"):
+            if index in self._unreduced and self._unreduced[index][0] is grad:
                 # Autograd added to what is shown of the buffer, before anything of this backward
                 # could take it back: move it out.
+                del self._unreduced[index]
                 grad = grad.clone()
                 self.gradients.forget(index)
             self._on_grad(self, index, grad)
@@ -721,10 +737,8 @@ class FlatParamHandle:
         self.gradients.drop()
         for full in self.full:
             full.grad = None
-        if self._earlier_grads:
-            for param, earlier in zip(self.sharded, self._earlier_grads, strict=True):
-                param.grad = earlier
-            self._earlier_grads = []
+        # Not put back: the user may have called zero_grad() since, and would get them again.
+        self._earlier_grads = []
         self.give_hooks_back()
 
     # ------------------------------------------------------------ places, conversion, copies
@@ -810,16 +824,18 @@ class FlatParamHandle:
         self,
         memo: dict[int, Any],
         on_grad: Callable[[FlatParamHandle, int, Tensor], None],
+        on_outside_grad: Callable[[], object],
     ) -> FlatParamHandle:
         """A handle like this one for modules that were deep-copied; no communication.
 
         Args:
             memo: the finished copy's memo, which knows every module's and parameter's copy.
             on_grad: as at construction, for the copy.
+            on_outside_grad: likewise.
         """
         self._absorb_replaced()
         twin = copy.copy(self)
-        twin._on_grad = on_grad
+        twin._on_grad, twin._on_outside_grad = on_grad, on_outside_grad
         twin._owned = [
             OwnedParam(
                 memo.get(id(owned.param), owned.param),

@@ -159,7 +159,9 @@ class Unit:
         twin.module = memo[id(self.module)]
         twin.phase, twin.index, twin._sticky_version = Phase.IDLE, -1, -1
         twin._running, twin._waiting_for = [], {}
-        twin.own([handle.copy_for(memo, twin.on_grad) for handle in self.handles])
+        twin.own(
+            handle.copy_for(memo, twin.on_grad, twin.on_outside_grad) for handle in self.handles
+        )
 
     def refuse_to_part(self) -> NoReturn:
         """Raise for a copy of the module without its wrapper."""
@@ -231,7 +233,9 @@ class Unit:
         if not self._is_sticky:
             for handle in self.handles:
                 handle.drop_secondary()
-                if self.placement.reshard_after_backward:
+                # A rank that holds everything saves nothing by keeping it, and sees no edits made
+                # through `p.data`.
+                if self.placement.reshard_after_backward or self.topology.shard.size == 1:
                     handle.reshard()
                 elif handle.state is ShardState.UNSHARDING:
                     # The optimizer may write the shard next, so it must not be on its way.
@@ -414,6 +418,10 @@ class Unit:
         if self._complete():
             self.context.gradients_complete(self)
             self._maybe_free()
+
+    def on_outside_grad(self) -> None:
+        """A sharded parameter gets a gradient from its use outside of forward."""
+        self.context.begin_backward()
 
     def _complete(self) -> bool:
         return all(

@@ -377,6 +377,27 @@ def _container(rank: int, world_size: int) -> None:
         _assert_same(state, states[0], 0.0)
 
 
+def test_ignored_modules() -> None:
+    run_ranks(_ignored, 2)
+
+
+def _ignored(rank: int, world_size: int) -> None:
+    """What is left plain passes through, with each rank's own values."""
+    case = CASES["mlp"]
+    for flat in (False, True):
+        bare = case.model()
+        model = ShardedWrapper(bare, ignored_modules=[bare.fc2], use_orig_params=not flat)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        _train(model, optimizer, range(2), case, rank, world_size)
+        saved = ShardedWrapper.optim_state_dict(model, optimizer)
+        own = optimizer.state[bare.fc2.weight]["exp_avg"]
+        assert torch.equal(saved["state"]["fc2.weight"]["exp_avg"], own)
+        assert set(saved["state"]) == {name for name, _ in case.model().named_parameters()}
+        again = OPTIMIZERS["adamw"](model.parameters())
+        ShardedWrapper.optim_state_dict_to_load(model, again, saved, load_directly=True)
+        _assert_same(ShardedWrapper.optim_state_dict(model, again), saved, 0.0)
+
+
 def test_names_for_positions() -> None:
     run_ranks(_names_for_positions, 2)
 

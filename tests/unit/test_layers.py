@@ -9,7 +9,7 @@ import flatshard
 
 LAYERS = [
     {"layout", "schedule", "config", "profiling", "watchdog"},
-    {"wrap"},
+    {"ignored", "wrap"},
     {
         "flat_param",
         "shard_tensor",
