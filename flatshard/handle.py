@@ -749,6 +749,14 @@ class FlatParamHandle:
         """The modules in which the parameters stand."""
         return {module for module, _, _ in self._sites}
 
+    def sites(self, index: int) -> list[Site]:
+        """Where original parameter ``index`` stands; the first place names it."""
+        return self._owned[index].sites
+
+    def spec(self, index: int) -> ShardSpec:
+        """What this rank holds of original parameter ``index``."""
+        return self._specs[index]
+
     def hide(self) -> list[tuple[dict[str, Any], str, Any]]:
         """Take the parameters out of the modules; returns what to put back where."""
         hidden = []

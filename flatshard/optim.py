@@ -7,10 +7,17 @@ global, so they also serve optimizers that were built before the model was wrapp
 
 Users' own step hooks see the sharded parameters: the exchange happens after the last of them before
 ``step()``, and is undone before the first of them after it.
+
+[Note: one rank's state]
+``optimizer.state_dict()`` holds this rank's parts alone, so it says whose they are: its first
+group carries a stamp. There rather than at the top, because torch keeps the keys of groups that it
+loads: if that happens before the optimizer's first step, when it has no hook of ours, that step
+finds the stamp.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import weakref
 from typing import Any
@@ -41,7 +48,9 @@ _ELEMENTWISE: set[Any] = {
 }
 
 # State of one number per parameter, not per element: also where the parameter is 0-d itself.
-_ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
+ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
+
+_STAMP = "flatshard"
 
 _swapped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _installed = False
@@ -54,6 +63,11 @@ def declare_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
     true-shape sharded parameters, where an operation is right or raises.
     """
     _ELEMENTWISE.add(inspect.unwrap(optimizer_class.step))
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer works on plain 1-D tensors instead of sharded parameters."""
+    return inspect.unwrap(type(optimizer).step) in _ELEMENTWISE
 
 
 def install() -> None:
@@ -74,7 +88,12 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Global hook: let the exchange be the optimizer's innermost hooks."""
     restore_all()
     _check_reduced(optimizer)
-    if inspect.unwrap(type(optimizer).step) not in _ELEMENTWISE:
+    watch(optimizer)
+    for group in optimizer.param_groups:
+        if _STAMP in group:
+            _check_stamp(optimizer, group[_STAMP])
+            del group[_STAMP]
+    if not is_elementwise(optimizer):
         return
     before: Any = optimizer._optimizer_step_pre_hooks
     after: Any = optimizer._optimizer_step_post_hooks
@@ -180,9 +199,13 @@ def _local_state(param: FlatShardTensor | FlatParameter, state: dict[str, Any]) 
     """
     held = param._local if isinstance(param, FlatShardTensor) else param
     for key, value in state.items():
+        if isinstance(value, FlatShardTensor):
+            # Made at construction, as Adagrad does; also where this rank holds all of it.
+            state[key] = value._local
+            continue
         if not isinstance(value, torch.Tensor) or value.shape == held.shape:
             continue
-        if key in _ONE_PER_PARAMETER:
+        if key in ONE_PER_PARAMETER:
             continue
         if isinstance(param, FlatShardTensor) and value.shape == param.shape:
             state[key] = param._spec.slice(value).clone()
@@ -191,8 +214,8 @@ def _local_state(param: FlatShardTensor | FlatParameter, state: dict[str, Any]) 
             raise RuntimeError(
                 f"optimizer state {key!r} of parameter {name!r}: expected shape "
                 f"{tuple(held.shape)} (this rank's part) or {tuple(param.shape)} (the whole), got "
-                f"{tuple(value.shape)}. A plain optimizer.state_dict() belongs to one rank: save "
-                "and load it per rank, at the same world size."
+                f"{tuple(value.shape)}. A plain optimizer.state_dict() holds one rank's part: "
+                "save ShardedWrapper.optim_state_dict(model, optimizer) instead."
             )
     return state
 
@@ -220,3 +243,76 @@ def _local_grad(param: FlatShardTensor) -> torch.Tensor | None:
         return grad._local
     # Assigned by the user as a full tensor.
     return param._spec.slice(grad.detach())
+
+
+# ---------------------------------------------------------------- one rank's state
+
+
+def watch(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer's plain state dicts say whose they are, and check those it loads."""
+    saving: Any = optimizer._optimizer_state_dict_post_hooks
+    loading: Any = optimizer._optimizer_load_state_dict_pre_hooks
+    if _add_stamp not in saving.values():
+        optimizer.register_state_dict_post_hook(_add_stamp)
+    if unstamped not in loading.values():
+        optimizer.register_load_state_dict_pre_hook(unstamped)
+
+
+def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    stamp = _stamp(optimizer)
+    if stamp is not None and state_dict["state"]:
+        state_dict["param_groups"][0][_STAMP] = stamp
+
+
+def is_stamped(state_dict: dict[str, Any]) -> bool:
+    """Whether a state dict holds one rank's parts."""
+    return any(_STAMP in group for group in state_dict["param_groups"])
+
+
+def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A plain state dict for this optimizer, checked, without the stamp; nothing is copied.
+
+    Raises:
+        RuntimeError: it holds another rank's parts, or those of another layout.
+    """
+    if not is_stamped(state_dict):
+        return state_dict
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    for group in groups:
+        if _STAMP in group:
+            _check_stamp(optimizer, group.pop(_STAMP))
+    return {**state_dict, "param_groups": groups}
+
+
+def _check_stamp(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    own = _stamp(optimizer)
+    if own is not None and own["layout"] == saved["layout"]:
+        return
+    where = "parameters that are not sharded"
+    if own is not None:
+        where = f"rank {own['rank']} of {own['world_size']}, which holds other parts"
+    raise RuntimeError(
+        f"optimizer.state_dict() of rank {saved['rank']} of {saved['world_size']} holds that "
+        f"rank's parts alone, and was loaded for {where}. Save "
+        "ShardedWrapper.optim_state_dict(model, optimizer), which loads anywhere."
+    )
+
+
+def _stamp(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Whose parts the optimizer's state holds; None where every rank has all of it."""
+    places: list[Any] = []
+    rank = None
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, FlatShardTensor):
+                rank, size = param._spec.comm.rank, param._spec.comm.size
+                places.append(param._spec.place)
+            elif isinstance(param, FlatParameter):
+                layout = param.flat_layout
+                rank, size = param.rank, layout.world_size
+                spans = [(span.shape, span.start, span.order) for span in layout.spans]
+                places.append((spans, layout.shard_range(rank)))
+    if rank is None:
+        return None
+    digest = hashlib.sha256(repr(places).encode()).hexdigest()
+    return {"rank": rank, "world_size": size, "layout": digest}

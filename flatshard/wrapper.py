@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard import agreement, checkpoint, config, grad_norm, optim, summon
+from flatshard import agreement, checkpoint, config, grad_norm, optim, optim_state, summon
 from flatshard.config import (
     BackwardPrefetch,
     CPUOffload,
@@ -637,6 +637,98 @@ class ShardedWrapper(nn.Module):
         own = checkpoint.without_ddp_prefix(dict(state_dict), children)
         return self.module.load_state_dict(own, strict=strict, assign=assign)
 
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+        *,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = True,
+    ) -> dict[str, Any]:
+        """The optimizer's state, whole, by the names of the unwrapped model.
+
+        ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: tensors with one
+        value per element of a parameter have its shape, strides and the state's dtype; ``step``,
+        options and what else there is are kept. A tied parameter has its first name. Says nothing
+        of ranks, units or ``use_orig_params``, so it loads into any of them, and into a plain
+        optimizer: see ``optim_state_dict_to_load``.
+
+        Collective: all ranks, unless there is no wrapper in ``model``. Gathers unit by unit.
+
+        Args:
+            model: a wrapper, or any module that contains some; or a plain one.
+            optim: an optimizer over its parameters, made before or after wrapping.
+            optim_state_dict: what ``optim.state_dict()`` gave; None: asks for it.
+            group: accepted; units know their ranks.
+            rank0_only: only rank 0 gets the state, other ranks an empty dict.
+            offload_to_cpu: its tensors lie in CPU memory, copied there unit by unit.
+
+        Raises:
+            ValueError: on all ranks: the optimizer has a parameter that ``model`` has not, state
+                that is neither one value per element nor a number, or other state on each rank.
+            RuntimeError: a forward or backward of the model is running; ``optim_state_dict`` is
+                another rank's.
+        """
+        return optim_state.full_state(
+            model,
+            optim,
+            _units_at_rest(model, "optim_state_dict()"),
+            optim_state_dict,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+        )
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """What ``optim.load_state_dict`` takes on this rank of an ``optim_state_dict``.
+
+        ``optim_state_dict`` is from ``optim_state_dict()``, or a plain optimizer's own
+        ``state_dict()``, whose positions count the parameters in the order of ``optim``'s groups.
+        Dtypes are cast by ``optim.load_state_dict``, as for plain optimizers. Without a wrapper
+        in ``model`` the names only become positions.
+
+        With ``use_orig_params=False``, an original without state beside others in a flat
+        parameter gets zeros; those with state must agree on ``step``.
+
+        Collective: all ranks, unless there is no wrapper in ``model``; compares what they load.
+
+        Args:
+            model: a wrapper, or any module that contains some; or a plain one.
+            optim: an optimizer over its parameters.
+            optim_state_dict: the same on every rank; left as it is.
+            is_named_optimizer: ``optim.load_state_dict`` takes names instead of positions.
+            load_directly: also load the result.
+            group: accepted; units know their ranks.
+
+        Returns:
+            This rank's part, by position.
+
+        Raises:
+            ValueError: on all ranks: parameters are missing or unexpected, a shape is another, an
+                ``optim.state_dict()`` of one rank was passed, parts of one flat parameter have
+                states or options that cannot be joined, or ranks passed different state.
+            RuntimeError: a forward or backward of the model is running.
+        """
+        loaded = optim_state.state_to_load(
+            model,
+            optim,
+            _units_at_rest(model, "optim_state_dict_to_load()"),
+            optim_state_dict,
+            by_name=is_named_optimizer,
+        )
+        if load_directly:
+            optim.load_state_dict(loaded)
+        return loaded
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -676,6 +768,17 @@ class _Renaming:
 def sharded_modules(module: nn.Module) -> list[ShardedWrapper]:
     """Every wrapper in a model, outermost first; empty for a plain model."""
     return [found for found in module.modules() if isinstance(found, ShardedWrapper)]
+
+
+def _units_at_rest(module: nn.Module, what: str) -> list[Unit]:
+    """The units of a model, outermost first, where no step or summon is under way."""
+    wrappers = sharded_modules(module)
+    for wrapper in wrappers:
+        wrapper._context.recover()
+        wrapper._check_between_steps(what, wrapper._context)
+    for wrapper in _outermost_wrappers(module):
+        wrapper._refuse_summoned(f"asked for {what}")
+    return [wrapper._unit for wrapper in wrappers]
 
 
 def _outermost_wrappers(module: nn.Module) -> list[ShardedWrapper]:

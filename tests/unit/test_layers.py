@@ -24,7 +24,7 @@ LAYERS = [
     },
     {"gradients", "handle", "saved_tensors", "summon", "whole"},
     {"unit", "context", "grad_norm"},
-    {"__init__", "wrapper", "checkpoint"},
+    {"__init__", "wrapper", "checkpoint", "optim_state"},
 ]
 NEIGHBOURS = {
     "shard_tensor": {"collectives"},
@@ -40,7 +40,7 @@ NEIGHBOURS = {
     "summon": {"handle", "whole"},
     "whole": {"handle"},
     "context": {"unit"},
-    "wrapper": {"checkpoint"},
+    "wrapper": {"checkpoint", "optim_state"},
     "__init__": {"wrapper"},
 }
 FOLDER = Path(flatshard.__file__).parent
