@@ -19,7 +19,11 @@ _CHUNK_NUMEL = 1 << 20
 
 
 def check_same_model(
-    named: NamedTensors, settings: str, units: Iterable[str], comm: Communicator
+    named: NamedTensors,
+    settings: str,
+    units: Iterable[str],
+    ignored: Iterable[str],
+    comm: Communicator,
 ) -> None:
     """Compare names, shapes, dtypes, memory formats, units and settings with the other ranks.
 
@@ -29,12 +33,14 @@ def check_same_model(
         named: parameters and buffers with their names.
         settings: what else must agree, as text.
         units: the names of the units.
+        ignored: the names of what the user ignores; what it holds may differ.
         comm: the ranks that train the model.
 
     Raises:
         ValueError: on every rank, naming the first difference.
     """
     lines = [f"settings {settings}"]
+    lines += [f"{name!r} to be ignored" for name in ignored]
     lines += [f"{name!r}: {_describe(tensor)}" for name, tensor in named]
     lines += [f"unit {name!r}" for name in units]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()

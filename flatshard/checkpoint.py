@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flatshard import whole
 from flatshard.handle import FlatParamHandle
 from flatshard.unit import Unit
 
@@ -64,14 +65,14 @@ class _StateDictHooks:
             self._depth = 0
         self._depth += 1
         for handle in self._unit.handles:
-            handle.show_placeholders()
+            whole.show_placeholders(handle)
 
     def _leave(self) -> bool:
         self._depth -= 1
         if self._depth > 0:
             return False
         for handle in self._unit.handles:
-            handle.hide_placeholders()
+            whole.hide_placeholders(handle)
         return True
 
 
@@ -81,12 +82,12 @@ def _replace_by_full(handle: FlatParamHandle, state_dict: dict[str, Any]) -> Non
     for key, value in state_dict.items():
         # With keep_vars=True users want the parameters themselves.
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            index = handle.index_of(value)
+            index = whole.index_of(handle, value)
             if index is not None:
                 places.append((key, index))
     if not places:
         return
-    full = handle.gather_full()
+    full = whole.gather_full(handle)
     for key, index in places:
         state_dict[key] = full[index]
 

@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import pickle
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -147,6 +148,8 @@ class Communicator:
         size: ranks in the group.
         ranks: the group's members by their numbers in the default group.
         global_rank: this rank's number there, for messages.
+        second_stages: reductions in two stages whose second one is to cross this group, in the
+            order in which all ranks begin them.
         control_device: where a few numbers must lie to be sent; "cpu" unless the group has none.
     """
 
@@ -167,6 +170,7 @@ class Communicator:
         self._native = native
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
         self._num_tags = 0
+        self.second_stages: deque[Any] = deque()
         self.control_device = torch.device("cpu")
         if group is None or self.size == 1:
             return
@@ -220,8 +224,9 @@ class Communicator:
         return Pending([work], what, shard, out)
 
     def _what(self, label: str, action: str) -> str:
+        unit = f"unit {label!r}" if label else "the root unit"
         return (
-            f"unit {label!r}, rank {self.global_rank}: {action} "
+            f"{unit}, rank {self.global_rank}: {action} "
             f"over ranks {', '.join(map(str, self.ranks))}"
         )
 

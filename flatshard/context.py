@@ -24,10 +24,11 @@ from flatshard import optim
 from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
 from flatshard.gradients import Sync
+from flatshard.handle import FlatParamHandle
 from flatshard.profiling import profiled
 from flatshard.saved_tensors import SavedTensors
 from flatshard.schedule import ExecutionOrder, ReduceOrder
-from flatshard.unit import Unit
+from flatshard.unit import Phase, Unit
 
 _STALL_SECONDS = 1.0
 """How long a reduction may hold up backward; past this the peers may be waiting for us."""
@@ -42,6 +43,7 @@ class RunContext:
         units: every unit, the root last.
         syncs: per unit, what backward does with its gradients; read when a forward begins.
         has_run: whether a forward has begun.
+        expects_backward: whether the outermost forward began with gradients enabled.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class RunContext:
         self._reduce_order = ReduceOrder(len(self.units))
         self._reduce_order_agreed = False
         self._depth = 0
+        self.expects_backward = False
         self._active = False
         self._end_callback: Callable[[], object] = lambda: None
         self._in_flight: list[tuple[Unit, int]] = []
@@ -97,24 +100,38 @@ class RunContext:
 
     def enter(self, unit: Unit) -> None:
         """A unit's forward begins; the outermost one prepares the step."""
-        if self._depth == 0 and not self.in_backward:
+        if self._depth == 0 and not self.in_backward and not self._begins_recomputation():
             self._begin_forward(unit)
         self._saved.push()
         self._depth += 1
         if not self.in_backward:
             self._order.record(unit.index)
 
+    def _begins_recomputation(self) -> bool:
+        """Whether a reentrant checkpoint around the whole model computes it again.
+
+        Then nothing of the model's backward has run yet, and its own forward had no gradients.
+        """
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+            return False
+        self._plan_syncs()
+        return self.begin_backward()
+
     def _begin_forward(self, outermost: Unit) -> None:
         self.recover()
         self.has_run = True
         self._order.begin_forward()
-        if torch.is_grad_enabled():
-            for unit, sync in zip(self.units, self.syncs, strict=True):
-                unit.plan_sync(sync)
+        self.expects_backward = torch.is_grad_enabled()
+        if self.expects_backward:
+            self._plan_syncs()
         if outermost is self.root and not self.is_accumulating:
             self._broadcast_buffers()
         for handle in self._kept_from_afar:
             handle.begin_refresh()
+
+    def _plan_syncs(self) -> None:
+        for unit, sync in zip(self.units, self.syncs, strict=True):
+            unit.plan_sync(sync)
 
     @property
     def is_accumulating(self) -> bool:
@@ -233,7 +250,7 @@ class RunContext:
             self._had_accumulated = False
             for unit in self.units:
                 unit.begin_backward()
-                self._had_accumulated |= any(h.gradients.accumulated for h in unit.handles)
+                self._had_accumulated |= any(handle.holds_gradients for handle in unit.handles)
                 if unit.sync is Sync.LOCAL or not unit.num_trainable:
                     # Never reduced, so it must not hold up the others.
                     self._reduce_order.ready(unit.index)
@@ -286,7 +303,8 @@ class RunContext:
         finally:
             self._active = False
             for unit in self.units:
-                if not unit.is_at_rest:
+                # A forward that runs a backward inside, for forces say, goes on afterwards.
+                if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.release()
         self._run_hooks()
         for unit in self.units:
@@ -301,13 +319,15 @@ class RunContext:
             if any(any(flags) for flags in used.parameters[index]):
                 self._start_reduce(self.units[index])
         self._drain()
-        for index in used.delivered_again:
-            self._start_reduce(self.units[index])
+        for unit, handle in used.left_over:
+            self._in_flight.append((unit, handle.gradients.start_reduce(unit.sync)))
         self._drain()
         for unit, flags in zip(self.units, used.parameters, strict=True):
-            if unit.sync is Sync.ALL:
-                for handle, handle_flags in zip(unit.handles, flags, strict=True):
+            for handle, handle_flags in zip(unit.handles, flags, strict=True):
+                if unit.sync is Sync.ALL:
                     handle.publish(handle_flags)
+                elif unit.sync is Sync.WITHIN:
+                    handle.gradients.mark_used(handle_flags)
         self._published = used.parameters
         if not self._reduce_order_agreed and all(u.sync is Sync.ALL for u in self.units):
             self._agree_on_order()
@@ -317,20 +337,23 @@ class RunContext:
         rest = set(self._reduce_order.rest())
         flags: list[int] = []
         for unit in self.units:
-            had_its_turn = unit.index not in rest and unit.sync is not Sync.LOCAL
-            again = had_its_turn and any(handle.gradients.filled for handle in unit.handles)
-            flags.append(again)
+            to_come = unit.trainable_handles() if unit.index in rest else []
             for handle in unit.handles:
+                is_due = unit.sync is not Sync.LOCAL and handle not in to_come
+                flags.append(is_due and handle.gradients.waits_for(unit.sync))
                 flags.extend(i in handle.gradients.used for i in range(len(handle.full)))
         combined = torch.tensor(flags, dtype=torch.uint8, device=self._world.control_device)
         self._world.reduce_scalars(combined, "MAX", label="used parameters")
         answers = iter(combined.tolist())
-        again_everywhere, parameters = [], []
+        left_over: list[tuple[Unit, FlatParamHandle]] = []
+        parameters: list[list[list[bool]]] = []
         for unit in self.units:
-            if next(answers):
-                again_everywhere.append(unit.index)
-            parameters.append([[bool(next(answers)) for _ in h.full] for h in unit.handles])
-        return _Used(parameters, again_everywhere)
+            parameters.append([])
+            for handle in unit.handles:
+                if next(answers):
+                    left_over.append((unit, handle))
+                parameters[-1].append([bool(next(answers)) for _ in handle.full])
+        return _Used(parameters, left_over)
 
     def _agree_on_order(self) -> None:
         """Take the order in which rank 0's units became ready. Collective, once."""
@@ -341,11 +364,16 @@ class RunContext:
 
     def _run_hooks(self) -> None:
         published, self._published = self._published, []
-        for unit, flags in zip(self.units, published, strict=False):
-            if unit.sync is not Sync.ALL:
-                continue
-            for handle, handle_flags in zip(unit.handles, flags, strict=True):
-                handle.run_post_accumulate_hooks(handle_flags)
+        try:
+            for unit, flags in zip(self.units, published, strict=False):
+                if unit.sync is not Sync.ALL:
+                    continue
+                for handle, handle_flags in zip(unit.handles, flags, strict=True):
+                    handle.run_post_accumulate_hooks(handle_flags)
+        finally:
+            for unit in self.units:
+                for handle in unit.handles:
+                    handle.give_hooks_back()
 
     def recover(self) -> None:
         """Return to a state to start from, after a step that was left by an exception."""
@@ -358,8 +386,8 @@ class RunContext:
         self._active = False
         if self._had_accumulated:
             warnings.warn(
-                "a backward failed, and gradients accumulated under no_sync before it are lost "
-                "with it. Accumulate them again.",
+                "a backward failed, and gradients accumulated before it are lost with it. "
+                "Accumulate them again.",
                 stacklevel=4,
             )
         try:
@@ -374,11 +402,16 @@ class RunContext:
 class _Used:
     """What the ranks used in a backward, together."""
 
-    def __init__(self, parameters: list[list[list[bool]]], delivered_again: list[int]) -> None:
+    def __init__(
+        self,
+        parameters: list[list[list[bool]]],
+        left_over: list[tuple[Unit, FlatParamHandle]],
+    ) -> None:
         self.parameters = parameters
         """Per unit, flat parameter and original parameter: whether any rank used it."""
-        self.delivered_again = delivered_again
-        """Units that got more gradients after their turn to be reduced."""
+        self.left_over = left_over
+        """Flat parameters with gradients that no unit's turn takes along: they came after it, or
+        were accumulated before the parameters were frozen."""
 
 
 def _reduced(unit: Unit) -> bool:

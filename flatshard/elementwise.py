@@ -46,8 +46,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like = first_sharded(args, kwargs)
     spec = like._spec
     if func in (aten.detach.default, aten.alias.default):
-        # The same tensor, not a view made here: its version counter would be another.
-        return FlatShardTensor(like._local, spec)
+        return like.alias()
     if "out" in kwargs:
         spec.refuse(f"{func._schema.name} with out=")
     in_place = func._schema.is_mutable
@@ -147,7 +146,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     tensor, *rest = args
     if func is not aten.view.default or tuple(rest[0]) != tensor._spec.shape:
         tensor._spec.refuse(f"{func._schema.name} to another shape or dtype")
-    return FlatShardTensor(tensor._local, tensor._spec)
+    return tensor.alias()  # type: ignore[no-any-return]
 
 
 HANDLERS.update(

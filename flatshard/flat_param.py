@@ -5,6 +5,7 @@ And ``view_of``: an original parameter as a view of a flat tensor.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -39,6 +40,7 @@ class FlatParameter(nn.Parameter):
     flat_layout: FlatLayout
     rank: int
     post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]]
+    _aliases: weakref.WeakValueDictionary[int, Tensor]
 
     def __new__(
         cls, data: Tensor, requires_grad: bool, layout: FlatLayout, rank: int
@@ -48,12 +50,15 @@ class FlatParameter(nn.Parameter):
         self.flat_layout = layout
         self.rank = rank
         self.post_accumulate_hooks = OrderedDict()
+        self._aliases = weakref.WeakValueDictionary()
         return self
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The shard without autograd, sharing the version counter. Assigning copies."""
-        return self.detach()
+        alias = self.detach()
+        self._aliases[id(alias)] = alias
+        return alias
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -64,6 +69,10 @@ class FlatParameter(nn.Parameter):
                 "Convert the whole wrapper: model.to(...)."
             )
         with torch.no_grad():
+            # What `.data` gave before keeps its values, as it does where data is replaced.
+            for alias in list(self._aliases.values()):
+                torch._C.TensorBase.data.__set__(alias, alias.clone())  # type: ignore[attr-defined]
+            self._aliases.clear()
             self.copy_(value)
 
     def point_at(self, shard: Tensor) -> None:

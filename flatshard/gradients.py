@@ -103,6 +103,10 @@ class GradientBuffer:
         """Original parameters whose gradient waits for a reduction over all ranks."""
         return self.filled if self.held is None else self.filled | self.used
 
+    def waits_for(self, sync: Sync) -> bool:
+        """Whether there is something that ``start_reduce(sync)`` would reduce further."""
+        return bool(self.filled) or (sync is Sync.ALL and self.held is not None)
+
     def shard_part(self) -> Tensor:
         """A copy of what waits of this rank's shard, in the shard's dtype."""
         part = torch.zeros(self._layout.shard_numel, dtype=self._out_dtype, device=self._device)
@@ -138,6 +142,10 @@ class GradientBuffer:
             self.held[start:end].zero_()
             if not self.used:
                 self.held = None
+
+    def mark_used(self, used: list[bool]) -> None:
+        """Note which gradients ``held`` sums up, on whatever rank they came."""
+        self.used.update(index for index, was_used in enumerate(used) if was_used)
 
     # ------------------------------------------------------------ reductions
 
@@ -241,8 +249,12 @@ class _Reduction:
         if inner.size > 1:
             self._out = buffer.new_empty(buffer.numel() // inner.size)
             self._pending = inner.reduce_scatter(buffer, self._out, label=label)
-        crosses = topology.outer.size > 1 or topology.replicate.size > 1
-        self._must_cross = crosses and not hold
+        self._must_cross = topology.crosses and not hold
+        across = topology.outer if topology.outer.size > 1 else topology.replicate
+        # Of all models: which first stage is over first may differ between ranks.
+        self._queue = across.second_stages
+        if self._must_cross:
+            self._queue.append(self)
         if self._must_cross and (inner.size == 1 or buffer.is_cuda):
             self._cross_behind()
 
@@ -253,10 +265,13 @@ class _Reduction:
             self.cross()
 
     def cross(self) -> None:
-        """See ``GradientBuffer.cross``."""
-        if not self._must_cross:
-            return
+        """See ``GradientBuffer.cross``; those that began before come first."""
+        while self._must_cross:
+            self._queue[0]._begin_second()
+
+    def _begin_second(self) -> None:
         self._pending.wait()
+        self._queue.popleft()
         self._must_cross = False
         topology, out = self._topology, self._out
         if self._held is not None:
@@ -270,8 +285,8 @@ class _Reduction:
 
     def advance(self) -> bool:
         """See ``GradientBuffer.advance``."""
-        if self._must_cross and self._pending.done():
-            self.cross()
+        while self._must_cross and self._queue[0]._pending.done():
+            self._queue[0]._begin_second()
         return not self._must_cross
 
     def done(self) -> bool:

@@ -18,10 +18,9 @@ Where one rank holds everything and nothing is cast, the shard *is* the unsharde
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,7 +56,10 @@ class FlatParamHandle:
         sharded: the parameters that users see.
         full: the parameters that compute, in the order of ``layout.spans``.
         state: see ``ShardState``.
+        topology: the ranks that share it.
+        is_whole: whether this rank's shard is all of it.
         gradients: what backward brought and what became of it.
+        summoned: the ``summon.Summoned`` that is open, or None.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class FlatParamHandle:
         reduce_dtype: torch.dtype | None,
         use_orig_params: bool,
         on_grad: Callable[[FlatParamHandle, int, Tensor], None],
+        on_outside_grad: Callable[[], object],
     ) -> None:
         """Flatten ``owned``, keep this rank's shard, and turn the originals into its views.
 
@@ -84,25 +87,27 @@ class FlatParamHandle:
             use_orig_params: whether users see original parameters or one ``FlatParameter``.
             on_grad: called with this handle, an original parameter's index and its gradient when
                 that has come; calls ``receive_grad``.
+            on_outside_grad: called before autograd adds to a sharded parameter's ``.grad`` what
+                came of its use outside of forward.
         """
         self.unit_name = unit_name
         self._owned = owned
-        self._topology = topology
-        self._is_whole = topology.shard.size == 1
+        self.topology = topology
+        self.is_whole = topology.shard.size == 1
         self._tag, self._outer_tag = topology.inner.new_tag(), topology.outer.new_tag()
         self._secondary = self._plan_secondary()
         self._use_orig_params = use_orig_params
         self._compute_dtype, self._reduce_dtype = compute_dtype, reduce_dtype
-        self._on_grad = on_grad
+        self._on_grad, self._on_outside_grad = on_grad, on_outside_grad
         self._is_installed = False
-        self._is_summoned = False
+        self.summoned: Any = None
         self._hooked: set[int] = set()
         self.full: list[nn.Parameter] = []
         self.state = ShardState.SHARDED
         self._gather: Pending | None = None
         self._gathered_version = -1
         self._earlier_grads: list[Tensor | None] = []
-        self._unreduced: dict[int, tuple[Any, int]] = {}
+        self._unreduced: dict[int, tuple[Any, int, bool]] = {}
 
         first = owned[0].param
         self.layout = FlatLayout.build(
@@ -111,7 +116,7 @@ class FlatParamHandle:
             itemsize=first.element_size(),
             orders=[memory_order(o.param.shape, o.param.stride()) for o in owned],
         )
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self._adopt_shard(self._flatten_originals(device))
             self.sharded = self._make_sharded([o.param.requires_grad for o in owned])
         self._make_buffer()
@@ -120,7 +125,7 @@ class FlatParamHandle:
     # ------------------------------------------------------------ construction
 
     def _plan_secondary(self) -> SecondaryShard | None:
-        topology = self._topology
+        topology = self.topology
         if topology.regather is not None:
             return SecondaryShard(topology.regather, self.unit_name)
         if topology.outer.size > 1:
@@ -133,15 +138,15 @@ class FlatParamHandle:
         flat = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=device)
         for span, owned in zip(self.layout.spans, self._owned, strict=True):
             view_of(flat, span).copy_(owned.param)
-        if self._is_whole:
+        if self.is_whole:
             return flat
-        start, end = self.layout.shard_range(self._topology.index)
+        start, end = self.layout.shard_range(self.topology.index)
         return flat[start:end].clone()
 
     def _adopt_shard(self, shard: Tensor) -> None:
         self.shard = shard
         self.local_spans: list[LocalSpan] = [
-            self.layout.local_span(index, self._topology.index) for index in range(len(self._owned))
+            self.layout.local_span(index, self.topology.index) for index in range(len(self._owned))
         ]
         self._specs = [
             ShardSpec(
@@ -150,9 +155,10 @@ class FlatParamHandle:
                 span.shape,
                 offset=local.offset,
                 numel=local.numel,
-                comm=self._topology.shard,
-                replicas=self._topology.replicate,
+                comm=self.topology.shard,
+                replicas=self.topology.replicate,
                 order=span.order,
+                on_outside_grad=self._on_outside_grad,
             )
             for span, local in zip(self.layout.spans, self.local_spans, strict=True)
         ]
@@ -162,9 +168,10 @@ class FlatParamHandle:
             shard.shape,
             offset=0,
             numel=shard.numel(),
-            comm=self._topology.shard,
-            replicas=self._topology.replicate,
+            comm=self.topology.shard,
+            replicas=self.topology.replicate,
             originals=self.local_spans,
+            number=self.topology.index,
             total_numel=self.layout.numel,
         )
 
@@ -172,10 +179,13 @@ class FlatParamHandle:
         """The parameters that users see; originals keep their identity."""
         if not self._use_orig_params:
             self._placeholders: list[FlatShardTensor] = self._shard_views(None)
-            flat = FlatParameter(self.shard, requires_grad[0], self.layout, self._topology.index)
+            flat = FlatParameter(self.shard, requires_grad[0], self.layout, self.topology.index)
+            for owned in self._owned:
+                # Kept any longer, the originals would be a whole copy of the unit on every rank.
+                owned.param = flat
             return [flat]
         self._placeholders = []
-        if self._is_whole:
+        if self.is_whole:
             for owned, span in zip(self._owned, self.layout.spans, strict=True):
                 # Hooks and attributes stay where they are: only the memory moves.
                 owned.param.data = view_of(self.shard, span)
@@ -199,7 +209,7 @@ class FlatParamHandle:
     @property
     def _aliased(self) -> bool:
         """Whether the shard is the unsharded buffer."""
-        return self._is_whole and self.compute_dtype == self.shard.dtype
+        return self.is_whole and self.compute_dtype == self.shard.dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -220,12 +230,8 @@ class FlatParamHandle:
         requires_grad = [p.requires_grad for p in self.sharded]
         if not self._use_orig_params:
             requires_grad = requires_grad * len(self._owned)
-        hooks: list[list[Any]] = [[] for _ in self._owned]
-        if not (self._aliased and self._use_orig_params):
-            # Users' hooks on full parameters that are made anew go along.
-            for index, full in enumerate(self.full):
-                hooks[index] = list((full._backward_hooks or {}).values())
-        with torch.no_grad(), torch.inference_mode(False):
+        before = self.full
+        with torch.inference_mode(False), torch.no_grad():
             if self._aliased:
                 self.buffer = self.shard
             else:
@@ -246,10 +252,11 @@ class FlatParamHandle:
                     # A frozen tensor refuses hooks; it may be unfrozen later.
                     full.requires_grad_(True)
                     full.register_post_accumulate_grad_hook(self._grad_hook(index))
-                    for hook in hooks[index]:
-                        full.register_hook(hook)
+                    if before:
+                        # The dictionary, so that handles can still remove what is in it.
+                        full._backward_hooks = before[index]._backward_hooks
                 full.requires_grad_(requires_grad[index])  # False for integers
-                if self._use_orig_params and not self._is_whole:
+                if self._use_orig_params and not self.is_whole:
                     self._owned[index].move_hooks(full)
         # Originals that compute themselves stay the same objects through a conversion.
         self._hooked = {id(full) for full in self.full}
@@ -263,7 +270,7 @@ class FlatParamHandle:
         self.gradients = GradientBuffer(
             self.layout,
             self.unit_name,
-            topology=self._topology,
+            topology=self.topology,
             dtype=self.reduce_dtype,
             like=self.shard,
         )
@@ -290,7 +297,7 @@ class FlatParamHandle:
 
         State: SHARDED -> UNSHARDING.
         """
-        if self._is_summoned:
+        if self.summoned is not None:
             raise RuntimeError(
                 f"unit {self.unit_name!r}: a forward was run under summon_full_params(). Leave "
                 "the context first: units gather what they need by themselves."
@@ -305,7 +312,7 @@ class FlatParamHandle:
             # The shard was written since: what was gathered is stale. Its memory is used again.
             self.wait_unshard()
             torch.autograd.graph.increment_version(self.buffer)
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self._allocate_buffer()
             self._gathered_version = self.version
             self._gather = self._begin_gather(purpose)
@@ -317,7 +324,7 @@ class FlatParamHandle:
             self.begin_refresh()
             if self._secondary.is_current(self.version):
                 return self._secondary.gather(self.buffer, purpose)
-        return self._topology.inner.all_gather(
+        return self.topology.inner.all_gather(
             self._source(), self.buffer, label=self.unit_name, tag=self._tag, purpose=purpose
         )
 
@@ -330,9 +337,9 @@ class FlatParamHandle:
 
         Collective: all ranks of the outer group.
         """
-        outer = self._topology.outer
+        outer = self.topology.outer
         if self._secondary is not None and outer.size > 1:
-            with torch.no_grad(), torch.inference_mode(False):
+            with torch.inference_mode(False), torch.no_grad():
                 self._secondary.begin_refresh(self._source(), self.version, outer, self._outer_tag)
 
     def finish_refresh(self) -> None:
@@ -340,22 +347,34 @@ class FlatParamHandle:
         if self._secondary is not None:
             self._secondary.finish_refresh()
 
+    def begin_gather_parts(self, part: Tensor, out: Tensor) -> Pending:
+        """Begin gathering something of the shard's shape, ``(padded_numel,)`` in all.
+
+        Collective: all ranks of the shard group.
+        """
+        topology = self.topology
+        if topology.outer.size == 1:
+            return topology.inner.all_gather(
+                part, out, label=self.unit_name, tag=self._tag, purpose="whole tensors"
+            )
+        return gather_in_two(part, out, topology.inner, topology.outer, self.unit_name, self._tag)
+
     def keep_secondary(self) -> None:
         """Before ``reshard`` between forward and backward: keep what backward gathers from."""
-        if self._topology.regather is not None and self.is_current:
+        if self.topology.regather is not None and self.is_current:
             assert self._secondary is not None, "planned with the topology"
             self._secondary.cut(self.buffer, self._gathered_version)
 
     def drop_secondary(self) -> None:
         """After backward: give back what ``keep_secondary`` kept."""
-        if self._topology.regather is not None:
+        if self.topology.regather is not None:
             assert self._secondary is not None, "planned with the topology"
             self._secondary.drop()
 
     @property
     def has_secondary(self) -> bool:
         """Whether ``keep_secondary`` kept something."""
-        return self._topology.regather is not None and self.secondary_bytes > 0
+        return self.topology.regather is not None and self.secondary_bytes > 0
 
     @property
     def secondary_bytes(self) -> int:
@@ -364,15 +383,24 @@ class FlatParamHandle:
 
     def _absorb_replaced(self) -> None:
         """Where plain originals stand over the shard, take over data assigned to ``p.data``."""
-        if not (self._use_orig_params and self._is_whole):
+        if not (self._use_orig_params and self.is_whole):
             return
-        for param, span in zip(self.sharded, self.layout.spans, strict=True):
-            place = view_of(self.shard, span)
-            if span.numel and param.data_ptr() != place.data_ptr():
-                with torch.no_grad():
-                    place.copy_(param)
-                    param.data = place
-                    torch.autograd.graph.increment_version(param)
+        places = [view_of(self.shard, span) for span in self.layout.spans]
+        if all(
+            param.data_ptr() == place.data_ptr() or not param.numel()
+            for param, place in zip(self.sharded, places, strict=True)
+        ):
+            return
+        # In new memory: what was assigned over may be kept by somebody to be put back.
+        with torch.inference_mode(False), torch.no_grad():
+            self.shard = self.shard.clone()
+            if self._aliased:
+                self.buffer = self.shard
+            for param, span in zip(self.sharded, self.layout.spans, strict=True):
+                place = view_of(self.shard, span)
+                place.copy_(param)
+                param.data = place
+                torch.autograd.graph.increment_version(param)
 
     def wait_unshard(self) -> None:
         """Finish the gather that ``unshard`` began.
@@ -410,7 +438,7 @@ class FlatParamHandle:
     @property
     def version(self) -> int:
         """Grows whenever the shard is written."""
-        if self._use_orig_params and self._is_whole:
+        if self._use_orig_params and self.is_whole:
             return sum(param._version for param in self.sharded)
         return self.shard._version
 
@@ -450,6 +478,15 @@ class FlatParamHandle:
             else:
                 for full in self.full:
                     full.requires_grad_(self.sharded[0].requires_grad)
+        self.check_places()
+        self._put(self.full)
+
+    def check_places(self) -> None:
+        """See that the modules hold what they were given.
+
+        Raises:
+            RuntimeError: a module's parameter was replaced by another object since wrapping.
+        """
         for module, attribute, index in self._sites:
             present = module._parameters.get(attribute)
             if present is not self._outside(index) and present is not self.full[index]:
@@ -458,7 +495,6 @@ class FlatParamHandle:
                     "replaced after wrapping. Assign values with p.copy_(...), or replace the "
                     "parameter before wrapping."
                 )
-        self._put(self.full)
 
     def _put(self, params: list[nn.Parameter]) -> None:
         for module, attribute, index in self._sites:
@@ -504,11 +540,18 @@ class FlatParamHandle:
         self._collect_unreduced()
         if self.full is not self.sharded:
             return
+        self.check_places()  # where others are installed for each forward, that checks
         self._hold_hooks()
-        if not self._earlier_grads:
-            self._earlier_grads = [p.grad for p in self.sharded]
-            for param in self.sharded:
+        self._earlier_grads = self._earlier_grads or [None] * len(self.sharded)
+        for index, param in enumerate(self.sharded):
+            if param.grad is not None:
+                self._earlier_grads[index] = param.grad
                 param.grad = None
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there are earlier gradients that a failing backward would take along."""
+        return bool(self.gradients.accumulated) or any(g is not None for g in self._earlier_grads)
 
     def _hold_hooks(self) -> None:
         """Keep users' post-accumulate hooks back: they want the reduced gradient."""
@@ -526,25 +569,27 @@ class FlatParamHandle:
         gradients = self.gradients
         waiting = gradients.accumulated
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for index, earlier in enumerate(self._earlier_grads):
+                if earlier is not None and index not in waiting:
+                    self.sharded[index].grad, self._earlier_grads[index] = earlier, None
             # Slots show gradients whole; what was reduced within a group exists in parts only.
             in_parts = gradients.held is not None or not self._use_orig_params
             part = gradients.shard_part() if in_parts and waiting else None
             for index in waiting if self._use_orig_params or not waiting else {0}:
                 param = self.sharded[index]
-                if param.grad is None:
+                is_view = param.grad is None
+                if is_view:
                     param.grad = self._unreduced_view(index, part)
-                    param.grad._unreduced_of = self.unit_name  # type: ignore[attr-defined]
-                self._unreduced[index] = (
-                    param.grad,
-                    getattr(param.grad, "_local", param.grad)._version,
-                )
-        self._give_hooks_back()
+                grad: Any = param.grad
+                grad._unreduced_of = self.unit_name
+                self._unreduced[index] = (grad, getattr(grad, "_local", grad)._version, is_view)
+        self.give_hooks_back()
 
     def shows_unreduced(self) -> bool:
         """Whether some ``.grad`` lacks what was accumulated under ``no_sync``, or is only that."""
         with torch._C.DisableTorchFunctionSubclass():
             return any(
-                self.sharded[index].grad is shown for index, (shown, _) in self._unreduced.items()
+                self.sharded[index].grad is shown for index, (shown, *_) in self._unreduced.items()
             )
 
     def published_grads(self) -> list[Tensor]:
@@ -567,7 +612,7 @@ class FlatParamHandle:
                 return FlatShardTensor(part, self._flat_spec)
             return self._grad_view(part, index)
         slot = self.gradients.slot(index).to(self.shard.dtype)
-        if self._is_whole:
+        if self.is_whole:
             return slot.view(slot.shape)
         return FlatShardTensor(self._specs[index].slice(slot), self._specs[index])
 
@@ -581,20 +626,22 @@ class FlatParamHandle:
             everything = range(len(self._owned))
             for index in list(self.gradients.accumulated if self._use_orig_params else [0]):
                 param = self.sharded[index]
-                shown, version = self._unreduced.pop(index, (None, 0))
-                if shown is None or (param.grad is not None and param.grad is not shown):
+                shown, version, is_view = self._unreduced.pop(index, (None, 0, False))
+                if shown is None:
                     continue
                 dropped = param.grad is None
                 local = getattr(shown, "_local", shown)
-                if not dropped and local._version != version:
-                    if local.any():
+                replaced = not dropped and param.grad is not shown
+                if replaced or (not dropped and local._version != version):
+                    if replaced or local.any():
                         raise RuntimeError(
                             f"unit {self.unit_name!r}: gradients accumulated under no_sync were "
                             "edited before they were reduced. Edit them after a backward outside "
                             "of no_sync."
                         )
                     dropped = True
-                if hasattr(shown, "_unreduced_of"):
+                del shown._unreduced_of
+                if is_view:
                     param.grad = None
                 if dropped:
                     for one in [index] if self._use_orig_params else everything:
@@ -608,9 +655,10 @@ class FlatParamHandle:
             if grad is None:
                 return
             full.grad = None
-            if hasattr(grad, "_unreduced_of"):
+            if index in self._unreduced and self._unreduced[index][0] is grad:
                 # Autograd added to what is shown of the buffer, before anything of this backward
                 # could take it back: move it out.
+                del self._unreduced[index]
                 grad = grad.clone()
                 self.gradients.forget(index)
             self._on_grad(self, index, grad)
@@ -667,9 +715,8 @@ class FlatParamHandle:
         for param, hooks in hooked:
             for hook in list(hooks.values()):
                 hook(param)
-        self._give_hooks_back()
 
-    def _give_hooks_back(self) -> None:
+    def give_hooks_back(self) -> None:
         """Put the hooks that waited where users registered, and may remove, them."""
         if self.full is self.sharded:
             for param, spec in zip(self.sharded, self._specs, strict=True):
@@ -681,7 +728,7 @@ class FlatParamHandle:
     def _grad_view(self, reduced: Tensor, index: int) -> Tensor:
         local = self.local_spans[index]
         piece = reduced[local.start : local.end]
-        if self._is_whole:
+        if self.is_whole:
             return view_of(reduced, self.layout.spans[index])
         return FlatShardTensor(piece, self._specs[index])
 
@@ -690,29 +737,15 @@ class FlatParamHandle:
         self.gradients.drop()
         for full in self.full:
             full.grad = None
-        if self._earlier_grads:
-            for param, earlier in zip(self.sharded, self._earlier_grads, strict=True):
-                param.grad = earlier
-            self._earlier_grads = []
-        self._give_hooks_back()
+        # Not put back: the user may have called zero_grad() since, and would get them again.
+        self._earlier_grads = []
+        self.give_hooks_back()
 
-    # ------------------------------------------------------------ whole tensors
+    # ------------------------------------------------------------ places, conversion, copies
 
     def modules(self) -> set[nn.Module]:
         """The modules in which the parameters stand."""
         return {module for module, _, _ in self._sites}
-
-    def show_placeholders(self) -> None:
-        """With ``use_orig_params=False``, list the originals among the modules' parameters."""
-        if self._placeholders and not self._is_installed:
-            for module, attribute, index in self._sites:
-                module._parameters[attribute] = self._placeholders[index]  # type: ignore[assignment]
-
-    def hide_placeholders(self) -> None:
-        """Undo ``show_placeholders``."""
-        if self._placeholders and not self._is_installed:
-            for module, attribute, _ in self._sites:
-                module._parameters[attribute] = None
 
     def hide(self) -> list[tuple[dict[str, Any], str, Any]]:
         """Take the parameters out of the modules; returns what to put back where."""
@@ -721,81 +754,6 @@ class FlatParamHandle:
             hidden.append((module._parameters, attribute, module._parameters[attribute]))
             module._parameters[attribute] = None
         return hidden
-
-    @contextlib.contextmanager
-    def summoned(self, writeback: bool) -> Iterator[None]:
-        """Let the modules hold whole plain parameters, in the shard's own dtype.
-
-        Collective: all ranks of the shard group, at entry.
-
-        Args:
-            writeback: keep what was written to them; otherwise it is lost.
-        """
-        if self.full is self.sharded or self._is_summoned:
-            yield
-            return
-        self.reshard()
-        full = self.gather_full()
-        with torch._C.DisableTorchFunctionSubclass():
-            requires_grad = [p.requires_grad for p in self.sharded]
-        if not self._use_orig_params:
-            requires_grad = requires_grad * len(full)
-        params = [
-            nn.Parameter(t, requires_grad=r) for t, r in zip(full, requires_grad, strict=True)
-        ]
-        self._put(params)
-        self._is_summoned = True
-        try:
-            yield
-        finally:
-            self._is_summoned = False
-            self.uninstall()
-            if writeback:
-                with torch.no_grad():
-                    for spec, local, param in zip(
-                        self._specs, self.local_spans, params, strict=True
-                    ):
-                        self.shard[local.start : local.end].copy_(spec.slice(param))
-
-    def gather_full(self) -> list[Tensor]:
-        """Copies of the original parameters, in the shard's own dtype.
-
-        Collective: all ranks of the shard group, unless the buffer is current.
-        State: stays as it is.
-        """
-        with torch.no_grad(), torch.inference_mode(False):
-            if self.is_current and self.compute_dtype == self.shard.dtype:
-                flat = self.buffer
-            else:
-                flat = self.shard.new_empty(self.layout.padded_numel)
-                self._gather_into(flat).wait()
-            return [view_of(flat, span).clone() for span in self.layout.spans]
-
-    def _gather_into(self, out: Tensor) -> Pending:
-        """Begin gathering the shards as they are, in their own dtype."""
-        topology, source = self._topology, self.shard.detach()
-        if topology.outer.size == 1:
-            return topology.inner.all_gather(
-                source, out, label=self.unit_name, tag=self._tag, purpose="whole tensors"
-            )
-        return gather_in_two(source, out, topology.inner, topology.outer, self.unit_name, self._tag)
-
-    def index_of(self, tensor: Tensor) -> int | None:
-        """Which original parameter ``tensor`` shows, or None."""
-        if isinstance(tensor, FlatShardTensor):
-            return next((i for i, spec in enumerate(self._specs) if spec is tensor._spec), None)
-        storage = tensor.untyped_storage()._cdata
-        if storage != self.buffer.untyped_storage()._cdata:
-            return None
-        start = tensor.storage_offset()
-        return next(
-            (
-                index
-                for index, span in enumerate(self.layout.spans)
-                if span.start == start and span.shape == tuple(tensor.shape)
-            ),
-            None,
-        )
 
     def check_keeps_order(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Refuse a ``module._apply`` function that gives a parameter another memory format.
@@ -827,7 +785,7 @@ class FlatParamHandle:
         if self._secondary is not None:
             self._secondary.drop()
         self._absorb_replaced()
-        with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             converted = fn(self.shard)
             if converted is self.shard:
                 return
@@ -858,16 +816,18 @@ class FlatParamHandle:
         self,
         memo: dict[int, Any],
         on_grad: Callable[[FlatParamHandle, int, Tensor], None],
+        on_outside_grad: Callable[[], object],
     ) -> FlatParamHandle:
         """A handle like this one for modules that were deep-copied; no communication.
 
         Args:
             memo: the finished copy's memo, which knows every module's and parameter's copy.
             on_grad: as at construction, for the copy.
+            on_outside_grad: likewise.
         """
         self._absorb_replaced()
         twin = copy.copy(self)
-        twin._on_grad = on_grad
+        twin._on_grad, twin._on_outside_grad = on_grad, on_outside_grad
         twin._owned = [
             OwnedParam(
                 memo.get(id(owned.param), owned.param),
@@ -880,7 +840,7 @@ class FlatParamHandle:
         twin._hooked, twin.full = set(), []
         twin._secondary = twin._plan_secondary()
         twin.sharded = [memo[id(param)] for param in self.sharded]
-        with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             twin._adopt_shard(self.shard.detach().clone())
             twin._repoint([param.requires_grad for param in self.sharded])
         twin._make_buffer()
@@ -896,7 +856,7 @@ class FlatParamHandle:
             # A view of the parameter, so that both share one version counter.
             self.shard = self.sharded[0].detach()
             self._placeholders = self._shard_views(None)
-        elif self._is_whole:
+        elif self.is_whole:
             for param, span in zip(self.sharded, self.layout.spans, strict=True):
                 param.data = view_of(self.shard, span)
         else:

@@ -90,6 +90,7 @@ def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
             for param in group["params"]:
+                # An earlier, reduced gradient is marked too while more waits for its reduction.
                 unit = getattr(param.grad, "_unreduced_of", None)
                 if unit is not None:
                     raise RuntimeError(
@@ -140,6 +141,10 @@ def _swap_in(optimizer: torch.optim.Optimizer) -> bool:
                     continue
                 params[position] = twin
                 _swapped.add(optimizer)
+                if twin.grad is not None:
+                    # An optimizer that writes to `p.data` would leave no trace of it, and what
+                    # was gathered before would be taken for current.
+                    torch.autograd.graph.increment_version(twin)
                 if param in optimizer.state:
                     state = optimizer.state.pop(param)
                     optimizer.state[twin] = _local_state(param, state)

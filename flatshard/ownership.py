@@ -27,8 +27,9 @@ class OwnedParam:
 
     param: nn.Parameter
     sites: list[Site] = field(default_factory=list)
-    _tensor_hooks: list[Any] = field(default_factory=list)
-    _post_hooks: list[Any] = field(default_factory=list)
+    # Dictionaries as torch made them, so that handles can still remove what is in them.
+    _tensor_hooks: Any = None
+    _post_hooks: Any = None
 
     @property
     def name(self) -> str:
@@ -48,12 +49,13 @@ class OwnedParam:
                 names = site.module._flat_weights_names
                 site.module._flat_weight_refs = [None] * len(names)
                 site.module.__dict__["_flat_weights"] = []
-        attributes = {k: v for k, v in param.__dict__.items() if k not in view.__dict__}
+        # An optimizer's twin shows the memory of before.
+        stale = {"_twin", *view.__dict__}
+        attributes = {k: v for k, v in param.__dict__.items() if k not in stale}
         # Python's dictionaries stay with the name, the hooks themselves go with the memory.
         if not isinstance(param, FlatShardTensor):  # else they were moved already
-            self._tensor_hooks = list((param._backward_hooks or {}).values())
-            post = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-            self._post_hooks = list(post.values())
+            self._tensor_hooks = param._backward_hooks
+            self._post_hooks = getattr(param, "_post_accumulate_grad_hooks", None)
         param.grad = None
         try:
             torch.utils.swap_tensors(param, view)
@@ -67,11 +69,12 @@ class OwnedParam:
 
     def move_hooks(self, full: nn.Parameter) -> None:
         """Let hooks from before wrapping fire where they must: tensor hooks on ``full``."""
-        for hook in self._tensor_hooks:
-            full.register_hook(hook)
-        for hook in self._post_hooks:
-            self.param.register_post_accumulate_grad_hook(hook)
-        self._tensor_hooks, self._post_hooks = [], []
+        assert isinstance(self.param, FlatShardTensor), "hooks move after ``become``"
+        if self._tensor_hooks is not None:
+            full._backward_hooks = self._tensor_hooks
+        if self._post_hooks is not None:
+            self.param._spec.post_accumulate_hooks = self._post_hooks
+        self._tensor_hooks, self._post_hooks = None, None
 
 
 def find_owners(

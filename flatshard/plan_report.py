@@ -6,7 +6,7 @@ from what a reasonable plan does, as a false alarm costs more than a missed one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -174,13 +174,24 @@ def judge(units: Sequence[UnitSize], tied: Iterable[tuple[int, Sequence[str]]]) 
     return [remark for remark in remarks if remark]
 
 
-def judge_one_unit(module: nn.Module) -> list[str]:
+def judge_one_unit(
+    module: nn.Module,
+    *,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_params: Collection[nn.Parameter] = (),
+) -> list[str]:
     """Say of a model that is to be one unit whether it had better be several.
 
     Only repeated blocks count: a large layer without any may be a part that is wrapped by hand.
+
+    Args:
+        module: the model.
+        ignored_modules: modules left out, descendants included.
+        ignored_params: parameters that count for nothing.
     """
-    size = numel(module.parameters())
-    blocks = count_blocks(ModuleTree(module, set(), set())) if size >= LARGE_MODEL_NUMEL else 0
+    tree = ModuleTree(module, set(ignored_modules), set(ignored_params))
+    size = numel(tree.params(module))
+    blocks = count_blocks(tree) if size >= LARGE_MODEL_NUMEL else 0
     if not blocks:
         return []
     return [

@@ -263,6 +263,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> FlatShardTensor:  # type: ignore[override]
+        ctx.spec.on_outside_grad()
         local = ctx.like.new_empty(ctx.spec.numel).copy_(ctx.spec.average(gradient))
         return FlatShardTensor(local, ctx.spec)
 
@@ -279,6 +280,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[FlatShardTensor, None]:  # type: ignore[override]
+        ctx.spec.on_outside_grad()
         local, norm = ctx.saved_tensors
         # x |x|^(p-2) / norm^(p-1), without 1 / 0.
         slope = local.sgn() * local.abs().pow(ctx.order - 1).masked_fill(local == 0, 0)

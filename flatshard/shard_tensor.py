@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -53,9 +54,13 @@ class ShardSpec:
         strides: the parameter's strides, in elements.
         originals: for a flat parameter, whose shape is that of one shard: which ranges of the
             shard are not padding. None for an original parameter.
+        number: for a flat parameter: which of the shards this rank's is, in their concatenation.
         total_numel: elements that all ranks hold together, without padding.
+        on_outside_grad: called before autograd adds to the parameter's gradient what came of its
+            use outside of forward.
         full: the parameter that computes while the unit is gathered; hooks for it go there.
         post_accumulate_hooks: run with the sharded parameter once its gradient is published.
+        aliases: by id, tensors that share the memory of one with this place; see ``let_go``.
     """
 
     def __init__(
@@ -70,7 +75,9 @@ class ShardSpec:
         replicas: Communicator = ALONE,
         order: Sequence[int] | None = None,
         originals: Sequence[LocalSpan] | None = None,
+        number: int = 0,
         total_numel: int | None = None,
+        on_outside_grad: Callable[[], object] = lambda: None,
     ) -> None:
         self.name = name
         self.unit = unit
@@ -82,9 +89,14 @@ class ShardSpec:
         self.order = tuple(range(len(self.shape)) if order is None else order)
         self.strides = strides_of(self.shape, self.order)
         self.originals = originals
+        self.number = number
         self.total_numel = math.prod(shape) if total_numel is None else total_numel
+        self.on_outside_grad = on_outside_grad
         self.full: nn.Parameter | None = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
+        self.aliases: weakref.WeakValueDictionary[int, FlatShardTensor] = (
+            weakref.WeakValueDictionary()
+        )
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
@@ -177,25 +189,46 @@ class FlatShardTensor(torch.Tensor):
         """
         return self._local
 
+    def alias(self) -> FlatShardTensor:
+        """The same tensor without autograd, sharing memory and version counter."""
+        # Not a view made here: its version counter would be another.
+        twin = FlatShardTensor(self._local, self._spec)
+        self._spec.aliases[id(twin)] = twin
+        return twin
+
+    def let_go(self) -> None:
+        """Give this tensor's aliases memory of their own, with the values of now.
+
+        In a plain model ``kept = p.data; p.data = other`` puts the old values away. Here a new
+        value is copied in, and would reach what was kept.
+        """
+        storage = self._local.untyped_storage()._cdata
+        for alias in list(self._spec.aliases.values()):
+            if alias._local.untyped_storage()._cdata == storage:
+                alias._local = alias._local.clone()
+
     def full_tensor(self) -> Tensor:
         """A plain copy of the whole tensor, with its shape and strides.
+
+        Of a flat parameter's gradient: all shards one after the other, ``(padded_numel,)``. Of a
+        gradient that was accumulated under ``no_sync``: from every rank what it has there.
 
         Collective: all ranks of the shard group.
         """
         spec, local = self._spec, self._local.detach()
-        flat = local.new_zeros(self.numel())
+        is_flat = spec.originals is not None
+        start = spec.number * spec.numel if is_flat else spec.offset
+        flat = local.new_zeros(spec.comm.size * spec.numel if is_flat else self.numel())
         # Bytes of zero add nothing, so this sum only puts the ranges beside one another.
         full_bytes = _bytes(flat)
         size = local.element_size()
-        full_bytes[spec.offset * size : (spec.offset + spec.numel) * size] = _bytes(
-            local.contiguous()
-        )
+        full_bytes[start * size : (start + spec.numel) * size] = _bytes(local.contiguous())
         spec.comm.reduce_scalars(full_bytes, "SUM", label=spec.name)
-        return flat.as_strided(spec.shape, spec.strides)
+        return flat if is_flat else flat.as_strided(spec.shape, spec.strides)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The values without autograd. Assigning copies into the shard."""
+        """The values without autograd. Assigning copies into the shard, see ``let_go``."""
         return self.detach()
 
     @data.setter
@@ -212,6 +245,7 @@ class FlatShardTensor(torch.Tensor):
                 f"got {tuple(value.shape)}"
             )
         with torch.no_grad():
+            self.let_go()
             self.copy_(value)
 
     def data_ptr(self) -> int:
@@ -223,8 +257,9 @@ class FlatShardTensor(torch.Tensor):
         if id(self) not in memo:
             place = copy.copy(self._spec)
             # The copy takes part in no forward until a copied unit takes it over.
-            place.full = None
+            place.full, place.on_outside_grad = None, lambda: None
             place.post_accumulate_hooks = OrderedDict()
+            place.aliases = weakref.WeakValueDictionary()
             twin = type(self)(self._local.detach().clone(), place, self.requires_grad)
             private = {"_local", "_spec", "_twin"}
             twin.__dict__.update({k: v for k, v in self.__dict__.items() if k not in private})

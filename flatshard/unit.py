@@ -75,6 +75,9 @@ class _ModuleHook:
 class Context(Protocol):
     """What a unit asks of the run it is part of (``RunContext``)."""
 
+    expects_backward: bool
+    """Whether the outermost forward began with gradients enabled."""
+
     @property
     def in_backward(self) -> bool:
         """Whether this model's backward is running now."""
@@ -156,7 +159,9 @@ class Unit:
         twin.module = memo[id(self.module)]
         twin.phase, twin.index, twin._sticky_version = Phase.IDLE, -1, -1
         twin._running, twin._waiting_for = [], {}
-        twin.own([handle.copy_for(memo, twin.on_grad) for handle in self.handles])
+        twin.own(
+            handle.copy_for(memo, twin.on_grad, twin.on_outside_grad) for handle in self.handles
+        )
 
     def refuse_to_part(self) -> NoReturn:
         """Raise for a copy of the module without its wrapper."""
@@ -228,7 +233,9 @@ class Unit:
         if not self._is_sticky:
             for handle in self.handles:
                 handle.drop_secondary()
-                if self.placement.reshard_after_backward:
+                # A rank that holds everything saves nothing by keeping it, and sees no edits made
+                # through `p.data`.
+                if self.placement.reshard_after_backward or self.topology.shard.size == 1:
                     handle.reshard()
                 elif handle.state is ShardState.UNSHARDING:
                     # The optimizer may write the shard next, so it must not be on its way.
@@ -333,7 +340,8 @@ class Unit:
         for handle in self.handles:
             handle.uninstall()
         self.phase = Phase.IDLE
-        backward_follows = has_output and torch.is_grad_enabled()
+        # A reentrant checkpoint runs its units without gradients, and their backward all the same.
+        backward_follows = has_output and (torch.is_grad_enabled() or self.context.expects_backward)
         if self._is_sticky or (backward_follows and self._stays_after_forward):
             return
         for handle in self.handles:
@@ -410,6 +418,10 @@ class Unit:
         if self._complete():
             self.context.gradients_complete(self)
             self._maybe_free()
+
+    def on_outside_grad(self) -> None:
+        """A sharded parameter gets a gradient from its use outside of forward."""
+        self.context.begin_backward()
 
     def _complete(self) -> bool:
         return all(

@@ -441,9 +441,15 @@ def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:
     return found
 
 
-def explain_no_match(root: nn.Module, policy: Policy) -> str:
+def explain_no_match(
+    root: nn.Module,
+    policy: Policy,
+    *,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_params: Collection[nn.Parameter] = (),
+) -> str:
     """Return a warning's text for a policy that chose no unit: what it could have chosen."""
-    tree = ModuleTree(root, set(), set())
+    tree = ModuleTree(root, set(ignored_modules), set(ignored_params))
     names = {module: name for name, module in root.named_modules()}
     by_class: dict[type, list[tuple[int, str]]] = {}
     for module in tree.candidates():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard import agreement, checkpoint, config, grad_norm, optim, plan_report
+from flatshard import agreement, checkpoint, config, grad_norm, optim, plan_report, summon
 from flatshard.config import (
     BackwardPrefetch,
     CPUOffload,
@@ -26,7 +26,9 @@ from flatshard.config import (
 from flatshard.context import RunContext
 from flatshard.flat_param import FlatParameter
 from flatshard.handle import FlatParamHandle
+from flatshard.ignored import Ignored, find_ignored
 from flatshard.ownership import OwnedParam, find_owners
+from flatshard.shard_tensor import FlatShardTensor
 from flatshard.topology import Ranks, Topology, read_ranks
 from flatshard.unit import Unit
 from flatshard.wrap import Policy, UnitPlan, check_policy, explain_no_match, find_units
@@ -135,12 +137,19 @@ class ShardedWrapper(nn.Module):
             DistributedDataParallel does.
         collectives: ``"auto"``: what fits the backend best; ``"native"``: one collective of the
             backend per unit and purpose, for comparison.
+        ignored_modules: modules to leave alone: their parameters stay plain ones that are neither
+            sharded nor moved, compared or synchronised between ranks, and their gradients are this
+            rank's own. So are their buffers. A parameter that also stands elsewhere is ignored
+            there too. What the attribute ``_ddp_params_and_buffers_to_ignore``, as set by
+            DistributedDataParallel, names (under all its names) is ignored likewise.
+        ignored_states: the same for parameters or modules; not together with ``ignored_modules``.
         extra: keywords of DistributedDataParallel without a meaning here; ignored with a warning.
 
     Raises:
         TypeError: an argument of the wrong type, or an unknown keyword.
         ValueError: parameters on several devices, ranks that build different models, an
-            ``auto_wrap_policy`` over a model that already contains units.
+            ``auto_wrap_policy`` over a model that already contains units, something to ignore
+            that is not in the model or sharded already.
         RuntimeError: several ranks were started, but there is no process group.
     """
 
@@ -166,6 +175,8 @@ class ShardedWrapper(nn.Module):
         use_orig_params: bool = True,
         broadcast_buffers: bool = True,
         collectives: str = "auto",
+        ignored_modules: Iterable[nn.Module] | None = None,
+        ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
         **extra: Any,
     ) -> None:
         """See the class."""
@@ -174,10 +185,13 @@ class ShardedWrapper(nn.Module):
         prefetch = config.as_backward_prefetch(backward_prefetch)
         offload = config.as_cpu_offload(cpu_offload)
         _check_module(module, auto_wrap_policy)
+        ignored = _read_ignored(module, ignored_modules, ignored_states)
+        left_alone = _owned_ids(module) | ignored.ids()
+        _check_params(module, left_alone)
         ranks = _read_ranks(process_group, device_mesh, native=config.as_native(collectives))
         strategy, placement = _read_strategy(sharding_strategy, reshard_after_forward, ranks)
         _check_grid_is_used(ranks, placement, strategy)
-        device = _device(module, device_id, ranks.world.group)
+        device = _device(module, device_id, ranks.world.group, ignored)
         if offload.offload_params:
             _check_offload(device)
         settings = _Settings(
@@ -191,27 +205,34 @@ class ShardedWrapper(nn.Module):
             broadcast_buffers=broadcast_buffers,
             device=device,
         )
-        plans = find_units(module, auto_wrap_policy) if auto_wrap_policy is not None else []
+        plans = [] if auto_wrap_policy is None else _plan(module, auto_wrap_policy, ignored)
         of_unit = {plan.module: settings.override(plan) for plan in plans}
-        named = _named_tensors(module)
+        named = _named_tensors(module, left_alone)
         if ranks.world.size > 1:
             described = f"{settings.describe()}, collectives={collectives}"
             units = [f"{plan.name}: {of_unit[plan.module].describe()}" for plan in plans]
-            agreement.check_same_model(named, described, units, ranks.world)
+            agreement.check_same_model(named, described, units, ignored.names, ranks.world)
         # Only now do all ranks agree on what to ask for.
         for one in (settings, *of_unit.values()):
             ranks.resolve(one.placement)
         _move(named, device)
-        agreement.sync_weights(_named_tensors(module), sync_module_states, ranks.world)
+        agreement.sync_weights(_named_tensors(module, left_alone), sync_module_states, ranks.world)
         if ranks.world.rank == 0:
             for note in notes:
                 warnings.warn(f"ShardedWrapper ignores {note}", stacklevel=2)
             # "auto" finds a small model to be one unit.
             if auto_wrap_policy not in (None, "auto") and not plans:
-                warnings.warn(explain_no_match(module, auto_wrap_policy), stacklevel=2)
-        owners = find_owners(module, [plan.module for plan in plans], _owned_ids(module))
+                message = explain_no_match(module, auto_wrap_policy, **_left_out(ignored))
+                warnings.warn(message, stacklevel=2)
+            if module in ignored.modules:
+                warnings.warn(
+                    "ShardedWrapper: the module that is wrapped is itself to be ignored, so no "
+                    "parameter is sharded",
+                    stacklevel=2,
+                )
+        owners = find_owners(module, [plan.module for plan in plans], left_alone)
         if ranks.world.rank == 0 and settings.topology.shard.size > 1:
-            for remark in _judge(module, plans, owners, auto_wrap_policy):
+            for remark in _judge(module, plans, owners, auto_wrap_policy, ignored):
                 warnings.warn(remark, stacklevel=2)
         wrappers = {}
         for plan in plans:
@@ -219,23 +240,29 @@ class ShardedWrapper(nn.Module):
                 wrapper = ShardedWrapper.__new__(ShardedWrapper)
                 nn.Module.__init__(wrapper)
                 own = of_unit[plan.module]
-                wrapper._take(plan.module, plan.name, owners[plan.module], own)
+                wrapper._take(plan.module, plan.name, owners[plan.module], own, ignored)
                 wrapper._reason = plan.reason
                 wrappers[plan.module] = wrapper
         _replace_children(module, wrappers)
-        self._take(module, "", owners[module], settings)
+        self._take(module, "", owners[module], settings, ignored)
         self._become_root()
         optim.install()
 
     # ------------------------------------------------------------ construction
 
     def _take(
-        self, module: nn.Module, name: str, owned: list[OwnedParam], settings: _Settings
+        self,
+        module: nn.Module,
+        name: str,
+        owned: list[OwnedParam],
+        settings: _Settings,
+        ignored: Ignored,
     ) -> None:
         """Make ``module`` a unit that owns ``owned``."""
         self.module = module
         self.training = module.training
         self._settings = settings
+        self._ignored = ignored.within(module)
         precision, topology = settings.precision, settings.topology
         unit = Unit(
             module,
@@ -257,6 +284,7 @@ class ShardedWrapper(nn.Module):
                 reduce_dtype=precision.reduce_dtype,
                 use_orig_params=settings.use_orig_params,
                 on_grad=unit.on_grad,
+                on_outside_grad=unit.on_outside_grad,
             )
             for params in segments.values()
         )
@@ -290,7 +318,10 @@ class ShardedWrapper(nn.Module):
             wrapper.__dict__["_context"] = self._context
 
     def _synced_buffers(self) -> Iterable[Tensor]:
-        return self.module.buffers() if self._settings.broadcast_buffers else ()
+        if not self._settings.broadcast_buffers:
+            return ()
+        ignored = self._ignored.ids()
+        return [buffer for buffer in self.module.buffers() if id(buffer) not in ignored]
 
     # ------------------------------------------------------------ a module like the wrapped one
 
@@ -413,6 +444,7 @@ class ShardedWrapper(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedWrapper:
         """Convert shards instead of parameters: ``.to()``, ``.double()`` and their kin."""
         self._context.recover()
+        self._refuse_summoned("converted")
         # All units first: what is refused leaves no unit converted.
         for wrapper in sharded_modules(self):
             for handle in wrapper._unit.handles:
@@ -435,6 +467,7 @@ class ShardedWrapper(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedWrapper:
         """An independent model on the same ranks, with shards of its own; no communication."""
+        self._refuse_summoned("copied")
         wrappers = sharded_modules(self) if id(self._unit) not in memo else []
         for wrapper in wrappers:
             wrapper._context.recover()
@@ -514,6 +547,8 @@ class ShardedWrapper(nn.Module):
 
         The same numbers as ``torch.nn.utils.clip_grad_norm_`` on the unwrapped model, from one
         reduction per process group. Of an inner wrapper: the gradients below it.
+        Ignored parameters count with this rank's gradients: where those of ranks differ, so does
+        the norm; then clip them apart.
 
         Collective: all ranks.
 
@@ -543,31 +578,64 @@ class ShardedWrapper(nn.Module):
     @staticmethod
     @contextlib.contextmanager
     def summon_full_params(
-        module: nn.Module, recurse: bool = True, writeback: bool = True
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
     ) -> Iterator[None]:
-        """Let every module below ``module`` hold whole plain parameters.
+        """Let the modules of ``module`` hold whole plain parameters, under the unwrapped names.
+
+        At the end, also one by an exception, each rank keeps its own slice of what it wrote
+        itself: ranks write the same, or the model is a mixture. Values and ``requires_grad`` are
+        kept, and gradients with ``with_grads``; hooks and other attributes are not. One summon
+        inside another shows what the outer one shows. Forwards and copies of the model are
+        refused inside.
 
         Collective: all ranks, at entry.
 
         Args:
             module: a wrapper, or any module that contains some.
-            recurse: nested units too.
-            writeback: keep what is written to the parameters; every rank must write the same.
+            recurse: nested units too. False: only the outermost ones.
+            writeback: keep what is written. False: it is undone, for every strategy.
+            rank0_only: only rank 0 holds whole parameters, the others keep their sharded ones and
+                at most one whole unit in memory; needs ``writeback=False``. Inside, nothing that
+                is collective may be called.
+            offload_to_cpu: the whole parameters lie in CPU memory, copied there unit by unit.
+            with_grads: ``p.grad`` is the whole reduced gradient, None where there is none. Setting
+                it to None drops it, assigning one where there was none adds it.
 
         Raises:
-            RuntimeError: a forward or backward of the model is running.
+            ValueError: ``rank0_only`` with ``writeback``.
+            RuntimeError: a forward or backward of the model is running; ``module`` holds
+                parameters of a unit that contains it; gradients are not reduced yet or only some
+                ranks have them (``with_grads``). At the end: something written cannot be kept.
         """
-        wrappers = sharded_modules(module)
-        if not recurse:
-            wrappers = wrappers[:1]
+        if rank0_only and writeback:
+            raise ValueError(
+                "summon_full_params: rank0_only=True needs writeback=False, got writeback=True: "
+                "what rank 0 writes would not reach the other ranks' parts. To edit, let every "
+                "rank write the same with rank0_only=False."
+            )
+        wrappers = sharded_modules(module) if recurse else _outermost_wrappers(module)
         for wrapper in wrappers:
             wrapper._context.recover()
             wrapper._check_between_steps("summon_full_params()", wrapper._context)
-        with contextlib.ExitStack() as stack:
-            for wrapper in wrappers:
-                for handle in wrapper._unit.handles:
-                    stack.enter_context(handle.summoned(writeback))
+        _check_no_parts(module)
+        request = summon.Request(writeback, rank0_only, offload_to_cpu, with_grads)
+        handles = [handle for wrapper in wrappers for handle in wrapper._unit.handles]
+        with summon.summoned(handles, request), _without_flat_parameters(wrappers):
             yield
+
+    def _refuse_summoned(self, action: str) -> None:
+        """Raise where whole parameters stand in for the sharded ones."""
+        for wrapper in sharded_modules(self):
+            if any(handle.summoned is not None for handle in wrapper._unit.handles):
+                raise RuntimeError(
+                    f"unit {wrapper._unit.name!r}: the model was {action} under "
+                    "summon_full_params(). Leave the context first."
+                )
 
     # ------------------------------------------------------------ state dicts
 
@@ -655,11 +723,12 @@ def _judge(
     plans: list[UnitPlan],
     owners: dict[nn.Module, list[OwnedParam]],
     policy: Policy | None,
+    ignored: Ignored,
 ) -> list[str]:
     """What about the units of ``module`` will be slow or large."""
     inside = list(_named_wrappers(module))
     if policy is None and not inside:
-        return plan_report.judge_one_unit(module)
+        return plan_report.judge_one_unit(module, **_left_out(ignored))
     names = {one.module: one.name for one in plans}
     sizes = [
         _unit_size(names.get(unit, ""), [one.param.numel() for one in owned])
@@ -681,17 +750,57 @@ def _unit_size(name: str, counts: list[int]) -> plan_report.UnitSize:
     return plan_report.UnitSize(name, sum(counts), max(counts, default=0))
 
 
+def _outermost_wrappers(module: nn.Module) -> list[ShardedWrapper]:
+    """The wrappers in a model that no other one contains."""
+    if isinstance(module, ShardedWrapper):
+        return [module]
+    found = [wrapper for child in module.children() for wrapper in _outermost_wrappers(child)]
+    return list(dict.fromkeys(found))
+
+
+def _check_no_parts(module: nn.Module) -> None:
+    """Raise where a unit that is not in ``module`` owns some of its parameters."""
+    inside = {
+        id(spec)
+        for wrapper in sharded_modules(module)
+        for handle in wrapper._unit.handles
+        for spec in handle._specs
+    }
+    for part in module.modules():
+        for value in (*part._parameters.values(), *vars(part).values()):
+            if isinstance(value, FlatShardTensor) and id(value._spec) not in inside:
+                raise RuntimeError(
+                    f"summon_full_params: parameter {value._spec.name!r} belongs to unit "
+                    f"{value._spec.unit!r}, which is not in the given module. Pass its "
+                    "ShardedWrapper, or the whole model."
+                )
+
+
+@contextlib.contextmanager
+def _without_flat_parameters(wrappers: Iterable[ShardedWrapper]) -> Iterator[None]:
+    """With ``use_orig_params=False``, list only the originals where they are shown."""
+    hidden = []
+    for wrapper in wrappers:
+        if any(handle.summoned.params for handle in wrapper._unit.handles):
+            hidden.append((wrapper, dict(wrapper._parameters)))
+            wrapper._parameters.clear()
+    try:
+        yield
+    finally:
+        for wrapper, parameters in hidden:
+            wrapper._parameters.update(parameters)
+
+
 def _named_wrappers(root: nn.Module) -> Iterator[tuple[str, ShardedWrapper]]:
     for name, module in root.named_modules():
         if isinstance(module, ShardedWrapper):
             yield name, module
 
 
-def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters that no unit owns yet, and buffers, by name."""
-    owned = _owned_ids(module)
-    params = [(name, p) for name, p in module.named_parameters() if id(p) not in owned]
-    return params + list(module.named_buffers())
+def _named_tensors(module: nn.Module, left_alone: set[int]) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers by name, without those whose ids are ``left_alone``."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [(name, tensor) for name, tensor in named if id(tensor) not in left_alone]
 
 
 def _owned_ids(module: nn.Module) -> set[int]:
@@ -720,9 +829,35 @@ def _check_module(module: nn.Module, policy: Policy | None) -> None:
             "ShardedWrapper: the module is a ShardedWrapper already; the outer one adds nothing",
             stacklevel=3,
         )
-    owned = _owned_ids(module)
+
+
+def _read_ignored(
+    module: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[nn.Parameter | nn.Module] | None,
+) -> Ignored:
+    """What the user, and the units inside, leave alone."""
+    nested: dict[nn.Module, Ignored] = {
+        wrapper: wrapper._ignored for wrapper in sharded_modules(module)
+    }
+    return find_ignored(
+        module, ignored_modules, ignored_states, nested=nested, sharded=_owned_ids(module)
+    )
+
+
+def _left_out(ignored: Ignored) -> dict[str, Any]:
+    """The keywords that tell ``wrap`` what to ignore."""
+    return {"ignored_modules": ignored.modules, "ignored_params": ignored.params()}
+
+
+def _plan(module: nn.Module, policy: Policy, ignored: Ignored) -> list[UnitPlan]:
+    return find_units(module, policy, **_left_out(ignored))
+
+
+def _check_params(module: nn.Module, left_alone: set[int]) -> None:
+    """Can all parameters but those ``left_alone`` be flattened?"""
     for name, param in module.named_parameters():
-        if id(param) in owned:
+        if id(param) in left_alone:
             continue
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(
@@ -734,14 +869,13 @@ def _check_module(module: nn.Module, policy: Policy | None) -> None:
                 f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}; only plain "
                 "tensors can be flattened"
             )
-    _check_one_device(module)
+    _check_one_device(module, left_alone)
 
 
-def _check_one_device(module: nn.Module) -> None:
+def _check_one_device(module: nn.Module, left_alone: set[int]) -> None:
     first: tuple[str, torch.device] | None = None
-    owned = _owned_ids(module)
     for name, param in module.named_parameters():
-        if id(param) in owned:
+        if id(param) in left_alone:
             continue
         first = first or (name, param.device)
         if param.device != first[1]:
@@ -804,7 +938,10 @@ def _check_one_world(units: list[Unit]) -> None:
 
 
 def _device(
-    module: nn.Module, device_id: int | str | torch.device | None, group: dist.ProcessGroup | None
+    module: nn.Module,
+    device_id: int | str | torch.device | None,
+    group: dist.ProcessGroup | None,
+    ignored: Ignored,
 ) -> torch.device:
     if isinstance(device_id, int) and not isinstance(device_id, bool):
         accelerator = torch.accelerator.current_accelerator()
@@ -818,8 +955,14 @@ def _device(
             raise ValueError(f"device_id: expected an index or a device, got {device_id!r}") from (
                 error
             )
+    skipped = ignored.ids()
     first = next(
-        (p for p in module.parameters() if not isinstance(p, FlatParameter)), torch.empty(0)
+        (
+            param
+            for param in module.parameters()
+            if not isinstance(param, FlatParameter) and id(param) not in skipped
+        ),
+        torch.empty(0),
     )
     if group is not None and first.device.type == "cpu":
         types = {str(device) for device in group._device_types}

@@ -129,6 +129,33 @@ def _stepped_without_sync(rank: int, world_size: int, way: str) -> None:
     _assert_same(sharded, plain)
 
 
+@each_way
+def test_step_on_the_reduced_part_alone_is_refused(way: str) -> None:
+    """What was reduced before no_sync was stepped on without what came under it."""
+    run_ranks(_stepped_on_a_part, 2, way)
+
+
+def _stepped_on_a_part(rank: int, world_size: int, way: str) -> None:
+    sharded, plain = _pair(rank, world_size, way)
+    for run in (sharded, plain):
+        run.loss(0).backward()
+        with run.no_sync():
+            run.loss(1).backward()
+    with pytest.raises(RuntimeError, match="no_sync"):
+        sharded.optimizer.step()
+    for run in (sharded, plain):
+        run.loss(2).backward()
+        run.step()
+    _assert_same(sharded, plain)
+    sharded.loss(3).backward()
+    with sharded.no_sync():
+        sharded.loss(4).backward()
+    sharded.optimizer.zero_grad(set_to_none=False)
+    # fc1's gradient, dropped in place, is the same object, and nothing is missing in it now.
+    sharded.model.fc3(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    sharded.optimizer.step()
+
+
 @pytest.mark.parametrize("before_wrapping", [True, False])
 def test_optimizer_in_backward_without_sharding(before_wrapping: bool) -> None:
     """Under NO_SHARD the hooks ran on each rank's own gradients, before their reduction."""
@@ -191,7 +218,7 @@ def _lost(rank: int, world_size: int) -> None:
         bad = sharded.loss(1)
     with pytest.raises(ValueError, match="bad backward"):
         bad.backward()
-    with pytest.warns(UserWarning, match="accumulated under no_sync before it are lost"):
+    with pytest.warns(UserWarning, match="accumulated before it are lost"):
         sharded.loss(2)
     sharded.optimizer.zero_grad()
     for run in (sharded, plain):

@@ -191,10 +191,12 @@ def test_gather_any_dtype(dtype: torch.dtype) -> None:
 def _gather(rank: int, world_size: int, dtype: torch.dtype) -> None:
     comm = communicator(dist.group.WORLD)
     out = torch.zeros(12, dtype=dtype)
-    comm.all_gather(torch.full((4,), rank, dtype=dtype), out, label="test", tag=1).wait()
+    comm.all_gather(
+        torch.full((4,), rank, dtype=dtype), out, label="test", tag=1, purpose="test"
+    ).wait()
     assert out.tolist() == [r for r in range(3) for _ in range(4)]
     with pytest.raises(ValueError, match="does not fill"):
-        comm.all_gather(torch.zeros(4), torch.zeros(13), label="test", tag=1)
+        comm.all_gather(torch.zeros(4), torch.zeros(13), label="test", tag=1, purpose="test")
 
 
 def test_a_peer_that_does_not_come_is_named() -> None:
@@ -207,7 +209,9 @@ def _no_peer(rank: int, world_size: int) -> None:
         return
     started = datetime.datetime.now()
     with pytest.raises(CollectiveError, match=r"unit 'layers\.3', rank 0: gathering"):
-        comm.all_gather(torch.zeros(4), torch.zeros(8), label="layers.3", tag=1).wait()
+        comm.all_gather(
+            torch.zeros(4), torch.zeros(8), label="layers.3", tag=1, purpose="test"
+        ).wait()
     assert datetime.datetime.now() - started < datetime.timedelta(seconds=10)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 import pickle
 from collections.abc import Callable
 
@@ -149,6 +150,29 @@ def _hooks(rank: int, world_size: int) -> None:
         expected.append((plain.fc2.weight.grad.clamp(-0.01, 0.01), 2 * plain.fc3.weight.grad))
     torch.testing.assert_close(model.fc2.weight.grad.full_tensor(), sum(e[0] for e in expected) / 2)
     torch.testing.assert_close(seen, [sum(e[1] for e in expected) / 2])
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_OP"])
+def test_flat_gradients_as_a_whole(strategy: str) -> None:
+    run_ranks(_flat_gradients, 4, strategy)
+
+
+def _flat_gradients(rank: int, world_size: int, strategy: str) -> None:
+    """All shards one after the other: every original lies where the layout says."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    case = CASES["mlp-one-unit"]
+    model = case.wrap(case.model(), sharding_strategy=strategy, use_orig_params=False)
+    plain = case.model()
+    inputs, target = case.batch(0, ROWS * world_size)
+    F.mse_loss(plain(inputs), target).backward()
+    rows = slice(ROWS * rank, ROWS * (rank + 1))
+    F.mse_loss(model(inputs[rows]), target[rows]).backward()
+    (flat,) = model.parameters()
+    whole = flat.grad.full_tensor()
+    layout = flat.flat_layout
+    assert whole.shape == (layout.padded_numel,)
+    for span, param in zip(layout.spans, plain.parameters(), strict=True):
+        torch.testing.assert_close(whole[span.start : span.end], param.grad.flatten())
 
 
 def test_flat_parameters_refuse_tensor_hooks() -> None:

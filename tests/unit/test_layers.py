@@ -9,7 +9,7 @@ import flatshard
 
 LAYERS = [
     {"layout", "schedule", "config", "profiling", "watchdog"},
-    {"wrap", "auto_policy", "module_tree", "plan_report"},
+    {"ignored", "wrap", "auto_policy", "module_tree", "plan_report"},
     {
         "flat_param",
         "shard_tensor",
@@ -22,7 +22,7 @@ LAYERS = [
         "agreement",
         "optim",
     },
-    {"gradients", "handle", "saved_tensors"},
+    {"gradients", "handle", "saved_tensors", "summon", "whole"},
     {"unit", "context", "grad_norm"},
     {"__init__", "wrapper", "checkpoint"},
 ]
@@ -40,6 +40,8 @@ NEIGHBOURS = {
     "optim": {"flat_param", "shard_tensor"},
     "handle": {"gradients"},
     "saved_tensors": {"handle"},
+    "summon": {"handle", "whole"},
+    "whole": {"handle"},
     "context": {"unit"},
     "wrapper": {"checkpoint"},
     "__init__": {"wrapper"},

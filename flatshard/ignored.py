@@ -1,0 +1,182 @@
+"""What a wrapper leaves alone: ignored modules, parameters and buffers.
+
+Ignoring follows the tensor, not the place: a parameter of an ignored module that also stands in
+another one (tied weights) is ignored there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What is neither sharded, moved, compared between ranks, nor synchronised.
+
+    Attributes:
+        modules: ignored with all that they hold; their descendants are in here too.
+        places: single parameters and buffers, by module and attribute, since a conversion such as
+            ``.to()`` puts other objects there.
+        names: what the user chose, by its names in the unwrapped model.
+    """
+
+    modules: frozenset[nn.Module] = frozenset()
+    places: frozenset[tuple[nn.Module, str]] = frozenset()
+    names: tuple[str, ...] = ()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the ignored parameters and buffers that are there now."""
+        for module in self.modules:
+            yield from module.parameters(recurse=False)
+            yield from module.buffers(recurse=False)
+        for module, attribute in self.places:
+            tensor = module._parameters.get(attribute, module._buffers.get(attribute))
+            if tensor is not None:
+                yield tensor
+
+    def ids(self) -> set[int]:
+        """Ids of the ignored parameters and buffers that are there now."""
+        return {id(tensor) for tensor in self.tensors()}
+
+    def params(self) -> set[nn.Parameter]:
+        """The ignored parameters that are there now."""
+        return {tensor for tensor in self.tensors() if isinstance(tensor, nn.Parameter)}
+
+    def within(self, root: nn.Module) -> Ignored:
+        """What is ignored below ``root``; without names, which only their own root has."""
+        inside = set(root.modules())
+        return Ignored(
+            self.modules & inside,
+            frozenset(place for place in self.places if place[0] in inside),
+        )
+
+
+def find_ignored(
+    root: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[nn.Module | nn.Parameter] | None,
+    *,
+    nested: Mapping[nn.Module, Ignored],
+    sharded: Collection[int],
+) -> Ignored:
+    """Collect what the user's keywords, and DistributedDataParallel's attribute, ignore.
+
+    Args:
+        root: the outermost module.
+        ignored_modules: modules below ``root``.
+        ignored_states: modules and parameters below ``root``.
+        nested: the units inside ``root``, and what each ignores already.
+        sharded: ids of the parameters that they own.
+
+    Raises:
+        TypeError: a keyword is no iterable of such objects.
+        ValueError: both keywords are given; something is not in the model, or sharded already.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            "ShardedWrapper: pass either ignored_modules or ignored_states, not both; "
+            "ignored_states takes modules and parameters"
+        )
+    chosen = [
+        *_read("ignored_modules", ignored_modules, (nn.Module,), root),
+        *_read("ignored_states", ignored_states, (nn.Parameter, nn.Module), root),
+    ]
+    tops = {one for one in chosen if isinstance(one, nn.Module)}
+    single = {id(one) for one in chosen if isinstance(one, Tensor)} | _named_for_ddp(root)
+    names = []
+    for name, module in root.named_modules():
+        if module in tops:
+            _check_apart(name, module, nested)
+            names.append(name)
+    modules = {inner for module in tops for inner in module.modules()}
+    places = set()
+    first_names: dict[int, str] = {}
+    for name, module, attribute, tensor in _places(root):
+        first_names.setdefault(id(tensor), name)
+        if id(tensor) in single:
+            places.add((module, attribute))
+    names += [name for key, name in first_names.items() if key in single]
+    ignored = Ignored(
+        frozenset(modules).union(*(inner.modules for inner in nested.values())),
+        frozenset(places).union(*(inner.places for inner in nested.values())),
+        tuple(names),
+    )
+    _check_not_sharded(ignored.ids() & set(sharded), first_names)
+    return ignored
+
+
+def _check_not_sharded(sharded: set[int], names: Mapping[int, str]) -> None:
+    """Raise ValueError for the first parameter to be ignored that a unit owns already."""
+    for key, name in names.items():
+        if key in sharded:
+            raise ValueError(
+                f"ShardedWrapper: parameter {name!r} is to be ignored, but a unit inside the model "
+                "has sharded it already. Let the inner ShardedWrapper ignore it."
+            )
+
+
+def _read(keyword: str, values: Any, kinds: tuple[type, ...], root: nn.Module) -> list[Any]:
+    """The objects of one keyword, checked."""
+    what = " or ".join(kind.__name__ for kind in kinds)
+    try:
+        found = [] if values is None else list(values)
+    except TypeError:
+        raise TypeError(
+            f"{keyword}: expected an iterable of {what}, got a {type(values).__name__}"
+        ) from None
+    present = {id(module) for module in root.modules()} | {id(p) for p in root.parameters()}
+    for position, value in enumerate(found):
+        if not isinstance(value, kinds):
+            raise TypeError(
+                f"{keyword}: expected an iterable of {what}, got a {type(value).__name__} at "
+                f"position {position}"
+            )
+        if id(value) not in present:
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            raise ValueError(
+                f"{keyword}: the {type(value).__name__}{shape} at position {position} is not in "
+                f"the {type(root).__name__} that is wrapped. Take it from this very model."
+            )
+    return found
+
+
+def _check_apart(name: str, module: nn.Module, nested: Mapping[nn.Module, Ignored]) -> None:
+    """Refuse to ignore what contains a unit, or is a part of one.
+
+    Raises:
+        ValueError: ``module`` is either.
+    """
+    below = set(module.modules())
+    for unit, theirs in nested.items():
+        if unit in below:
+            raise ValueError(
+                f"ShardedWrapper: module {name!r} is to be ignored, but it is or contains a "
+                "ShardedWrapper. Ignore what is beside that instead."
+            )
+        if module in set(unit.modules()) - theirs.modules:
+            raise ValueError(
+                f"ShardedWrapper: module {name!r} is to be ignored, but it is in a ShardedWrapper "
+                "inside the model. Let that one ignore it."
+            )
+
+
+def _named_for_ddp(root: nn.Module) -> set[int]:
+    """Ids of the tensors that DistributedDataParallel was told to ignore under all their names."""
+    listed = set(getattr(root, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored: set[int] = set()
+    others: set[int] = set()
+    for name, _, _, tensor in _places(root):
+        (ignored if name in listed else others).add(id(tensor))
+    return ignored - others
+
+
+def _places(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Every place of a parameter or buffer: its name, the module, the attribute, the tensor."""
+    for path, module in root.named_modules():
+        for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                yield f"{path}.{attribute}" if path else attribute, module, attribute, tensor

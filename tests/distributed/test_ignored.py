@@ -1,0 +1,527 @@
+"""Ignored parameters stay each rank's own: trained as one unwrapped model per rank would.
+
+The oracle holds a plain copy of the model for every rank. Each computes on its rank's rows; then
+the gradients of everything that is not ignored are averaged over the copies.
+"""
+
+import copy
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flatshard import ShardedWrapper
+from flatshard.collectives import record
+from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from tests.harness import naming, run_ranks
+from tests.models import loss_of, vectors
+from tests.oracle import ROWS, assert_same_state, snapshot
+
+LINEARS = ModuleWrapPolicy({nn.Linear})
+TOLERANCE = 1e-11
+
+# Strategy, ranks, ranks per node.
+WAYS = {
+    "full-2": ("FULL_SHARD", 2, 2),
+    "full-3": ("FULL_SHARD", 3, 3),
+    "replicated-2": ("NO_SHARD", 2, 2),
+    "replicated-3": ("NO_SHARD", 3, 3),
+    "hybrid-nodes-of-one": ("HYBRID_SHARD", 2, 1),
+    "hybrid-4": ("HYBRID_SHARD", 4, 2),
+}
+each_way = pytest.mark.parametrize("way", WAYS)
+each_form = pytest.mark.parametrize("use_orig_params", [True, False], ids=["", "flat"])
+
+
+class Model(nn.Module):
+    """``local`` is to be ignored, and parameters here and there whose siblings are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(7, 5)
+        self.gain = nn.Parameter(torch.ones(5))
+        self.shift = nn.Parameter(torch.zeros(5))
+        self.local = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+        self.fc2 = nn.Linear(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.fc3 = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.fc1(x)) * self.gain + self.shift
+        x = torch.tanh(self.fc2(x + self.local(x)))
+        return self.fc3(self.norm(x))
+
+
+LOCAL = {name for name in Model().state_dict() if name.startswith("local.")}
+SINGLE = {"gain", "fc2.bias"}
+
+
+def _choose(model: Model, how: str) -> tuple[dict[str, Any], set[str]]:
+    """Keywords, and the names of the parameters and buffers that they ignore."""
+    if how == "modules":
+        return {"ignored_modules": [model.local]}, LOCAL
+    if how == "parameters":
+        return {"ignored_states": (p for p in (model.gain, model.fc2.bias))}, SINGLE
+    if how == "states":
+        return {"ignored_states": [model.gain, model.local, model.fc2.bias]}, LOCAL | SINGLE
+    assert how == "names"
+    names = SINGLE | {"local.0.weight", "local.1.running_mean"}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return {}, names
+
+
+def _build(rank: int, how: str) -> tuple[Model, dict[str, Any], set[str]]:
+    """A model whose ignored parameters and buffers start otherwise on each rank."""
+    torch.manual_seed(3)
+    model = Model().double()
+    keywords, ignored = _choose(model, how)
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if name in ignored and value.is_floating_point():
+                value.add_(0.1 * rank)
+    return model, keywords, ignored
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Copies:
+    """The oracle: one plain model for every rank."""
+
+    def __init__(self, models: Iterable[nn.Module], ignored: set[str]) -> None:
+        self.models, self.ignored = list(models), ignored
+        self.optimizers = [_sgd(model) for model in self.models]
+
+    def step(self, steps: Iterable[int]) -> None:
+        """Accumulate over ``steps``, and make one of the optimizers."""
+        for step in steps:
+            for model in reversed(self.models):  # the first one's buffers are used last
+                self._take_buffers(model)
+                rank = self.models.index(model)
+                _loss(model, rank, len(self.models), step).backward()
+        for name, _ in self.models[0].named_parameters():
+            if name not in self.ignored:
+                params = [model.get_parameter(name) for model in self.models]
+                average = sum(p.grad for p in params) / len(params)
+                for param in params:
+                    param.grad = average.clone()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _take_buffers(self, model: nn.Module) -> None:
+        for name, buffer in model.named_buffers():
+            if name not in self.ignored:
+                buffer.copy_(self.models[0].get_buffer(name))
+
+
+def _loss(model: nn.Module, rank: int, world_size: int, step: int) -> Tensor:
+    rows = vectors(world_size * ROWS, torch.Generator().manual_seed(step))
+    inputs, target = (part.double().chunk(world_size)[rank] for part in rows)
+    return loss_of(model(inputs), target)
+
+
+def _assert_same(model: nn.Module, plain: nn.Module) -> None:
+    assert_same_state(model.state_dict(), snapshot(plain), TOLERANCE, TOLERANCE)
+
+
+# ---------------------------------------------------------------- training
+
+
+@each_form
+@each_way
+def test_training(way: str, use_orig_params: bool) -> None:
+    strategy, world_size, per_node = WAYS[way]
+    run_ranks(_training, world_size, strategy, per_node, use_orig_params)
+
+
+def _training(
+    rank: int, world_size: int, strategy: str, per_node: int, use_orig_params: bool
+) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    for how in ("modules", "parameters", "states", "names"):
+        with naming(how):
+            model, keywords, ignored = _build(rank, how)
+            wrapped = ShardedWrapper(
+                model,
+                sharding_strategy=strategy,
+                use_orig_params=use_orig_params,
+                auto_wrap_policy=LINEARS,
+                **keywords,
+            )
+            copies = Copies((_build(r, how)[0] for r in range(world_size)), ignored)
+            optimizer = _sgd(wrapped)
+            for step in range(4):
+                _loss(wrapped, rank, world_size, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                copies.step([step])
+            _assert_same(wrapped, copies.models[rank])
+
+
+@each_way
+def test_accumulation(way: str) -> None:
+    strategy, world_size, per_node = WAYS[way]
+    run_ranks(_accumulation, world_size, strategy, per_node)
+
+
+def _accumulation(rank: int, world_size: int, strategy: str, per_node: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    model, keywords, ignored = _build(rank, "parameters")
+    model.norm, model.local = nn.Identity(), nn.Identity()  # whose buffers no_sync leaves alone
+    copies = Copies([copy.deepcopy(model) for _ in range(world_size)], ignored)
+    for r, plain in enumerate(copies.models):
+        plain.load_state_dict(_build(r, "parameters")[0].state_dict(), strict=False)
+    wrapped = ShardedWrapper(
+        model, sharding_strategy=strategy, auto_wrap_policy=LINEARS, **keywords
+    )
+    optimizer = _sgd(wrapped)
+    for step in range(0, 6, 2):
+        with wrapped.no_sync():
+            _loss(wrapped, rank, world_size, step).backward()
+        _loss(wrapped, rank, world_size, step + 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        copies.step([step, step + 1])
+    _assert_same(wrapped, copies.models[rank])
+
+
+@each_form
+@each_way
+def test_clipping(way: str, use_orig_params: bool) -> None:
+    strategy, world_size, per_node = WAYS[way]
+    run_ranks(_clipping, world_size, strategy, per_node, use_orig_params)
+
+
+def _clipping(
+    rank: int, world_size: int, strategy: str, per_node: int, use_orig_params: bool
+) -> None:
+    """All ranks have the same rows, so that their ignored gradients are one model's."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    for order in (2.0, float("inf")):
+        plain = _build(0, "states")[0]
+        model, keywords, _ = _build(0, "states")
+        wrapped = ShardedWrapper(
+            model,
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+            auto_wrap_policy=LINEARS,
+            **keywords,
+        )
+        optimizers = [_sgd(one) for one in (plain, wrapped)]
+        for step in range(2):
+            for one in (plain, wrapped):
+                _loss(one, 0, 1, step).backward()
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, order)
+            if step == 0:
+                with record() as events:
+                    actual = wrapped.clip_grad_norm_(0.1, order)
+                assert len(events) <= 1, events
+            else:
+                actual = nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1, order)
+            assert expected > 0.1
+            torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=0.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        _assert_same(wrapped, plain)
+
+
+# ---------------------------------------------------------------- what they are
+
+
+@each_form
+def test_they_stay_plain(use_orig_params: bool) -> None:
+    run_ranks(_they_stay_plain, 2, use_orig_params)
+
+
+def _they_stay_plain(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model, keywords, ignored = _build(rank, "states")
+    params = {name: p for name, p in model.named_parameters() if name in ignored}
+    names = [name for name, _ in model.named_parameters()]
+    start = snapshot(model)
+    wrapped = ShardedWrapper(
+        model, auto_wrap_policy=LINEARS, use_orig_params=use_orig_params, **keywords
+    )
+    assert type(model.local[0]) is nn.Linear
+    assert isinstance(model.fc2, ShardedWrapper)
+    if use_orig_params:
+        assert [name for name, _ in wrapped.named_parameters()] == names
+    found = dict(wrapped.named_parameters())
+    for name, param in params.items():
+        assert found[name] is param, name
+        assert type(param) is nn.Parameter
+    assert_same_state(wrapped.state_dict(), start, 0.0, 0.0)  # of this rank
+    with ShardedWrapper.summon_full_params(wrapped):
+        assert dict(wrapped.named_parameters())["gain"] is params["gain"]
+    wrapped.float()
+    assert all(p.dtype is torch.float32 for p in wrapped.parameters())
+    wrapped.double()
+    assert wrapped.get_parameter("gain") is params["gain"]
+    wrapped.load_state_dict(start)
+    assert_same_state(wrapped.state_dict(), start, 0.0, 0.0)
+
+
+@each_way
+def test_copies(way: str) -> None:
+    strategy, world_size, per_node = WAYS[way]
+    run_ranks(_copies, world_size, strategy, per_node)
+
+
+def _copies(rank: int, world_size: int, strategy: str, per_node: int) -> None:
+    """A deep copy trains alike and apart, inner units can be copied, buffers stay each rank's."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    model, keywords, ignored = _build(rank, "states")
+    wrapped = ShardedWrapper(
+        model, sharding_strategy=strategy, auto_wrap_policy=LINEARS, **keywords
+    )
+    before = snapshot(wrapped)
+    twin = copy.deepcopy(wrapped)
+    alone = copy.deepcopy(wrapped.fc2)
+    assert type(alone.module.bias) is nn.Parameter
+    copies = Copies((_build(r, "states")[0] for r in range(world_size)), ignored)
+    twin = twin.float().double()  # other buffers
+    for plain in copies.models:
+        plain.float().double()
+    optimizer = _sgd(twin)
+    for step in range(2):
+        _loss(twin, rank, world_size, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        copies.step([step])
+    _assert_same(twin, copies.models[rank])
+    assert_same_state(wrapped.state_dict(), before, 0.0, 0.0)
+
+
+def test_other_shapes_on_each_rank() -> None:
+    run_ranks(_other_shapes, 3)
+
+
+def _other_shapes(rank: int, world_size: int) -> None:
+    """Only its name must agree; what a rank holds there is its own affair."""
+    model = Model().double()
+    model.local = nn.Sequential(
+        *(
+            layer
+            for _ in range(rank + 1)
+            for layer in (nn.Linear(5, 9 + rank), nn.Linear(9 + rank, 5))
+        )
+    ).double()
+    model.elsewhere = nn.Linear(rank + 1, 2, device="meta")
+    wrapped = ShardedWrapper(
+        model, ignored_modules=[model.local, model.elsewhere], auto_wrap_policy=LINEARS
+    )
+    _loss(wrapped, rank, world_size, 0).backward()
+    assert all(p.grad is not None for p in model.local.parameters())
+    wrapped.clip_grad_norm_(0.1)
+    state = wrapped.state_dict()
+    assert state["local.0.weight"].shape == (9 + rank, 5)
+    assert state["elsewhere.weight"].is_meta
+
+
+# ---------------------------------------------------------------- tied weights
+
+
+class Tied(nn.Module):
+    """``inner`` and ``local`` share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(7, 7)
+        self.local = nn.Linear(7, 7)
+        self.local.weight = self.inner.weight
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.local(torch.tanh(self.inner(x)))))
+
+
+@pytest.mark.parametrize("policy", [LINEARS, None], ids=["units", "one-unit"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_tied(strategy: str, policy: ModuleWrapPolicy | None) -> None:
+    run_ranks(_tied, 2, strategy, policy)
+
+
+def _tied(rank: int, world_size: int, strategy: str, policy: ModuleWrapPolicy | None) -> None:
+    """A tied parameter is ignored as a whole; by DDP's list only if all its names are there."""
+    expected = {"local.bias", "inner.weight", "local.weight"}
+    for how, ignored in (
+        ("module", expected),
+        ("parameter", expected - {"local.bias"}),
+        ("all names", expected - {"local.bias"}),
+        ("one name", set()),
+    ):
+        with naming(how):
+            torch.manual_seed(3)
+            plain = Tied().double()
+            model = copy.deepcopy(plain)
+            keywords: dict[str, Any] = {}
+            if how == "module":
+                keywords["ignored_modules"] = [model.local]
+            elif how == "parameter":
+                keywords["ignored_states"] = [model.local.weight]
+            else:
+                names = {"inner.weight", "local.weight"} if how == "all names" else {"inner.weight"}
+                model._ddp_params_and_buffers_to_ignore = names
+            wrapped = ShardedWrapper(
+                model, sharding_strategy=strategy, auto_wrap_policy=policy, **keywords
+            )
+            copies = Copies([copy.deepcopy(plain) for _ in range(world_size)], ignored)
+            optimizer = _sgd(wrapped)
+            for step in range(3):
+                _loss(wrapped, rank, world_size, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                copies.step([step])
+            _assert_same(wrapped, copies.models[rank])
+            assert wrapped.local.weight is wrapped.inner.weight
+
+
+def test_units_inside_units() -> None:
+    run_ranks(_units_inside_units, 2)
+
+
+def _units_inside_units(rank: int, world_size: int) -> None:
+    """What a hand-wrapped unit ignores, the wrapper around it ignores too."""
+    model = _build(rank, "modules")[0]
+    plain = [_build(r, "modules")[0] for r in range(world_size)]
+    inner = nn.Sequential(model.local, model.fc2)
+    for one in plain:
+        one.local = nn.Sequential(one.local, nn.Identity())
+    ignored = model.local
+    model.local = nn.Sequential(
+        ShardedWrapper(inner[:1], ignored_modules=[inner[0][1]], sync_module_states=True),
+        nn.Identity(),
+    )
+    with torch.no_grad():
+        for one in plain[1:]:  # synchronised but for the batch norm
+            one.local[0][0].load_state_dict(plain[0].local[0][0].state_dict())
+    wrapped = ShardedWrapper(model)
+    assert type(ignored[1].weight) is nn.Parameter
+    names = {name for name in wrapped.state_dict() if name.startswith("local.0.0.1.")}
+    copies = Copies((_nested_names(one) for one in plain), names)
+    optimizer = _sgd(wrapped)
+    for step in range(3):
+        _loss(wrapped, rank, world_size, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        copies.step([step])
+    _assert_same(wrapped, copies.models[rank])
+
+
+def _nested_names(plain: nn.Module) -> nn.Module:
+    plain.local = nn.Sequential(nn.Sequential(plain.local[0]), nn.Identity())
+    return plain
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_refused() -> None:
+    run_ranks(_refused, 2)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    def wrap(**keywords: Any) -> None:
+        ShardedWrapper(model, **keywords)
+
+    model, other = Model(), Model()
+    with pytest.raises(ValueError, match="ignored_modules or ignored_states"):
+        wrap(ignored_modules=[], ignored_states=[])
+    with pytest.raises(ValueError, match=r"ignored_modules: the Linear at position 1 is not in"):
+        wrap(ignored_modules=[model.fc1, other.fc2])
+    with pytest.raises(ValueError, match=r"ignored_states: the Parameter of shape \(5,\) at"):
+        wrap(ignored_states=[other.gain])
+    with pytest.raises(
+        TypeError, match="ignored_modules: expected an iterable of Module, got a Li"
+    ):
+        wrap(ignored_modules=model.fc1)
+    with pytest.raises(TypeError, match="got a Parameter at position 0"):
+        wrap(ignored_modules=[model.gain])
+    with pytest.raises(TypeError, match="got a Tensor at position 0"):
+        wrap(ignored_states=model.gain)  # its elements
+    with pytest.raises(TypeError, match="got a str at position 0"):
+        wrap(ignored_states=["gain"])
+    model.local = ShardedWrapper(model.local)
+    model.fc2 = ShardedWrapper(nn.Sequential(model.fc2), use_orig_params=False)
+    with pytest.raises(ValueError, match=r"module 'local'.*is or contains a ShardedWrapper"):
+        wrap(ignored_modules=[model.local])
+    for inside, name in ((model.local[1], "local.1"), (model.fc2[0], "fc2.0")):
+        with pytest.raises(ValueError, match=rf"module '{name}'.*is in a ShardedWrapper inside"):
+            wrap(ignored_modules=[inside])
+    with pytest.raises(ValueError, match=r"parameter 'local.0.weight'.*sharded it already"):
+        wrap(ignored_states=[model.local[0].weight])
+    model.extra = nn.Linear(5, 5)
+    model.extra.weight = model.local[0].weight
+    with pytest.raises(ValueError, match=r"parameter 'local.0.weight'.*sharded it already"):
+        wrap(ignored_modules=[model.extra])
+    del model.extra
+    _still_works(model, rank, world_size)
+
+
+def _still_works(model: nn.Module, rank: int, world_size: int) -> None:
+    wrapped = ShardedWrapper(model.double(), ignored_states=[model.gain])
+    _loss(wrapped, rank, world_size, 0).backward()
+
+
+def test_ranks_that_ignore_different_things() -> None:
+    run_ranks(_different, 3)
+
+
+def _different(rank: int, world_size: int) -> None:
+    for odd in ("fc1", "fc2"):
+        model = Model()
+        ignored = [model.local] + ([model.get_submodule(odd)] if rank == 1 else [])
+        with pytest.raises(
+            ValueError, match=rf"different models.*rank 1 has '{odd}' to be ignored"
+        ):
+            ShardedWrapper(model, ignored_modules=ignored)
+    model = Model()
+    ignored = model.gain if rank else model.shift
+    with pytest.raises(ValueError, match="rank 0 has 'shift' to be ignored; rank 1 has 'gain' to"):
+        ShardedWrapper(model, ignored_states=[ignored])
+
+
+def test_everything_ignored() -> None:
+    run_ranks(_everything, 2)
+
+
+def _everything(rank: int, world_size: int) -> None:
+    model = Model().double()
+    plain = copy.deepcopy(model)
+    if rank == 0:
+        with pytest.warns(UserWarning, match="itself to be ignored"):
+            wrapped = ShardedWrapper(model, ignored_modules=[model])
+    else:
+        wrapped = ShardedWrapper(model, ignored_modules=[model])
+    for one in (wrapped, plain):
+        _loss(one, rank, world_size, 0).backward()
+    for mine, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_policies_pass_by() -> None:
+    """A policy is not asked about what is ignored, and sizes do not count it."""
+    run_ranks(_policies, 1)
+
+
+def _policies(rank: int, world_size: int) -> None:
+    asked = []
+
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        asked.append(module)
+        return size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, 10)
+
+    model = Model()
+    states = [model.local, model.fc2.weight]  # fc2 keeps 4 elements
+    wrapped = ShardedWrapper(model, auto_wrap_policy=policy, ignored_states=states)
+    assert not {model.local, *states[0].modules()} & set(asked)
+    assert isinstance(wrapped.fc1, ShardedWrapper)
+    assert not isinstance(wrapped.fc2, ShardedWrapper)
+    assert dist.get_world_size() == 1
