@@ -1,6 +1,8 @@
 """Wrap policies, and the units they choose in a module tree.
 
-A policy is one of two things:
+A policy is one of three things:
+
+- ``"auto"``: blocks that repeat and large single modules; see ``flatshard.auto_policy``;
 
 - a callable ``policy(module, recurse, nonwrapped_numel) -> bool``, asked twice about each module:
   with ``recurse=True`` whether to look at its children (if not, the module is no unit either),
@@ -10,26 +12,23 @@ A policy is one of two things:
   tree at once and returns the chosen modules, each with keywords of its own.
 
 Both protocols are those of ``torch.distributed.fsdp.wrap``, so its policies work here unchanged.
-
-[Note: modules that are never units]
-A unit's parameters are whole only while its own ``forward`` runs. Where somebody else reads them
-they must stay with a unit further up, whatever the policy says:
-
-- a module without ``forward`` (``ModuleList``, ``ParameterList``, ...): nothing would gather it;
-- all that lies below a module which passes its children's weights to a function instead of calling
-  the children, as ``MultiheadAttention`` does with ``out_proj.weight``. It may itself be a unit;
-- what ``torch.nn.utils.parametrize`` inserts: the owner's attribute access runs it.
+Without a policy, ``wrap`` inside ``enable_wrap`` makes units where a model is built.
 """
 
+import contextlib
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList
+
+from flatshard import auto_policy
+from flatshard.module_tree import ModuleTree, has_forward, numel
 
 __all__ = [
     "CustomPolicy",
@@ -38,23 +37,14 @@ __all__ = [
     "UnitPlan",
     "always_wrap_policy",
     "check_policy",
+    "enable_wrap",
     "explain_no_match",
     "find_units",
     "lambda_auto_wrap_policy",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
+    "wrap",
 ]
-
-# Matched by name along the class hierarchy: torchvision need not be installed, and a class may be
-# newer than the oldest torch supported.
-_READS_CHILDREN = frozenset(
-    {
-        "torch.nn.modules.activation.MultiheadAttention",
-        "torch.nn.modules.loss.LinearCrossEntropyLoss",
-        "torchvision.models.swin_transformer.ShiftedWindowAttention",
-        "torchvision.models.video.swin_transformer.ShiftedWindowAttention3d",
-    }
-)
 
 
 class PolicyObject(Protocol):
@@ -68,7 +58,7 @@ class PolicyObject(Protocol):
     ) -> dict[nn.Module, dict[str, Any]]: ...
 
 
-Policy: TypeAlias = Callable[..., bool] | PolicyObject
+Policy: TypeAlias = Callable[..., bool] | PolicyObject | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -79,11 +69,13 @@ class UnitPlan:
         name: the module's first FQN under the root.
         module: the module itself.
         overrides: keywords that differ from the root's for this unit.
+        reason: who chose it and why, in words.
     """
 
     name: str
     module: nn.Module = field(repr=False)
     overrides: dict[str, Any] = field(default_factory=dict)
+    reason: str = field(default="", compare=False, repr=False)
 
 
 # --- callable policies ---
@@ -265,7 +257,7 @@ def find_units(
     """Choose the modules below ``root`` that become units of their own. Changes nothing.
 
     Only modules with parameters, not all of them ignored, can be units; for those that never are,
-    see [Note: modules that are never units].
+    see [Note: modules that are never units] in ``flatshard.module_tree``.
 
     Args:
         root: the outermost module; never in the result, as it is a unit anyway.
@@ -278,105 +270,100 @@ def find_units(
 
     Raises:
         TypeError: ``policy`` is not a policy.
-        ValueError: ``policy`` has a bad setting or answer.
+        ValueError: ``policy`` has a bad setting or answer, or is an unknown name.
     """
     check_policy(policy)
     ignored = {module for top in ignored_modules for module in top.modules()}
-    tree = _Tree(root, ignored, set(ignored_params))
-    if hasattr(policy, "_run_policy"):
+    tree = ModuleTree(root, ignored, set(ignored_params))
+    reasons: dict[nn.Module, str] = {}
+    chosen: dict[nn.Module, dict[str, Any]]
+    if isinstance(policy, str):
+        reasons = auto_policy.choose(tree)
+        chosen = {module: {} for module in reasons}
+    elif hasattr(policy, "_run_policy"):
         chosen = policy._run_policy(root, ignored, {})
     else:
-        chosen = tree.ask(policy)
+        chosen = _ask(tree, policy)
     names = {module: name for name, module in root.named_modules()}
+    by = f"policy {_show(policy)}"
     return [
-        UnitPlan(names[module], module, dict(chosen[module]))
+        UnitPlan(
+            names[module],
+            module,
+            dict(chosen[module]),
+            f"{by}: {reasons[module]}" if module in reasons else by,
+        )
         for module in tree.candidates()
         if module in chosen
     ]
 
 
-class _Tree:
-    """The modules that a policy may choose from."""
+def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, dict[str, Any]]:
+    """Return the candidates that a callable policy wants."""
+    chosen: dict[nn.Module, dict[str, Any]] = {}
+    # Per module, the parameters that units in its subtree hold. A shared module is asked about
+    # once but takes its parameters from each of its parents.
+    held_in: dict[nn.Module, set[nn.Parameter]] = {}
 
-    def __init__(
-        self, root: nn.Module, ignored: set[nn.Module], ignored_params: set[nn.Parameter]
-    ) -> None:
-        self.root = root
-        self._closed = ignored | _read_by_others(root)
-        self._ignored_params = ignored_params.union(
-            param for module in ignored for param in module.parameters(recurse=False)
-        )
+    def visit(module: nn.Module) -> set[nn.Parameter]:
+        if module in held_in:
+            return held_in[module]
+        params = tree.params(module)
+        held: set[nn.Parameter] = set()
+        if policy(module=module, recurse=True, nonwrapped_numel=numel(params)):
+            held = held.union(*(visit(child) for _, child in tree.open_children(module)))
+            left = numel(params - held)
+            can_be_unit = module is not tree.root and has_forward(module)
+            if can_be_unit and policy(module=module, recurse=False, nonwrapped_numel=left):
+                chosen[module] = {}
+                held = params
+        held_in[module] = held
+        return held
 
-    def candidates(self) -> Iterator[nn.Module]:
-        """Yield each module that can be a unit, once and in post-order."""
-        seen = {self.root}
-
-        def visit(module: nn.Module) -> Iterator[nn.Module]:
-            for child in self._open_children(module):
-                if child not in seen:
-                    seen.add(child)
-                    yield from visit(child)
-                    if _has_forward(child):
-                        yield child
-
-        return visit(self.root)
-
-    def ask(self, policy: Callable[..., bool]) -> dict[nn.Module, dict[str, Any]]:
-        """Return the candidates that a callable policy wants."""
-        chosen: dict[nn.Module, dict[str, Any]] = {}
-        # Per module, the parameters that units in its subtree hold. A shared module is asked
-        # about once but takes its parameters from each of its parents.
-        held_in: dict[nn.Module, set[nn.Parameter]] = {}
-
-        def visit(module: nn.Module) -> set[nn.Parameter]:
-            if module in held_in:
-                return held_in[module]
-            params = self.params(module)
-            held: set[nn.Parameter] = set()
-            if policy(module=module, recurse=True, nonwrapped_numel=_numel(params)):
-                held = held.union(*map(visit, self._open_children(module)))
-                left = _numel(params - held)
-                can_be_unit = module is not self.root and _has_forward(module)
-                if can_be_unit and policy(module=module, recurse=False, nonwrapped_numel=left):
-                    chosen[module] = {}
-                    held = params
-            held_in[module] = held
-            return held
-
-        visit(self.root)
-        return chosen
-
-    def params(self, module: nn.Module) -> set[nn.Parameter]:
-        """Return the module's parameters that aren't ignored, descendants' included."""
-        return set(module.parameters()) - self._ignored_params
-
-    def _open_children(self, module: nn.Module) -> list[nn.Module]:
-        return [
-            child
-            for child in module.children()
-            if child not in self._closed
-            and any(param not in self._ignored_params for param in child.parameters())
-        ]
+    visit(tree.root)
+    return chosen
 
 
-def _read_by_others(root: nn.Module) -> set[nn.Module]:
-    """Return the modules whose parameters are read outside their own forward."""
-    closed: set[nn.Module] = set()
-    for module in root.modules():
-        if isinstance(module, ParametrizationList):
-            closed.update(module.modules())
-        elif any(f"{c.__module__}.{c.__qualname__}" in _READS_CHILDREN for c in type(module).mro()):
-            closed.update(inner for inner in module.modules() if inner is not module)
-    return closed
+# --- choosing units by hand ---
+
+_enabled: ContextVar[dict[str, Any] | None] = ContextVar("enabled", default=None)
+"""The keywords of the innermost ``enable_wrap``; None outside."""
 
 
-def _has_forward(module: nn.Module) -> bool:
-    # Static, as a scripted module's `forward` is a descriptor that can't be read from its class.
-    return inspect.getattr_static(module, "forward", None) is not nn.Module.forward
+@contextlib.contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **keywords: Any) -> Iterator[None]:
+    """Let ``wrap`` make units for the length of a ``with`` statement.
+
+    ``with enable_wrap(wrapper_cls=ShardedWrapper): model = Model()``, where ``Model`` makes its
+    layers by ``self.layer = wrap(nn.Linear(...))``: the same class works with and without. Inside
+    another one it replaces that, keywords and all, until it ends.
+
+    Args:
+        wrapper_cls: ``ShardedWrapper``, or whatever takes a module and keywords.
+        keywords: what ``wrapper_cls`` is given with each module.
+    """
+    token = _enabled.set({"wrapper_cls": wrapper_cls, **keywords})
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
 
 
-def _numel(params: Iterable[nn.Parameter]) -> int:
-    return sum(param.numel() for param in params)
+def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
+    """Make ``module`` a unit inside ``enable_wrap``; return it as it is outside.
+
+    Collective inside, if wrapping is: every rank must build the same model.
+
+    Args:
+        module: the module.
+        overrides: keywords that go before those of ``enable_wrap``.
+    """
+    enabled = _enabled.get()
+    if enabled is None:
+        return module
+    keywords = {**enabled, **overrides}
+    wrapper_cls: Callable[..., nn.Module] = keywords.pop("wrapper_cls")
+    return wrapper_cls(module, **keywords)
 
 
 # --- checks and messages ---
@@ -387,17 +374,21 @@ def check_policy(policy: object) -> None:
 
     Raises:
         TypeError: it is something else, or can't be called as a policy is.
-        ValueError: it is ``size_based_auto_wrap_policy`` with a bad ``min_num_params``.
+        ValueError: it is a name other than ``"auto"``, or ``size_based_auto_wrap_policy`` with a
+            bad ``min_num_params``.
     """
     example = "{Block}"
     if classes := _module_classes_in(policy):
         example = _show(classes)
     expected = (
-        f"expected a policy object such as ModuleWrapPolicy({example}) or a callable such as "
-        "functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)"
+        f'expected "auto", a policy object such as ModuleWrapPolicy({example}) or a callable such '
+        "as functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)"
     )
+    if isinstance(policy, str):
+        _check_name(policy, expected)
+        return
     if isinstance(policy, type | nn.Module):
-        raise TypeError(f"auto_wrap_policy: {expected}, got {_show(policy)}, which is neither.")
+        raise TypeError(f"auto_wrap_policy: {expected}, got {_show(policy)}, which is none.")
     if hasattr(policy, "_run_policy"):
         return
     if not callable(policy):
@@ -413,6 +404,15 @@ def check_policy(policy: object) -> None:
         ) from error
     if isinstance(policy, functools.partial):
         _check_settings(policy)
+
+
+def _check_name(name: str, expected: str) -> None:
+    if name == "auto":
+        return
+    offered = [known for known in __all__ if known.endswith(("_policy", "Policy"))]
+    close = difflib.get_close_matches(name, offered, n=1)
+    hint = f" To use {close[0]}, pass the object, not its name." if close else ""
+    raise ValueError(f"auto_wrap_policy: unknown policy {name!r}; {expected}.{hint}")
 
 
 def _check_settings(policy: "functools.partial[Any]") -> None:
@@ -449,20 +449,20 @@ def explain_no_match(
     ignored_params: Collection[nn.Parameter] = (),
 ) -> str:
     """Return a warning's text for a policy that chose no unit: what it could have chosen."""
-    tree = _Tree(root, set(ignored_modules), set(ignored_params))
+    tree = ModuleTree(root, set(ignored_modules), set(ignored_params))
     names = {module: name for name, module in root.named_modules()}
     by_class: dict[type, list[tuple[int, str]]] = {}
     for module in tree.candidates():
-        by_class.setdefault(type(module), []).append((_numel(tree.params(module)), names[module]))
+        by_class.setdefault(type(module), []).append((numel(tree.params(module)), names[module]))
     largest = sorted(by_class.items(), key=lambda item: max(item[1])[0], reverse=True)[:5]
     options = []
     for cls, found in largest:
-        numel, name = max(found, key=lambda pair: pair[0])
+        size, name = max(found, key=lambda pair: pair[0])
         count = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        options.append(f"{cls.__name__} ({name!r}{count}, {numel:,} elements)")
+        options.append(f"{cls.__name__} ({name!r}{count}, {size:,} elements)")
     return (
         f"auto_wrap_policy: {_show(policy)} chose no module of {type(root).__name__}, so all its "
-        f"{_numel(tree.params(root)):,} elements are one unit, gathered together. "
+        f"{numel(tree.params(root)):,} elements are one unit, gathered together. "
         f"It could have chosen, largest first: {', '.join(options) or 'nothing'}."
     )
 

@@ -15,7 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard import agreement, checkpoint, config, grad_norm, optim, optim_state, summon
+from flatshard import (
+    agreement,
+    checkpoint,
+    config,
+    grad_norm,
+    optim,
+    optim_state,
+    plan_report,
+    summon,
+)
 from flatshard.config import (
     BackwardPrefetch,
     CPUOffload,
@@ -113,7 +122,8 @@ class ShardedWrapper(nn.Module):
             ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. HYBRID
             without either shards within each node, as ``LOCAL_WORLD_SIZE`` says.
         cpu_offload: see ``CPUOffload``.
-        auto_wrap_policy: which submodules become units; see ``flatshard.wrap``. None: one unit.
+        auto_wrap_policy: which submodules become units: ``"auto"`` or a policy of
+            ``flatshard.wrap``. None: one unit.
         backward_prefetch: when the next unit's gather starts in backward; None: never early.
         mixed_precision: see ``MixedPrecision``.
         device_mesh: instead of ``process_group``: a 1-D mesh, or a 2-D one for HYBRID strategies,
@@ -153,6 +163,7 @@ class ShardedWrapper(nn.Module):
     """
 
     hidden_in_names = True
+    _reason = ""  # of units that a policy chose
 
     def __init__(
         self,
@@ -218,7 +229,8 @@ class ShardedWrapper(nn.Module):
         if ranks.world.rank == 0:
             for note in notes:
                 warnings.warn(f"ShardedWrapper ignores {note}", stacklevel=2)
-            if auto_wrap_policy is not None and not plans:
+            # "auto" finds a small model to be one unit.
+            if auto_wrap_policy not in (None, "auto") and not plans:
                 message = explain_no_match(module, auto_wrap_policy, **_left_out(ignored))
                 warnings.warn(message, stacklevel=2)
             if module in ignored.modules:
@@ -228,6 +240,9 @@ class ShardedWrapper(nn.Module):
                     stacklevel=2,
                 )
         owners = find_owners(module, [plan.module for plan in plans], left_alone)
+        if ranks.world.rank == 0 and settings.topology.shard.size > 1:
+            for remark in _judge(module, plans, owners, auto_wrap_policy, ignored):
+                warnings.warn(remark, stacklevel=2)
         wrappers = {}
         for plan in plans:
             if owners[plan.module]:
@@ -235,6 +250,7 @@ class ShardedWrapper(nn.Module):
                 nn.Module.__init__(wrapper)
                 own = of_unit[plan.module]
                 wrapper._take(plan.module, plan.name, owners[plan.module], own, ignored)
+                wrapper._reason = plan.reason
                 wrappers[plan.module] = wrapper
         _replace_children(module, wrappers)
         self._take(module, "", owners[module], settings, ignored)
@@ -358,6 +374,27 @@ class ShardedWrapper(nn.Module):
         return (
             f"{self._settings.strategy.name}: {numel:,} elements + {padding:,} padding "
             f"over {ranks} rank{'s' if ranks != 1 else ''}"
+        )
+
+    def unit_report(self) -> str:
+        """A table of the units from this one down, outermost first. No communication.
+
+        A line has the unit's name and class, elements of its parameters and of padding, dtype and
+        whether frozen of each flat parameter, bytes that a gather fills on every rank, strategy,
+        ranks that share it, and why it is a unit.
+        """
+        return plan_report.describe([wrapper._row() for wrapper in sharded_modules(self)])
+
+    def _row(self) -> plan_report.UnitRow:
+        unit, topology = self._unit, self._settings.topology
+        rest = "what is left" if len(sharded_modules(self)) > 1 else "the whole model"
+        return plan_report.UnitRow(
+            name=unit.name,
+            class_name=type(self.module).__name__,
+            segments=tuple(_segment(handle, topology) for handle in unit.handles),
+            strategy=self._settings.strategy.name,
+            ranks=topology.shard.size,
+            reason=self._reason or ("by hand" if unit.name else f"root: {rest}"),
         )
 
     @property
@@ -781,6 +818,50 @@ def _units_at_rest(module: nn.Module, what: str) -> list[Unit]:
     return [wrapper._unit for wrapper in wrappers]
 
 
+def _segment(handle: FlatParamHandle, topology: Topology) -> plan_report.Segment:
+    layout = handle.layout
+    is_gathered = topology.shard.size > 1
+    return plan_report.Segment(
+        dtype=handle.shard.dtype,
+        trainable=handle.sharded[0].requires_grad,
+        numel=layout.numel,
+        padding_numel=layout.padding_numel,
+        gathered_bytes=layout.padded_numel * handle.buffer.element_size() if is_gathered else 0,
+    )
+
+
+def _judge(
+    module: nn.Module,
+    plans: list[UnitPlan],
+    owners: dict[nn.Module, list[OwnedParam]],
+    policy: Policy | None,
+    ignored: Ignored,
+) -> list[str]:
+    """What about the units of ``module`` will be slow or large."""
+    inside = list(_named_wrappers(module))
+    if policy is None and not inside:
+        return plan_report.judge_one_unit(module, **_left_out(ignored))
+    names = {one.module: one.name for one in plans}
+    sizes = [
+        _unit_size(names.get(unit, ""), [one.param.numel() for one in owned])
+        for unit, owned in owners.items()
+    ]
+    for name, wrapper in inside:
+        spans = [span for handle in wrapper._unit.handles for span in handle.layout.spans]
+        sizes.append(_unit_size(name, [span.numel for span in spans]))
+    tied = [
+        (one.param.numel(), [site.name for site in one.sites])
+        for owned in owners.values()
+        for one in owned
+        if len(one.sites) > 1
+    ]
+    return plan_report.judge(sizes, tied)
+
+
+def _unit_size(name: str, counts: list[int]) -> plan_report.UnitSize:
+    return plan_report.UnitSize(name, sum(counts), max(counts, default=0))
+
+
 def _outermost_wrappers(module: nn.Module) -> list[ShardedWrapper]:
     """The wrappers in a model that no other one contains."""
     if isinstance(module, ShardedWrapper):
@@ -822,7 +903,7 @@ def _without_flat_parameters(wrappers: Iterable[ShardedWrapper]) -> Iterator[Non
             wrapper._parameters.update(parameters)
 
 
-def _named_wrappers(root: ShardedWrapper) -> Iterator[tuple[str, ShardedWrapper]]:
+def _named_wrappers(root: nn.Module) -> Iterator[tuple[str, ShardedWrapper]]:
     for name, module in root.named_modules():
         if isinstance(module, ShardedWrapper):
             yield name, module

@@ -9,7 +9,7 @@ import flatshard
 
 LAYERS = [
     {"layout", "schedule", "config", "profiling", "watchdog"},
-    {"ignored", "wrap"},
+    {"ignored", "wrap", "auto_policy", "module_tree", "plan_report"},
     {
         "flat_param",
         "shard_tensor",
@@ -27,6 +27,9 @@ LAYERS = [
     {"__init__", "wrapper", "checkpoint", "optim_state"},
 ]
 NEIGHBOURS = {
+    "auto_policy": {"module_tree"},
+    "wrap": {"auto_policy", "module_tree"},
+    "plan_report": {"auto_policy", "module_tree"},
     "shard_tensor": {"collectives"},
     "elementwise": {"shard_tensor"},
     "reductions": {"collectives", "shard_tensor"},

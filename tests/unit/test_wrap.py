@@ -438,7 +438,6 @@ def test_size_policy_defaults_match_torch_and_can_be_changed(
 
 TYPE_ERRORS = [
     (None, "got None"),
-    ("auto", "got 'auto' (str)"),
     (20_000, "got 20000 (int)"),
     ({Block, nn.Linear}, "ModuleWrapPolicy({Block, Linear})"),
     ([Block], "ModuleWrapPolicy({Block})"),
