@@ -20,6 +20,7 @@ from flatshard import (
     checkpoint,
     config,
     grad_norm,
+    inspection,
     optim,
     optim_state,
     plan_report,
@@ -29,77 +30,23 @@ from flatshard.config import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
-    Placement,
     ShardingStrategy,
 )
 from flatshard.context import RunContext
-from flatshard.flat_param import FlatParameter
 from flatshard.handle import FlatParamHandle
 from flatshard.ignored import Ignored, find_ignored
 from flatshard.ownership import OwnedParam, find_owners
+from flatshard.settings import (
+    ProcessGroups,
+    Settings,
+    check_grid_is_used,
+    ranks_or_alone,
+    read_strategy,
+)
 from flatshard.shard_tensor import FlatShardTensor
-from flatshard.topology import Ranks, Topology, read_ranks
+from flatshard.topology import Topology
 from flatshard.unit import Unit
 from flatshard.wrap import Policy, UnitPlan, check_policy, explain_no_match, find_units
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """What is the same for all of a unit, and mostly for all units of a model."""
-
-    ranks: Ranks
-    strategy: ShardingStrategy
-    placement: Placement
-    precision: MixedPrecision
-    backward_prefetch: BackwardPrefetch | None
-    forward_prefetch: bool
-    use_orig_params: bool
-    broadcast_buffers: bool
-    device: torch.device
-
-    @property
-    def topology(self) -> Topology:
-        """The groups."""
-        return self.ranks.resolve(self.placement)
-
-    def describe(self) -> str:
-        """What must be the same on every rank."""
-        return (
-            f"{self.strategy}, {self.placement}, {self.ranks.describe()}, {self.precision}, "
-            f"use_orig_params={self.use_orig_params}, broadcast_buffers={self.broadcast_buffers}"
-        )
-
-    def override(self, plan: UnitPlan) -> _Settings:
-        """The settings of a unit for which a policy gave keywords of its own.
-
-        Raises:
-            ValueError: a keyword that units of one model cannot differ in.
-        """
-        if not plan.overrides:
-            return self
-        keywords = dict(plan.overrides)
-        strategy, placement = self.strategy, self.placement
-        if "sharding_strategy" in keywords or "reshard_after_forward" in keywords:
-            strategy, placement = _read_strategy(
-                keywords.pop("sharding_strategy", strategy),
-                keywords.pop("reshard_after_forward", None),
-                self.ranks,
-            )
-        precision = self.precision
-        if "mixed_precision" in keywords:
-            precision = config.as_mixed_precision(keywords.pop("mixed_precision"))
-        if keywords:
-            raise ValueError(
-                f"auto_wrap_policy: for unit {plan.name!r} it sets {', '.join(sorted(keywords))}; "
-                "units of one model can differ in sharding_strategy, reshard_after_forward and "
-                "mixed_precision. Set the others on the outermost wrapper."
-            )
-        return dataclasses.replace(
-            self, strategy=strategy, placement=placement, precision=precision
-        )
-
-
-ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
 
 class ShardedWrapper(nn.Module):
@@ -196,14 +143,14 @@ class ShardedWrapper(nn.Module):
         _check_module(module, auto_wrap_policy)
         ignored = _read_ignored(module, ignored_modules, ignored_states)
         left_alone = _owned_ids(module) | ignored.ids()
-        _check_params(module, left_alone)
-        ranks = _read_ranks(process_group, device_mesh, native=config.as_native(collectives))
-        strategy, placement = _read_strategy(sharding_strategy, reshard_after_forward, ranks)
-        _check_grid_is_used(ranks, placement, strategy)
-        device = _device(module, device_id, ranks.world.group, ignored)
+        inspection.check_params(module, left_alone)
+        ranks = ranks_or_alone(process_group, device_mesh, native=config.as_native(collectives))
+        strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
+        check_grid_is_used(ranks, placement, strategy)
+        device = inspection.find_device(module, device_id, ranks.world.group, ignored)
         if offload.offload_params:
-            _check_offload(device)
-        settings = _Settings(
+            inspection.check_offload(device)
+        settings = Settings(
             ranks=ranks,
             strategy=strategy,
             placement=placement,
@@ -216,7 +163,7 @@ class ShardedWrapper(nn.Module):
         )
         plans = [] if auto_wrap_policy is None else _plan(module, auto_wrap_policy, ignored)
         of_unit = {plan.module: settings.override(plan) for plan in plans}
-        named = _named_tensors(module, left_alone)
+        named = inspection.named_tensors(module, left_alone)
         if ranks.world.size > 1:
             described = f"{settings.describe()}, collectives={collectives}"
             units = [f"{plan.name}: {of_unit[plan.module].describe()}" for plan in plans]
@@ -224,8 +171,10 @@ class ShardedWrapper(nn.Module):
         # Only now do all ranks agree on what to ask for.
         for one in (settings, *of_unit.values()):
             ranks.resolve(one.placement)
-        _move(named, device)
-        agreement.sync_weights(_named_tensors(module, left_alone), sync_module_states, ranks.world)
+        inspection.move(named, device)
+        agreement.sync_weights(
+            inspection.named_tensors(module, left_alone), sync_module_states, ranks.world
+        )
         if ranks.world.rank == 0:
             for note in notes:
                 warnings.warn(f"ShardedWrapper ignores {note}", stacklevel=2)
@@ -264,7 +213,7 @@ class ShardedWrapper(nn.Module):
         module: nn.Module,
         name: str,
         owned: list[OwnedParam],
-        settings: _Settings,
+        settings: Settings,
         ignored: Ignored,
     ) -> None:
         """Make ``module`` a unit that owns ``owned``."""
@@ -411,7 +360,7 @@ class ShardedWrapper(nn.Module):
             ValueError: the other strategy shards otherwise, or is none.
         """
         before = self._settings
-        strategy, placement = _read_strategy(value, None, before.ranks)
+        strategy, placement = read_strategy(value, None, before.ranks)
         unit = self._unit
         if self._context.has_run:
             raise RuntimeError(
@@ -909,12 +858,6 @@ def _named_wrappers(root: nn.Module) -> Iterator[tuple[str, ShardedWrapper]]:
             yield name, module
 
 
-def _named_tensors(module: nn.Module, left_alone: set[int]) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers by name, without those whose ids are ``left_alone``."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return [(name, tensor) for name, tensor in named if id(tensor) not in left_alone]
-
-
 def _owned_ids(module: nn.Module) -> set[int]:
     """Ids of the parameters that units inside a module own already."""
     return {
@@ -966,79 +909,6 @@ def _plan(module: nn.Module, policy: Policy, ignored: Ignored) -> list[UnitPlan]
     return find_units(module, policy, **_left_out(ignored))
 
 
-def _check_params(module: nn.Module, left_alone: set[int]) -> None:
-    """Can all parameters but those ``left_alone`` be flattened?"""
-    for name, param in module.named_parameters():
-        if id(param) in left_alone:
-            continue
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise ValueError(
-                f"ShardedWrapper: parameter {name!r} is not initialised (a lazy module). Run one "
-                "forward on the unwrapped model first."
-            )
-        if type(param.data) is not Tensor:
-            raise TypeError(
-                f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}; only plain "
-                "tensors can be flattened"
-            )
-    _check_one_device(module, left_alone)
-
-
-def _check_one_device(module: nn.Module, left_alone: set[int]) -> None:
-    first: tuple[str, torch.device] | None = None
-    for name, param in module.named_parameters():
-        if id(param) in left_alone:
-            continue
-        first = first or (name, param.device)
-        if param.device != first[1]:
-            raise ValueError(
-                f"ShardedWrapper: parameter {name!r} is on {str(param.device)!r}, {first[0]!r} on "
-                f"{str(first[1])!r}. Move the module to one device before wrapping."
-            )
-    if first is not None and first[1].type == "meta":
-        raise ValueError(
-            f"ShardedWrapper: parameter {first[0]!r} is on the meta device and has no values. "
-            "Materialise the module first: module.to_empty(device=...) and initialise it."
-        )
-
-
-def _read_ranks(
-    process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, native: bool
-) -> Ranks:
-    """The ranks that train the model; alone, with a warning, where there is no process group."""
-    if process_group is None and device_mesh is None:
-        if dist.is_available() and dist.is_initialized():
-            process_group = dist.group.WORLD
-        else:
-            config.check_launch_without_group()
-            warnings.warn(
-                "ShardedWrapper: no process group, so this process trains alone and nothing is "
-                "sharded",
-                stacklevel=3,
-            )
-    return read_ranks(process_group, device_mesh, native=native)
-
-
-def _read_strategy(
-    value: ShardingStrategy | str | None, after_forward: bool | int | None, ranks: Ranks
-) -> tuple[ShardingStrategy, Placement]:
-    """The strategy with what ``reshard_after_forward`` makes of it."""
-    if value is None:
-        has_grid = ranks.grid is not None
-        strategy = ShardingStrategy.HYBRID_SHARD if has_grid else ShardingStrategy.FULL_SHARD
-    else:
-        strategy = config.as_strategy(value)
-    return config.resharding(strategy, after_forward)
-
-
-def _check_grid_is_used(ranks: Ranks, placement: Placement, strategy: ShardingStrategy) -> None:
-    if ranks.grid is not None and not placement.hybrid:
-        raise ValueError(
-            f"ShardedWrapper: a pair of process groups or a 2-D device_mesh is for HYBRID "
-            f"strategies, got {strategy.name}. Pass one group of all ranks, or a HYBRID strategy."
-        )
-
-
 def _check_one_world(units: list[Unit]) -> None:
     world = units[-1].topology.world
     for unit in units:
@@ -1047,57 +917,6 @@ def _check_one_world(units: list[Unit]) -> None:
                 f"ShardedWrapper: unit {unit.name!r} trains on ranks {unit.topology.world.ranks}, "
                 f"the module around it on {world.ranks}. Pass both the same ranks."
             )
-
-
-def _device(
-    module: nn.Module,
-    device_id: int | str | torch.device | None,
-    group: dist.ProcessGroup | None,
-    ignored: Ignored,
-) -> torch.device:
-    if isinstance(device_id, int) and not isinstance(device_id, bool):
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None:
-            raise ValueError(f"device_id={device_id}: this host has no accelerator")
-        return torch.device(accelerator.type, device_id)
-    if device_id is not None:
-        try:
-            return torch.device(device_id)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"device_id: expected an index or a device, got {device_id!r}") from (
-                error
-            )
-    skipped = ignored.ids()
-    first = next(
-        (
-            param
-            for param in module.parameters()
-            if not isinstance(param, FlatParameter) and id(param) not in skipped
-        ),
-        torch.empty(0),
-    )
-    if group is not None and first.device.type == "cpu":
-        types = {str(device) for device in group._device_types}
-        if "cpu" not in types and torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
-    return first.device
-
-
-def _check_offload(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise NotImplementedError(
-            "cpu_offload: offloading from an accelerator is not supported yet; pass None"
-        )
-    warnings.warn(
-        "cpu_offload: the parameters are on the CPU already; nothing changes", stacklevel=3
-    )
-
-
-def _move(named: list[tuple[str, Tensor]], device: torch.device) -> None:
-    """Put parameters and buffers on the device that computes."""
-    for _, tensor in named:
-        if tensor.device != device:
-            tensor.data = tensor.data.to(device)
 
 
 def _replace_children(root: nn.Module, wrappers: dict[nn.Module, ShardedWrapper]) -> None:

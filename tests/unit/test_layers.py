@@ -23,7 +23,7 @@ LAYERS = [
         "optim",
     },
     {"gradients", "handle", "saved_tensors", "summon", "whole"},
-    {"unit", "context", "grad_norm"},
+    {"unit", "context", "grad_norm", "settings", "inspection"},
     {"__init__", "wrapper", "checkpoint", "optim_state"},
 ]
 NEIGHBOURS = {

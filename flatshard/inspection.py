@@ -1,0 +1,115 @@
+"""What a module brings to be sharded: its tensors, whether they can be, and on which device."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatshard.flat_param import FlatParameter
+from flatshard.ignored import Ignored
+
+
+def named_tensors(module: nn.Module, left_alone: set[int]) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers by name, without those whose ids are ``left_alone``."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [(name, tensor) for name, tensor in named if id(tensor) not in left_alone]
+
+
+def check_params(module: nn.Module, left_alone: set[int]) -> None:
+    """Can all parameters but those ``left_alone`` be flattened?"""
+    for name, param in module.named_parameters():
+        if id(param) in left_alone:
+            continue
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"ShardedWrapper: parameter {name!r} is not initialised (a lazy module). Run one "
+                "forward on the unwrapped model first."
+            )
+        if type(param.data) is not Tensor:
+            raise TypeError(
+                f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}; only plain "
+                "tensors can be flattened"
+            )
+    _check_one_device(module, left_alone)
+
+
+def _check_one_device(module: nn.Module, left_alone: set[int]) -> None:
+    first: tuple[str, torch.device] | None = None
+    for name, param in module.named_parameters():
+        if id(param) in left_alone:
+            continue
+        first = first or (name, param.device)
+        if param.device != first[1]:
+            raise ValueError(
+                f"ShardedWrapper: parameter {name!r} is on {str(param.device)!r}, {first[0]!r} on "
+                f"{str(first[1])!r}. Move the module to one device before wrapping."
+            )
+    if first is not None and first[1].type == "meta":
+        raise ValueError(
+            f"ShardedWrapper: parameter {first[0]!r} is on the meta device and has no values. "
+            "Materialise the module first: module.to_empty(device=...) and initialise it."
+        )
+
+
+def find_device(
+    module: nn.Module,
+    device_id: int | str | torch.device | None,
+    group: dist.ProcessGroup | None,
+    ignored: Ignored,
+) -> torch.device:
+    """Where the shards live and the model computes.
+
+    Raises:
+        ValueError: ``device_id`` names no device of this host.
+    """
+    if isinstance(device_id, int) and not isinstance(device_id, bool):
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None:
+            raise ValueError(f"device_id={device_id}: this host has no accelerator")
+        return torch.device(accelerator.type, device_id)
+    if device_id is not None:
+        try:
+            return torch.device(device_id)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device_id: expected an index or a device, got {device_id!r}") from (
+                error
+            )
+    skipped = ignored.ids()
+    first = next(
+        (
+            param
+            for param in module.parameters()
+            if not isinstance(param, FlatParameter) and id(param) not in skipped
+        ),
+        torch.empty(0),
+    )
+    if group is not None and first.device.type == "cpu":
+        types = {str(device) for device in group._device_types}
+        if "cpu" not in types and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+    return first.device
+
+
+def check_offload(device: torch.device) -> None:
+    """Say what ``cpu_offload`` does here.
+
+    Raises:
+        NotImplementedError: the model computes on an accelerator.
+    """
+    if device.type != "cpu":
+        raise NotImplementedError(
+            "cpu_offload: offloading from an accelerator is not supported yet; pass None"
+        )
+    warnings.warn(
+        "cpu_offload: the parameters are on the CPU already; nothing changes", stacklevel=3
+    )
+
+
+def move(named: list[tuple[str, Tensor]], device: torch.device) -> None:
+    """Put parameters and buffers on the device that computes."""
+    for _, tensor in named:
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)

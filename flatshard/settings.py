@@ -1,0 +1,117 @@
+"""``Settings``: the constructor's keywords, read and checked, for one unit."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard import config
+from flatshard.config import BackwardPrefetch, MixedPrecision, Placement, ShardingStrategy
+from flatshard.topology import Ranks, Topology, read_ranks
+from flatshard.wrap import UnitPlan
+
+ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+"""What ``process_group`` may be."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is the same for all of a unit, and mostly for all units of a model."""
+
+    ranks: Ranks
+    strategy: ShardingStrategy
+    placement: Placement
+    precision: MixedPrecision
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    use_orig_params: bool
+    broadcast_buffers: bool
+    device: torch.device
+
+    @property
+    def topology(self) -> Topology:
+        """The groups."""
+        return self.ranks.resolve(self.placement)
+
+    def describe(self) -> str:
+        """What must be the same on every rank."""
+        return (
+            f"{self.strategy}, {self.placement}, {self.ranks.describe()}, {self.precision}, "
+            f"use_orig_params={self.use_orig_params}, broadcast_buffers={self.broadcast_buffers}"
+        )
+
+    def override(self, plan: UnitPlan) -> Settings:
+        """The settings of a unit for which a policy gave keywords of its own.
+
+        Raises:
+            ValueError: a keyword that units of one model cannot differ in.
+        """
+        if not plan.overrides:
+            return self
+        keywords = dict(plan.overrides)
+        strategy, placement = self.strategy, self.placement
+        if "sharding_strategy" in keywords or "reshard_after_forward" in keywords:
+            strategy, placement = read_strategy(
+                keywords.pop("sharding_strategy", strategy),
+                keywords.pop("reshard_after_forward", None),
+                self.ranks,
+            )
+        precision = self.precision
+        if "mixed_precision" in keywords:
+            precision = config.as_mixed_precision(keywords.pop("mixed_precision"))
+        if keywords:
+            raise ValueError(
+                f"auto_wrap_policy: for unit {plan.name!r} it sets {', '.join(sorted(keywords))}; "
+                "units of one model can differ in sharding_strategy, reshard_after_forward and "
+                "mixed_precision. Set the others on the outermost wrapper."
+            )
+        return dataclasses.replace(
+            self, strategy=strategy, placement=placement, precision=precision
+        )
+
+
+def ranks_or_alone(
+    process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, native: bool
+) -> Ranks:
+    """The ranks that train the model; alone, with a warning, where there is no process group."""
+    if process_group is None and device_mesh is None:
+        if dist.is_available() and dist.is_initialized():
+            process_group = dist.group.WORLD
+        else:
+            config.check_launch_without_group()
+            warnings.warn(
+                "ShardedWrapper: no process group, so this process trains alone and nothing is "
+                "sharded",
+                stacklevel=3,
+            )
+    return read_ranks(process_group, device_mesh, native=native)
+
+
+def read_strategy(
+    value: ShardingStrategy | str | None, after_forward: bool | int | None, ranks: Ranks
+) -> tuple[ShardingStrategy, Placement]:
+    """The strategy with what ``reshard_after_forward`` makes of it."""
+    if value is None:
+        has_grid = ranks.grid is not None
+        strategy = ShardingStrategy.HYBRID_SHARD if has_grid else ShardingStrategy.FULL_SHARD
+    else:
+        strategy = config.as_strategy(value)
+    return config.resharding(strategy, after_forward)
+
+
+def check_grid_is_used(ranks: Ranks, placement: Placement, strategy: ShardingStrategy) -> None:
+    """Refuse a pair of groups for a strategy that has no use for it.
+
+    Raises:
+        ValueError: so it is.
+    """
+    if ranks.grid is not None and not placement.hybrid:
+        raise ValueError(
+            f"ShardedWrapper: a pair of process groups or a 2-D device_mesh is for HYBRID "
+            f"strategies, got {strategy.name}. Pass one group of all ranks, or a HYBRID strategy."
+        )
