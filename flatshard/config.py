@@ -253,12 +253,15 @@ def as_mixed_precision(value: object) -> MixedPrecision:
             raise NotImplementedError(
                 f"mixed_precision: {name} is not supported; param_dtype and reduce_dtype are"
             )
-    for name in ("cast_forward_inputs", "cast_root_forward_inputs"):
-        if value.param_dtype is not None and not getattr(value, name, True):
-            raise NotImplementedError(
-                f"mixed_precision: {name}=False is not supported: floating point inputs of every "
-                "unit are cast to param_dtype"
-            )
+    # FSDP1's dataclass has both, and casts the root's inputs alone by default: what follows from
+    # them is cast already.
+    has_both = hasattr(value, "cast_root_forward_inputs")
+    name = "cast_root_forward_inputs" if has_both else "cast_forward_inputs"
+    if value.param_dtype is not None and not getattr(value, name, True):
+        raise NotImplementedError(
+            f"mixed_precision: {name}=False is not supported: floating point inputs of every unit "
+            "are cast to param_dtype"
+        )
     return MixedPrecision(value.param_dtype, getattr(value, "reduce_dtype", None))
 
 

@@ -16,8 +16,12 @@ BF16 = torch.bfloat16
 def test_torch_precision(kind: Any) -> None:
     assert as_mixed_precision(kind(param_dtype=BF16)) == MixedPrecision(BF16)
     assert as_mixed_precision(kind(cast_forward_inputs=False)) == MixedPrecision()
+
+
+def test_inputs_are_always_cast() -> None:
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
     with pytest.raises(NotImplementedError, match="cast_forward_inputs=False"):
-        as_mixed_precision(kind(param_dtype=BF16, cast_forward_inputs=False))
+        as_mixed_precision(policy)
 
 
 def test_fields_without_support() -> None:
