@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
-import inspect
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,39 +260,6 @@ def as_mixed_precision(value: object) -> MixedPrecision:
             "are cast to param_dtype"
         )
     return MixedPrecision(value.param_dtype, getattr(value, "reduce_dtype", None))
-
-
-_DDP_WITHOUT_EFFECT = {
-    "output_device": "outputs stay where the module made them",
-    "find_unused_parameters": "unused parameters are always found",
-    "gradient_as_bucket_view": "gradients are always views of flat storage",
-    "static_graph": "the order of units is always recorded",
-    "bucket_cap_mb": "there are no buckets; auto_wrap_policy decides the size of units",
-    "check_reduction": "reductions are always checked",
-    "dim": "inputs are not scattered",
-}
-"""DistributedDataParallel's keywords that mean nothing here, and why."""
-
-
-def check_extra_keywords(extra: dict[str, Any], known: Callable[..., Any]) -> list[str]:
-    """Sort the keywords that the constructor does not know by name.
-
-    Returns:
-        One line for each that is accepted without effect.
-
-    Raises:
-        TypeError: a keyword is unknown; names the nearest known one.
-    """
-    notes = []
-    for name in extra:
-        if name in _DDP_WITHOUT_EFFECT:
-            notes.append(f"{name}: {_DDP_WITHOUT_EFFECT[name]}")
-            continue
-        names = [*inspect.signature(known).parameters, *_DDP_WITHOUT_EFFECT]
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise TypeError(f"ShardedWrapper: unknown keyword {name!r}.{hint}")
-    return notes
 
 
 def check_launch_without_group() -> None:

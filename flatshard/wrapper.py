@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from flatshard import (
     inspection,
     optim,
     optim_state,
+    peers,
     plan_report,
     summon,
 )
@@ -99,7 +101,8 @@ class ShardedWrapper(nn.Module):
             there too. What the attribute ``_ddp_params_and_buffers_to_ignore``, as set by
             DistributedDataParallel, names (under all its names) is ignored likewise.
         ignored_states: the same for parameters or modules; not together with ``ignored_modules``.
-        extra: keywords of DistributedDataParallel without a meaning here; ignored with a warning.
+        extra: DistributedDataParallel's other keywords: read where they mean something, ignored
+            with one warning or refused where not; see docs/migration.md.
 
     Raises:
         TypeError: an argument of the wrong type, or an unknown keyword.
@@ -129,7 +132,7 @@ class ShardedWrapper(nn.Module):
         forward_prefetch: bool | None = None,
         limit_all_gathers: bool = True,
         use_orig_params: bool = True,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         collectives: str = "auto",
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
@@ -137,7 +140,17 @@ class ShardedWrapper(nn.Module):
     ) -> None:
         """See the class."""
         super().__init__()
-        notes = config.check_extra_keywords(extra, ShardedWrapper.__init__)
+        given = peers.read_ddp_keywords(
+            extra, inspect.signature(ShardedWrapper.__init__).parameters
+        )
+        given.check_against(
+            broadcast_buffers=broadcast_buffers,
+            sync_module_states=sync_module_states,
+            device_id=device_id,
+        )
+        broadcast_buffers = given.ours.get("broadcast_buffers", broadcast_buffers)
+        sync_module_states = given.ours.get("sync_module_states", sync_module_states)
+        device_id = given.ours.get("device_id", device_id)
         prefetch = config.as_backward_prefetch(backward_prefetch)
         offload = config.as_cpu_offload(cpu_offload)
         _check_module(module, auto_wrap_policy)
@@ -158,7 +171,7 @@ class ShardedWrapper(nn.Module):
             backward_prefetch=prefetch,
             forward_prefetch=forward_prefetch is not False,
             use_orig_params=use_orig_params,
-            broadcast_buffers=broadcast_buffers,
+            broadcast_buffers=broadcast_buffers is not False,
             device=device,
         )
         plans = [] if auto_wrap_policy is None else _plan(module, auto_wrap_policy, ignored)
@@ -176,8 +189,8 @@ class ShardedWrapper(nn.Module):
             inspection.named_tensors(module, left_alone), sync_module_states, ranks.world
         )
         if ranks.world.rank == 0:
-            for note in notes:
-                warnings.warn(f"ShardedWrapper ignores {note}", stacklevel=2)
+            if given.notes:
+                warnings.warn(f"ShardedWrapper ignores {'; '.join(given.notes)}", stacklevel=2)
             # "auto" finds a small model to be one unit.
             if auto_wrap_policy not in (None, "auto") and not plans:
                 message = explain_no_match(module, auto_wrap_policy, **_left_out(ignored))
@@ -294,7 +307,31 @@ class ShardedWrapper(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
+        try:
             return getattr(self.module, name)
+        except AttributeError:
+            if name in peers.DDP_ATTRIBUTES and "_context" in self.__dict__:
+                return self._as_ddp(name)
+            reason = peers.refuse_method(name)
+            if reason is None:
+                raise
+            raise AttributeError(reason) from None
+
+    def _as_ddp(self, name: str) -> Any:
+        """An attribute of DistributedDataParallel, where the wrapped module has none so named."""
+        device = self._settings.device
+        ids = [device.index] if device.index is not None else None
+        return {
+            "require_backward_grad_sync": not self._context.is_accumulating,
+            "device": device,
+            "device_type": device.type,
+            "device_ids": ids,
+            "output_device": ids[0] if ids else None,
+            "find_unused_parameters": True,
+            "static_graph": False,
+            "broadcast_buffers": self._settings.broadcast_buffers,
+            "dim": 0,
+        }[name]
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module."""
@@ -594,6 +631,69 @@ class ShardedWrapper(nn.Module):
                     f"unit {wrapper._unit.name!r}: the model was {action} under "
                     "summon_full_params(). Leave the context first."
                 )
+
+    # ------------------------------------------------------------ names of other wrappers
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:
+        """``sharded_modules`` under FullyShardedDataParallel's name.
+
+        Args:
+            module: a wrapper or any module.
+            root_only: only those that no other one contains.
+        """
+        return _outermost_wrappers(module) if root_only else sharded_modules(module)
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: Any,
+        state_dict_config: Any = None,
+        optim_state_dict_config: Any = None,
+    ) -> None:
+        """Accept ``FULL_STATE_DICT``, which is what ``state_dict()`` gives, on every rank.
+
+        Args:
+            module: not looked at.
+            state_dict_type: torch's enum or a name.
+            state_dict_config: accepted; full tensors come on every rank, on their device.
+            optim_state_dict_config: likewise; see ``optim_state_dict``.
+
+        Raises:
+            NotImplementedError: another type.
+        """
+        name = getattr(state_dict_type, "name", state_dict_type)
+        if name != "FULL_STATE_DICT":
+            raise NotImplementedError(
+                f"state_dict_type: expected FULL_STATE_DICT, got {name}: state dicts hold whole "
+                "tensors under the unwrapped model's names"
+            )
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: Any,
+        state_dict_config: Any = None,
+        optim_state_dict_config: Any = None,
+    ) -> Iterator[None]:
+        """``set_state_dict_type`` for a while."""
+        ShardedWrapper.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        yield
+
+    def check_is_root(self) -> bool:
+        """Whether no other wrapper contains this one."""
+        return self._context.root is self._unit
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether a forward that begins now gives all ranks rank 0's buffers."""
+        return (
+            self._settings.broadcast_buffers
+            and not self._context.is_accumulating
+            and any(True for _ in self.module.buffers())
+        )
 
     # ------------------------------------------------------------ state dicts
 

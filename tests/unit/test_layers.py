@@ -8,7 +8,7 @@ import pytest
 import flatshard
 
 LAYERS = [
-    {"layout", "schedule", "config", "profiling", "watchdog"},
+    {"layout", "schedule", "config", "profiling", "watchdog", "peers"},
     {"ignored", "wrap", "auto_policy", "module_tree", "plan_report"},
     {
         "flat_param",
