@@ -43,8 +43,17 @@ WAYS: dict[str, tuple[Keywords, int, int]] = {
 SAME_IN_ANY_ORDER = 1e-9
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["", "flat"])
-@pytest.mark.parametrize("way", WAYS)
+FLAT_TOO = ["op", "hybrid", "hybrid-op", "regather"]
+
+
+def _ways(*more: str) -> Iterator[Any]:
+    for way in (*more, *WAYS):
+        yield pytest.param(way, True, id=way)
+        if way in FLAT_TOO:
+            yield pytest.param(way, False, id=f"{way}-flat")
+
+
+@pytest.mark.parametrize(("way", "use_orig_params"), _ways())
 def test_scripts(way: str, use_orig_params: bool) -> None:
     keywords, world_size, per_node = WAYS[way]
     keywords = {**keywords, "use_orig_params": use_orig_params}
@@ -290,8 +299,7 @@ ACCUMULATIONS: dict[str, Keywords] = {
 }
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["", "flat"])
-@pytest.mark.parametrize("way", ["full", "no_shard", *WAYS])
+@pytest.mark.parametrize(("way", "use_orig_params"), _ways("full", "no_shard"))
 def test_accumulation(way: str, use_orig_params: bool) -> None:
     strategies = {"full": "FULL_SHARD", "no_shard": "NO_SHARD"}
     keywords, world_size, per_node = WAYS.get(

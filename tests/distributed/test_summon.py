@@ -126,15 +126,9 @@ def _without_recursion(rank: int, world_size: int, way: str) -> None:
 def collectives_of(kind: str) -> Iterator[list[str]]:
     """The labels of the collectives of one kind that are issued meanwhile."""
     labels: list[str] = []
-    note = collectives._note
-
-    def record(what: str, label: str, tensor: Tensor) -> None:
-        if what == kind:
-            labels.append(label)
-        note(what, label, tensor)
-
-    with mock.patch.object(collectives, "_note", record):
+    with collectives.record() as events:
         yield labels
+    labels += [event.label for event in events if event.kind == kind]
 
 
 # ---------------------------------------------------------------- what is kept
