@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper, collectives
+from flatshard.collectives import Communicator
 from flatshard.wrap import ModuleWrapPolicy
 from tests.distributed.test_training import WAYS, Run
 from tests.harness import naming, run_ranks
@@ -364,14 +365,12 @@ def _memory(rank: int, world_size: int) -> None:
         )
 
     alive: list[int] = []
-    note = collectives._note
 
-    def record(what: str, label: str, tensor: Tensor) -> None:
-        if what == "gather":
+    def count_at_gathers(self: Communicator, kind: str, label: str, tensor: Tensor) -> None:
+        if kind == "gather":
             alive.append(count_whole())
-        note(what, label, tensor)
 
-    with mock.patch.object(collectives, "_note", record):
+    with mock.patch.object(Communicator, "_note", count_at_gathers):
         with summon(sharded, rank0_only=True, writeback=False):
             alive.append(count_whole())
     # The gather's own buffer is there already when it is noted.
