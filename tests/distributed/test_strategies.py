@@ -53,7 +53,7 @@ def _ways(*more: str) -> Iterator[Any]:
             yield pytest.param(way, False, id=f"{way}-flat")
 
 
-@pytest.mark.parametrize(("way", "use_orig_params"), _ways())
+@pytest.mark.parametrize(("way", "use_orig_params"), list(_ways()))
 def test_scripts(way: str, use_orig_params: bool) -> None:
     keywords, world_size, per_node = WAYS[way]
     keywords = {**keywords, "use_orig_params": use_orig_params}
@@ -299,7 +299,7 @@ ACCUMULATIONS: dict[str, Keywords] = {
 }
 
 
-@pytest.mark.parametrize(("way", "use_orig_params"), _ways("full", "no_shard"))
+@pytest.mark.parametrize(("way", "use_orig_params"), list(_ways("full", "no_shard")))
 def test_accumulation(way: str, use_orig_params: bool) -> None:
     strategies = {"full": "FULL_SHARD", "no_shard": "NO_SHARD"}
     keywords, world_size, per_node = WAYS.get(
