@@ -49,7 +49,7 @@ def _in_backward(module: nn.Module, fail: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("fail", [_die, _oversleep])
 @pytest.mark.parametrize("where", [_in_forward, _in_backward])
-@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OP", "FULL_SHARD"])
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "FULL_SHARD"])
 def test_in_the_middle_of_a_step(
     strategy: str,
     where: Callable[[nn.Module, Callable[[], None]], None],
