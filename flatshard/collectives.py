@@ -295,7 +295,8 @@ class Communicator:
         if self.size == 1:
             return values
         self._note("scalars", label, values)
-        with _named(f"{label!r}, rank {self.global_rank}: combining values over ranks"):
+        ranks = ", ".join(map(str, self.ranks))
+        with _named(f"{label!r}, rank {self.global_rank}: combining values over ranks {ranks}"):
             dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self._gather_group)
         return values
 

@@ -343,7 +343,7 @@ class RunContext:
                 flags.append(is_due and handle.gradients.waits_for(unit.sync))
                 flags.extend(i in handle.gradients.used for i in range(len(handle.full)))
         combined = torch.tensor(flags, dtype=torch.uint8, device=self._world.control_device)
-        self._world.reduce_scalars(combined, "MAX", label="used parameters")
+        self._world.reduce_scalars(combined, "MAX", label="used parameters of all units, backward")
         answers = iter(combined.tolist())
         left_over: list[tuple[Unit, FlatParamHandle]] = []
         parameters: list[list[list[bool]]] = []

@@ -54,7 +54,10 @@ def _sequence(rank: int, world_size: int, strategy: str) -> None:
     model = _wrapped(strategy)
     _step(model)  # the first backward also agrees on an order
     for _ in range(2):
-        assert _step(model) == [*EXPECTED[strategy], ("scalars", "used parameters")]
+        assert _step(model) == [
+            *EXPECTED[strategy],
+            ("scalars", "used parameters of all units, backward"),
+        ]
 
 
 def test_prefetch_can_be_turned_off() -> None:
@@ -228,7 +231,10 @@ def _native(rank: int, world_size: int) -> None:
         models = [_wrapped(strategy, collectives=mode) for mode in ("auto", "native")]
         for model in models:
             _step(model)
-            assert _step(model) == [*expected, ("scalars", "used parameters")]
+            assert _step(model) == [
+                *expected,
+                ("scalars", "used parameters of all units, backward"),
+            ]
         for one, other in zip(*(model.parameters() for model in models), strict=True):
             grads = [getattr(p.grad, "_local", p.grad) for p in (one, other)]
             torch.testing.assert_close(*grads)
