@@ -10,6 +10,7 @@ DistributedDataParallel, for comparison. The data are MNIST's files where they a
 """
 
 import argparse
+import atexit
 import contextlib
 import functools
 import gzip
@@ -533,6 +534,7 @@ def leave() -> NoReturn:
     is killed, and with it, now and then, the whole process ("terminate called without an active
     exception").
     """
+    atexit._run_exitfuncs()  # what Python's own modules put there, such as giving semaphores back
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
