@@ -40,8 +40,10 @@ class Settings:
 
     def describe(self) -> str:
         """What must be the same on every rank."""
+        # Elsewhere the nodes take no part, and need not have equally many ranks.
+        groups = f"{self.ranks.describe()}, " if self.placement.hybrid else ""
         return (
-            f"{self.strategy}, {self.placement}, {self.ranks.describe()}, {self.precision}, "
+            f"{self.strategy}, {self.placement}, {groups}{self.precision}, "
             f"use_orig_params={self.use_orig_params}, broadcast_buffers={self.broadcast_buffers}"
         )
 

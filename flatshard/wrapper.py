@@ -185,9 +185,7 @@ class ShardedWrapper(nn.Module):
         for one in (settings, *of_unit.values()):
             ranks.resolve(one.placement)
         inspection.move(named, device)
-        agreement.sync_weights(
-            inspection.named_tensors(module, left_alone), sync_module_states, ranks.world
-        )
+        agreement.sync_weights(named, sync_module_states, ranks.world)
         if ranks.world.rank == 0:
             if given.notes:
                 warnings.warn(f"ShardedWrapper ignores {'; '.join(given.notes)}", stacklevel=2)

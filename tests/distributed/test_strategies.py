@@ -496,6 +496,25 @@ def _without_nodes(rank: int, world_size: int) -> None:
         _model_with(sharding_strategy="HYBRID_SHARD")
 
 
+def test_nodes_of_different_sizes() -> None:
+    run_ranks(_uneven_nodes, 3)
+
+
+def _uneven_nodes(rank: int, world_size: int) -> None:
+    """Two ranks on one node and one on another: only strategies that go by nodes mind."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
+    for strategy in ("NO_SHARD", "FULL_SHARD"):
+        keywords = {"sharding_strategy": strategy}
+        _train_and_compare(
+            rank,
+            world_size,
+            "mlp",
+            lambda case, keywords=keywords: case.wrap(case.model(), **keywords),
+        )
+    with pytest.raises(ValueError, match=r"2 ranks per node.*rank 2 has .*1 ranks per node"):
+        _model_with(sharding_strategy="HYBRID_SHARD")
+
+
 def test_changed_strategy() -> None:
     run_ranks(_changed_strategy, 2)
 
