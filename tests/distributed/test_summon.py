@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper, collectives
 from flatshard.collectives import Communicator
 from flatshard.wrap import ModuleWrapPolicy
+from tests.distributed.test_objects import _assert_same, _pair
 from tests.distributed.test_training import WAYS, Run
 from tests.harness import naming, run_ranks
 from tests.models import CASES
@@ -28,18 +29,6 @@ def _each_way(rank: int, world_size: int, script: Callable[..., None], *args: An
     for way in WAYS:
         with naming(way):
             script(rank, world_size, way, *args)
-
-
-def _pair(rank: int, world_size: int, way: str, name: str = "mlp") -> tuple[Run, Run]:
-    """The same model sharded and plain."""
-    case = CASES[name]
-    strategy, use_orig_params = WAYS[way]
-    sharded = case.wrap(case.model(), sharding_strategy=strategy, use_orig_params=use_orig_params)
-    return Run(sharded, case, rank, world_size), Run(case.model(), case, rank, world_size)
-
-
-def _assert_same(sharded: nn.Module, plain: nn.Module) -> None:
-    assert_same_state(snapshot(sharded), snapshot(plain), rtol=1e-12, atol=1e-12)
 
 
 def _assert_trains_alike(sharded: Run, plain: Run) -> None:
