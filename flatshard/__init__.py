@@ -4,6 +4,7 @@ from flatshard import elementwise, reductions  # noqa: F401  (they enter their o
 from flatshard.collectives import CollectiveError
 from flatshard.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard.flat_param import FlatParameter
+from flatshard.materialise import leave_empty
 from flatshard.optim import declare_elementwise
 from flatshard.shard_tensor import FlatShardTensor
 from flatshard.wrapper import ShardedWrapper, sharded_modules
@@ -20,5 +21,6 @@ __all__ = [
     "ShardedWrapper",
     "ShardingStrategy",
     "declare_elementwise",
+    "leave_empty",
     "sharded_modules",
 ]

@@ -1,21 +1,17 @@
-"""Before anything is sharded: do all ranks build the same model, with the same weights?"""
+"""Before anything is sharded: do all ranks build the same model?"""
 
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterable
 from itertools import zip_longest
 
-import torch
 from torch import Tensor, nn
 
 from flatshard.collectives import Communicator
 from flatshard.layout import memory_order, strides_of
 
 NamedTensors = Iterable[tuple[str, Tensor]]
-
-_CHUNK_NUMEL = 1 << 20
 
 
 def check_same_model(
@@ -66,72 +62,13 @@ def _describe(tensor: Tensor) -> str:
     return text
 
 
-def sync_weights(named: NamedTensors, sync: bool | None, comm: Communicator) -> None:
-    """Make all ranks start from rank 0's weights.
+def raise_everywhere(error: Exception | None, comm: Communicator) -> None:
+    """Raise the first rank's error, if any has one, on every rank, where it is of the same type.
 
     Collective: all ranks of ``comm``.
-
-    Args:
-        named: parameters and buffers with their names; written in place.
-        sync: True sends always; None sends when a checksum finds a difference, with a warning;
-            False only warns.
-        comm: the ranks that train the model.
     """
-    named = [(name, tensor.detach()) for name, tensor in named if tensor.device.type != "meta"]
-    if comm.size == 1 or not named:
-        return
-    if sync is not True:
-        sums = comm.gather_objects([_checksum(t) for _, t in named], label="comparing weights")
-        different = [
-            name
-            for (name, _), values in zip(named, zip(*sums, strict=True), strict=True)
-            if len(set(values)) > 1
-        ]
-        if not different:
-            return
-    else:
-        different = []
-    if sync is not False:
-        with torch.no_grad():
-            for name, tensor in named:
-                contiguous = tensor.contiguous()
-                comm.broadcast(contiguous, label=name)
-                if contiguous is not tensor:
-                    tensor.copy_(contiguous)
-    # After the collectives: where warnings are errors, no other rank is left waiting in one.
-    if different and comm.rank == 0:
-        _warn_of_difference(different, sync)
-
-
-def _warn_of_difference(names: list[str], sync: bool | None) -> None:
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    outcome = (
-        "Every rank now takes rank 0's. Seed all ranks alike, or pass sync_module_states=True to "
-        "say that this is meant."
-        if sync is None
-        else "Each keeps its own part, as sync_module_states=False asks: the result is a mixture "
-        "of different models."
-    )
-    warnings.warn(
-        f"ShardedWrapper: the ranks start from different weights ({names[0]!r}{others}). {outcome}",
-        stacklevel=4,
-    )
-
-
-def _checksum(tensor: Tensor) -> tuple[int, int]:
-    """Two sums over the bytes, one of them weighted by position."""
-    if tensor.numel() == 0:
-        return (0, 0)
-    data = tensor.detach().contiguous()
-    if data.is_complex():
-        data = torch.view_as_real(data)
-    data = data.reshape(-1).view(torch.uint8)
-    width = 8 if data.numel() % 8 == 0 and data.data_ptr() % 8 == 0 else 1
-    words = data.view(torch.int64) if width == 8 else data
-    plain, weighted = 0, 0
-    for number, chunk in enumerate(words.split(_CHUNK_NUMEL)):
-        wide = chunk.to(torch.int64)
-        place = torch.arange(1, wide.numel() + 1, device=wide.device)
-        plain += int(wide.sum())
-        weighted += (number + 1) * int((wide * place).sum())
-    return (plain, weighted)
+    mine = None if error is None else (type(error), str(error))
+    for rank, told in enumerate(comm.gather_objects(mine, label="comparing errors")):
+        if told is not None:
+            kind, message = told
+            raise kind(f"{message} (rank {comm.ranks[rank]})") from error

@@ -44,8 +44,8 @@ class Event(NamedTuple):
     """One started collective.
 
     Attributes:
-        kind: ``"gather"``, ``"reduce"`` (a reduce-scatter), ``"all_reduce"``, ``"scalars"`` or
-            ``"broadcast"``.
+        kind: ``"gather"``, ``"reduce"`` (a reduce-scatter), ``"all_reduce"``, ``"scalars"``,
+            ``"broadcast"`` or ``"send"``.
         label: names the unit, or the purpose.
         nbytes: bytes of the whole: of a gather's result, of what every rank puts into a reduction.
         ranks: who takes part, by their numbers in the default group.
@@ -300,19 +300,36 @@ class Communicator:
             dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self._gather_group)
         return values
 
-    def broadcast(self, tensor: Tensor, *, label: str) -> None:
-        """Overwrite ``tensor`` with rank 0's, and wait.
+    def broadcast(self, tensor: Tensor, *, label: str, source: int = 0) -> None:
+        """Overwrite ``tensor`` with that of rank ``source`` of the group, and wait.
 
         Collective: all ranks of the group, in the same order of calls.
         """
         if self.size == 1:
             return
         self._note("broadcast", label, tensor)
-        assert self.group is not None
-        with _named(f"{label!r}, rank {self.global_rank}: broadcasting from rank 0"):
-            dist.broadcast(
-                _as_real(tensor), src=dist.get_global_rank(self.group, 0), group=self._gather_group
-            )
+        src = self.ranks[source]
+        with _named(f"{label!r}, rank {self.global_rank}: broadcasting from rank {src}"):
+            dist.broadcast(_as_real(tensor), src=src, group=self._gather_group)
+
+    def send(self, tensor: Tensor, *, to: int, label: str) -> None:
+        """Send a contiguous tensor to rank ``to`` of the group, which ``receive``s it; waits."""
+        self._note("send", label, tensor)
+        with _named(f"{label!r}, rank {self.global_rank}: sending to rank {self.ranks[to]}"):
+            self._gather_group.send([self._on_wire(tensor)], to, 0).wait()
+
+    def receive(self, tensor: Tensor, *, source: int, label: str) -> None:
+        """Overwrite a contiguous tensor with what rank ``source`` of the group sends, and wait."""
+        wire = self._on_wire(tensor)
+        what = f"{label!r}, rank {self.global_rank}: receiving from rank {self.ranks[source]}"
+        with _named(what):
+            self._gather_group.recv([wire], source, 0).wait()
+        if wire.device != tensor.device:
+            _as_bytes(tensor).copy_(wire)
+
+    def _on_wire(self, tensor: Tensor) -> Tensor:
+        """The bytes of a tensor where point-to-point messages can take them from."""
+        return _as_bytes(tensor).to("cpu") if self._is_gloo else _as_bytes(tensor)
 
     def gather_objects(self, value: Any, *, label: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order, on every rank.

@@ -52,16 +52,27 @@ class RunContext:
         world: Communicator,
         *,
         buffers: Callable[[], Iterable[Tensor]],
+        before_first_run: Callable[[], object],
         forward_prefetch: bool,
         backward_prefetch: BackwardPrefetch | None,
     ) -> None:
-        """Take the units over; ``buffers`` lists what rank 0 gives to all before a forward."""
+        """Take the units over.
+
+        Args:
+            units: every unit, the root last.
+            world: the ranks that train the model.
+            buffers: lists what rank 0 gives to all before a forward.
+            before_first_run: called when the first forward begins; may raise, on all ranks.
+            forward_prefetch: whether to gather early in forward.
+            backward_prefetch: when to gather in backward.
+        """
         self.units = list(units)
         self.root = self.units[-1]
         self.syncs = [Sync.ALL] * len(self.units)
         self.has_run = False
         self._world = world
         self._buffers = buffers
+        self._before_first_run = before_first_run
         self._forward_prefetch = forward_prefetch
         self._backward_prefetch = backward_prefetch
         self._order = ExecutionOrder()
@@ -119,6 +130,8 @@ class RunContext:
 
     def _begin_forward(self, outermost: Unit) -> None:
         self.recover()
+        if not self.has_run:
+            self._before_first_run()
         self.has_run = True
         self._order.begin_forward()
         self.expects_backward = torch.is_grad_enabled()

@@ -1,6 +1,6 @@
 """``FlatParameter``: one rank's shard of a unit's parameters, as one 1-D parameter.
 
-And ``view_of``: an original parameter as a view of a flat tensor.
+And ``view_of`` and ``part_of``: an original parameter in a flat tensor, and a shard's part of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import hooks as torch_hooks
 
-from flatshard.layout import FlatLayout, ParamSpan
+from flatshard.layout import FlatLayout, LocalSpan, ParamSpan
 
 
 def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
@@ -25,6 +25,17 @@ def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
         span: the original parameter's place.
     """
     return flat[span.start : span.end].as_strided(span.shape, span.strides)
+
+
+def part_of(tensor: Tensor, span: ParamSpan, local: LocalSpan) -> Tensor:
+    """The range ``local`` of a whole original parameter, ``(local.numel,)``; a view if it can be.
+
+    Args:
+        tensor: of the parameter's shape, with any strides.
+        span: the parameter's place.
+        local: which of its elements, in memory order.
+    """
+    return tensor.permute(span.order).reshape(-1)[local.offset : local.offset + local.numel]
 
 
 class FlatParameter(nn.Parameter):

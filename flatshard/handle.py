@@ -28,12 +28,13 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.collectives import Pending
-from flatshard.flat_param import FlatParameter, view_of
+from flatshard.flat_param import FlatParameter, part_of, view_of
 from flatshard.gradients import GradientBuffer
 from flatshard.layout import FlatLayout, LocalSpan, memory_order, strides_of
 from flatshard.ownership import OwnedParam, Site
 from flatshard.secondary import SecondaryShard, gather_in_two
-from flatshard.shard_tensor import FlatShardTensor, ShardSpec
+from flatshard.shard_tensor import FlatShardTensor, ShardSpec, attributes_of
+from flatshard.starting import RankZero, Start
 from flatshard.topology import Topology
 
 
@@ -59,6 +60,7 @@ class FlatParamHandle:
         topology: the ranks that share it.
         is_whole: whether this rank's shard is all of it.
         gradients: what backward brought and what became of it.
+        unfilled: original parameters that have no values yet, by index.
         summoned: the ``summon.Summoned`` that is open, or None.
     """
 
@@ -69,18 +71,22 @@ class FlatParamHandle:
         *,
         topology: Topology,
         device: torch.device,
+        start: Start,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         use_orig_params: bool,
         on_grad: Callable[[FlatParamHandle, int, Tensor], None],
         on_outside_grad: Callable[[], object],
     ) -> None:
-        """Flatten ``owned``, keep this rank's shard, and turn the originals into its views.
+        """Keep this rank's part of ``owned``, and turn the originals into views of it.
+
+        Collective where ``start`` sends rank 0's values.
 
         Args:
-            owned: parameters of one dtype, device and ``requires_grad``.
+            owned: parameters of one dtype and ``requires_grad``.
             unit_name: the unit's name in the unwrapped model.
             topology: the ranks that share the flat parameter.
+            start: whose values count. What has none yet is ``unfilled``.
             device: where the shard lives and the unit computes.
             compute_dtype: dtype of the full parameters; None keeps the parameters' own.
             reduce_dtype: dtype in which gradients are reduced; None takes ``compute_dtype``.
@@ -117,7 +123,13 @@ class FlatParamHandle:
             orders=[memory_order(o.param.shape, o.param.stride()) for o in owned],
         )
         with torch.inference_mode(False), torch.no_grad():
-            self._adopt_shard(self._flatten_originals(device))
+            shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=device)
+            self._adopt_shard(shard)
+            self.unfilled = {i for i, o in enumerate(owned) if id(o.param) in start.missing}
+            source = start.source(topology)
+            for index, one in enumerate(owned):
+                if index not in self.unfilled:
+                    self.fill(index, one.param, source)
             self.sharded = self._make_sharded([o.param.requires_grad for o in owned])
         self._make_buffer()
         self.uninstall()
@@ -132,16 +144,35 @@ class FlatParamHandle:
             return SecondaryShard(topology.inner, self.unit_name)
         return None
 
-    def _flatten_originals(self, device: torch.device) -> Tensor:
-        """This rank's shard, copied from the originals."""
-        first = self._owned[0].param
-        flat = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=device)
-        for span, owned in zip(self.layout.spans, self._owned, strict=True):
-            view_of(flat, span).copy_(owned.param)
-        if self.is_whole:
-            return flat
-        start, end = self.layout.shard_range(self.topology.index)
-        return flat[start:end].clone()
+    def fill(self, index: int, value: Tensor | None, source: RankZero | None) -> None:
+        """Keep this rank's part of the values of original parameter ``index``.
+
+        Collective with a ``source``: all ranks.
+
+        Args:
+            index: which one.
+            value: all of it, on any device; with a ``source`` rank 0's alone counts.
+            source: hands rank 0's values out; None: each rank has its own.
+        """
+        local, span = self.local_spans[index], self.layout.spans[index]
+        if source is not None:
+            source.hand_out(self.layout, index, value, self.part(index))
+        else:
+            assert value is not None, "without a source every rank has the values"
+            self.part(index).copy_(part_of(value, span, local))
+        self.unfilled.discard(index)
+
+    def part(self, index: int) -> Tensor:
+        """This rank's part of original parameter ``index``, ``(numel held here,)``; a view."""
+        local = self.local_spans[index]
+        return self.shard[local.start : local.end]
+
+    def traits(self, index: int) -> tuple[bool, dict[str, Any]]:
+        """Whether original parameter ``index`` is trained, and the attributes users gave it."""
+        if not self._use_orig_params:
+            return self.sharded[0].requires_grad, {}
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.sharded[index].requires_grad, attributes_of(self.sharded[index])
 
     def _adopt_shard(self, shard: Tensor) -> None:
         self.shard = shard
@@ -186,9 +217,13 @@ class FlatParamHandle:
             return [flat]
         self._placeholders = []
         if self.is_whole:
-            for owned, span in zip(self._owned, self.layout.spans, strict=True):
-                # Hooks and attributes stay where they are: only the memory moves.
-                owned.param.data = view_of(self.shard, span)
+            for index, (owned, span) in enumerate(zip(self._owned, self.layout.spans, strict=True)):
+                view = view_of(self.shard, span)
+                if owned.param.is_meta:
+                    owned.become(nn.Parameter(view, requires_grad[index]))
+                else:
+                    # Hooks and attributes stay where they are: only the memory moves.
+                    owned.param.data = view
         else:
             views = self._shard_views(requires_grad)
             for owned, view in zip(self._owned, views, strict=True):
@@ -505,8 +540,11 @@ class FlatParamHandle:
 
     def uninstall(self) -> None:
         """Give the modules the sharded parameters back."""
-        if self.full is self.sharded:
-            return
+        if self.full is not self.sharded:
+            self.show_sharded()
+
+    def show_sharded(self) -> None:
+        """Let the modules hold the sharded parameters, whatever they hold now."""
         for module, attribute, index in self._sites:
             module._parameters[attribute] = self._outside(index)
             if self._placeholders:
@@ -749,6 +787,10 @@ class FlatParamHandle:
         """The modules in which the parameters stand."""
         return {module for module, _, _ in self._sites}
 
+    def places(self) -> list[tuple[nn.Module, str, int]]:
+        """Every place of every original parameter: the module, the attribute and the index."""
+        return self._sites
+
     def sites(self, index: int) -> list[Site]:
         """Where original parameter ``index`` stands; the first place names it."""
         return self._owned[index].sites
@@ -852,7 +894,7 @@ class FlatParamHandle:
         ]
         twin.state, twin._gather, twin._gathered_version = ShardState.SHARDED, None, -1
         twin._earlier_grads, twin._unreduced = [], {}
-        twin._hooked, twin.full = set(), []
+        twin._hooked, twin.full, twin.unfilled = set(), [], set(self.unfilled)
         twin._secondary = twin._plan_secondary()
         twin.sharded = [memo[id(param)] for param in self.sharded]
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

@@ -39,7 +39,7 @@ def check_params(module: nn.Module, left_alone: set[int]) -> None:
 def _check_one_device(module: nn.Module, left_alone: set[int]) -> None:
     first: tuple[str, torch.device] | None = None
     for name, param in module.named_parameters():
-        if id(param) in left_alone:
+        if id(param) in left_alone or param.is_meta:
             continue
         first = first or (name, param.device)
         if param.device != first[1]:
@@ -47,11 +47,6 @@ def _check_one_device(module: nn.Module, left_alone: set[int]) -> None:
                 f"ShardedWrapper: parameter {name!r} is on {str(param.device)!r}, {first[0]!r} on "
                 f"{str(first[1])!r}. Move the module to one device before wrapping."
             )
-    if first is not None and first[1].type == "meta":
-        raise ValueError(
-            f"ShardedWrapper: parameter {first[0]!r} is on the meta device and has no values. "
-            "Materialise the module first: module.to_empty(device=...) and initialise it."
-        )
 
 
 def find_device(
@@ -78,19 +73,19 @@ def find_device(
                 error
             )
     skipped = ignored.ids()
-    first = next(
-        (
-            param
-            for param in module.parameters()
-            if not isinstance(param, FlatParameter) and id(param) not in skipped
-        ),
-        torch.empty(0),
-    )
-    if group is not None and first.device.type == "cpu":
-        types = {str(device) for device in group._device_types}
-        if "cpu" not in types and torch.cuda.is_available():
+    present = [
+        param
+        for param in module.parameters()
+        if not isinstance(param, FlatParameter) and id(param) not in skipped
+    ]
+    # Ranks with and without values must agree: of the latter nothing is said here.
+    devices = [param.device for param in present if not param.is_meta]
+    first = devices[0] if devices else torch.device("cpu")
+    if first.type == "cpu" and torch.cuda.is_available():
+        types = {"cpu"} if group is None else {str(device) for device in group._device_types}
+        if "cpu" not in types or (present and not devices):
             return torch.device("cuda", torch.cuda.current_device())
-    return first.device
+    return first
 
 
 def check_offload(device: torch.device) -> None:
@@ -108,8 +103,8 @@ def check_offload(device: torch.device) -> None:
     )
 
 
-def move(named: list[tuple[str, Tensor]], device: torch.device) -> None:
-    """Put parameters and buffers on the device that computes."""
-    for _, tensor in named:
-        if tensor.device != device:
-            tensor.data = tensor.data.to(device)
+def move_buffers(module: nn.Module, left_alone: set[int], device: torch.device) -> None:
+    """Put the buffers that have values on the device that computes."""
+    for buffer in module.buffers():
+        if id(buffer) not in left_alone and not buffer.is_meta and buffer.device != device:
+            buffer.data = buffer.data.to(device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flatshard.shard_tensor import FlatShardTensor
 
@@ -36,7 +36,7 @@ class OwnedParam:
         """The parameter's name in the unwrapped model; the first one of a tied parameter."""
         return self.sites[0].name
 
-    def become(self, view: FlatShardTensor) -> None:
+    def become(self, view: Tensor) -> None:
         """Turn the parameter, in place, into ``view``; it keeps identity and attributes.
 
         Raises:
@@ -66,6 +66,11 @@ class OwnedParam:
                 f"model earlier. ({error})"
             ) from error
         param.__dict__.update(attributes)
+        if not isinstance(param, FlatShardTensor):  # it computes itself
+            param._backward_hooks = self._tensor_hooks
+            if self._post_hooks is not None:
+                param._post_accumulate_grad_hooks = self._post_hooks
+            self._tensor_hooks, self._post_hooks = None, None
 
     def move_hooks(self, full: nn.Parameter) -> None:
         """Let hooks from before wrapping fire where they must: tensor hooks on ``full``."""

@@ -190,7 +190,7 @@ FSDP_KEYWORDS: dict[str, Entry] = {
     "mixed_precision": Entry(Fate.SAME, "read by the names of its fields"),
     "ignored_modules": Entry(Fate.SAME, "left alone"),
     "ignored_states": Entry(Fate.SAME, "parameters or modules that are left alone"),
-    "param_init_fn": Entry(Fate.REFUSED, "modules on the meta device are not supported yet"),
+    "param_init_fn": Entry(Fate.SAME, "left out: modules' `reset_parameters()`"),
     "device_id": Entry(Fate.SAME, "an index or a device"),
     "sync_module_states": Entry(
         Fate.SAME, "left out: ranks whose weights differ get rank 0's, with a warning"

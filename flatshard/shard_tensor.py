@@ -140,6 +140,12 @@ class ShardSpec:
         )
 
 
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """The Python attributes of a parameter, without what ties it to its place."""
+    private = {"_local", "_spec", "_twin"}
+    return {name: value for name, value in tensor.__dict__.items() if name not in private}
+
+
 class FlatShardTensor(torch.Tensor):
     """A parameter, or its gradient, of which this rank holds a 1-D range.
 
@@ -261,8 +267,7 @@ class FlatShardTensor(torch.Tensor):
             place.post_accumulate_hooks = OrderedDict()
             place.aliases = weakref.WeakValueDictionary()
             twin = type(self)(self._local.detach().clone(), place, self.requires_grad)
-            private = {"_local", "_spec", "_twin"}
-            twin.__dict__.update({k: v for k, v in self.__dict__.items() if k not in private})
+            twin.__dict__.update(attributes_of(self))
             memo[id(self)] = twin
         return memo[id(self)]  # type: ignore[return-value]
 

@@ -22,10 +22,12 @@ from flatshard import (
     config,
     grad_norm,
     inspection,
+    materialise,
     optim,
     optim_state,
     peers,
     plan_report,
+    starting,
     summon,
 )
 from flatshard.config import (
@@ -83,7 +85,14 @@ class ShardedWrapper(nn.Module):
         device_id: where to put and train the parameters; an accelerator's index or a device.
             None: where they are, or the current accelerator if the process group has no CPU
             backend.
-        sync_module_states: whether all ranks take rank 0's weights. None: if they differ, with a
+        param_init_fn: gives modules on the meta device memory and values: called with every module
+            of a unit in which something is there, from the unit's root down; it is to treat the
+            module's own parameters and buffers (``module.to_empty(device=..., recurse=False)``,
+            then initialise). Or ``flatshard.leave_empty``. None: modules' ``reset_parameters()``,
+            in the order in which constructors call it. Either way, no more than one unit is whole
+            at any time.
+        sync_module_states: whether all ranks take rank 0's weights; then the other ranks' may be
+            on the meta device, and each is sent its part. None: if they differ, with a
             warning. False: never, with a warning if they differ.
         forward_prefetch: begin the next unit's gather before this unit computes, in the order of
             the last forward. None: yes.
@@ -114,6 +123,7 @@ class ShardedWrapper(nn.Module):
 
     hidden_in_names = True
     _reason = ""  # of units that a policy chose
+    _has_empty = False  # whether values are still to be loaded
 
     def __init__(
         self,
@@ -128,6 +138,7 @@ class ShardedWrapper(nn.Module):
         device_mesh: DeviceMesh | None = None,
         reshard_after_forward: bool | int | None = None,
         device_id: int | str | torch.device | None = None,
+        param_init_fn: Callable[[nn.Module], Any] | None = None,
         sync_module_states: bool | None = None,
         forward_prefetch: bool | None = None,
         limit_all_gathers: bool = True,
@@ -153,6 +164,10 @@ class ShardedWrapper(nn.Module):
         device_id = given.ours.get("device_id", device_id)
         prefetch = config.as_backward_prefetch(backward_prefetch)
         offload = config.as_cpu_offload(cpu_offload)
+        if param_init_fn is not None and not callable(param_init_fn):
+            raise TypeError(
+                f"param_init_fn: expected a function of a module, got {param_init_fn!r}"
+            )
         _check_module(module, auto_wrap_policy)
         ignored = _read_ignored(module, ignored_modules, ignored_states)
         left_alone = _owned_ids(module) | ignored.ids()
@@ -184,8 +199,10 @@ class ShardedWrapper(nn.Module):
         # Only now do all ranks agree on what to ask for.
         for one in (settings, *of_unit.values()):
             ranks.resolve(one.placement)
-        inspection.move(named, device)
-        agreement.sync_weights(named, sync_module_states, ranks.world)
+        start = starting.agree(named, sync_module_states, ranks.world)
+        materialise.check_initialisable(module, start, param_init_fn, ignored.modules)
+        inspection.move_buffers(module, left_alone, device)
+        materialise.give_buffers(module, start, device)
         if ranks.world.rank == 0:
             if given.notes:
                 warnings.warn(f"ShardedWrapper ignores {'; '.join(given.notes)}", stacklevel=2)
@@ -209,13 +226,15 @@ class ShardedWrapper(nn.Module):
                 wrapper = ShardedWrapper.__new__(ShardedWrapper)
                 nn.Module.__init__(wrapper)
                 own = of_unit[plan.module]
-                wrapper._take(plan.module, plan.name, owners[plan.module], own, ignored)
+                wrapper._take(plan.module, plan.name, owners[plan.module], own, ignored, start)
                 wrapper._reason = plan.reason
                 wrappers[plan.module] = wrapper
         _replace_children(module, wrappers)
-        self._take(module, "", owners[module], settings, ignored)
+        self._take(module, "", owners[module], settings, ignored, start)
+        self._make_values(start, param_init_fn, [self, *wrappers.values()])
         self._become_root()
         optim.install()
+        start.warn()
 
     # ------------------------------------------------------------ construction
 
@@ -226,6 +245,7 @@ class ShardedWrapper(nn.Module):
         owned: list[OwnedParam],
         settings: Settings,
         ignored: Ignored,
+        start: starting.Start,
     ) -> None:
         """Make ``module`` a unit that owns ``owned``."""
         self.module = module
@@ -249,6 +269,7 @@ class ShardedWrapper(nn.Module):
                 name,
                 topology=topology,
                 device=settings.device,
+                start=start,
                 compute_dtype=precision.param_dtype,
                 reduce_dtype=precision.reduce_dtype,
                 use_orig_params=settings.use_orig_params,
@@ -262,6 +283,20 @@ class ShardedWrapper(nn.Module):
         for number, param in enumerate(flat):
             self.register_parameter(f"_flat_param_{number}", param)
         checkpoint.hook_state_dicts(unit)
+
+    def _make_values(
+        self,
+        start: starting.Start,
+        init_fn: materialise.InitFn | None,
+        wrappers: Iterable[ShardedWrapper],
+    ) -> None:
+        """Give new units the values that are missing. Collective."""
+        handles = [handle for wrapper in wrappers for handle in wrapper._unit.handles]
+        if start.any_missing:
+            made = materialise.Materialiser(self, handles, start, init_fn, self._settings.device)
+            self._has_empty = made.run()
+        for handle in handles:
+            start.give_replicas(handle.topology, handle.shard)
 
     def _become_root(self) -> None:
         """Own the run; wrappers inside, made by policy or by hand, follow this one."""
@@ -280,11 +315,18 @@ class ShardedWrapper(nn.Module):
             units,
             settings.ranks.world,
             buffers=self._synced_buffers,
+            before_first_run=self._check_loaded,
             forward_prefetch=settings.forward_prefetch,
             backward_prefetch=settings.backward_prefetch,
         )
         for wrapper in sharded_modules(self):
             wrapper.__dict__["_context"] = self._context
+
+    def _check_loaded(self) -> None:
+        wrappers = sharded_modules(self)
+        if any(wrapper._has_empty for wrapper in wrappers):
+            handles = [handle for wrapper in wrappers for handle in wrapper._unit.handles]
+            materialise.check_loaded(self, handles, self._settings.ranks.world)
 
     def _synced_buffers(self) -> Iterable[Tensor]:
         if not self._settings.broadcast_buffers:

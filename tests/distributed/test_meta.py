@@ -1,0 +1,414 @@
+"""Models built on the meta device: initialised, sent, or loaded part by part.
+
+The oracle is the same model built on the CPU from the same seed: the same numbers, bit for bit.
+"""
+
+import contextlib
+import gc
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flatshard
+from flatshard import ShardedWrapper, sharded_modules, starting
+from flatshard.collectives import record
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import naming, run_ranks
+from tests.oracle import assert_same_state, snapshot
+
+SEED = 5
+
+
+class Attending(nn.Module):
+    """Attention, whose ``_reset_parameters`` also sets its child's bias, and a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+class Zoo(nn.Module):
+    """One of each: tied, recurrent, frozen, with buffers, convolution, two dtypes, a 0-d scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.blocks = nn.Sequential(Attending(8), Attending(8))
+        self.rnn = nn.LSTM(8, 8, num_layers=2, batch_first=True)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(8)
+        self.scale = Scale()
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks[0].norm.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.rnn(self.blocks(self.embedding(tokens)))[0]
+        x = self.norm(self.conv(x.transpose(1, 2).double()).to(x.dtype)).transpose(1, 2)
+        return self.head(self.scale(x))
+
+
+class Scale(nn.Module):
+    """A 0-d parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
+def on_meta(build: Any) -> Any:
+    with torch.device("meta"):
+        return build()
+
+
+def on_cpu(build: Any, seed: int = SEED) -> Any:
+    torch.manual_seed(seed)
+    return build()
+
+
+def same(model: nn.Module, expected: nn.Module, tolerance: float = 0.0) -> None:
+    assert_same_state(model.state_dict(), snapshot(expected), rtol=0.0, atol=tolerance)
+
+
+# Policy, keywords, ranks, ranks per node.
+POLICY = ModuleWrapPolicy({Attending, nn.LSTM, nn.Conv1d, Scale})
+WAYS: dict[str, tuple[Any, dict[str, Any], int, int]] = {
+    "units": (POLICY, {}, 2, 2),
+    "one-unit": (None, {}, 3, 3),
+    "flat": (POLICY, {"use_orig_params": False}, 2, 2),
+    "replicated": (POLICY, {"sharding_strategy": "NO_SHARD"}, 2, 2),
+    "replicated-flat": (None, {"sharding_strategy": "NO_SHARD", "use_orig_params": False}, 2, 2),
+    "alone": (POLICY, {}, 1, 1),
+    "hybrid": (POLICY, {"sharding_strategy": "HYBRID_SHARD"}, 4, 2),
+    "hybrid-op": (POLICY, {"sharding_strategy": "HYBRID_SHARD_OP"}, 4, 2),
+}
+
+
+def same_as_built(rank: int, world_size: int, way: str, ranks_per_node: int) -> None:
+    policy, keywords, _, _ = WAYS[way]
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
+    expected = on_cpu(Zoo)
+    state = torch.get_rng_state()
+
+    def wrap(model: nn.Module, **more: Any) -> ShardedWrapper:
+        return ShardedWrapper(model, auto_wrap_policy=policy, **keywords, **more)
+
+    with naming("every rank for itself, nothing sent"):
+        torch.manual_seed(SEED)
+        with record() as events:
+            model = wrap(on_meta(Zoo))
+        assert not [event for event in events if event.kind in ("send", "broadcast")]
+        same(model, expected)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(not t.is_meta for t in (*model.parameters(), *model.buffers()))
+        frozen = model.module.blocks[0].norm
+        assert [p.requires_grad for p in frozen.parameters()] in ([], [False, False])
+
+    with naming("rank 0 alone has weights"):
+        received = wrap(on_cpu(Zoo) if rank == 0 else on_meta(Zoo), sync_module_states=True)
+        same(received, expected)
+
+    with naming("rank 0 alone initialises"):
+        torch.manual_seed(SEED + rank)
+        received = wrap(on_meta(Zoo), sync_module_states=True)
+        same(received, expected)
+
+    with naming("seeds that differ"):
+        torch.manual_seed(SEED + rank)
+        warned = (
+            pytest.warns(UserWarning, match="start from different weights")
+            if rank == 0 and world_size > 1
+            else contextlib.nullcontext()
+        )
+        with warned:
+            received = wrap(on_meta(Zoo))
+        same(received, expected)
+
+    with naming("training"):
+        tokens = torch.arange(12).view(3, 4) % 11
+        optimizer = torch.optim.SGD(received.parameters(), lr=0.1)
+        twin = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.1)
+        for trained, optim in ((received, optimizer), (expected, twin)):
+            trained(tokens).square().mean().backward()
+            optim.step()
+        same(received, expected, 1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_same_numbers_as_built_on_the_device(way: str) -> None:
+    _, _, ranks, per_node = WAYS[way]
+    run_ranks(same_as_built, ranks, way, per_node)
+
+
+# ---------------------------------------------------------------- param_init_fn, sync=False
+
+
+def with_init_fn(rank: int, world_size: int) -> None:
+    seen: list[str] = []
+
+    def init(module: nn.Module) -> None:
+        seen.append(type(module).__name__)
+        if any(True for _ in module.parameters(recurse=False)):
+            module.weight.marked = True
+            module.to_empty(device="cpu", recurse=False)
+            nn.init.constant_(module.weight, 1 + rank)
+            nn.init.zeros_(module.bias)
+
+    net = on_meta(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
+    policy = ModuleWrapPolicy({nn.Linear})
+    with (
+        pytest.warns(UserWarning, match="result is a mixture")
+        if rank == 0
+        else contextlib.nullcontext()
+    ):
+        model = ShardedWrapper(
+            net, auto_wrap_policy=policy, param_init_fn=init, sync_module_states=False
+        )
+    # Units first, then what is left, which lacks nothing.
+    assert seen == ["Linear", "Linear"]
+    weight = model.state_dict()["0.weight"].unique().tolist()
+    assert weight == [1.0, 2.0]
+
+    model = ShardedWrapper(
+        on_meta(lambda: nn.Linear(7, 5)), param_init_fn=init, sync_module_states=True
+    )
+    assert model.state_dict()["weight"].unique().tolist() == [1.0]
+
+
+def test_param_init_fn() -> None:
+    run_ranks(with_init_fn, 2)
+
+
+# ---------------------------------------------------------------- left empty, then loaded
+
+
+def loaded(rank: int, world_size: int) -> None:
+    expected = on_cpu(Zoo, seed=9)
+    tokens = torch.arange(12).view(3, 4) % 11
+    for sync in (None, True):
+        model = ShardedWrapper(
+            on_meta(Zoo),
+            auto_wrap_policy=POLICY,
+            param_init_fn=flatshard.leave_empty,
+            sync_module_states=sync,
+        )
+        partial = expected.state_dict()
+        del partial["norm.running_mean"], partial["head.weight"], partial["embedding.weight"]
+        model.load_state_dict(partial, strict=False)
+        with pytest.raises(RuntimeError, match=r"'embedding.weight' and 1 more: left empty"):
+            model(tokens)
+        model.load_state_dict(expected.state_dict())
+        same(model, expected)
+        torch.testing.assert_close(model(tokens), expected(tokens))
+
+
+def test_left_empty_and_loaded() -> None:
+    run_ranks(loaded, 2)
+
+
+def resident(path: Path) -> int:
+    """Bytes of the file that this process has in memory through its mappings."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def load_mapped(rank: int, world_size: int, path: Path, kind: str) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(2000, 4000, bias=False) for _ in range(2)))
+
+    model = ShardedWrapper(
+        on_meta(build),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        param_init_fn=flatshard.leave_empty,
+    )
+    size = path.stat().st_size
+    if kind == "torch":
+        state = torch.load(path, mmap=True)
+    else:
+        safetensors = pytest.importorskip("safetensors.torch")
+        state = safetensors.load_file(path)
+    before = resident(path)
+    model.load_state_dict(state)
+    # The kernel maps up to 2 MiB around each fault.
+    assert resident(path) - before <= size / world_size + 2 * 2 * 2**21
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, state[key]), key
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_only_own_parts_of_a_mapped_file_are_read(tmp_path: Path, kind: str) -> None:
+    state = {f"{n}.weight": torch.randn(4000, 2000) for n in range(2)}
+    path = tmp_path / "weights"
+    if kind == "torch":
+        torch.save(state, path)
+    else:
+        pytest.importorskip("safetensors.torch").save_file(state, path)
+    run_ranks(load_mapped, 4, path, kind)
+
+
+# ---------------------------------------------------------------- memory
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes in storages that were made under this mode and lived at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if type(tensor) is Tensor and tensor.device.type == "cpu":
+                self._storages.add(tensor.untyped_storage())
+        # Now, as the unsharded buffers are resized without a word.
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._storages))
+        return out
+
+
+def construct_counted(rank: int, world_size: int, keywords: dict[str, Any]) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(512, 512) for _ in range(10)))
+
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(starting, "_CHUNK_NUMEL", 1 << 12)
+    model = on_meta(build)
+    gc.collect()
+    with Peak() as peak:
+        wrapped = ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **keywords)
+    numel = sum(p.numel() for p in wrapped.parameters())
+    unit = 4 * numel // 10
+    shards = 10 * unit // world_size
+    assert peak.peak <= shards + 1.2 * unit, (peak.peak / unit, shards / unit)
+    assert len(sharded_modules(wrapped)) == 11
+
+
+@pytest.mark.parametrize("sync", [None, True])
+def test_one_unit_at_a_time(sync: bool | None) -> None:
+    run_ranks(construct_counted, 2, {"sync_module_states": sync})
+
+
+# ---------------------------------------------------------------- bad input
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+        self.register_buffer("table", torch.ones(3), persistent=False)
+
+
+class Forgets(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("mask", torch.ones(3))
+
+
+class Attribute(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.mask = torch.ones(3)
+
+
+class FailsOnRank1(nn.Linear):
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if torch.distributed.get_rank() == 1 and not self.weight.is_meta:
+            raise ArithmeticError("no luck")
+
+
+def half_real() -> nn.Module:
+    linear = nn.Linear(3, 3)
+    linear.bias = nn.Parameter(torch.ones(3, device="cpu"))
+    return linear
+
+
+def forgetful(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.ones_(module.weight)
+
+
+def other_shape(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.to_empty(device="cpu", recurse=False)
+        module.weight = nn.Parameter(torch.ones(2, 2))
+
+
+ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "no way": (
+        NoReset,
+        {},
+        ValueError,
+        r"no reset_parameters\(\): 0.gain \(NoReset\), 0.table \(NoReset\)\. Pass a param_init_fn",
+    ),
+    "a buffer forgotten": (Forgets, {}, RuntimeError, r"'0.mask': reset_parameters\(\) of module"),
+    "an attribute": (Attribute, {}, RuntimeError, "module '0' .Attribute.: attribute 'mask' is"),
+    "partly": (half_real, {}, ValueError, "module '0' has some parameters on the meta device"),
+    "fails": (
+        lambda: FailsOnRank1(3, 3),
+        {},
+        RuntimeError,
+        r"module '0' .*failed: no luck \(rank 1\)",
+    ),
+    "fn leaves meta": (
+        lambda: nn.Linear(3, 3),
+        {"param_init_fn": forgetful},
+        RuntimeError,
+        "param_init_fn left '0.weight' on the meta device. Let it call module.to_empty",
+    ),
+    "another shape": (
+        lambda: nn.Linear(3, 3),
+        {"param_init_fn": other_shape},
+        RuntimeError,
+        r"'0.weight': expected shape \(3, 3\), got shape \(2, 2\)",
+    ),
+    "no function": (
+        lambda: nn.Linear(3, 3),
+        {"param_init_fn": 3},
+        TypeError,
+        "param_init_fn: expected a function of a module, got 3",
+    ),
+}
+
+
+def refused(rank: int, world_size: int) -> None:
+    for what, (build, keywords, kind, message) in ERRORS.items():
+        with naming(what):
+            model = on_meta(lambda build=build: nn.Sequential(build()))
+            with pytest.raises(kind, match=message):
+                ShardedWrapper(model, **keywords)
+    with naming("only rank 0 would have to, and can't"), pytest.raises(ValueError, match="rank 0"):
+        ShardedWrapper(on_meta(lambda: nn.Sequential(NoReset())), sync_module_states=True)
+    with naming("rank 0 has them"):
+        model = nn.Sequential(NoReset()) if rank == 0 else on_meta(lambda: nn.Sequential(NoReset()))
+        state = ShardedWrapper(model, sync_module_states=True)
+        assert state[0].table.tolist() == [1.0, 1.0, 1.0]
+        assert state.state_dict()["0.gain"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_errors_are_named_on_all_ranks() -> None:
+    run_ranks(refused, 2)
