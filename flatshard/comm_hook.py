@@ -53,37 +53,40 @@ def register(
     Collective: all ranks that train the model; compares what they register.
 
     Args:
-        units: the units, each with the precision that it was wrapped with.
+        units: the units, outermost first, each with the precision that it was wrapped with.
         state: passed to the hook.
         hook: as the user passed it.
-        is_late: whether it is too late for these units.
+        is_late: whether they are inside a model that has run a forward.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: see ``ShardedWrapper``; on every
             rank, also where only some ranks have a reason. No unit has the hook then.
     """
-    world = units[0][0].topology.world
+    outermost, _ = units[0]
+    world = outermost.topology.world
     planned: list[tuple[FlatParamHandle, CommHook]] = []
     problem: Exception | None = None
     try:
-        _check_can_register([unit for unit, _ in units], is_late=is_late)
-        planned = _plan(units, state, hook, world)
+        if is_late:
+            raise RuntimeError(
+                f"register_comm_hook: {_describe(outermost.name)} is part of a model that has run "
+                "a forward. Register a unit's hook before the first forward, or one for all units "
+                "on the outermost wrapper."
+            )
+        with_parameters = [(unit, precision) for unit, precision in units if unit.handles]
+        _check_can_register([unit for unit, _ in with_parameters])
+        planned = _plan(with_parameters, state, hook, world)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error
-    _agree(
-        [
-            (one.unit_name, planned_hook.reduce_dtype, planned_hook.reduce is None)
-            for one, planned_hook in planned
-        ],
-        problem,
-        world,
-    )
-    for handle, planned_hook in planned:
-        handle.set_comm_hook(planned_hook)
+    kinds = [(one.unit_name, its.reduce_dtype, its.reduce is None) for one, its in planned]
+    _agree(kinds, problem, world)
+    for handle, its in planned:
+        handle.set_comm_hook(its)
 
 
-def _agree(described: list[Any], problem: Exception | None, world: Communicator) -> None:
-    everyone = world.gather_objects((described, problem), label="comparing communication hooks")
+def _agree(kinds: list[Any], problem: Exception | None, world: Communicator) -> None:
+    """Raise on every rank what one has to raise, or where ``kinds`` differ. Collective."""
+    everyone = world.gather_objects((kinds, problem), label="comparing communication hooks")
     if problem is not None:
         raise problem
     for rank, (others, their_problem) in enumerate(everyone):
@@ -96,13 +99,7 @@ def _agree(described: list[Any], problem: Exception | None, world: Communicator)
             )
 
 
-def _check_can_register(units: list[Unit], *, is_late: bool) -> None:
-    if is_late:
-        raise RuntimeError(
-            f"register_comm_hook: {_describe(units[0].name)} is part of a model that has run a "
-            "forward. Register a unit's hook before the first forward, or one for all units on "
-            "the outermost wrapper."
-        )
+def _check_can_register(units: list[Unit]) -> None:
     for unit in units:
         for handle in unit.handles:
             if handle.comm_hook is not None:
