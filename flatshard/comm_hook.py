@@ -290,4 +290,4 @@ def _describe(unit_name: str) -> str:
 
 
 def _name(hook: Any) -> str:
-    return getattr(hook, "__qualname__", None) or repr(hook)
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
