@@ -1,7 +1,6 @@
 """`register_comm_hook`: torch's own hooks by what they mean, others in the place of a reduction."""
 
 import copy
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -324,6 +323,7 @@ def _raises(rank: int, world_size: int, strategy: str) -> None:
     sharded = Run(_registered(case, hook, sharding_strategy=strategy), case, rank, world_size)
     plain = Run(case.model(), case, rank, world_size)
     sharded.train()
+    calls.clear()
     fails_at = -1
     with pytest.raises(TypeError, match=r"returned a \w*Work, .* wait for it inside"):
         sharded.loss(9).backward()
