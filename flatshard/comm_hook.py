@@ -110,7 +110,7 @@ def _check_can_register(units: list[Unit]) -> None:
             if handle.holds_gradients:
                 raise RuntimeError(
                     f"register_comm_hook: {_describe(unit.name)} holds gradients accumulated under "
-                    "no_sync. Register before, or drop them with optimizer.zero_grad()."
+                    "no_sync. Register before, or after the backward that reduces them."
                 )
 
 
