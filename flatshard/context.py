@@ -310,11 +310,13 @@ class RunContext:
     def _end_backward(self) -> None:
         if not self._active:
             return
+        failed = True
         try:
             if any(unit.sync is not Sync.LOCAL for unit in self.units):
                 self._settle()
+            failed = False
         finally:
-            self._active = False
+            self._active = failed  # what is left of it is dropped before the next one
             for unit in self.units:
                 # A forward that runs a backward inside, for forces say, goes on afterwards.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:

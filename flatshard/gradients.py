@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,6 +36,21 @@ class Sync(enum.Enum):
     """They are reduced over all ranks and published."""
 
 
+@dataclass(frozen=True)
+class CommHook:
+    """What a user put in the place of the usual reduction of a flat parameter.
+
+    Attributes:
+        reduce_dtype: in which gradients are reduced; None: as without a hook.
+        reduce: called with whole gradients, ``(padded_numel,)`` in the reduce dtype, and the
+            unit's name; returns their average over all ranks, this rank's ``(shard_numel,)``, in
+            any dtype. Collective, over when it returns. None: the usual reduction.
+    """
+
+    reduce_dtype: torch.dtype | None = None
+    reduce: Callable[[Tensor, str], Tensor] | None = None
+
+
 class GradientBuffer:
     """Collects, reduces and hands over the gradients of one flat parameter.
 
@@ -52,6 +69,7 @@ class GradientBuffer:
         topology: Topology,
         dtype: torch.dtype,
         like: Tensor,
+        comm_hook: CommHook | None = None,
     ) -> None:
         """Plan; allocates nothing.
 
@@ -61,6 +79,7 @@ class GradientBuffer:
             topology: the ranks that gradients are averaged over.
             dtype: in which gradients are collected and reduced.
             like: the shard, whose dtype and device the reduced gradient gets.
+            comm_hook: what reduces, if it is not this; only where there is one stage.
         """
         self.label = label
         self.filled: set[int] = set()
@@ -70,6 +89,7 @@ class GradientBuffer:
         self._layout = layout
         self._topology = topology
         self._dtype, self._out_dtype, self._device = dtype, like.dtype, like.device
+        self._reduce_by_hook = None if comm_hook is None else comm_hook.reduce
         self._buffer: Tensor | None = None
         self._slots: list[Tensor] = []
         self._reduction: _Reduction | None = None
@@ -180,12 +200,28 @@ class GradientBuffer:
             self._zero_unfilled()
             self._buffer, self._slots = None, []
             self.filled.clear()
+            if self._reduce_by_hook is not None:
+                assert sync is Sync.ALL, "units with a hook have one stage"
+                self._add_reduced(self._without_padding(self._reduce_by_hook(buffer, self.label)))
+                return 0
             self._reduction = _Reduction(
                 buffer, self._topology, self.label, hold=sync is Sync.WITHIN, held=self.held
             )
             if sync is Sync.ALL:
                 self.held = None
         return 2 * buffer.numel() * buffer.element_size()
+
+    def _without_padding(self, reduced: Tensor) -> Tensor:
+        """Zero the padding in this rank's part: a hook may have put noise there."""
+        first, numel = self._range(self._topology.index)
+        for gap in self._layout.gaps:
+            start, end = (min(max(x - first, 0), numel) for x in gap)
+            reduced[start:end].zero_()
+        return reduced
+
+    def _add_reduced(self, reduced: Tensor) -> None:
+        out = reduced.to(self._out_dtype)
+        self._reduced = out if self._reduced is None else self._reduced.add_(out)
 
     def advance(self) -> bool:
         """Begin the second stage if the first is over; False while that must wait."""
@@ -216,11 +252,12 @@ class GradientBuffer:
             return
         reduction, self._reduction = self._reduction, None
         with torch.no_grad():
-            out = reduction.finish().to(self._out_dtype)
-            if reduction.hold:
-                self.held = out if self.held is None else self.held.add_(out)
-            else:
-                self._reduced = out if self._reduced is None else self._reduced.add_(out)
+            out = reduction.finish()
+            if not reduction.hold:
+                self._add_reduced(out)
+                return
+            out = out.to(self._out_dtype)
+            self.held = out if self.held is None else self.held.add_(out)
 
     def take(self) -> Tensor | None:
         """Hand over the reduced gradient of this rank's shard; None when nothing was reduced."""

@@ -29,7 +29,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.collectives import Pending
 from flatshard.flat_param import FlatParameter, part_of, view_of
-from flatshard.gradients import GradientBuffer
+from flatshard.gradients import CommHook, GradientBuffer
 from flatshard.layout import FlatLayout, LocalSpan, memory_order, strides_of
 from flatshard.ownership import OwnedParam, Site
 from flatshard.secondary import SecondaryShard, gather_in_two
@@ -62,6 +62,7 @@ class FlatParamHandle:
         gradients: what backward brought and what became of it.
         unfilled: original parameters that have no values yet, by index.
         summoned: the ``summon.Summoned`` that is open, or None.
+        comm_hook: what the user put in the place of the usual reduction, or None.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class FlatParamHandle:
         self._on_grad, self._on_outside_grad = on_grad, on_outside_grad
         self._is_installed = False
         self.summoned: Any = None
+        self.comm_hook: CommHook | None = None
         self._hooked: set[int] = set()
         self.full: list[nn.Parameter] = []
         self.state = ShardState.SHARDED
@@ -254,7 +256,8 @@ class FlatParamHandle:
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which gradients are reduced."""
-        return self._lower(self._reduce_dtype or self._compute_dtype)
+        of_hook = self.comm_hook and self.comm_hook.reduce_dtype
+        return self._lower(of_hook or self._reduce_dtype or self._compute_dtype)
 
     def _lower(self, dtype: torch.dtype | None) -> torch.dtype:
         own = self.shard.dtype
@@ -302,15 +305,25 @@ class FlatParamHandle:
             for index, owned in enumerate(self._owned)
             for site in owned.sites
         ]
-        self.gradients = GradientBuffer(
+        self.gradients = self._make_gradients()
+        modules = {site.module for owned in self._owned for site in owned.sites}
+        self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
+
+    def _make_gradients(self) -> GradientBuffer:
+        return GradientBuffer(
             self.layout,
             self.unit_name,
             topology=self.topology,
             dtype=self.reduce_dtype,
             like=self.shard,
+            comm_hook=self.comm_hook,
         )
-        modules = {site.module for owned in self._owned for site in owned.sites}
-        self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
+
+    def set_comm_hook(self, hook: CommHook) -> None:
+        """Reduce as ``hook`` says from now on; no gradients may be accumulated."""
+        assert not self.holds_gradients, "they are in the dtype of before"
+        self.comm_hook = hook
+        self.gradients = self._make_gradients()
 
     def rename(self, unit_name: str, strip: Callable[[str], str]) -> None:
         """Take names relative to another root; ``strip`` maps the old to the new ones."""
@@ -895,6 +908,7 @@ class FlatParamHandle:
         twin.state, twin._gather, twin._gathered_version = ShardState.SHARDED, None, -1
         twin._earlier_grads, twin._unreduced = [], {}
         twin._hooked, twin.full, twin.unfilled = set(), [], set(self.unfilled)
+        twin.comm_hook = None
         twin._secondary = twin._plan_secondary()
         twin.sharded = [memo[id(param)] for param in self.sharded]
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

@@ -73,7 +73,7 @@ DDP_KEYWORDS: dict[str, Entry] = {
 DDP_METHODS: dict[str, Entry] = {
     "no_sync": Entry(Fate.SAME, "with `max_bytes` and `replicas_only` beside it"),
     "register_comm_hook": Entry(
-        Fate.REFUSED, "set mixed_precision=MixedPrecision(reduce_dtype=...) to compress"
+        Fate.SAME, "torch's fp16, bf16 and all-reduce hooks; others that take buckets are refused"
     ),
     "join": Entry(
         Fate.REFUSED,
@@ -211,7 +211,7 @@ FSDP_METHODS: dict[str, Entry] = {
     "optim_state_dict_to_load": Entry(Fate.SAME, "and back"),
     "summon_full_params": Entry(Fate.SAME, "with `recurse`, `writeback`, `rank0_only`, ..."),
     "register_comm_hook": Entry(
-        Fate.REFUSED, "set mixed_precision=MixedPrecision(reduce_dtype=...) to compress"
+        Fate.SAME, "on an inner wrapper too; with HYBRID strategies only torch's own hooks"
     ),
     "state_dict_type": Entry(Fate.SAME, "FULL_STATE_DICT, on every rank; others are refused"),
     "set_state_dict_type": Entry(Fate.SAME, "FULL_STATE_DICT, on every rank; others are refused"),

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import (
     agreement,
     checkpoint,
+    comm_hook,
     config,
     grad_norm,
     inspection,
@@ -563,6 +564,61 @@ class ShardedWrapper(nn.Module):
             yield
         finally:
             context.syncs = before
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
+        """Let ``hook`` reduce the gradients of this unit and of all units inside it.
+
+        It is called once per flat parameter (one per unit, dtype and ``requires_grad``) in each
+        backward that synchronises, in one order of units on all ranks, and does the reduction and
+        the averaging itself, with collectives of its own that are over when it returns. In a
+        backward under ``no_sync`` it is not called: what that accumulates is in the next ``full``.
+
+        - ``hook(state, full, out)`` where the unit is sharded. ``full``: this rank's gradients,
+          ``(shard_numel * ranks,)`` in the reduce dtype, zero where there is none; free to write
+          on. ``out``: this rank's part of the average, ``(shard_numel,)``, to be filled: elements
+          ``[rank * shard_numel, (rank + 1) * shard_numel)``. It is NaN before.
+        - ``hook(state, grad)`` with ``NO_SHARD``: ``(padded_numel,)``, to be averaged in place.
+
+        Padding in them, whatever the hook makes of it, counts as zero. What a hook raises comes
+        out of that rank's backward, with a note that names the unit; the other ranks wait for it
+        until the timeout of their own collective. So it is where a backward uses other parameters
+        of a unit with a hook on one rank than on another.
+
+        torch's own hooks are not called: ``allreduce_hook`` and ``reduce_scatter_hook`` mean what
+        is done anyway, ``fp16_compress_hook`` and ``bf16_compress_hook`` (DistributedDataParallel's
+        and FullyShardedDataParallel's, and ``fp16_compress_wrapper(allreduce_hook)``) that
+        gradients of floating point parameters are reduced in that dtype, as with
+        ``MixedPrecision(reduce_dtype=...)``, with any strategy.
+
+        ``copy.deepcopy`` gives a model without hooks, as of DistributedDataParallel: register
+        again. ``.double()`` and its kin keep them.
+
+        Collective: all ranks that train the model; the same kind of hook for the same units.
+
+        Args:
+            state: passed to ``hook`` as it is.
+            hook: see above.
+
+        Raises:
+            TypeError: ``hook`` is not callable, or not with these arguments.
+            ValueError: a dtype other than that of ``MixedPrecision(reduce_dtype=...)``; a state
+                for other ranks than the model's; ranks register different hooks.
+            NotImplementedError: ``hook`` takes DistributedDataParallel's buckets (PowerSGD,
+                quantization and the like), or would be called for a unit of a HYBRID strategy.
+            RuntimeError: a unit has a hook already, or holds gradients of ``no_sync``; this
+                wrapper is inside another one, and a forward has run; a forward or backward of the
+                model is running.
+        """
+        context = self._context
+        context.recover()
+        self._check_between_steps("register_comm_hook()", context)
+        comm_hook.register(
+            [(one._unit, one._settings.precision) for one in sharded_modules(self)],
+            state,
+            hook,
+            is_late=context.has_run and not self.check_is_root(),
+        )
+        context.refresh()
 
     def _check_between_steps(self, what: str, context: RunContext) -> None:
         if context.is_running_forward or context.in_backward:

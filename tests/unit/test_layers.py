@@ -24,7 +24,7 @@ LAYERS = [
         "optim",
     },
     {"gradients", "handle", "saved_tensors", "summon", "whole", "materialise"},
-    {"unit", "context", "grad_norm", "settings", "inspection"},
+    {"unit", "context", "grad_norm", "settings", "inspection", "comm_hook"},
     {"__init__", "wrapper", "checkpoint", "optim_state"},
 ]
 NEIGHBOURS = {
@@ -46,6 +46,7 @@ NEIGHBOURS = {
     "summon": {"handle", "whole"},
     "whole": {"handle"},
     "context": {"unit"},
+    "comm_hook": {"unit"},
     "wrapper": {"checkpoint", "optim_state"},
     "__init__": {"wrapper"},
 }
