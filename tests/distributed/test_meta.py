@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatshard
-from flatshard import ShardedWrapper, sharded_modules, starting
+from flatshard import ShardedWrapper, sharded_modules
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
@@ -294,8 +294,6 @@ def construct_counted(rank: int, world_size: int, keywords: dict[str, Any]) -> N
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(512, 512) for _ in range(10)))
 
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(starting, "_CHUNK_NUMEL", 1 << 12)
     model = on_meta(build)
     gc.collect()
     with Peak() as peak:

@@ -1,0 +1,189 @@
+"""Measures what it takes to build a sharded model: time and peak memory of each rank.
+
+    python scripts/measure_construction.py --layers 24 --width 1792 --world-size 2
+
+A decoder of transformer blocks is made on the meta device and wrapped, a unit per block, by
+flatshard and by torch's FSDP1 and FSDP2, each in fresh processes on this machine's CPU (gloo).
+Prints the seconds from the meta model to one that could train, and the peak of resident memory
+above that before, beside what there must be: the shards, and one unit.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich import print as rich_print
+from rich.table import Table
+from torch import nn
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+
+# --------------------------------------------------------------------------------- the three ways
+
+
+def build_flatshard(model: Decoder) -> nn.Module:
+    from flatshard import ShardedWrapper
+    from flatshard.wrap import ModuleWrapPolicy
+
+    return ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+
+def build_fsdp1(model: Decoder) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    policy = ModuleWrapPolicy({Block})
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+    )
+
+
+def build_fsdp2(model: Decoder) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    return model
+
+
+WAYS: dict[str, Callable[[Decoder], nn.Module]] = {
+    "flatshard": build_flatshard,
+    "fsdp1": build_fsdp1,
+    "fsdp2": build_fsdp2,
+}
+
+# ------------------------------------------------------------------------------------------ ranks
+
+
+def resident_bytes(which: str) -> int:
+    """``VmRSS``, what is resident now, or ``VmHWM``, the most since it was last reset."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{which}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {which}")
+
+
+def run_rank(rank: int, way: str, args: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # the other wrappers' deprecations
+    store = dist.FileStore(f"{folder}/store", args.world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.world_size)
+    # What a wrapper imports and starts once is not what a model takes.
+    with torch.device("meta"):
+        tiny = Decoder(1, 16, 16)
+    WAYS[way](tiny)
+    torch.manual_seed(0)
+    torch.set_default_dtype(DTYPES[args.dtype])
+    with torch.device("meta"):
+        model = Decoder(args.layers, args.width, args.vocabulary)
+    blocks = [sum(p.nbytes for p in block.parameters()) for block in model.blocks]
+    total = sum(p.nbytes for p in model.parameters())
+    gc.collect()
+    before = resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    dist.barrier()
+    begin = time.perf_counter()
+    built = WAYS[way](model)
+    dist.barrier()
+    seconds = time.perf_counter() - begin
+    assert not any(p.is_meta for p in built.parameters())
+    figures = {
+        "way": way,
+        "seconds": seconds,
+        "peak": resident_bytes("VmHWM") - before,
+        "after": resident_bytes("VmRSS") - before,
+        "shards": total / args.world_size,
+        "largest_unit": max(*blocks, total - sum(blocks)),
+        "numel": total // DTYPES[args.dtype].itemsize,
+    }
+    Path(folder, f"{rank}.json").write_text(json.dumps(figures))
+    dist.destroy_process_group()
+
+
+def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of the rank with the highest peak."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, (way, args, folder), nprocs=args.world_size)
+        ranks = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    return max(ranks, key=lambda figures: figures["peak"])
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table(title=f"{rows[0]['numel']:,} parameters; MiB of the rank that took most")
+    for name in ("", "seconds", "peak", "shards", "largest unit", "peak - shards", "held after"):
+        table.add_column(name, justify="right" if name else "left")
+    for row in rows:
+        sizes = (row["peak"], row["shards"], row["largest_unit"], row["peak"] - row["shards"])
+        mib = [f"{size / 2**20:,.0f}" for size in (*sizes, row["after"])]
+        table.add_row(row["way"], f"{row['seconds']:.2f}", *mib)
+    rich_print(table)
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; exits with 2 on a bad one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--impl", default=",".join(WAYS), help=f"which, with commas between ({','.join(WAYS)})")
+    add("--world-size", type=int, default=2, help="ranks to start on this machine (2)")
+    add("--layers", type=int, default=4, help="blocks (4)")
+    add("--width", type=int, default=512, help="of the model (512)")
+    add("--vocabulary", type=int, default=8192, help="tokens (8192)")
+    add("--dtype", choices=DTYPES, default="float32", help="of the parameters (float32)")
+    add("--rounds", type=int, default=1, help="how often; the fastest counts (1)")
+    add("--json", type=Path, metavar="PATH", help="write all figures there, in bytes")
+    args = parser.parse_args(arguments)
+    args.impl = args.impl.split(",")
+    if unknown := set(args.impl) - set(WAYS):
+        parser.error(f"--impl: {', '.join(sorted(unknown))}: choose from {', '.join(WAYS)}")
+    if min(args.world_size, args.layers, args.width, args.vocabulary, args.rounds) < 1:
+        parser.error("numbers must be at least 1")
+    if not Path("/proc/self/clear_refs").exists():
+        parser.error("this needs Linux's /proc to measure resident memory")
+    return args
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    try:
+        # Interleaved, so that a busy machine is busy for all of them.
+        runs = [[measure(way, args) for way in args.impl] for _ in range(args.rounds)]
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        sys.exit(f"{error}\nerror: rank {error.error_index} failed, the others were stopped")
+    rows = [min(of_way, key=lambda run: run["seconds"]) for of_way in zip(*runs, strict=True)]
+    show(rows)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
