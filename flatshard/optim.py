@@ -2,8 +2,9 @@
 
 Dispatching every operation of an optimizer on ``FlatShardTensor`` is right but slow. For optimizers
 that treat every element alike, hooks around ``step()`` therefore put plain 1-D parameters that
-share the shard's memory into the parameter groups, and move the state along. The hooks are
-global, so they also serve optimizers that were built before the model was wrapped.
+share the shard's memory into the parameter groups, one for all neighbours, and move the state
+along. The hooks are global, so they also serve optimizers that were built before the model was
+wrapped.
 
 Users' own step hooks see the sharded parameters: the exchange happens after the last of them before
 ``step()``, and is undone before the first of them after it.
@@ -28,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import hooks as torch_hooks
 
 from flatshard.flat_param import FlatParameter
+from flatshard.optim_runs import Run, apart, find_runs
 from flatshard.shard_tensor import FlatShardTensor
 
 _ELEMENTWISE: set[Any] = {
@@ -52,7 +54,11 @@ ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 _STAMP = "flatshard"
 
-_swapped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_swapped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Exchange] = weakref.WeakKeyDictionary()
+_runs: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, Run]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Per optimizer its runs of the last step, by the id of their first member."""
 _installed = False
 
 
@@ -143,52 +149,118 @@ def _undo(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _swap_out(optimizer)
 
 
-def _swap_in(optimizer: torch.optim.Optimizer) -> bool:
-    """Put twins into the groups; says whether there was anything to exchange."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for group in optimizer.param_groups:
+class _Exchange:
+    """What stands in for one optimizer's sharded parameters while it steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing is exchanged yet."""
+        self._optimizer, self._state = optimizer, optimizer.state
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._twins: list[tuple[nn.Parameter, FlatShardTensor | FlatParameter]] = []
+        self._runs: list[Run] = []
+
+    def begin(self) -> None:
+        """Put twins into the groups, and move the state along."""
+        known = _runs.setdefault(self._optimizer, {})
+        for group in self._optimizer.param_groups:
             params = group["params"]
+            joined: set[int] = set()
+            stands_in: dict[int, nn.Parameter] = {}
+            for positions in find_runs(params):
+                twin = self._join([params[position] for position in positions], known)
+                if twin is not None:
+                    stands_in[positions[0]] = twin
+                    joined.update(positions)
             for position, param in enumerate(params):
-                if isinstance(param, FlatShardTensor):
-                    twin = _twin(param)
-                    twin.grad = _local_grad(param)
-                elif isinstance(param, FlatParameter):
-                    # Plain already, only its gradient is not.
-                    twin = _flat_twin(param)
-                    twin.grad = getattr(param.grad, "_local", param.grad)
-                else:
-                    continue
-                params[position] = twin
-                _swapped.add(optimizer)
-                if twin.grad is not None:
-                    # An optimizer that writes to `p.data` would leave no trace of it, and what
-                    # was gathered before would be taken for current.
-                    torch.autograd.graph.increment_version(twin)
-                if param in optimizer.state:
-                    state = optimizer.state.pop(param)
-                    optimizer.state[twin] = _local_state(param, state)
-    return optimizer in _swapped
+                if position not in joined and isinstance(param, FlatShardTensor | FlatParameter):
+                    stands_in[position] = self._replace(param)
+            if stands_in:
+                self._lists.append((params, list(params)))
+                params[:] = [
+                    stands_in.get(position, param)
+                    for position, param in enumerate(params)
+                    if position in stands_in or position not in joined
+                ]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the optimizer has nothing that is sharded."""
+        return not self._lists
+
+    def _join(self, members: list[FlatShardTensor], known: dict[int, Run]) -> nn.Parameter | None:
+        """One twin for neighbours; None where their states differ in more than their values."""
+        run = known.get(id(members[0]))
+        if run is None or not run.is_of(members):
+            run = known[id(members[0])] = Run(members)
+        own = [self._state.get(param) for param in members]
+        states = [
+            state if state is None else _local_state(param, state)
+            for param, state in zip(members, own, strict=True)
+        ]
+        whole = run.join(states)
+        if whole is None:
+            return None
+        for param in members:
+            self._state.pop(param, None)
+        if whole:
+            self._state[run.twin] = whole
+        run.show_grad()
+        # An optimizer that writes to `p.data` would leave no trace of it, and what was gathered
+        # before would be taken for current.
+        torch.autograd.graph.increment_version(run.twin)
+        self._runs.append(run)
+        return run.twin
+
+    def _replace(self, param: FlatShardTensor | FlatParameter) -> nn.Parameter:
+        if isinstance(param, FlatShardTensor):
+            twin = _twin(param)
+            twin.grad = _local_grad(param)
+        else:
+            # Plain already, only its gradient is not.
+            twin = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+            twin.grad = getattr(param.grad, "_local", param.grad)
+        if twin.grad is not None:
+            torch.autograd.graph.increment_version(twin)
+        if param in self._state:
+            self._state[twin] = apart(_local_state(param, self._state.pop(param)))
+        self._twins.append((twin, param))
+        return twin
+
+    def undo(self) -> None:
+        """Put the parameters back, and their state."""
+        for params, before in self._lists:
+            params[:] = before
+        for twin, param in self._twins:
+            if twin.grad is None:
+                # The optimizer, or a step that failed, dropped it.
+                param.grad = None
+            twin.grad = None
+            if twin in self._state:
+                self._state[param] = self._state.pop(twin)
+        for run in self._runs:
+            if run.twin.grad is None:
+                for param in run.members:
+                    param.grad = None
+            run.twin.grad = None
+            if run.twin in self._state:
+                parts = run.split(self._state.pop(run.twin))
+                for param, part in zip(run.members, parts, strict=True):
+                    self._state[param] = part
+
+
+def _swap_in(optimizer: torch.optim.Optimizer) -> bool:
+    """Let twins stand in; says whether there was anything to exchange."""
+    _swapped[optimizer] = _Exchange(optimizer)  # first, so that a failure is undone
+    with torch._C.DisableTorchFunctionSubclass():
+        _swapped[optimizer].begin()
+    return not _swapped[optimizer].is_empty
 
 
 def _swap_out(optimizer: torch.optim.Optimizer) -> None:
-    if optimizer not in _swapped:
-        return
-    _swapped.discard(optimizer)
-    with torch._C.DisableTorchFunctionSubclass():
-        for group in optimizer.param_groups:
-            params = group["params"]
-            for position, twin in enumerate(params):
-                param = getattr(twin, "_twin_of", None)
-                if param is None:
-                    continue
-                params[position] = param
-                del twin._twin_of  # a cycle otherwise
-                if twin.grad is None:
-                    # The optimizer, or a step that failed, dropped it.
-                    param.grad = None
-                twin.grad = None
-                if twin in optimizer.state:
-                    optimizer.state[param] = optimizer.state.pop(twin)
+    exchange = _swapped.pop(optimizer, None)
+    if exchange is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            exchange.undo()
 
 
 def _local_state(param: FlatShardTensor | FlatParameter, state: dict[str, Any]) -> dict[str, Any]:
@@ -225,13 +297,6 @@ def _twin(param: FlatShardTensor) -> nn.Parameter:
     if twin is None or twin.requires_grad != param.requires_grad:
         twin = nn.Parameter(param._local.detach(), requires_grad=param.requires_grad)
         param._twin = twin  # type: ignore[attr-defined]
-    twin._twin_of = param  # type: ignore[attr-defined]
-    return twin
-
-
-def _flat_twin(param: FlatParameter) -> nn.Parameter:
-    twin = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
-    twin._twin_of = param  # type: ignore[attr-defined]
     return twin
 
 
@@ -259,6 +324,7 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    state_dict["state"] = {key: apart(state) for key, state in state_dict["state"].items()}
     stamp = _stamp(optimizer)
     if stamp is not None and state_dict["state"]:
         state_dict["param_groups"][0][_STAMP] = stamp

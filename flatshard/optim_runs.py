@@ -1,0 +1,193 @@
+"""``Run``: neighbours in one shard that an element-wise optimizer updates as one tensor.
+
+Parameters of one group that lie one after the other in a shard, and whose gradients do so too, are
+one 1-D tensor to the optimizer: a kernel per flat parameter instead of one per original. Between
+steps the optimizer's state is theirs one by one, as views of the run's.
+
+[Note: shared counts]
+What a step keeps once per parameter, its count of steps for one, is the same object for all members
+of a run. It must not leave the run like that: whoever counts it again for one member would count
+it for all. ``Part`` marks such state; ``apart`` makes it a parameter's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flatshard.layout import ALIGNMENT_BYTES
+from flatshard.shard_tensor import FlatShardTensor
+
+
+class Part(dict[str, Any]):
+    """A run's state as one member sees it; see the note above."""
+
+
+def apart(state: dict[str, Any]) -> dict[str, Any]:
+    """State that shares no count with another parameter's."""
+    if not isinstance(state, Part):
+        return state
+    return {
+        key: value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
+        for key, value in state.items()
+    }
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies: storage, first element, elements and dtype."""
+
+    storage: int
+    start: int
+    numel: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Place:
+        storage = tensor.untyped_storage()._cdata
+        return cls(storage, int(tensor.storage_offset()), tensor.numel(), tensor.dtype)
+
+    def gap_to(self, other: _Place) -> int:
+        """Elements between the end of this and the start of another one; -1 if none follows."""
+        if self.storage != other.storage or self.dtype != other.dtype:
+            return -1
+        gap = other.start - self.start - self.numel
+        return gap if gap * self.dtype.itemsize < ALIGNMENT_BYTES else -1
+
+
+def find_runs(params: Sequence[Any]) -> Iterator[list[int]]:
+    """Positions of parameters that can be stepped as one: neighbours, and their gradients too."""
+    run: list[int] = []
+    before: tuple[_Place, _Place] | None = None
+    for position, param in enumerate(params):
+        places = _places(param)
+        if before is not None and places is not None and _follows(before, places):
+            run.append(position)
+        else:
+            if len(run) > 1:
+                yield run
+            run = [position]
+        before = places
+    if len(run) > 1:
+        yield run
+
+
+def _places(param: Any) -> tuple[_Place, _Place] | None:
+    if not isinstance(param, FlatShardTensor) or not isinstance(param.grad, FlatShardTensor):
+        return None
+    return _Place.of(param._local), _Place.of(param.grad._local)
+
+
+def _follows(before: tuple[_Place, _Place], after: tuple[_Place, _Place]) -> bool:
+    gap, grad_gap = (one.gap_to(other) for one, other in zip(before, after, strict=True))
+    return gap >= 0 and gap == grad_gap
+
+
+class Run:
+    """Some neighbours, as one optimizer steps them."""
+
+    def __init__(self, members: Sequence[FlatShardTensor]) -> None:
+        """``members`` are as ``find_runs`` found them."""
+        self.members = list(members)
+        local = members[0]._local
+        first = int(local.storage_offset())
+        starts = [int(member._local.storage_offset()) - first for member in members]
+        self._bounds = [
+            (start, start + member._local.numel())
+            for start, member in zip(starts, members, strict=True)
+        ]
+        self._numel = self._bounds[-1][1]
+        self.twin = nn.Parameter(_stretched(local, self._numel), members[0].requires_grad)
+        self._whole: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}  # what is in it, by object
+        self._parts: list[Part] = []
+        self._shown: list[dict[str, Any]] = []  # what is in them
+
+    def is_of(self, members: Sequence[Any]) -> bool:
+        """Whether these are its members, and still where they were."""
+        return (
+            len(members) == len(self.members)
+            and all(one is other for one, other in zip(members, self.members, strict=True))
+            and members[0]._local.data_ptr() == self.twin.data_ptr()
+            and members[0].requires_grad == self.twin.requires_grad
+        )
+
+    def show_grad(self) -> None:
+        """Give the twin the members' gradients, as one."""
+        grad: Any = self.members[0].grad
+        self.twin.grad = _stretched(grad._local, self._numel)
+
+    def join(self, states: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+        """The run's state, of its members'; None where they can't be joined.
+
+        Args:
+            states: each member's, this rank's part; None: it has none yet.
+        """
+        if self._parts and all(map(_is_unchanged, states, self._parts, self._shown)):
+            return self._whole
+        present = [state for state in states if state is not None]
+        if not present:
+            return {}
+        if len(present) < len(states) or any(
+            state.keys() != present[0].keys() for state in present
+        ):
+            return None
+        whole = {}
+        for key in present[0]:
+            values = [state[key] for state in present]
+            if self._has_elements(values):
+                whole[key] = self._laid_out(values)
+            elif _all_equal(values):
+                whole[key] = values[0].clone() if isinstance(values[0], Tensor) else values[0]
+            else:
+                return None
+        return whole
+
+    def _has_elements(self, values: Sequence[Any]) -> bool:
+        return all(
+            isinstance(value, Tensor) and value.dim() == 1 and value.numel() == end - start
+            for value, (start, end) in zip(values, self._bounds, strict=True)
+        )
+
+    def _laid_out(self, values: Sequence[Tensor]) -> Tensor:
+        whole = values[0].new_zeros(self._numel)
+        for value, (start, end) in zip(values, self._bounds, strict=True):
+            whole[start:end].copy_(value)
+        return whole
+
+    def split(self, whole: dict[str, Any]) -> list[Part]:
+        """Each member's part of the run's state after a step."""
+        if not self._parts or not _same_values(whole, self._values):
+            self._parts = [
+                Part(
+                    (key, value[start:end] if isinstance(value, Tensor) and value.dim() else value)
+                    for key, value in whole.items()
+                )
+                for start, end in self._bounds
+            ]
+            self._shown = [dict(part) for part in self._parts]
+            self._whole, self._values = whole, dict(whole)
+        return self._parts
+
+
+def _is_unchanged(state: dict[str, Any] | None, part: Part, shown: dict[str, Any]) -> bool:
+    """Whether a member's state is what ``split`` made it, up to edits in place."""
+    return state is part and _same_values(part, shown)
+
+
+def _same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(value is other[key] for key, value in one.items())
+
+
+def _stretched(first: Tensor, numel: int) -> Tensor:
+    """From the start of ``first`` so many elements, sharing memory and version counter."""
+    return first.detach().as_strided((numel,), (1,), first.storage_offset())
+
+
+def _all_equal(values: Sequence[Any]) -> bool:
+    first = values[0]
+    if isinstance(first, Tensor):
+        return all(isinstance(v, Tensor) and torch.equal(v, first) for v in values)
+    return all(type(value) is type(first) and value == first for value in values)
