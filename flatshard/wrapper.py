@@ -299,6 +299,22 @@ class ShardedWrapper(nn.Module):
         """Run the wrapped module. Collective."""
         return self.module(*args, **kwargs)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The wrapped module's class, so that ``isinstance`` finds it; ``type()`` is the wrapper.
+
+        ``isinstance(x, ShardedWrapper)`` is true as well: it looks at ``type(x)`` first.
+        """
+        module = self.__dict__.get("_modules", {}).get("module")
+        return type(self) if module is None else module.__class__  # type: ignore[no-any-return]
+
+    def _get_name(self) -> str:
+        return type(self).__name__
+
+    def __dir__(self) -> list[str]:
+        """Names of the wrapper and of the wrapped module."""
+        return sorted({*dir(type(self)), *super().__dir__()})
+
     def __getattr__(self, name: str) -> Any:
         """What the wrapper lacks, the wrapped module may have."""
         try:
