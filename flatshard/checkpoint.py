@@ -2,19 +2,24 @@
 
 Hooks on the wrapped modules themselves do the work, so that ``model.state_dict()``,
 ``model.module.state_dict()`` and a submodule's all give the same, and torch's own recursion keeps
-its order, its extra state and the users' hooks.
+its order, its extra state and the users' hooks. ``Unit.state_dict_options`` says where the tensors
+go, and which ranks get them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flatshard import whole
 from flatshard.handle import FlatParamHandle
+from flatshard.shard_tensor import FlatShardTensor
+from flatshard.state_dict_options import StateDictOptions
 from flatshard.unit import Unit
 
 _DDP_PREFIX = "module."
@@ -41,10 +46,15 @@ class _StateDictHooks:
     def before_save(self, module: nn.Module, *_: Any) -> None:
         self._enter(module)
 
-    def after_save(self, _: nn.Module, state_dict: dict[str, Any], *rest: Any) -> None:
-        if self._leave():
-            for handle in self._unit.handles:
-                _replace_by_full(handle, state_dict)
+    def after_save(self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if not self._leave():
+            return
+        options = self._unit.state_dict_options
+        is_saving = not options.rank0_only or self._unit.topology.world.rank == 0
+        for handle in self._unit.handles:
+            _replace_by_full(handle, state_dict, options, is_saving)
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            _settle_rest(state_dict, key, options, is_saving)
 
     def before_load(
         self, module: nn.Module, _: Any, prefix: str, metadata: dict[str, Any], *rest: Any
@@ -76,8 +86,16 @@ class _StateDictHooks:
         return True
 
 
-def _replace_by_full(handle: FlatParamHandle, state_dict: dict[str, Any]) -> None:
-    """Put full copies where the flat parameter's originals stand. Collective."""
+def _replace_by_full(
+    handle: FlatParamHandle,
+    state_dict: dict[str, Any],
+    options: StateDictOptions,
+    is_saving: bool,
+) -> None:
+    """Put full copies where the flat parameter's originals stand; drop them if not ``is_saving``.
+
+    Collective: all ranks of the shard group, also those that save nothing.
+    """
     places: list[tuple[str, int]] = []
     for key, value in state_dict.items():
         # With keep_vars=True users want the parameters themselves.
@@ -87,9 +105,61 @@ def _replace_by_full(handle: FlatParamHandle, state_dict: dict[str, Any]) -> Non
                 places.append((key, index))
     if not places:
         return
-    full = whole.gather_full(handle)
+    device = torch.device("cpu") if options.offload_to_cpu else handle.shard.device
+    full = whole.gather_full(handle, device, is_kept=is_saving)
     for key, index in places:
-        state_dict[key] = full[index]
+        if is_saving:
+            state_dict[key] = full[index]
+        else:
+            del state_dict[key]
+
+
+def _settle_rest(
+    state_dict: dict[str, Any], key: str, options: StateDictOptions, is_saving: bool
+) -> None:
+    """Do with buffers, extra state and ignored parameters as with a unit's parameters.
+
+    Parts of other units stay: every rank has to see them to take part in their gathers.
+    """
+    value = state_dict[key]
+    if isinstance(value, nn.Parameter):  # with keep_vars=True nothing is gathered, nor moved
+        if not is_saving:
+            del state_dict[key]
+    elif isinstance(value, FlatShardTensor):
+        return
+    elif not is_saving:
+        del state_dict[key]
+    elif options.offload_to_cpu and isinstance(value, Tensor):
+        state_dict[key] = value.cpu()
+
+
+def options_of(units: Sequence[Unit]) -> StateDictOptions:
+    """What state dicts of a model are; the default for one without units.
+
+    Raises:
+        RuntimeError: its units differ.
+    """
+    options = {unit.state_dict_options: unit.name for unit in units}
+    if len(options) > 1:
+        (first, one), (second, other), *_ = options.items()
+        raise RuntimeError(
+            f"state_dict_type: units {one!r} and {other!r} differ: {first} and {second}. Set "
+            "the type of the whole model."
+        )
+    return next(iter(options), StateDictOptions())
+
+
+@contextlib.contextmanager
+def options_set(units: Sequence[Unit], options: StateDictOptions) -> Iterator[None]:
+    """Let state dicts of these units be as ``options`` say, for a while."""
+    before = [unit.state_dict_options for unit in units]
+    for unit in units:
+        unit.state_dict_options = options
+    try:
+        yield
+    finally:
+        for unit, its_own in zip(units, before, strict=True):
+            unit.state_dict_options = its_own
 
 
 def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from flatshard.flat_param import FlatParameter, part_of, view_of
 from flatshard.gradients import CommHook, GradientBuffer
 from flatshard.layout import FlatLayout, LocalSpan, memory_order, strides_of
 from flatshard.ownership import OwnedParam, Site
-from flatshard.secondary import SecondaryShard, gather_in_two
+from flatshard.secondary import WHOLE, SecondaryShard, gather_in_two
 from flatshard.shard_tensor import FlatShardTensor, ShardSpec, attributes_of
 from flatshard.starting import RankZero, Start
 from flatshard.topology import Topology
@@ -102,6 +102,9 @@ class FlatParamHandle:
         self.topology = topology
         self.is_whole = topology.shard.size == 1
         self._tag, self._outer_tag = topology.inner.new_tag(), topology.outer.new_tag()
+        # Apart from those of a step: a state_dict() on one rank alone must not take what another
+        # rank sends for its forward.
+        self._parts_tags = topology.inner.new_tag(), topology.outer.new_tag()
         self._secondary = self._plan_secondary()
         self._use_orig_params = use_orig_params
         self._compute_dtype, self._reduce_dtype = compute_dtype, reduce_dtype
@@ -403,9 +406,11 @@ class FlatParamHandle:
         topology = self.topology
         if topology.outer.size == 1:
             return topology.inner.all_gather(
-                part, out, label=self.unit_name, tag=self._tag, purpose="whole tensors"
+                part, out, label=self.unit_name, tag=self._parts_tags[0], purpose=WHOLE
             )
-        return gather_in_two(part, out, topology.inner, topology.outer, self.unit_name, self._tag)
+        return gather_in_two(
+            part, out, topology.inner, topology.outer, self.unit_name, self._parts_tags
+        )
 
     def keep_secondary(self) -> None:
         """Before ``reshard`` between forward and backward: keep what backward gathers from."""

@@ -39,6 +39,8 @@ Facts = dict[str, str]
 T = TypeVar("T")
 
 _DDP_PREFIX = "module."
+_CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+"""What torch's ``checkpoint_wrapper`` adds to names, but not to those in state dicts."""
 
 
 # ---------------------------------------------------------------- which parameter is which
@@ -90,14 +92,16 @@ class _Places:
         Raises:
             ValueError: the optimizer has a parameter that the model, or its units, have not.
         """
-        prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+        prefixes = {
+            module: _unwrapped(f"{name}.") if name else "" for name, module in model.named_modules()
+        }
         self.order: dict[str, int] = {}
         for module, prefix in prefixes.items():
             for attribute in module._parameters:
                 self.order.setdefault(prefix + attribute, len(self.order))
         found = dict(_places_of_units(prefixes, units))
         for name, param in model.named_parameters():
-            found.setdefault(id(param), _Place((name,)))
+            found.setdefault(id(param), _Place((_unwrapped(name),)))
         self.groups: list[list[_Place]] = []
         for number, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
@@ -156,6 +160,11 @@ def _by_place(state_dict: StateDict, places: _Places) -> dict[Any, _Place]:
             f"got {[len(group) for group in keys]}. Pass optimizer.state_dict(), or None."
         )
     return dict(zip(chain.from_iterable(keys), places, strict=True))
+
+
+def _unwrapped(name: str) -> str:
+    """A name as state dicts have it, where activations are checkpointed."""
+    return name.replace(_CHECKPOINT_PREFIX, "")
 
 
 # ---------------------------------------------------------------- all ranks or none
@@ -515,6 +524,7 @@ def _named(state_dict: StateDict, places: _Places) -> StateDict:
     wrapped = all(name.startswith(_DDP_PREFIX) for name in name_of.values())
     if wrapped and not any(name.startswith(_DDP_PREFIX) for name in own):
         name_of = {key: name.removeprefix(_DDP_PREFIX) for key, name in name_of.items()}
+    name_of = {key: _unwrapped(name) for key, name in name_of.items()}
     for group in groups:
         group["params"] = [name_of[key] for key in group["params"]]
     state = {name_of.get(key, key): value for key, value in state_dict["state"].items()}

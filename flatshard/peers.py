@@ -213,9 +213,9 @@ FSDP_METHODS: dict[str, Entry] = {
     "register_comm_hook": Entry(
         Fate.SAME, "on an inner wrapper too; with HYBRID strategies only torch's own hooks"
     ),
-    "state_dict_type": Entry(Fate.SAME, "FULL_STATE_DICT, on every rank; others are refused"),
-    "set_state_dict_type": Entry(Fate.SAME, "FULL_STATE_DICT, on every rank; others are refused"),
-    "get_state_dict_type": Entry(Fate.REFUSED, "state_dict() always gives full tensors"),
+    "state_dict_type": Entry(Fate.SAME, "FULL_STATE_DICT and its configs; others are refused"),
+    "set_state_dict_type": Entry(Fate.SAME, "FULL_STATE_DICT and its configs; others are refused"),
+    "get_state_dict_type": Entry(Fate.SAME, "torch's `StateDictSettings`"),
     "full_optim_state_dict": Entry(Fate.REFUSED, "use `optim_state_dict`"),
     "sharded_optim_state_dict": Entry(Fate.REFUSED, "use `optim_state_dict`"),
     "scatter_full_optim_state_dict": Entry(Fate.REFUSED, "use `optim_state_dict_to_load`"),

@@ -99,14 +99,31 @@ class SecondaryShard:
         self._unit_name = unit_name
 
 
+WHOLE = "whole tensors, which all ranks must ask for together (state_dict(), say),"
+"""What such a gather is for, in errors."""
+
+
 def gather_in_two(
-    source: Tensor, out: Tensor, inner: Communicator, outer: Communicator, label: str, tag: int
+    source: Tensor,
+    out: Tensor,
+    inner: Communicator,
+    outer: Communicator,
+    label: str,
+    tags: tuple[int, int],
 ) -> Pending:
     """Begin filling ``out`` from all ranks' shards, first across, then within, keeping nothing.
 
     Collective: all ranks of both groups, at once; waits for the first of the two gathers.
+
+    Args:
+        source: this rank's shard, or something of its shape.
+        out: what to fill, ``(padded_numel,)``.
+        inner: the ranks within a node.
+        outer: the ranks across nodes.
+        label: names the unit.
+        tags: of ``inner`` and ``outer``.
     """
     with torch.no_grad():
         part = source.new_empty(source.numel() * outer.size)
-        outer.all_gather(source, part, label=label, tag=tag, purpose="whole tensors").wait()
-        return inner.all_gather(part, out, label=label, tag=tag, purpose="whole tensors")
+        outer.all_gather(source, part, label=label, tag=tags[1], purpose=WHOLE).wait()
+        return inner.all_gather(part, out, label=label, tag=tags[0], purpose=WHOLE)

@@ -32,6 +32,7 @@ from flatshard.config import Placement
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle, ShardState
 from flatshard.profiling import profiled
+from flatshard.state_dict_options import StateDictOptions
 from flatshard.topology import Topology
 
 
@@ -122,6 +123,7 @@ class Unit:
         phase: see ``Phase``.
         placement: what is freed when.
         sync: what the backward of the forward begun last does with the gradients.
+        state_dict_options: what its part of state dicts is.
     """
 
     context: Context
@@ -144,6 +146,7 @@ class Unit:
         self.placement = placement
         self.topology = topology
         self.sync = Sync.ALL
+        self.state_dict_options = StateDictOptions()
         self._compute_dtype = compute_dtype
         self._running: list[Call] = []
         self._waiting_for: dict[Call, int] = {}

@@ -14,10 +14,17 @@ from flatshard.handle import FlatParamHandle
 from flatshard.shard_tensor import FlatShardTensor
 
 
-def gather_full(handle: FlatParamHandle) -> list[Tensor]:
+def gather_full(
+    handle: FlatParamHandle, device: torch.device, *, is_kept: bool = True
+) -> list[Tensor]:
     """Copies of the original parameters, in the shard's own dtype.
 
     Collective: all ranks of the shard group, unless the buffer is current.
+
+    Args:
+        handle: whose parameters.
+        device: where the copies lie.
+        is_kept: False: this rank only helps the others, and gets nothing.
 
     Raises:
         RuntimeError: under a summon only rank 0 holds whole parameters, and this is another rank.
@@ -31,7 +38,8 @@ def gather_full(handle: FlatParamHandle) -> list[Tensor]:
             "part in another gather. Ask on rank 0 alone, or outside of the context."
         )
     with torch.inference_mode(False), torch.no_grad():
-        return split(handle, gather_flat(handle, handle.shard), handle.shard.device)
+        flat = gather_flat(handle, handle.shard)
+        return split(handle, flat, device) if is_kept else []
 
 
 def gather_flat(handle: FlatParamHandle, shard: Tensor) -> Tensor:

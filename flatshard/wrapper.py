@@ -49,6 +49,7 @@ from flatshard.settings import (
     read_strategy,
 )
 from flatshard.shard_tensor import FlatShardTensor
+from flatshard.state_dict_options import as_torch, read_options
 from flatshard.topology import Topology
 from flatshard.unit import Unit
 from flatshard.wrap import Policy, UnitPlan, check_policy, explain_no_match, find_units
@@ -341,6 +342,22 @@ class ShardedWrapper(nn.Module):
         """Run the wrapped module. Collective."""
         return self.module(*args, **kwargs)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The wrapped module's class, so that ``isinstance`` finds it; ``type()`` is the wrapper.
+
+        ``isinstance(x, ShardedWrapper)`` is true as well: it looks at ``type(x)`` first.
+        """
+        module = self.__dict__.get("_modules", {}).get("module")
+        return type(self) if module is None else module.__class__  # type: ignore[no-any-return]
+
+    def _get_name(self) -> str:
+        return type(self).__name__
+
+    def __dir__(self) -> list[str]:
+        """Names of the wrapper and of the wrapped module."""
+        return sorted({*dir(type(self)), *super().__dir__()})
+
     def __getattr__(self, name: str) -> Any:
         """What the wrapper lacks, the wrapped module may have."""
         try:
@@ -530,6 +547,25 @@ class ShardedWrapper(nn.Module):
             "a ShardedWrapper cannot be pickled: it belongs to a process group. Save "
             "model.state_dict(), and load it into a model that was wrapped anew."
         )
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> ShardedWrapper:
+        """Call ``fn`` on the modules of the unwrapped module, children first, and not on wrappers.
+
+        It sees whole plain parameters, and what it writes is kept, also when it raises. It has to
+        write the same on all ranks: seed them alike before it draws random numbers. Whole at one
+        time are a unit and those around it; units further in are sharded again when ``fn`` is
+        called on what contains them, and edits of them through ``parameters()`` are right or
+        raise. With ``use_orig_params=False``, all units below are whole until the end.
+
+        Collective: all ranks.
+
+        Raises:
+            RuntimeError: as ``summon_full_params``.
+        """
+        has_flat = any(wrapper._parameters for wrapper in sharded_modules(self))
+        with ShardedWrapper.summon_full_params(self, recurse=has_flat):
+            self.module.apply(fn)
+        return self
 
     # ------------------------------------------------------------ training
 
@@ -746,24 +782,44 @@ class ShardedWrapper(nn.Module):
         state_dict_type: Any,
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
-    ) -> None:
-        """Accept ``FULL_STATE_DICT``, which is what ``state_dict()`` gives, on every rank.
+    ) -> Any:
+        """Say what ``state_dict()`` and ``optim_state_dict()`` give, from now on.
+
+        No communication; on all ranks alike.
 
         Args:
-            module: not looked at.
-            state_dict_type: torch's enum or a name.
-            state_dict_config: accepted; full tensors come on every rank, on their device.
-            optim_state_dict_config: likewise; see ``optim_state_dict``.
+            module: a wrapper, or any module that contains some; all of them are set.
+            state_dict_type: ``FULL_STATE_DICT``; torch's enum or its name.
+            state_dict_config: torch's ``FullStateDictConfig``. ``rank0_only``: ``state_dict()``,
+                which all ranks call, is empty on other ranks. ``offload_to_cpu``: tensors lie in
+                CPU memory, copied there unit by unit. None: on every rank and device.
+            optim_state_dict_config: torch's ``FullOptimStateDictConfig``, the default of
+                ``optim_state_dict``'s keywords of the same names. None: on every rank, in CPU
+                memory.
+
+        Returns:
+            What it was: torch's ``StateDictSettings``.
 
         Raises:
             NotImplementedError: another type.
+            TypeError: a config that does not belong to it.
+            RuntimeError: units inside differ in what they were.
         """
-        name = getattr(state_dict_type, "name", state_dict_type)
-        if name != "FULL_STATE_DICT":
-            raise NotImplementedError(
-                f"state_dict_type: expected FULL_STATE_DICT, got {name}: state dicts hold whole "
-                "tensors under the unwrapped model's names"
-            )
+        options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = ShardedWrapper.get_state_dict_type(module)
+        for wrapper in sharded_modules(module):
+            wrapper._unit.state_dict_options = options
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> Any:
+        """What ``set_state_dict_type`` said: torch's ``StateDictSettings``.
+
+        Raises:
+            RuntimeError: units inside differ.
+        """
+        units = [wrapper._unit for wrapper in sharded_modules(module)]
+        return as_torch(checkpoint.options_of(units))
 
     @staticmethod
     @contextlib.contextmanager
@@ -773,11 +829,11 @@ class ShardedWrapper(nn.Module):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> Iterator[None]:
-        """``set_state_dict_type`` for a while."""
-        ShardedWrapper.set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-        yield
+        """``set_state_dict_type`` for a while; then every unit is as it was."""
+        options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
+        units = [wrapper._unit for wrapper in sharded_modules(module)]
+        with checkpoint.options_set(units, options):
+            yield
 
     def check_is_root(self) -> bool:
         """Whether no other wrapper contains this one."""
@@ -796,7 +852,9 @@ class ShardedWrapper(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the unwrapped module's names, on every rank.
 
-        Collective: all ranks.
+        See ``set_state_dict_type`` for rank 0 alone, or in CPU memory.
+
+        Collective: all ranks, also those that get nothing.
         """
         self._context.recover()
         return self.module.state_dict(*args, **kwargs)
@@ -826,8 +884,8 @@ class ShardedWrapper(nn.Module):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
         *,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = True,
+        rank0_only: bool | None = None,
+        offload_to_cpu: bool | None = None,
     ) -> dict[str, Any]:
         """The optimizer's state, whole, by the names of the unwrapped model.
 
@@ -844,8 +902,10 @@ class ShardedWrapper(nn.Module):
             optim: an optimizer over its parameters, made before or after wrapping.
             optim_state_dict: what ``optim.state_dict()`` gave; None: asks for it.
             group: accepted; units know their ranks.
-            rank0_only: only rank 0 gets the state, other ranks an empty dict.
-            offload_to_cpu: its tensors lie in CPU memory, copied there unit by unit.
+            rank0_only: only rank 0 gets the state, other ranks an empty dict. None: as
+                ``set_state_dict_type`` said, otherwise False.
+            offload_to_cpu: its tensors lie in CPU memory, copied there unit by unit. None: as
+                ``set_state_dict_type`` said, otherwise True.
 
         Raises:
             ValueError: on all ranks: the optimizer has a parameter that ``model`` has not, state
@@ -853,13 +913,17 @@ class ShardedWrapper(nn.Module):
             RuntimeError: a forward or backward of the model is running; ``optim_state_dict`` is
                 another rank's.
         """
+        units = _units_at_rest(model, "optim_state_dict()")
+        options = checkpoint.options_of(units)
         return optim_state.full_state(
             model,
             optim,
-            _units_at_rest(model, "optim_state_dict()"),
+            units,
             optim_state_dict,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
+            rank0_only=options.optim_rank0_only if rank0_only is None else rank0_only,
+            offload_to_cpu=(
+                options.optim_offload_to_cpu if offload_to_cpu is None else offload_to_cpu
+            ),
         )
 
     @staticmethod

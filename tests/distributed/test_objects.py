@@ -5,18 +5,25 @@ import io
 import os
 import pickle
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flatshard import FlatShardTensor, ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
 from tests.distributed.test_training import WAYS, Run
-from tests.harness import run_ranks
+from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES
-from tests.oracle import ROWS, assert_same_state, snapshot
+from tests.oracle import ROWS, assert_same_state, local_loss, snapshot
 
 each_way = pytest.mark.parametrize("way", WAYS)
 
@@ -307,3 +314,72 @@ def _summoned(rank: int, world_size: int, way: str) -> None:
     for each in (run, plain):
         each.train()
     _assert_same(run.model, plain.model)
+
+
+# ---------------------------------------------------------------- a module like the wrapped one
+
+
+def test_apply() -> None:
+    run_ranks(_applied, 2)
+
+
+def _applied(rank: int, world_size: int) -> None:
+    """The same modules in the same order, the same numbers, and whole parameters."""
+    for name, keywords in product(
+        ("nested", "tied-across-units", "mlp"), ({}, {"use_orig_params": False})
+    ):
+        case = CASES[name]
+        plain, model = case.model(), case.wrap(case.model(), **keywords)
+        seen: dict[nn.Module, list[str]] = {plain: [], model: []}
+        with naming((name, keywords)):
+            for one, names in seen.items():
+                torch.manual_seed(3)
+                one.apply(partial(_initialise, names))
+                names.append(str(torch.get_rng_state().sum()))
+            assert seen[plain] == seen[model]
+            assert_same_state(model.state_dict(), snapshot(plain), 0.0, 0.0)
+
+            def fail(module: nn.Module) -> None:
+                if isinstance(module, nn.Linear):
+                    raise KeyError
+
+            with pytest.raises(KeyError):
+                model.apply(fail)
+            assert_same_state(model.state_dict(), snapshot(plain), 0.0, 0.0)
+            local_loss(model, case, 0, rank, world_size).backward()
+
+
+def _initialise(names: list[str], module: nn.Module) -> None:
+    """Draws, views that only whole parameters have, and a container that reaches into its parts."""
+    names.append(type(module).__name__)
+    if isinstance(module, nn.Linear):
+        module.weight.data.normal_()
+        module.weight.data[0].fill_(0.5)
+    for name, param in module.named_parameters():
+        if name.endswith("weight"):
+            param.data.mul_(1.1).add_(torch.randn_like(param))
+
+
+def test_isinstance_reaches_through() -> None:
+    run_ranks(_instances, 1)
+
+
+def _instances(rank: int, world_size: int) -> None:
+    with allow_warnings():
+        model = ShardedWrapper(
+            nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3)),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        )
+    assert all(isinstance(model, kind) for kind in (nn.Sequential, ShardedWrapper, nn.Module))
+    assert not isinstance(model, nn.Linear)
+    assert [isinstance(child, nn.Linear) for child in model] == [True, False, True]
+    assert type(model) is type(model[0]) is ShardedWrapper
+    assert isinstance(copy.deepcopy(model)[0], nn.Linear)
+    assert repr(model).startswith("ShardedWrapper(")
+    assert {"unit_report", "append", "module"} <= set(dir(model))
+    # One checkpoint per layer: not one around the unit and one in it.
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+    assert sum(type(module) is CheckpointWrapper for module in model.modules()) == 2
+    assert all(type(model[index]) is ShardedWrapper for index in (0, 2))
+    model(torch.ones(2, 7)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())

@@ -6,6 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.fsdp.api import StateDictSettings
 
 from flatshard import ShardedWrapper, ShardingStrategy
 from tests.harness import naming, run_ranks
@@ -147,6 +154,73 @@ def _saved_size(module: nn.Module) -> int:
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     return len(file.getvalue())
+
+
+# ---------------------------------------------------------------- FSDP1's settings
+
+FULL = StateDictType.FULL_STATE_DICT
+ON_RANK_0 = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+
+
+@each_way
+def test_on_rank_0_alone(way: str) -> None:
+    run_ranks(_on_rank_0_alone, 2, way)
+
+
+def _on_rank_0_alone(rank: int, world_size: int, way: str) -> None:
+    """Of the wrapper, the module in it and the parts: whole on rank 0, empty elsewhere."""
+    for name in ("nested", "tied-across-units", "batch-norm"):
+        case = CASES[name]
+        plain, model = case.model(), case.wrap(case.model(), **WAYS[way])
+        with naming(name), ShardedWrapper.state_dict_type(model, FULL, ON_RANK_0):
+            for part, whole in plain.named_modules():
+                expected = whole.state_dict() if rank == 0 else {}
+                _assert_identical(model.get_submodule(part).state_dict(), expected)
+            state = nn.ModuleDict({"a": model, "b": nn.Linear(1, 1)}).state_dict()
+            assert "b.bias" in state
+            assert any(key.startswith("a.") for key in state) is (rank == 0)
+            assert (len(model.state_dict(keep_vars=True)) > 0) is (rank == 0)
+        # As before the context, on all ranks.
+        _assert_identical(model.state_dict(), plain.state_dict())
+
+
+def test_settings_of_state_dicts() -> None:
+    run_ranks(_settings, 2)
+
+
+def _settings(rank: int, world_size: int) -> None:
+    case = CASES["nested"]
+    model = case.wrap(case.model())
+    optimizer = OPTIMIZERS["sgd"](trainable(model))
+    train_steps(model, optimizer, case, rank, world_size, steps=1)
+    on_rank_0 = FullOptimStateDictConfig(rank0_only=True)
+    default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
+    chosen = StateDictSettings(FULL, ON_RANK_0, on_rank_0)
+    get, optim_state = ShardedWrapper.get_state_dict_type, ShardedWrapper.optim_state_dict
+
+    def leave_by_an_error() -> None:
+        with ShardedWrapper.state_dict_type(model, FULL, ON_RANK_0, on_rank_0):
+            assert get(model) == get(model.outer) == chosen
+            assert bool(optim_state(model, optimizer)) is (rank == 0)
+            assert optim_state(model, optimizer, rank0_only=False)["state"]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        leave_by_an_error()
+    assert get(model) == get(nn.Sequential(model)) == get(nn.Linear(1, 1)) == default
+    assert ShardedWrapper.set_state_dict_type(model, FULL, ON_RANK_0, on_rank_0) == default
+    assert ShardedWrapper.set_state_dict_type(model, "FULL_STATE_DICT") == chosen
+    assert optim_state(model, optimizer)["state"]
+
+    ShardedWrapper.set_state_dict_type(model.outer, FULL, ON_RANK_0)
+    with pytest.raises(RuntimeError, match="differ"):
+        get(model)
+    for wrong in ("SHARDED_STATE_DICT", StateDictType.LOCAL_STATE_DICT):
+        with pytest.raises(NotImplementedError, match=r"got (SHARDED|LOCAL).*rank0_only=True"):
+            ShardedWrapper.set_state_dict_type(model, wrong)
+    for configs in ((ShardedStateDictConfig(),), (on_rank_0,), (None, ON_RANK_0)):
+        with pytest.raises(TypeError, match=r"expected torch's Full\w+Config"):
+            ShardedWrapper.set_state_dict_type(model, FULL, *configs)
 
 
 # ---------------------------------------------------------------- loading

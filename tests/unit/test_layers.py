@@ -8,7 +8,7 @@ import pytest
 import flatshard
 
 LAYERS = [
-    {"layout", "schedule", "config", "profiling", "watchdog", "peers"},
+    {"layout", "schedule", "config", "profiling", "watchdog", "peers", "state_dict_options"},
     {"ignored", "wrap", "auto_policy", "module_tree", "plan_report"},
     {
         "flat_param",
