@@ -7,6 +7,10 @@ tag per flat parameter and so insensitive to the order in which ranks start them
 all-to-all followed by local additions in rank order, which also makes the sum the same in every
 run. Other backends use their own in-place collectives.
 
+Where all ranks of a group are on one host and may read one another's memory, they do that
+instead: a message says where a part lies, the others copy it from there, or add it up piece by
+piece, and thank for it.
+
 [Note: groups]
 Collectives on one group match by order. Reductions start when gradients are there, gathers when
 parameters are needed, and the two may interleave differently on each rank: each kind has a group
@@ -29,15 +33,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatshard.config import Collectives
+from flatshard.peer_memory import Meeting, PeerMemory
+from flatshard.pending import CollectiveError, Pending, drop_settled
 from flatshard.watchdog import watched
 
 # Newer names of the same collectives; some versions warn of the older ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class CollectiveError(RuntimeError):
-    """A collective failed: a peer died, ran other units, or did not come within the timeout."""
 
 
 class Event(NamedTuple):
@@ -71,79 +74,6 @@ def record() -> Iterator[list[Event]]:
         _recorders.remove(events)
 
 
-class Pending:
-    """A collective under way. Keeps its tensors alive until it was waited for.
-
-    Attributes:
-        tells: whether ``done`` can become true before the wait.
-    """
-
-    def __init__(
-        self,
-        works: list[Any],
-        what: str,
-        *tensors: Tensor,
-        peers: Sequence[int] = (),
-        then: Callable[[], None] | None = None,
-        tells: bool = True,
-    ) -> None:
-        """Take over what was started.
-
-        Args:
-            works: the backend's handles, all to be waited for.
-            what: names the unit, the rank and the collective.
-            tensors: what must stay alive.
-            peers: the ranks that the first handles receive from, where each has its own.
-            then: called once after the wait.
-            tells: see the class.
-        """
-        self.tells = tells
-        self._works = works
-        self._what = what
-        self._tensors = tensors
-        self._peers = peers
-        self._then = then
-
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> None:
-        """Finish; on an accelerator the current stream waits, not the host.
-
-        Raises:
-            CollectiveError: a peer failed or did not come within the group's timeout.
-        """
-        if self._works:
-            with watched(self._describe):
-                for work in self._works:
-                    self._wait_for(work)
-            self._works = []
-        then, self._then = self._then, None
-        if then is not None:
-            then()
-        self._tensors = ()
-
-    def _wait_for(self, work: Any) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            described, self._works = self._describe(), []
-            raise CollectiveError(
-                f"{described} failed. A peer died, ran other units than this rank, or did not "
-                "come within the group's timeout. Look for the first error on the other ranks. "
-                f"Reported by the backend: {error}"
-            ) from error
-
-    def _describe(self) -> str:
-        late = [
-            peer
-            for work, peer in zip(self._works, self._peers, strict=False)
-            if not work.is_completed()
-        ]
-        return f"{self._what}, not heard of rank {late[0]}" if late else self._what
-
-
 class Communicator:
     """The ranks that share something, and how they move tensors. A group of one never sends.
 
@@ -157,23 +87,27 @@ class Communicator:
         control_device: where a few numbers must lie to be sent; "cpu" unless the group has none.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, native: bool = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, mode: Collectives = Collectives.AUTO
+    ) -> None:
         """Find out how the ranks can talk.
 
         Collective when ``group`` has several ranks: makes the groups of the note above.
 
         Args:
             group: the ranks; None is this rank alone.
-            native: use the backend's own collectives whatever it is.
+            mode: how to move tensors.
         """
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
         self.ranks: list[int] = dist.get_process_group_ranks(group) if group is not None else [0]
         self.global_rank = dist.get_rank() if group is not None else 0
-        self._native = native
+        self._mode = mode
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
         self._num_tags = 0
+        self._num_reductions = 0
+        self._peer_memory: PeerMemory | None = None
         self.second_stages: deque[Any] = deque()
         self.control_device = torch.device("cpu")
         if group is None or self.size == 1:
@@ -181,10 +115,20 @@ class Communicator:
         if _cpu_backend(group) is None:
             self.control_device = torch.device("cuda", torch.cuda.current_device())
         self._is_gloo = _cpu_backend(group) == "gloo"
-        self._sends_cpu_directly = self._is_gloo and not native
+        self._sends_cpu_directly = self._is_gloo and mode is not Collectives.NATIVE
         with _named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
             self._gather_group = _sibling(group) if self._sends_cpu_directly else group
             self._reduce_group = _sibling(group)
+        if self._sends_cpu_directly and mode is Collectives.AUTO:
+            self._peer_memory = self._meet_on_host()
+
+    def _meet_on_host(self) -> PeerMemory | None:
+        """The other ranks' memory, if all are on one host and let each other read it."""
+        meeting = Meeting()
+        cards = self.gather_objects(meeting.card, label="meeting on one host")
+        memory = meeting.try_reading(cards)
+        everyone = self.gather_objects(memory is not None, label="meeting on one host")
+        return memory if all(everyone) else None
 
     def new_tag(self) -> int:
         """A number that no other user of this communicator has.
@@ -223,6 +167,8 @@ class Communicator:
         self._note("gather", label, out)
         with _named(what):
             if self._direct(shard):
+                if self._reads(shard):
+                    return self._read_shards(shard, out, tag, what)
                 return self._exchange(shard, out, tag, what)
             work = _all_gather_single(out, shard, group=self._gather_group, async_op=True)
         return Pending([work], what, shard, out)
@@ -252,6 +198,8 @@ class Communicator:
         self._note("reduce", label, buffer)
         what = self._what(label, "reduce-scattering gradients in backward")
         with _named(what):
+            if self._direct(buffer) and self._reads(out):
+                return self._read_and_average(buffer, out, what)
             if self._direct(buffer):
                 received = torch.empty_like(buffer)
                 work = dist.all_to_all_single(
@@ -261,9 +209,11 @@ class Communicator:
                     async_op=True,
                 )
                 parts = received.chunk(self.size)
-                return Pending(
-                    [work], what, buffer, received, then=lambda: _average_into(out, parts)
-                )
+
+                def average() -> None:
+                    _average_into(out, parts)
+
+                return Pending([work], what, buffer, received, then=average)
             work = _reduce_scatter_single(
                 _as_real(out),
                 _as_real(buffer),
@@ -363,15 +313,138 @@ class Communicator:
         group, rank = self._gather_group, self.rank
         parts = _as_bytes(out).chunk(self.size)
         source = _as_bytes(shard)
-        peers = [(rank + step) % self.size for step in range(1, self.size)]
-        works = [group.recv([parts[peer]], peer, tag) for peer in peers]
-        works += [group.send([source], peer, tag) for peer in peers]
+        peers = self._others()
+        receives = [group.recv([parts[peer]], peer, tag) for peer in peers]
+        sends = [group.send([source], peer, tag) for peer in peers]
         if parts[rank].data_ptr() != source.data_ptr():
             parts[rank].copy_(source)
-        return Pending(works, what, shard, out, peers=[self.ranks[peer] for peer in peers])
+        names = [self.ranks[peer] for peer in peers]
+        return Pending(receives, what, shard, out, peers=names, trailing=sends)
+
+    def _others(self) -> list[int]:
+        """The other ranks of the group, the next one first."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    # ------------------------------------------------------------ on one host
+
+    def _reads(self, part: Tensor) -> bool:
+        """Whether a part of this size is read from the other ranks' memory."""
+        nbytes = part.numel() * part.element_size()
+        return self._peer_memory is not None and nbytes >= _READ_MIN_BYTES
+
+    def _read_shards(self, shard: Tensor, out: Tensor, tag: int, what: str) -> Pending:
+        drop_settled()
+        parts = _as_bytes(out).chunk(self.size)
+        source = _as_bytes(shard)
+        offer = _Offer(self._gather_group, self._others(), source, tag)
+        if parts[self.rank].data_ptr() != source.data_ptr():
+            parts[self.rank].copy_(source)
+
+        def read() -> list[Any]:
+            memory = self._peer_memory
+            assert memory is not None, "checked before the choice"
+            for peer, address in offer.addresses():
+                memory.read(peer, address, parts[peer])
+            return offer.thank()
+
+        return self._offered(offer, what, read, shard, out)
+
+    def _read_and_average(self, buffer: Tensor, out: Tensor, what: str) -> Pending:
+        drop_settled()
+        # Reductions are started in one order on all ranks, so counting them tells them apart.
+        self._num_reductions += 1
+        offer = _Offer(self._reduce_group, self._others(), buffer, self._num_reductions % _TAGS)
+
+        def average() -> list[Any]:
+            memory = self._peer_memory
+            assert memory is not None, "checked before the choice"
+            first = self.rank * out.numel()
+            own = buffer[first : first + out.numel()]
+            places = {p: a + first * out.element_size() for p, a in offer.addresses()}
+            _average_read(memory, places, own, out, self.rank)
+            return offer.thank()
+
+        return self._offered(offer, what, average, buffer, out)
+
+    def _offered(
+        self, offer: _Offer, what: str, then: Callable[[], list[Any]], *tensors: Tensor
+    ) -> Pending:
+        names = [self.ranks[peer] for peer in offer.peers]
+        return Pending(
+            offer.receives, what, *tensors, peers=names, then=then, trailing=offer.trailing
+        )
 
 
-_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, Communicator]] = (
+class _Offer:
+    """Tells other ranks where something lies, and learns where theirs does.
+
+    [Note: two words]
+    A rank says where its part is as soon as it may be read, and "thanks" when it has read that of
+    another. An offer stands, and must not change, until all have thanked.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, peers: list[int], source: Tensor, tag: int
+    ) -> None:
+        """Offer ``source``; ``tag`` tells this offer from others of the group."""
+        self.peers = peers
+        self._group, self._tag = group, tag
+        self._theirs = [torch.empty(1, dtype=torch.int64) for _ in peers]
+        self._word = torch.tensor([source.data_ptr()])
+        self._thanks = [torch.empty(1, dtype=torch.int64) for _ in peers]
+        by_peer = list(zip(peers, self._theirs, self._thanks, strict=True))
+        self.receives = [group.recv([theirs], peer, tag) for peer, theirs, _ in by_peer]
+        self.trailing = [group.recv([thanks], peer, tag + _TAGS) for peer, _, thanks in by_peer]
+        self.trailing += [group.send([self._word], peer, tag) for peer in peers]
+
+    def addresses(self) -> list[tuple[int, int]]:
+        """Each peer and where its part is; after ``receives``."""
+        return [(p, int(theirs)) for p, theirs in zip(self.peers, self._theirs, strict=True)]
+
+    def thank(self) -> list[Any]:
+        """Say that everything was read."""
+        return [self._group.send([self._word], peer, self._tag + _TAGS) for peer in self.peers]
+
+
+_TAGS = 1 << 20
+"""More than there are tags of offers; those of thanks come after them."""
+
+_READ_MIN_BYTES = 32 << 10
+"""Parts below this are sent at once: reading takes two messages, and they cost more."""
+
+_PIECE_NUMEL = 1 << 16
+"""Elements that are read and added at a time: they stay in the cache between."""
+
+
+def _average_read(
+    memory: PeerMemory, places: dict[int, int], own: Tensor, out: Tensor, rank: int
+) -> None:
+    """Average in rank order, so that every run and every rank rounds alike.
+
+    Args:
+        memory: of the other ranks.
+        places: where each of them has its values for ``out``.
+        own: this rank's, of the shape of ``out``.
+        out: ``(shard_numel,)``.
+        rank: this rank.
+    """
+    scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=out.dtype)
+    size = len(places) + 1
+    for start in range(0, out.numel(), _PIECE_NUMEL):
+        piece = out[start : start + _PIECE_NUMEL]
+        for peer in range(size):
+            values = own[start : start + piece.numel()]
+            if peer != rank:
+                values = scratch[: piece.numel()] if peer else piece
+                memory.read(peer, places[peer] + start * out.element_size(), values)
+            if peer:
+                piece.add_(values)
+            elif peer == rank:
+                piece.copy_(values)
+        piece.div_(size)
+
+
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Collectives, Communicator]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -379,17 +452,19 @@ ALONE = Communicator(None)
 """The group of one."""
 
 
-def communicator(group: dist.ProcessGroup | None, *, native: bool = False) -> Communicator:
+def communicator(
+    group: dist.ProcessGroup | None, *, mode: Collectives = Collectives.AUTO
+) -> Communicator:
     """The communicator of a process group, made at the first call; None gives ``ALONE``.
 
-    Collective at the first call for a group and a value of ``native``.
+    Collective at the first call for a group and a value of ``mode``.
     """
     if group is None:
         return ALONE
     known = _communicators.setdefault(group, {})
-    if native not in known:
-        known[native] = Communicator(group, native=native)
-    return known[native]
+    if mode not in known:
+        known[mode] = Communicator(group, mode=mode)
+    return known[mode]
 
 
 def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
@@ -410,7 +485,7 @@ def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
         assert parent.group is not None
         with _named(f"ShardedWrapper, rank {parent.global_rank}: meeting ranks {list(ranks)}"):
             group = _new_group(parent.group, ranks)
-        known[tuple(ranks)] = communicator(group, native=parent._native)
+        known[tuple(ranks)] = communicator(group, mode=parent._mode)
     return known[tuple(ranks)]
 
 

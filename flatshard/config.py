@@ -209,15 +209,28 @@ def _as_member(kind: type[enum.Enum], value: object, keyword: str) -> Any:
     return kind[name]
 
 
-def as_native(collectives: object) -> bool:
-    """Read ``collectives``: whether to use the backend's own.
+class Collectives(enum.Enum):
+    """How ranks move tensors."""
+
+    AUTO = "auto"
+    """What fits best: on gloo, ranks on one host read one another's memory, others use sockets."""
+    SOCKETS = "sockets"
+    """On gloo, sockets even on one host."""
+    NATIVE = "native"
+    """The backend's own collectives, one per unit and purpose."""
+
+
+def as_collectives(value: object) -> Collectives:
+    """Read ``collectives``.
 
     Raises:
-        ValueError: it is neither ``"auto"`` nor ``"native"``.
+        ValueError: it is none of them.
     """
-    if collectives not in ("auto", "native"):
-        raise ValueError(f'collectives: expected "auto" or "native", got {collectives!r}')
-    return collectives == "native"
+    try:
+        return Collectives(value)
+    except ValueError:
+        choices = ", ".join(f'"{one.value}"' for one in Collectives)
+        raise ValueError(f"collectives: expected one of {choices}, got {value!r}") from None
 
 
 def as_cpu_offload(value: object) -> CPUOffload:

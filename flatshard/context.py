@@ -25,6 +25,7 @@ from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle
+from flatshard.pending import settle_all
 from flatshard.profiling import profiled
 from flatshard.saved_tensors import SavedTensors
 from flatshard.schedule import ExecutionOrder, ReduceOrder
@@ -174,6 +175,7 @@ class RunContext:
             self._drop_prefetched()
             for handle in self._kept_from_afar:
                 handle.finish_refresh()
+            settle_all()
 
     @property
     def is_running_forward(self) -> bool:
@@ -314,6 +316,7 @@ class RunContext:
         try:
             if any(unit.sync is not Sync.LOCAL for unit in self.units):
                 self._settle()
+            settle_all()
             failed = False
         finally:
             self._active = failed  # what is left of it is dropped before the next one

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flatshard.collectives import CollectiveError, Pending
 from flatshard.flat_param import view_of
 from flatshard.layout import FlatLayout
+from flatshard.pending import CollectiveError, Pending
 from flatshard.topology import Topology
 
 

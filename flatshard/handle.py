@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from flatshard.collectives import Pending
 from flatshard.flat_param import FlatParameter, part_of, view_of
 from flatshard.gradients import CommHook, GradientBuffer
 from flatshard.layout import FlatLayout, LocalSpan, memory_order, strides_of
 from flatshard.ownership import OwnedParam, Site
+from flatshard.pending import Pending
 from flatshard.secondary import WHOLE, SecondaryShard, gather_in_two
 from flatshard.shard_tensor import FlatShardTensor, ShardSpec, attributes_of
 from flatshard.starting import RankZero, Start

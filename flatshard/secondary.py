@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatshard.collectives import Communicator, Pending
+from flatshard.collectives import Communicator
+from flatshard.pending import Pending
 
 
 class SecondaryShard:
@@ -125,5 +126,5 @@ def gather_in_two(
     """
     with torch.no_grad():
         part = source.new_empty(source.numel() * outer.size)
-        outer.all_gather(source, part, label=label, tag=tags[1], purpose=WHOLE).wait()
+        outer.all_gather(source, part, label=label, tag=tags[1], purpose=WHOLE).finish()
         return inner.all_gather(part, out, label=label, tag=tags[0], purpose=WHOLE)

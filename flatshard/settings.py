@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import config
-from flatshard.config import BackwardPrefetch, MixedPrecision, Placement, ShardingStrategy
+from flatshard.config import (
+    BackwardPrefetch,
+    Collectives,
+    MixedPrecision,
+    Placement,
+    ShardingStrategy,
+)
 from flatshard.topology import Ranks, Topology, read_ranks
 from flatshard.wrap import UnitPlan
 
@@ -78,7 +84,7 @@ class Settings:
 
 
 def ranks_or_alone(
-    process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, native: bool
+    process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, mode: Collectives
 ) -> Ranks:
     """The ranks that train the model; alone, with a warning, where there is no process group."""
     if process_group is None and device_mesh is None:
@@ -91,7 +97,7 @@ def ranks_or_alone(
                 "sharded",
                 stacklevel=3,
             )
-    return read_ranks(process_group, device_mesh, native=native)
+    return read_ranks(process_group, device_mesh, mode=mode)
 
 
 def read_strategy(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard.collectives import ALONE, Communicator, communicator, subgroup
-from flatshard.config import Placement
+from flatshard.config import Collectives, Placement
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Ranks:
         grid: the ranks that share one copy, and those that hold the same part of theirs, where
             the user said which; None: placements that need to know go by nodes.
         ranks_per_node: how many ranks a node has, for the same purpose; None if unknown.
-        native: whether to use the backend's own collectives whatever it is.
+        mode: how they move tensors.
     """
 
     world: Communicator
     grid: tuple[Communicator, Communicator] | None
     ranks_per_node: int | None
-    native: bool
+    mode: Collectives
     _known: dict[Placement, Topology] = field(default_factory=dict, repr=False)
 
     def describe(self) -> str:
@@ -151,7 +151,7 @@ def _rows_and_columns(
 # ---------------------------------------------------------------- what the user says
 
 
-def read_ranks(process_group: Any, device_mesh: Any, *, native: bool) -> Ranks:
+def read_ranks(process_group: Any, device_mesh: Any, *, mode: Collectives) -> Ranks:
     """Read ``process_group`` and ``device_mesh``; without either, the default group is meant.
 
     Collective at the first call for a process group, and whenever a pair or a 2-D mesh is given.
@@ -160,7 +160,7 @@ def read_ranks(process_group: Any, device_mesh: Any, *, native: bool) -> Ranks:
         process_group: a group, a pair (shard group, replicate group), or None.
         device_mesh: a 1-D mesh; a 2-D mesh (replicate, shard), in the other order if its
             dimensions' names say so; or None.
-        native: use the backend's own collectives whatever it is.
+        mode: how to move tensors.
 
     Raises:
         TypeError: something else was passed.
@@ -174,16 +174,16 @@ def read_ranks(process_group: Any, device_mesh: Any, *, native: bool) -> Ranks:
     if not isinstance(process_group, tuple | list):
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(f"process_group: expected a ProcessGroup, got {process_group!r}")
-        return Ranks(communicator(process_group, native=native), None, per_node, native)
+        return Ranks(communicator(process_group, mode=mode), None, per_node, mode)
     groups = tuple(process_group)
     if len(groups) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in groups):
         raise TypeError(
             f"process_group: expected one group or a pair (shard group, replicate group), "
             f"got {process_group!r}"
         )
-    shard, replicate = (communicator(group, native=native) for group in groups)
-    world = _world_of_grid(shard, replicate, native)
-    return Ranks(world, (shard, replicate), per_node, native)
+    shard, replicate = (communicator(group, mode=mode) for group in groups)
+    world = _world_of_grid(shard, replicate, mode)
+    return Ranks(world, (shard, replicate), per_node, mode)
 
 
 def _ranks_per_node() -> int | None:
@@ -213,7 +213,7 @@ def _groups_of_mesh(mesh: Any) -> Any:
     return mesh.get_group(shard_dim), mesh.get_group(1 - shard_dim)
 
 
-def _world_of_grid(shard: Communicator, replicate: Communicator, native: bool) -> Communicator:
+def _world_of_grid(shard: Communicator, replicate: Communicator, mode: Collectives) -> Communicator:
     """The ranks of a grid, of which every rank knows its row and its column.
 
     Collective: along rows and columns.
@@ -242,7 +242,7 @@ def _world_of_grid(shard: Communicator, replicate: Communicator, native: bool) -
         if group.ranks == ranks:
             return group
     if dist.get_process_group_ranks(dist.group.WORLD) == ranks:
-        return communicator(dist.group.WORLD, native=native)
+        return communicator(dist.group.WORLD, mode=mode)
     return subgroup(shard, ranks)
 
 

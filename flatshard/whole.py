@@ -56,7 +56,7 @@ def gather_flat(handle: FlatParamHandle, shard: Tensor) -> Tensor:
     if shard is handle.shard and handle.is_current and handle.compute_dtype == shard.dtype:
         return handle.buffer
     flat = shard.new_empty(handle.layout.padded_numel)
-    handle.begin_gather_parts(shard.detach(), flat).wait()
+    handle.begin_gather_parts(shard.detach(), flat).finish()
     return flat
 
 

@@ -104,8 +104,9 @@ class ShardedWrapper(nn.Module):
             is frozen or trained as a whole.
         broadcast_buffers: give all ranks rank 0's buffers before each forward, as
             DistributedDataParallel does.
-        collectives: ``"auto"``: what fits the backend best; ``"native"``: one collective of the
-            backend per unit and purpose, for comparison.
+        collectives: ``"auto"``: what fits the backend best; ``"sockets"``: on gloo, send and
+            receive even where ranks on one host could read each other's memory; ``"native"``: one
+            collective of the backend per unit and purpose, for comparison.
         ignored_modules: modules to leave alone: their parameters stay plain ones that are neither
             sharded nor moved, compared or synchronised between ranks, and their gradients are this
             rank's own. So are their buffers. A parameter that also stands elsewhere is ignored
@@ -174,7 +175,7 @@ class ShardedWrapper(nn.Module):
         ignored = _read_ignored(module, ignored_modules, ignored_states)
         left_alone = _owned_ids(module) | ignored.ids()
         inspection.check_params(module, left_alone)
-        ranks = ranks_or_alone(process_group, device_mesh, native=config.as_native(collectives))
+        ranks = ranks_or_alone(process_group, device_mesh, mode=config.as_collectives(collectives))
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
         check_grid_is_used(ranks, placement, strategy)
         device = inspection.find_device(module, device_id, ranks.world.group, ignored)

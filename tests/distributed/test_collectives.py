@@ -225,7 +225,7 @@ def test_native_collectives(world_size: int) -> None:
 
 def _native(rank: int, world_size: int) -> None:
     """The path of back ends other than gloo: the same sequence, and the same gradients."""
-    with pytest.raises(ValueError, match=r'"auto" or "native"'):
+    with pytest.raises(ValueError, match=r'"auto", "sockets", "native"'):
         _wrapped("FULL_SHARD", collectives="mpi")
     for strategy, expected in EXPECTED.items():
         models = [_wrapped(strategy, collectives=mode) for mode in ("auto", "native")]

@@ -8,7 +8,17 @@ import pytest
 import flatshard
 
 LAYERS = [
-    {"layout", "schedule", "config", "profiling", "watchdog", "peers", "state_dict_options"},
+    {
+        "layout",
+        "schedule",
+        "config",
+        "profiling",
+        "watchdog",
+        "pending",
+        "peer_memory",
+        "peers",
+        "state_dict_options",
+    },
     {"ignored", "wrap", "auto_policy", "module_tree", "plan_report"},
     {
         "flat_param",
@@ -29,6 +39,7 @@ LAYERS = [
     {"__init__", "wrapper", "checkpoint", "optim_state"},
 ]
 NEIGHBOURS = {
+    "pending": {"watchdog"},
     "auto_policy": {"module_tree"},
     "wrap": {"auto_policy", "module_tree"},
     "plan_report": {"auto_policy", "module_tree"},

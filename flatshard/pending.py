@@ -1,0 +1,154 @@
+"""``Pending``: a collective under way, and what other ranks have yet to take of it.
+
+[Note: settled]
+A rank has what it asked for as soon as all others have sent theirs; that the others have taken what
+this one sent is a matter of its own. Until then it must not be overwritten, but nothing else need
+wait for it: a rank that is ahead would otherwise wait at every unit. What is unsettled is kept in
+one list, which is emptied at the end of a forward and of a backward, before anybody may write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from flatshard.watchdog import watched
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: a peer died, ran other units, or did not come within the timeout."""
+
+
+class Pending:
+    """A collective under way. Keeps its tensors alive until nobody needs them.
+
+    Attributes:
+        tells: whether ``done`` can become true before the wait.
+    """
+
+    def __init__(
+        self,
+        works: list[Any],
+        what: str,
+        *tensors: Tensor,
+        peers: Sequence[int] = (),
+        then: Callable[[], list[Any] | None] | None = None,
+        trailing: Sequence[Any] = (),
+        tells: bool = True,
+    ) -> None:
+        """Take over what was started.
+
+        Args:
+            works: the backend's handles that the result needs, all to be waited for.
+            what: names the unit, the rank and the collective.
+            tensors: what must stay alive.
+            peers: the ranks that the first handles receive from, where each has its own.
+            then: called once after the wait; may return more ``trailing`` handles.
+            trailing: handles that are over when the other ranks have taken what this one gave.
+            tells: see the class.
+        """
+        self.tells = tells
+        self._works = works
+        self._what = what
+        self._tensors = tensors
+        self._peers = peers
+        self._then = then
+        self._trailing = list(trailing)
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return without waiting for other ranks."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        """Have the result; on an accelerator the current stream waits, not the host.
+
+        The source must not be written before ``settle_all``.
+
+        Raises:
+            CollectiveError: a peer failed or did not come within the group's timeout.
+        """
+        self._works = self._wait_for(self._works)
+        then, self._then = self._then, None
+        if then is not None:
+            try:
+                self._trailing += then() or []
+            except RuntimeError as error:
+                raise self._failed(error) from error
+        if self._trailing:
+            _unsettled.append(self)
+        else:
+            self._tensors = ()
+
+    def finish(self) -> None:
+        """Have the result, and see that the others have theirs.
+
+        Raises:
+            CollectiveError: as ``wait``.
+        """
+        self.wait()
+        if self in _unsettled:
+            _unsettled.remove(self)
+        self.settle()
+
+    def is_settled(self) -> bool:
+        """Whether the others have taken everything; nothing is kept then."""
+        if not all(work.is_completed() for work in self._trailing):
+            return False
+        self.settle()
+        return True
+
+    def settle(self) -> None:
+        """Wait until the others have taken everything.
+
+        Raises:
+            CollectiveError: as ``wait``.
+        """
+        self._trailing = self._wait_for(self._trailing)
+        self._tensors = ()
+
+    def _wait_for(self, works: list[Any]) -> list[Any]:
+        """Wait for all; returns what is left of them, which is nothing."""
+        if works:
+            with watched(self._describe):
+                for work in works:
+                    try:
+                        work.wait()
+                    except RuntimeError as error:
+                        raise self._failed(error) from error
+        return []
+
+    def _failed(self, error: RuntimeError) -> CollectiveError:
+        described, self._works, self._trailing = self._describe(), [], []
+        return CollectiveError(
+            f"{described} failed. A peer died, ran other units than this rank, or did not "
+            "come within the group's timeout. Look for the first error on the other ranks. "
+            f"Reported by the backend: {error}"
+        )
+
+    def _describe(self) -> str:
+        late = [
+            peer
+            for work, peer in zip(self._works, self._peers, strict=False)
+            if not work.is_completed()
+        ]
+        return f"{self._what}, not heard of rank {late[0]}" if late else self._what
+
+
+_unsettled: list[Pending] = []
+
+
+def settle_all() -> None:
+    """Wait until other ranks have taken all that this one gave: it may be written then.
+
+    Raises:
+        CollectiveError: as ``Pending.wait``.
+    """
+    while _unsettled:
+        _unsettled.pop(0).settle()
+
+
+def drop_settled() -> None:
+    """Give back what other ranks have taken meanwhile."""
+    _unsettled[:] = [pending for pending in _unsettled if not pending.is_settled()]
