@@ -201,8 +201,9 @@ def _start(setup: _Setup, call: bytes, fresh: bool) -> _Rank:
         _dismiss([worker], keep=False)
         raise RankError(f"rank {setup.rank} ended after an earlier call, exit code {code}")
     worker.calls += 1
-    worker.pipe.send_bytes(_pack(setup))
-    worker.pipe.send_bytes(call)
+    with contextlib.suppress(BrokenPipeError):  # `_receive` sees that it has ended
+        worker.pipe.send_bytes(_pack(setup))
+        worker.pipe.send_bytes(call)
     return _Rank(setup, worker)
 
 
