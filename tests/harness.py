@@ -50,8 +50,11 @@ PRELOAD = [
     "torch._dynamo",  # torch loads it, in more than a second, when it makes the first optimizer
 ]
 ROOT = Path(__file__).resolve().parents[1]
-CALLS_PER_PROCESS = 100
-"""After so many calls a process is replaced, which bounds what tests may leave behind."""
+CALLS_PER_PROCESS = 20
+"""After so many calls a process is replaced, which bounds what tests may leave behind.
+
+Mind a model that is never freed: it keeps its process groups, whose threads wake up all the time.
+"""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
