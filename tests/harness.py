@@ -50,7 +50,7 @@ PRELOAD = [
     "torch._dynamo",  # torch loads it, in more than a second, when it makes the first optimizer
 ]
 ROOT = Path(__file__).resolve().parents[1]
-CALLS_PER_PROCESS = 20
+CALLS_PER_PROCESS = 10
 """After so many calls a process is replaced, which bounds what tests may leave behind.
 
 Mind a model that is never freed: it keeps its process groups, whose threads wake up all the time.
@@ -148,7 +148,7 @@ def run_ranks(
     call = _pack((fn, args))
     fresh = fresh or bool(expendable) or bool(os.environ.get("FRESH_RANKS"))
     ranks: list[_Rank] = []
-    keep = False
+    workers: list[_Worker] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         setups = [
             _Setup(
@@ -157,16 +157,23 @@ def run_ranks(
             for rank in range(world_size)
         ]
         try:
-            ranks.extend(_start(setup, call, fresh) for setup in setups)
+            workers = _kept(world_size, fresh) or [_launch() for _ in range(world_size)]
+            ranks.extend(map(_Rank, setups, workers))
+            for rank in ranks:
+                _start(rank, call)
             awaited = [rank for rank in ranks if not rank.setup.expendable]
             _collect(awaited, deadline)
             if all(rank.state is _State.RETURNED for rank in awaited):
                 _release(awaited, deadline)
             if any(rank.state is not _State.ENDED for rank in awaited):
                 raise RankError(_describe(awaited, timeout))
-            keep = not fresh
-        finally:
-            _dismiss([rank.worker for rank in ranks], keep)
+        except BaseException:
+            _end(workers)
+            raise
+    if fresh:
+        _end(workers)
+    else:
+        _idle.extend(workers)
     return [rank.result for rank in ranks]
 
 
@@ -191,23 +198,29 @@ def naming(configuration: object) -> Iterator[None]:
 # ---------------------------------------------------------------- the parent's side
 
 
-_idle: dict[int, _Worker] = {}
-"""The processes kept for the next call, by rank."""
+_idle: list[_Worker] = []
+"""The processes kept for the next call.
+
+They have all been through the same calls, so that counters which a process keeps for good agree, as
+they do on the ranks of one program.
+"""
 
 
-def _start(setup: _Setup, call: bytes, fresh: bool) -> _Rank:
-    worker = None if fresh else _idle.pop(setup.rank, None)
-    if worker is None:
-        worker = _launch()
-    elif not worker.process.is_alive():
-        code = worker.process.exitcode
-        _dismiss([worker], keep=False)
-        raise RankError(f"rank {setup.rank} ended after an earlier call, exit code {code}")
-    worker.calls += 1
+def _kept(world_size: int, fresh: bool) -> list[_Worker]:
+    """The kept processes, where they are as many; what else was kept ends."""
+    workers = _idle.copy()
+    _idle.clear()
+    if fresh or len(workers) != world_size or workers[0].calls >= CALLS_PER_PROCESS:
+        _end(workers)
+        return []
+    return workers
+
+
+def _start(rank: _Rank, call: bytes) -> None:
+    rank.worker.calls += 1
     with contextlib.suppress(BrokenPipeError):  # `_receive` sees that it has ended
-        worker.pipe.send_bytes(_pack(setup))
-        worker.pipe.send_bytes(call)
-    return _Rank(setup, worker)
+        rank.worker.pipe.send_bytes(_pack(rank.setup))
+        rank.worker.pipe.send_bytes(call)
 
 
 def _launch() -> _Worker:
@@ -228,28 +241,20 @@ def _launch() -> _Worker:
     return _Worker(process, ours, Path(stack_path))
 
 
-def _dismiss(workers: list[_Worker], keep: bool) -> None:
-    """Keep the processes for the next call, or end them."""
-    gone = []
-    for rank, worker in enumerate(workers):
-        if keep and worker.calls < CALLS_PER_PROCESS:
-            _idle[rank] = worker
-        else:
-            gone.append(worker)
-    for worker in gone:
+@atexit.register
+def _end_idle() -> None:
+    _end(_idle)
+
+
+def _end(workers: list[_Worker]) -> None:
+    for worker in workers:
         if worker.process.is_alive():
             worker.process.kill()
-    for worker in gone:
+    for worker in workers:
         worker.process.join()
         worker.process.close()
         worker.pipe.close()
         worker.stack_path.unlink()
-
-
-@atexit.register
-def _dismiss_idle() -> None:
-    _dismiss(list(_idle.values()), keep=False)
-    _idle.clear()
 
 
 def _collect(ranks: list[_Rank], deadline: float) -> None:
@@ -353,8 +358,6 @@ def _isolated(setup: _Setup) -> Iterator[None]:
     with mock.patch.dict(os.environ, ranks), warnings.catch_warnings():
         warnings.resetwarnings()
         warnings.simplefilter("error")
-        random.seed(0)
-        torch.default_generator.manual_seed(0)
         try:
             yield
         finally:
@@ -393,7 +396,9 @@ def _serve(setup: _Setup, pipe: Connection) -> None:
 
 
 def _run(setup: _Setup, call: bytes) -> Any:
-    fn, args = _unpack(call)
+    fn, args = _unpack(call)  # the first time, this imports the test's module
+    random.seed(0)
+    torch.default_generator.manual_seed(0)
     if setup.init_group:
         _init_group(setup)
     return fn(setup.rank, setup.world_size, *args)
