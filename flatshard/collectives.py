@@ -35,7 +35,7 @@ from torch import Tensor
 
 from flatshard.config import Collectives
 from flatshard.peer_memory import Meeting, PeerMemory
-from flatshard.pending import CollectiveError, Pending, drop_settled
+from flatshard.pending import CollectiveError, Pending, Unsettled
 from flatshard.watchdog import watched
 
 # Newer names of the same collectives; some versions warn of the older ones.
@@ -84,6 +84,7 @@ class Communicator:
         global_rank: this rank's number there, for messages.
         second_stages: reductions in two stages whose second one is to cross this group, in the
             order in which all ranks begin them.
+        unsettled: what other ranks may still be taking from this one.
         control_device: where a few numbers must lie to be sent; "cpu" unless the group has none.
     """
 
@@ -107,6 +108,7 @@ class Communicator:
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
         self._num_tags = 0
         self._num_reductions = 0
+        self.unsettled = Unsettled()
         self._peer_memory: PeerMemory | None = None
         self.second_stages: deque[Any] = deque()
         self.control_device = torch.device("cpu")
@@ -319,7 +321,15 @@ class Communicator:
         if parts[rank].data_ptr() != source.data_ptr():
             parts[rank].copy_(source)
         names = [self.ranks[peer] for peer in peers]
-        return Pending(receives, what, shard, out, peers=names, trailing=sends)
+        return Pending(
+            receives,
+            what,
+            shard,
+            out,
+            peers=names,
+            trailing=sends,
+            unsettled=self.unsettled,
+        )
 
     def _others(self) -> list[int]:
         """The other ranks of the group, the next one first."""
@@ -333,7 +343,7 @@ class Communicator:
         return self._peer_memory is not None and nbytes >= _READ_MIN_BYTES
 
     def _read_shards(self, shard: Tensor, out: Tensor, tag: int, what: str) -> Pending:
-        drop_settled()
+        self.unsettled.drop_settled()
         parts = _as_bytes(out).chunk(self.size)
         source = _as_bytes(shard)
         offer = _Offer(self._gather_group, self._others(), source, tag)
@@ -350,7 +360,7 @@ class Communicator:
         return self._offered(offer, what, read, shard, out)
 
     def _read_and_average(self, buffer: Tensor, out: Tensor, what: str) -> Pending:
-        drop_settled()
+        self.unsettled.drop_settled()
         # Reductions are started in one order on all ranks, so counting them tells them apart.
         self._num_reductions += 1
         offer = _Offer(self._reduce_group, self._others(), buffer, self._num_reductions % _TAGS)
@@ -371,7 +381,13 @@ class Communicator:
     ) -> Pending:
         names = [self.ranks[peer] for peer in offer.peers]
         return Pending(
-            offer.receives, what, *tensors, peers=names, then=then, trailing=offer.trailing
+            offer.receives,
+            what,
+            *tensors,
+            peers=names,
+            then=then,
+            trailing=offer.trailing,
+            unsettled=self.unsettled,
         )
 
 

@@ -25,7 +25,6 @@ from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle
-from flatshard.pending import settle_all
 from flatshard.profiling import profiled
 from flatshard.saved_tensors import SavedTensors
 from flatshard.schedule import ExecutionOrder, ReduceOrder
@@ -87,6 +86,11 @@ class RunContext:
         self._budget = 0
         self._had_accumulated = False
         self._published: list[list[list[bool]]] = []
+        # In one order everywhere.
+        self._communicators = sorted(
+            {comm for unit in self.units for comm in unit.topology.communicators},
+            key=lambda comm: comm.ranks,
+        )
         for index, unit in enumerate(self.units):
             unit.context = self
             unit.index = index
@@ -118,6 +122,11 @@ class RunContext:
         self._depth += 1
         if not self.in_backward:
             self._order.record(unit.index)
+
+    def _let_others_take(self) -> None:
+        """Wait until other ranks have taken what they need: afterwards, users may write."""
+        for comm in self._communicators:
+            comm.unsettled.settle()
 
     def _begins_recomputation(self) -> bool:
         """Whether a reentrant checkpoint around the whole model computes it again.
@@ -175,7 +184,7 @@ class RunContext:
             self._drop_prefetched()
             for handle in self._kept_from_afar:
                 handle.finish_refresh()
-            settle_all()
+            self._let_others_take()
 
     @property
     def is_running_forward(self) -> bool:
@@ -316,7 +325,7 @@ class RunContext:
         try:
             if any(unit.sync is not Sync.LOCAL for unit in self.units):
                 self._settle()
-            settle_all()
+            self._let_others_take()
             failed = False
         finally:
             self._active = failed  # what is left of it is dropped before the next one

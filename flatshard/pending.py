@@ -3,8 +3,8 @@
 [Note: settled]
 A rank has what it asked for as soon as all others have sent theirs; that the others have taken what
 this one sent is a matter of its own. Until then it must not be overwritten, but nothing else need
-wait for it: a rank that is ahead would otherwise wait at every unit. What is unsettled is kept in
-one list, which is emptied at the end of a forward and of a backward, before anybody may write.
+wait for it: a rank that is ahead would otherwise wait at every unit. ``Unsettled`` keeps it until
+the end of a forward or backward, before anybody may write.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Pending:
         peers: Sequence[int] = (),
         then: Callable[[], list[Any] | None] | None = None,
         trailing: Sequence[Any] = (),
+        unsettled: Unsettled | None = None,
         tells: bool = True,
     ) -> None:
         """Take over what was started.
@@ -47,8 +48,10 @@ class Pending:
             peers: the ranks that the first handles receive from, where each has its own.
             then: called once after the wait; may return more ``trailing`` handles.
             trailing: handles that are over when the other ranks have taken what this one gave.
+            unsettled: takes this over after the wait while something trails.
             tells: see the class.
         """
+        self._unsettled = unsettled
         self.tells = tells
         self._works = works
         self._what = what
@@ -64,11 +67,18 @@ class Pending:
     def wait(self) -> None:
         """Have the result; on an accelerator the current stream waits, not the host.
 
-        The source must not be written before ``settle_all``.
+        The source must not be written before ``Unsettled.settle``.
 
         Raises:
             CollectiveError: a peer failed or did not come within the group's timeout.
         """
+        self._have()
+        if self._trailing and self._unsettled is not None:
+            self._unsettled.add(self)
+        else:
+            self.settle()
+
+    def _have(self) -> None:
         self._works = self._wait_for(self._works)
         then, self._then = self._then, None
         if then is not None:
@@ -76,10 +86,6 @@ class Pending:
                 self._trailing += then() or []
             except RuntimeError as error:
                 raise self._failed(error) from error
-        if self._trailing:
-            _unsettled.append(self)
-        else:
-            self._tensors = ()
 
     def finish(self) -> None:
         """Have the result, and see that the others have theirs.
@@ -87,9 +93,7 @@ class Pending:
         Raises:
             CollectiveError: as ``wait``.
         """
-        self.wait()
-        if self in _unsettled:
-            _unsettled.remove(self)
+        self._have()
         self.settle()
 
     def is_settled(self) -> bool:
@@ -136,19 +140,25 @@ class Pending:
         return f"{self._what}, not heard of rank {late[0]}" if late else self._what
 
 
-_unsettled: list[Pending] = []
+class Unsettled:
+    """Collectives of which this rank has the result, and other ranks perhaps not yet."""
 
+    def __init__(self) -> None:
+        self._pending: list[Pending] = []
 
-def settle_all() -> None:
-    """Wait until other ranks have taken all that this one gave: it may be written then.
+    def add(self, pending: Pending) -> None:
+        """Keep one more."""
+        self._pending.append(pending)
 
-    Raises:
-        CollectiveError: as ``Pending.wait``.
-    """
-    while _unsettled:
-        _unsettled.pop(0).settle()
+    def settle(self) -> None:
+        """Wait until other ranks have taken all that this one gave: it may be written then.
 
+        Raises:
+            CollectiveError: as ``Pending.wait``.
+        """
+        while self._pending:
+            self._pending.pop(0).settle()
 
-def drop_settled() -> None:
-    """Give back what other ranks have taken meanwhile."""
-    _unsettled[:] = [pending for pending in _unsettled if not pending.is_settled()]
+    def drop_settled(self) -> None:
+        """Give back what other ranks have taken meanwhile."""
+        self._pending = [pending for pending in self._pending if not pending.is_settled()]

@@ -1,5 +1,7 @@
 """Settings of all tests."""
 
+import contextlib
+import os
 import warnings
 from pathlib import Path
 
@@ -16,6 +18,12 @@ DISTRIBUTED = Path(__file__).parent / "distributed"
 def pytest_configure() -> None:
     # As in the ranks: a parallel kernel may add up in another order.
     torch.set_num_threads(1)
+    if hasattr(os, "SCHED_BATCH"):
+        # For all processes that tests start: a thread that wakes waits for the one that runs. Else
+        # gloo's thread wakes before the lock is free that it needs, and polls for it: where ranks
+        # are more than cores, collectives then take several times as long.
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,14 +1,20 @@
 """`run_ranks`: run a function on several gloo ranks and bring back what they return.
 
-A rank is a process forked from a server that has torch and the package loaded, so a launch costs
-about as much as making the process group. Nothing is reused between two calls: a rank that fails
-or hangs can't disturb the next test. Ranks meet through a file, never a port.
+A rank is a process forked from a server that has torch and the package loaded. It stays for the
+calls that follow, up to `CALLS_PER_PROCESS`, since its first forward, backward and step cost more
+than the process group that each call makes anew. A call begins and ends with the state that
+`_isolated` lists, and after anything but a clean return all its processes are thrown away, so that
+a rank that fails or hangs can't disturb the next test. What a test changes besides (a module's
+constant, a thread) needs ``fresh=True``; ``FRESH_RANKS=1`` in the environment makes every call
+fresh, to tell whether a failure comes from an earlier test. Ranks meet through a file, never a
+port.
 
 The first failure is the one shown, with its traceback. A rank that has reported stays alive until
 the parent lets it go, so that its closed sockets don't make the others fail too. When time is up,
 every rank that is still running shows where it is, and is killed: a hang is a failure.
 """
 
+import atexit
 import contextlib
 import enum
 import faulthandler
@@ -16,6 +22,7 @@ import gc
 import io
 import multiprocessing
 import os
+import random
 import re
 import signal
 import sys
@@ -43,6 +50,11 @@ PRELOAD = [
     "torch._dynamo",  # torch loads it, in more than a second, when it makes the first optimizer
 ]
 ROOT = Path(__file__).resolve().parents[1]
+CALLS_PER_PROCESS = 10
+"""After so many calls a process is replaced, which bounds what tests may leave behind.
+
+Mind a model that is never freed: it keeps its process groups, whose threads wake up all the time.
+"""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
@@ -58,7 +70,7 @@ class _Setup:
 
     rank: int
     world_size: int
-    folder: str
+    store: str
     group_timeout: float
     init_group: bool
     expendable: bool
@@ -73,12 +85,21 @@ class _State(enum.Enum):
 
 
 @dataclass
+class _Worker:
+    """A process that is a rank in one call after another."""
+
+    process: Any
+    pipe: Connection
+    stack_path: Path
+    calls: int = 0
+
+
+@dataclass
 class _Rank:
     """The parent's view of one rank."""
 
     setup: _Setup
-    process: Any
-    pipe: Connection
+    worker: _Worker
     state: _State = _State.RUNNING
     result: Any = None
     report: str = ""
@@ -97,8 +118,9 @@ def run_ranks(
     group_timeout: float = 20.0,
     init_group: bool = True,
     expendable: Sequence[int] = (),
+    fresh: bool = False,
 ) -> list[Any]:
-    """Call ``fn(rank, world_size, *args)`` on ``world_size`` fresh ranks.
+    """Call ``fn(rank, world_size, *args)`` on ``world_size`` ranks.
 
     Warnings are errors inside a rank, and so is an exception in a destructor; use `pytest.warns`
     or `allow_warnings` there, and `pytest.raises` for an error that every rank is to raise.
@@ -111,7 +133,9 @@ def run_ranks(
         group_timeout: seconds until a collective in the ranks' process group fails.
         init_group: whether to make the default process group. RANK and WORLD_SIZE are always set.
         expendable: ranks that may raise, die or hang. They end at once when they raise, as a
-            crashed process would, and nobody waits for them; their result is None.
+            crashed process would, and nobody waits for them; their result is None. Implies
+            ``fresh``.
+        fresh: whether to take new processes, and end them afterwards.
 
     Returns:
         What each rank returned, in rank order.
@@ -121,23 +145,35 @@ def run_ranks(
     """
     __tracebackhide__ = True
     deadline = time.monotonic() + timeout
-    payload = _pack((fn, args))
+    call = _pack((fn, args))
+    fresh = fresh or bool(expendable) or bool(os.environ.get("FRESH_RANKS"))
+    ranks: list[_Rank] = []
+    workers: list[_Worker] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         setups = [
-            _Setup(rank, world_size, folder, group_timeout, init_group, rank in expendable)
+            _Setup(
+                rank, world_size, f"{folder}/store", group_timeout, init_group, rank in expendable
+            )
             for rank in range(world_size)
         ]
-        ranks: list[_Rank] = []
         try:
-            ranks.extend(_start(setup, payload) for setup in setups)
+            workers = _kept(world_size, fresh) or [_launch() for _ in range(world_size)]
+            ranks.extend(map(_Rank, setups, workers))
+            for rank in ranks:
+                _start(rank, call)
             awaited = [rank for rank in ranks if not rank.setup.expendable]
             _collect(awaited, deadline)
             if all(rank.state is _State.RETURNED for rank in awaited):
                 _release(awaited, deadline)
             if any(rank.state is not _State.ENDED for rank in awaited):
                 raise RankError(_describe(awaited, timeout))
-        finally:
-            _kill(ranks)
+        except BaseException:
+            _end(workers)
+            raise
+    if fresh:
+        _end(workers)
+    else:
+        _idle.extend(workers)
     return [rank.result for rank in ranks]
 
 
@@ -162,8 +198,35 @@ def naming(configuration: object) -> Iterator[None]:
 # ---------------------------------------------------------------- the parent's side
 
 
-def _start(setup: _Setup, payload: bytes) -> _Rank:
+_idle: list[_Worker] = []
+"""The processes kept for the next call.
+
+They have all been through the same calls, so that counters which a process keeps for good agree, as
+they do on the ranks of one program.
+"""
+
+
+def _kept(world_size: int, fresh: bool) -> list[_Worker]:
+    """The kept processes, where they are as many; what else was kept ends."""
+    workers = _idle.copy()
+    _idle.clear()
+    if fresh or len(workers) != world_size or workers[0].calls >= CALLS_PER_PROCESS:
+        _end(workers)
+        return []
+    return workers
+
+
+def _start(rank: _Rank, call: bytes) -> None:
+    rank.worker.calls += 1
+    with contextlib.suppress(BrokenPipeError):  # `_receive` sees that it has ended
+        rank.worker.pipe.send_bytes(_pack(rank.setup))
+        rank.worker.pipe.send_bytes(call)
+
+
+def _launch() -> _Worker:
     ours, theirs = _context.Pipe()
+    descriptor, stack_path = tempfile.mkstemp(prefix="rank-stack-")
+    os.close(descriptor)
     environment = {
         # Python 3.11's fork server does not take over sys.path before it preloads.
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
@@ -171,16 +234,32 @@ def _start(setup: _Setup, payload: bytes) -> _Rank:
         # Gloo otherwise looks up the host's name, which may be slow or lead nowhere.
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     }
-    process = _context.Process(target=_rank_main, args=(setup, payload, theirs), daemon=True)
+    process = _context.Process(target=_worker_main, args=(stack_path, theirs), daemon=True)
     with mock.patch.dict(os.environ, environment):
         process.start()
     theirs.close()
-    return _Rank(setup, process, ours)
+    return _Worker(process, ours, Path(stack_path))
+
+
+@atexit.register
+def _end_idle() -> None:
+    _end(_idle)
+
+
+def _end(workers: list[_Worker]) -> None:
+    for worker in workers:
+        if worker.process.is_alive():
+            worker.process.kill()
+    for worker in workers:
+        worker.process.join()
+        worker.process.close()
+        worker.pipe.close()
+        worker.stack_path.unlink()
 
 
 def _collect(ranks: list[_Rank], deadline: float) -> None:
     """Take reports until every rank has one, the first failure is known, or time is up."""
-    while pending := {rank.pipe: rank for rank in ranks if rank.state is _State.RUNNING}:
+    while pending := {rank.worker.pipe: rank for rank in ranks if rank.state is _State.RUNNING}:
         if any(rank.failed for rank in ranks):
             # What failed first may be heard last: a dead rank makes others raise, say.
             deadline = min(deadline, time.monotonic() + 0.3)
@@ -193,11 +272,14 @@ def _collect(ranks: list[_Rank], deadline: float) -> None:
 
 def _receive(rank: _Rank) -> None:
     try:
-        rank.state, rank.when, content = _unpack(rank.pipe.recv_bytes())
+        rank.state, rank.when, content = _unpack(rank.worker.pipe.recv_bytes())
     except (EOFError, ConnectionError):
-        rank.process.join(5)
+        process = rank.worker.process
+        process.join(5)
         rank.state, rank.when = _State.DIED, time.monotonic()
-        rank.report = f"ended without a report, exit code {rank.process.exitcode}"
+        rank.report = f"ended without a report, exit code {process.exitcode}"
+        return
+    if rank.state is _State.ENDED:
         return
     if rank.state is _State.RETURNED:
         rank.result = content
@@ -206,15 +288,13 @@ def _receive(rank: _Rank) -> None:
 
 
 def _release(ranks: list[_Rank], deadline: float) -> None:
-    """Let the ranks take down their process groups and end, and see that they end well."""
+    """Let the ranks take down their process groups, and see that this ends well."""
     for rank in ranks:
-        rank.pipe.send_bytes(b"go")
+        rank.worker.pipe.send_bytes(b"go")
         rank.state = _State.RUNNING
     for rank in ranks:
-        if rank.pipe.poll(max(0.0, deadline - time.monotonic())):
+        if rank.worker.pipe.poll(max(0.0, deadline - time.monotonic())):
             _receive(rank)
-        if rank.state is _State.DIED and rank.process.exitcode == 0:
-            rank.state = _State.ENDED
 
 
 def _describe(ranks: list[_Rank], timeout: float) -> str:
@@ -233,7 +313,7 @@ def _describe(ranks: list[_Rank], timeout: float) -> str:
         lines = [f"still running after {timeout} seconds: ranks {names}"]
     for rank in running:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.process.pid, signal.SIGUSR1)
+            os.kill(rank.worker.process.pid, signal.SIGUSR1)
     time.sleep(0.2 if running else 0.0)  # the handler writes the stack from within the rank
     lines += [f"rank {rank.setup.rank} was running:\n{_stack(rank)}" for rank in running]
     return "\n".join(lines)
@@ -245,46 +325,58 @@ def _last_line(report: str) -> str:
 
 def _stack(rank: _Rank) -> str:
     """What faulthandler wrote, down to where the rank's own code begins."""
-    path = _stack_path(rank.setup)
-    text = path.read_text() if path.exists() else "(it had not started yet)"
-    return re.split(r".*in _rank_main", text)[0].strip()
-
-
-def _kill(ranks: list[_Rank]) -> None:
-    for rank in ranks:
-        if rank.process.is_alive():
-            rank.process.kill()
-    for rank in ranks:
-        rank.process.join()
-        rank.process.close()
-        rank.pipe.close()
+    text = rank.worker.stack_path.read_text() or "(it had not started yet)"
+    return re.split(r".*in (_run|_serve)\b", text)[0].strip()
 
 
 # ---------------------------------------------------------------- the rank's side
 
 
-def _rank_main(setup: _Setup, payload: bytes, pipe: Connection) -> None:
-    stack_file = _stack_path(setup).open("w")
+def _worker_main(stack_path: str, pipe: Connection) -> None:
+    stack_file = Path(stack_path).open("w")
     faulthandler.enable(stack_file)
     faulthandler.register(signal.SIGUSR1, stack_file)
-    os.environ.update(RANK=str(setup.rank), WORLD_SIZE=str(setup.world_size))
-    os.environ.update(LOCAL_RANK=str(setup.rank), LOCAL_WORLD_SIZE=str(setup.world_size))
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError):  # the parent has ended
+        while True:
+            # What is here needs no collection in this call, and no test sees it.
+            gc.freeze()
+            setup = _unpack(pipe.recv_bytes())
+            with _isolated(setup):
+                _serve(setup, pipe)
+
+
+@contextlib.contextmanager
+def _isolated(setup: _Setup) -> Iterator[None]:
+    """What a call finds, whatever was called before: the state that tests are allowed to change."""
+    ranks = {
+        "RANK": str(setup.rank),
+        "WORLD_SIZE": str(setup.world_size),
+        "LOCAL_RANK": str(setup.rank),
+        "LOCAL_WORLD_SIZE": str(setup.world_size),
+    }
+    with mock.patch.dict(os.environ, ranks), warnings.catch_warnings():
+        warnings.resetwarnings()
+        warnings.simplefilter("error")
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_default_device(None)
+            torch.set_grad_enabled(True)
+            torch.use_deterministic_algorithms(False)
+            torch.set_num_threads(1)
+
+
+def _serve(setup: _Setup, pipe: Connection) -> None:
+    """One call: report, wait for the other ranks to have reported, take down what it made."""
     lost: list[str] = []
     sys.unraisablehook = lambda args: lost.append(
         f"in {args.object!r}\n" + "".join(traceback.format_exception(args.exc_value))
     )
-    gc.freeze()  # what the server loaded needs no collection, and its pages stay shared
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    warnings.resetwarnings()
-    warnings.simplefilter("error")
-
+    call = pipe.recv_bytes()
     try:
-        fn, args = _unpack(payload)
-        if setup.init_group:
-            _init_group(setup)
-        report = (_State.RETURNED, time.monotonic(), fn(setup.rank, setup.world_size, *args))
-        message = _pack(report)
+        message = _pack((_State.RETURNED, time.monotonic(), _run(setup, call)))
     except BaseException:
         if setup.expendable:
             os._exit(1)
@@ -296,13 +388,24 @@ def _rank_main(setup: _Setup, payload: bytes, pipe: Connection) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
+    ended = (_State.ENDED, time.monotonic(), None)
     if lost:
         text = "raised where nobody sees it, " + "\n".join(lost)
-        pipe.send_bytes(_pack((_State.RAISED, time.monotonic(), text)))
+        ended = (_State.RAISED, time.monotonic(), text)
+    pipe.send_bytes(_pack(ended))
+
+
+def _run(setup: _Setup, call: bytes) -> Any:
+    fn, args = _unpack(call)  # the first time, this imports the test's module
+    random.seed(0)
+    torch.default_generator.manual_seed(0)
+    if setup.init_group:
+        _init_group(setup)
+    return fn(setup.rank, setup.world_size, *args)
 
 
 def _init_group(setup: _Setup) -> None:
-    store = dist.FileStore(f"{setup.folder}/store", setup.world_size)
+    store = dist.FileStore(setup.store, setup.world_size)
     dist.init_process_group(
         "gloo",
         store=store,
@@ -313,10 +416,6 @@ def _init_group(setup: _Setup) -> None:
 
 
 # ---------------------------------------------------------------- between them
-
-
-def _stack_path(setup: _Setup) -> Path:
-    return Path(setup.folder, f"stack-{setup.rank}")
 
 
 def _pack(content: Any) -> bytes:

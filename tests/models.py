@@ -283,7 +283,7 @@ class Case:
 
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         """The same weights at every call."""
-        torch.manual_seed(3)
+        torch.default_generator.manual_seed(3)
         model = self.build()
         return model.double() if dtype == torch.float64 else model
 

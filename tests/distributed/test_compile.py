@@ -102,7 +102,7 @@ BUILDS: list[Build] = [_blocks_before, _blocks_after, _parts_of_units, _whole, _
 
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__.strip("_"))
 def test_compiled(build: Build) -> None:
-    run_ranks(_train_compiled, 2, build, timeout=120.0)
+    run_ranks(_train_compiled, 2, build, timeout=120.0, fresh=True)
 
 
 def _train_compiled(rank: int, world_size: int, build: Build) -> None:

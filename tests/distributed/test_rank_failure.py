@@ -3,6 +3,7 @@
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -167,7 +168,7 @@ def _hang_on_rank_1(rank: int, world_size: int) -> None:
 )
 def test_harness_shows_the_first_failure(fn: Callable[..., None], shown: str) -> None:
     with pytest.raises(RankError, match=shown):
-        run_ranks(fn, 2, timeout=3.0)
+        run_ranks(fn, 2, timeout=5.0)
 
 
 def _multiply(rank: int, world_size: int, tensor: Tensor) -> Tensor:
@@ -194,3 +195,46 @@ def _state_dict_on_rank_0(rank: int, world_size: int) -> str:
     with pytest.raises(RuntimeError) as error:
         call()
     return str(error.value)
+
+
+def _change_what_is_restored(rank: int, world_size: int) -> tuple[int, list[object]]:
+    found = [
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.rand(1).item(),
+        "LEFT" in os.environ,
+        os.environ["RANK"],
+        dist.get_world_size(),
+    ]
+    with pytest.raises(UserWarning):
+        warnings.warn("an error, here as in every call", UserWarning, stacklevel=1)
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    os.environ.update(LEFT="", RANK="7")
+    return os.getpid(), found
+
+
+class _RaisesWhenCollected:
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        raise ValueError("the destructor's")
+
+
+def _raise_when_collected(rank: int, world_size: int) -> None:
+    if rank == 1:
+        _RaisesWhenCollected()
+
+
+def test_harness_gives_every_call_the_same_start() -> None:
+    first = run_ranks(_change_what_is_restored, 2)
+    second = run_ranks(_change_what_is_restored, 2)
+    with pytest.raises(RankError, match=r"^rank 1 of 2 raised(.|\n)*ValueError: the destructor's"):
+        run_ranks(_raise_when_collected, 2)
+    third = run_ranks(_change_what_is_restored, 2)
+    assert [found for _, found in first] == [found for _, found in second]
+    assert [found for _, found in first] == [found for _, found in third]
+    # A failure leaves no process behind, also not of a rank that did well.
+    assert not {pid for pid, _ in second} & {pid for pid, _ in third}

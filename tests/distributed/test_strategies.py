@@ -60,7 +60,7 @@ def _ways(*more: str) -> Iterator[Any]:
 def test_scripts(way: str, use_orig_params: bool) -> None:
     keywords, world_size, per_node = WAYS[way]
     keywords = {**keywords, "use_orig_params": use_orig_params}
-    run_ranks(_scripts, world_size, keywords, per_node, timeout=55)
+    run_ranks(_scripts, world_size, keywords, per_node, timeout=120)
 
 
 def _scripts(rank: int, world_size: int, keywords: Keywords, per_node: int) -> None:

@@ -11,7 +11,7 @@ from tests.models import CASES
 
 
 def test_long_waits_are_logged() -> None:
-    run_ranks(_long_wait, 3)
+    run_ranks(_long_wait, 3, fresh=True)
 
 
 class _Lines(logging.Handler):
