@@ -8,8 +8,8 @@ all-to-all followed by local additions in rank order, which also makes the sum t
 run. Other backends use their own in-place collectives.
 
 Where all ranks of a group are on one host and may read one another's memory, they do that
-instead: a message says where a part lies, the others copy it from there, or add it up piece by
-piece, and thank for it.
+instead: one says where a part lies, the others copy it from there, or add it up piece by piece, and
+say that they have.
 
 [Note: groups]
 Collectives on one group match by order. Reductions start when gradients are there, gathers when
@@ -26,6 +26,7 @@ import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -33,8 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatshard import peer_memory
 from flatshard.config import Collectives
-from flatshard.peer_memory import Meeting, PeerMemory
+from flatshard.peer_memory import Awaited, Board, PeerMemory
 from flatshard.pending import CollectiveError, Pending, Unsettled
 from flatshard.watchdog import watched
 
@@ -108,6 +110,7 @@ class Communicator:
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
         self._num_tags = 0
         self._num_reductions = 0
+        self._offers: dict[int, _Offer] = {}
         self.unsettled = Unsettled()
         self._peer_memory: PeerMemory | None = None
         self.second_stages: deque[Any] = deque()
@@ -126,9 +129,11 @@ class Communicator:
 
     def _meet_on_host(self) -> PeerMemory | None:
         """The other ranks' memory, if all are on one host and let each other read it."""
-        meeting = Meeting()
-        cards = self.gather_objects(meeting.card, label="meeting on one host")
-        memory = meeting.try_reading(cards)
+        self._board = Board()
+        cards = self.gather_objects(self._board.card, label="meeting on one host")
+        # Readable only after all have prepared for it.
+        timeout = _timeout(self._gather_group) or timedelta(minutes=30)
+        memory = peer_memory.meet(self._board, cards, timeout.total_seconds())
         everyone = self.gather_objects(memory is not None, label="meeting on one host")
         return memory if all(everyone) else None
 
@@ -169,8 +174,8 @@ class Communicator:
         self._note("gather", label, out)
         with _named(what):
             if self._direct(shard):
-                if self._reads(shard):
-                    return self._read_shards(shard, out, tag, what)
+                if self._peer_memory is not None and tag < _FIRST_REDUCTION:
+                    return self._read_shards(self._peer_memory, shard, out, tag, what)
                 return self._exchange(shard, out, tag, what)
             work = _all_gather_single(out, shard, group=self._gather_group, async_op=True)
         return Pending([work], what, shard, out)
@@ -200,9 +205,9 @@ class Communicator:
         self._note("reduce", label, buffer)
         what = self._what(label, "reduce-scattering gradients in backward")
         with _named(what):
-            if self._direct(buffer) and self._reads(out):
-                return self._read_and_average(buffer, out, what)
             if self._direct(buffer):
+                if self._peer_memory is not None:
+                    return self._read_and_average(self._peer_memory, buffer, out, what)
                 received = torch.empty_like(buffer)
                 work = dist.all_to_all_single(
                     _as_bytes(received),
@@ -337,96 +342,97 @@ class Communicator:
 
     # ------------------------------------------------------------ on one host
 
-    def _reads(self, part: Tensor) -> bool:
-        """Whether a part of this size is read from the other ranks' memory."""
-        nbytes = part.numel() * part.element_size()
-        return self._peer_memory is not None and nbytes >= _READ_MIN_BYTES
-
-    def _read_shards(self, shard: Tensor, out: Tensor, tag: int, what: str) -> Pending:
-        self.unsettled.drop_settled()
+    def _read_shards(
+        self, memory: PeerMemory, shard: Tensor, out: Tensor, tag: int, what: str
+    ) -> Pending:
         parts = _as_bytes(out).chunk(self.size)
         source = _as_bytes(shard)
-        offer = _Offer(self._gather_group, self._others(), source, tag)
+        offer = self._offer(memory, source, tag)
         if parts[self.rank].data_ptr() != source.data_ptr():
             parts[self.rank].copy_(source)
 
-        def read() -> list[Any]:
-            memory = self._peer_memory
-            assert memory is not None, "checked before the choice"
-            for peer, address in offer.addresses():
-                memory.read(peer, address, parts[peer])
-            return offer.thank()
+        def read() -> None:
+            for peer, theirs in offer.theirs.items():
+                memory.read(peer, theirs.address, parts[peer])
+            offer.take()
 
-        return self._offered(offer, what, read, shard, out)
+        return self._pending_offer(offer, what, read, shard, out)
 
-    def _read_and_average(self, buffer: Tensor, out: Tensor, what: str) -> Pending:
-        self.unsettled.drop_settled()
+    def _read_and_average(
+        self, memory: PeerMemory, buffer: Tensor, out: Tensor, what: str
+    ) -> Pending:
         # Reductions are started in one order on all ranks, so counting them tells them apart.
         self._num_reductions += 1
-        offer = _Offer(self._reduce_group, self._others(), buffer, self._num_reductions % _TAGS)
+        tag = _FIRST_REDUCTION + self._num_reductions % (peer_memory.TAGS - _FIRST_REDUCTION)
+        offer = self._offer(memory, buffer, tag)
 
-        def average() -> list[Any]:
-            memory = self._peer_memory
-            assert memory is not None, "checked before the choice"
+        def average() -> None:
             first = self.rank * out.numel()
             own = buffer[first : first + out.numel()]
-            places = {p: a + first * out.element_size() for p, a in offer.addresses()}
+            start = first * out.element_size()
+            places = {peer: theirs.address + start for peer, theirs in offer.theirs.items()}
             _average_read(memory, places, own, out, self.rank)
-            return offer.thank()
+            offer.take()
 
-        return self._offered(offer, what, average, buffer, out)
+        return self._pending_offer(offer, what, average, buffer, out)
 
-    def _offered(
-        self, offer: _Offer, what: str, then: Callable[[], list[Any]], *tensors: Tensor
+    def _offer(self, memory: PeerMemory, source: Tensor, tag: int) -> _Offer:
+        self.unsettled.drop_settled()
+        before = self._offers.get(tag)
+        if before is not None:
+            for taken in before.taken:
+                taken.wait()
+        number = 1 if before is None else before.number + 1
+        peers = self._others()
+        self._offers[tag] = offer = _Offer(
+            self._board,
+            tag,
+            number,
+            theirs={peer: memory.offered(peer, tag, number) for peer in peers},
+            taken=[memory.taken(peer, tag, number) for peer in peers],
+        )
+        self._board.offer(tag, number, source.data_ptr())
+        return offer
+
+    def _pending_offer(
+        self, offer: _Offer, what: str, then: Callable[[], None], *tensors: Tensor
     ) -> Pending:
-        names = [self.ranks[peer] for peer in offer.peers]
         return Pending(
-            offer.receives,
+            list(offer.theirs.values()),
             what,
             *tensors,
-            peers=names,
+            peers=[self.ranks[peer] for peer in offer.theirs],
             then=then,
-            trailing=offer.trailing,
+            trailing=offer.taken,
             unsettled=self.unsettled,
         )
 
 
+@dataclass(frozen=True)
 class _Offer:
-    """Tells other ranks where something lies, and learns where theirs does.
+    """What this rank lets the others read, and what it reads of theirs.
 
-    [Note: two words]
-    A rank says where its part is as soon as it may be read, and "thanks" when it has read that of
-    another. An offer stands, and must not change, until all have thanked.
+    Attributes:
+        board: this rank's.
+        tag: tells the offer from others of the group.
+        number: how many this is under the tag.
+        theirs: the other ranks' offers, by rank.
+        taken: that they have taken this one.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, peers: list[int], source: Tensor, tag: int
-    ) -> None:
-        """Offer ``source``; ``tag`` tells this offer from others of the group."""
-        self.peers = peers
-        self._group, self._tag = group, tag
-        self._theirs = [torch.empty(1, dtype=torch.int64) for _ in peers]
-        self._word = torch.tensor([source.data_ptr()])
-        self._thanks = [torch.empty(1, dtype=torch.int64) for _ in peers]
-        by_peer = list(zip(peers, self._theirs, self._thanks, strict=True))
-        self.receives = [group.recv([theirs], peer, tag) for peer, theirs, _ in by_peer]
-        self.trailing = [group.recv([thanks], peer, tag + _TAGS) for peer, _, thanks in by_peer]
-        self.trailing += [group.send([self._word], peer, tag) for peer in peers]
+    board: Board
+    tag: int
+    number: int
+    theirs: dict[int, Awaited]
+    taken: list[Awaited]
 
-    def addresses(self) -> list[tuple[int, int]]:
-        """Each peer and where its part is; after ``receives``."""
-        return [(p, int(theirs)) for p, theirs in zip(self.peers, self._theirs, strict=True)]
-
-    def thank(self) -> list[Any]:
-        """Say that everything was read."""
-        return [self._group.send([self._word], peer, self._tag + _TAGS) for peer in self.peers]
+    def take(self) -> None:
+        """Say that this rank has read the others' parts."""
+        self.board.take(self.tag, self.number)
 
 
-_TAGS = 1 << 20
-"""More than there are tags of offers; those of thanks come after them."""
-
-_READ_MIN_BYTES = 32 << 10
-"""Parts below this are sent at once: reading takes two messages, and they cost more."""
+_FIRST_REDUCTION = peer_memory.TAGS // 2
+"""Tags below this are for gathers."""
 
 _PIECE_NUMEL = 1 << 16
 """Elements that are read and added at a time: they stay in the cache between."""

@@ -34,7 +34,7 @@ class Pending:
         what: str,
         *tensors: Tensor,
         peers: Sequence[int] = (),
-        then: Callable[[], list[Any] | None] | None = None,
+        then: Callable[[], None] | None = None,
         trailing: Sequence[Any] = (),
         unsettled: Unsettled | None = None,
         tells: bool = True,
@@ -46,7 +46,7 @@ class Pending:
             what: names the unit, the rank and the collective.
             tensors: what must stay alive.
             peers: the ranks that the first handles receive from, where each has its own.
-            then: called once after the wait; may return more ``trailing`` handles.
+            then: called once after the wait.
             trailing: handles that are over when the other ranks have taken what this one gave.
             unsettled: takes this over after the wait while something trails.
             tells: see the class.
@@ -83,7 +83,7 @@ class Pending:
         then, self._then = self._then, None
         if then is not None:
             try:
-                self._trailing += then() or []
+                then()
             except RuntimeError as error:
                 raise self._failed(error) from error
 
