@@ -37,7 +37,7 @@ from torch import Tensor
 from flatshard import peer_memory
 from flatshard.config import Collectives
 from flatshard.peer_memory import Awaited, Board, PeerMemory
-from flatshard.pending import CollectiveError, Pending, Unsettled
+from flatshard.pending import CollectiveError, Pending
 from flatshard.watchdog import watched
 
 # Newer names of the same collectives; some versions warn of the older ones.
@@ -86,7 +86,6 @@ class Communicator:
         global_rank: this rank's number there, for messages.
         second_stages: reductions in two stages whose second one is to cross this group, in the
             order in which all ranks begin them.
-        unsettled: what other ranks may still be taking from this one.
         control_device: where a few numbers must lie to be sent; "cpu" unless the group has none.
     """
 
@@ -109,9 +108,7 @@ class Communicator:
         self._mode = mode
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
         self._num_tags = 0
-        self._num_reductions = 0
         self._offers: dict[int, _Offer] = {}
-        self.unsettled = Unsettled()
         self._peer_memory: PeerMemory | None = None
         self.second_stages: deque[Any] = deque()
         self.control_device = torch.device("cpu")
@@ -174,7 +171,7 @@ class Communicator:
         self._note("gather", label, out)
         with _named(what):
             if self._direct(shard):
-                if self._peer_memory is not None and tag < _FIRST_REDUCTION:
+                if self._peer_memory is not None and tag < _REDUCING:
                     return self._read_shards(self._peer_memory, shard, out, tag, what)
                 return self._exchange(shard, out, tag, what)
             work = _all_gather_single(out, shard, group=self._gather_group, async_op=True)
@@ -192,7 +189,7 @@ class Communicator:
             f"over ranks {', '.join(map(str, self.ranks))}"
         )
 
-    def reduce_scatter(self, buffer: Tensor, out: Tensor, *, label: str) -> Pending:
+    def reduce_scatter(self, buffer: Tensor, out: Tensor, *, label: str, tag: int) -> Pending:
         """Begin averaging ``buffer`` over the ranks, each receiving its part in ``out``.
 
         Collective: all ranks of the group, in the same order of calls.
@@ -201,13 +198,14 @@ class Communicator:
             buffer: ``(shard_numel * size,)``; must not be touched before the wait.
             out: ``(shard_numel,)``, same dtype and device; valid after the wait.
             label: names the unit in errors and recordings.
+            tag: the flat parameter's number from ``new_tag``.
         """
         self._note("reduce", label, buffer)
         what = self._what(label, "reduce-scattering gradients in backward")
         with _named(what):
             if self._direct(buffer):
-                if self._peer_memory is not None:
-                    return self._read_and_average(self._peer_memory, buffer, out, what)
+                if self._peer_memory is not None and tag < _REDUCING:
+                    return self._read_and_average(self._peer_memory, buffer, out, tag, what)
                 received = torch.empty_like(buffer)
                 work = dist.all_to_all_single(
                     _as_bytes(received),
@@ -333,7 +331,6 @@ class Communicator:
             out,
             peers=names,
             trailing=sends,
-            unsettled=self.unsettled,
         )
 
     def _others(self) -> list[int]:
@@ -359,12 +356,9 @@ class Communicator:
         return self._pending_offer(offer, what, read, shard, out)
 
     def _read_and_average(
-        self, memory: PeerMemory, buffer: Tensor, out: Tensor, what: str
+        self, memory: PeerMemory, buffer: Tensor, out: Tensor, tag: int, what: str
     ) -> Pending:
-        # Reductions are started in one order on all ranks, so counting them tells them apart.
-        self._num_reductions += 1
-        tag = _FIRST_REDUCTION + self._num_reductions % (peer_memory.TAGS - _FIRST_REDUCTION)
-        offer = self._offer(memory, buffer, tag)
+        offer = self._offer(memory, buffer, tag + _REDUCING)
 
         def average() -> None:
             first = self.rank * out.numel()
@@ -377,7 +371,6 @@ class Communicator:
         return self._pending_offer(offer, what, average, buffer, out)
 
     def _offer(self, memory: PeerMemory, source: Tensor, tag: int) -> _Offer:
-        self.unsettled.drop_settled()
         before = self._offers.get(tag)
         if before is not None:
             for taken in before.taken:
@@ -404,7 +397,6 @@ class Communicator:
             peers=[self.ranks[peer] for peer in offer.theirs],
             then=then,
             trailing=offer.taken,
-            unsettled=self.unsettled,
         )
 
 
@@ -431,8 +423,8 @@ class _Offer:
         self.board.take(self.tag, self.number)
 
 
-_FIRST_REDUCTION = peer_memory.TAGS // 2
-"""Tags below this are for gathers."""
+_REDUCING = peer_memory.TAGS // 2
+"""Added to the tags of reductions; so many tags there are on a board for each."""
 
 _PIECE_NUMEL = 1 << 16
 """Elements that are read and added at a time: they stay in the cache between."""

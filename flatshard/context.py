@@ -25,6 +25,7 @@ from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle
+from flatshard.pending import Unsettled
 from flatshard.profiling import profiled
 from flatshard.saved_tensors import SavedTensors
 from flatshard.schedule import ExecutionOrder, ReduceOrder
@@ -84,16 +85,14 @@ class RunContext:
         self._end_callback: Callable[[], object] = lambda: None
         self._in_flight: list[tuple[Unit, int]] = []
         self._budget = 0
+        self._unsettled = Unsettled()
         self._had_accumulated = False
         self._published: list[list[list[bool]]] = []
-        # In one order everywhere.
-        self._communicators = sorted(
-            {comm for unit in self.units for comm in unit.topology.communicators},
-            key=lambda comm: comm.ranks,
-        )
         for index, unit in enumerate(self.units):
             unit.context = self
             unit.index = index
+            for handle in unit.handles:
+                handle.share_unsettled(self._unsettled)
         self.refresh()
 
     def refresh(self) -> None:
@@ -122,11 +121,6 @@ class RunContext:
         self._depth += 1
         if not self.in_backward:
             self._order.record(unit.index)
-
-    def _let_others_take(self) -> None:
-        """Wait until other ranks have taken what they need: afterwards, users may write."""
-        for comm in self._communicators:
-            comm.unsettled.settle()
 
     def _begins_recomputation(self) -> bool:
         """Whether a reentrant checkpoint around the whole model computes it again.
@@ -184,7 +178,7 @@ class RunContext:
             self._drop_prefetched()
             for handle in self._kept_from_afar:
                 handle.finish_refresh()
-            self._let_others_take()
+            self._unsettled.settle()
 
     @property
     def is_running_forward(self) -> bool:
@@ -298,6 +292,7 @@ class RunContext:
 
     def _bound_in_flight(self) -> None:
         """Finish old reductions while more bytes are under way than the budget allows."""
+        self._unsettled.drop_settled()
         for unit, _ in self._in_flight:
             if not _advance(unit):  # second stages begin in the order of the first
                 break
@@ -325,7 +320,7 @@ class RunContext:
         try:
             if any(unit.sync is not Sync.LOCAL for unit in self.units):
                 self._settle()
-            self._let_others_take()
+            self._unsettled.settle()
             failed = False
         finally:
             self._active = failed  # what is left of it is dropped before the next one

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flatshard.flat_param import view_of
 from flatshard.layout import FlatLayout
-from flatshard.pending import CollectiveError, Pending
+from flatshard.pending import CollectiveError, Pending, Unsettled
 from flatshard.topology import Topology
 
 
@@ -58,6 +58,8 @@ class GradientBuffer:
         filled: original parameters whose gradient lies in the buffer, by index.
         seen: those whose gradient came since the unit was last gathered for backward.
         used: those that got a gradient since the last ``take``.
+        tags: the flat parameter's numbers in the inner and the outer group.
+        unsettled: what other ranks may still be taking from this one.
         held: the sum of what ``Sync.WITHIN`` reduced, ``(padded_numel / inner.size,)``; or None.
     """
 
@@ -69,6 +71,8 @@ class GradientBuffer:
         topology: Topology,
         dtype: torch.dtype,
         like: Tensor,
+        tags: tuple[int, int],
+        unsettled: Unsettled,
         comm_hook: CommHook | None = None,
     ) -> None:
         """Plan; allocates nothing.
@@ -79,6 +83,8 @@ class GradientBuffer:
             topology: the ranks that gradients are averaged over.
             dtype: in which gradients are collected and reduced.
             like: the shard, whose dtype and device the reduced gradient gets.
+            tags: the flat parameter's, in the inner and the outer group.
+            unsettled: takes what other ranks may still be taking.
             comm_hook: what reduces, if it is not this; only where there is one stage.
         """
         self.label = label
@@ -86,7 +92,8 @@ class GradientBuffer:
         self.seen: set[int] = set()
         self.used: set[int] = set()
         self.held: Tensor | None = None
-        self._layout = layout
+        self.unsettled = unsettled
+        self._layout, self.tags = layout, tags
         self._topology = topology
         self._dtype, self._out_dtype, self._device = dtype, like.dtype, like.device
         self._reduce_by_hook = None if comm_hook is None else comm_hook.reduce
@@ -205,7 +212,7 @@ class GradientBuffer:
                 self._add_reduced(self._without_padding(self._reduce_by_hook(buffer, self.label)))
                 return 0
             self._reduction = _Reduction(
-                buffer, self._topology, self.label, hold=sync is Sync.WITHIN, held=self.held
+                self, buffer, self._topology, hold=sync is Sync.WITHIN, held=self.held
             )
             if sync is Sync.ALL:
                 self.held = None
@@ -281,25 +288,31 @@ class _Reduction:
     """One buffer on its way through the stages."""
 
     def __init__(
-        self, buffer: Tensor, topology: Topology, label: str, *, hold: bool, held: Tensor | None
+        self,
+        of: GradientBuffer,
+        buffer: Tensor,
+        topology: Topology,
+        *,
+        hold: bool,
+        held: Tensor | None,
     ) -> None:
         """Begin the first stage.
 
         Args:
+            of: whose gradients; has the unit's name, tags, and what is unsettled.
             buffer: whole gradients; not to be touched until the end.
             topology: the ranks.
-            label: names the unit.
             hold: stop after the first stage.
             held: what earlier first stages gave, to be added before the second.
         """
         self.hold = hold
-        self._topology, self._label, self._held = topology, label, held
+        self._topology, self._of, self._held = topology, of, held
         inner = topology.inner
         self._out = buffer
-        self._pending = Pending([], label)
+        self._pending = Pending([], of.label)
         if inner.size > 1:
             self._out = buffer.new_empty(buffer.numel() // inner.size)
-            self._pending = inner.reduce_scatter(buffer, self._out, label=label)
+            self._pending = inner.reduce_scatter(buffer, self._out, label=of.label, tag=of.tags[0])
         self._must_cross = topology.crosses and not hold
         across = topology.outer if topology.outer.size > 1 else topology.replicate
         # Of all models: which first stage is over first may differ between ranks.
@@ -321,7 +334,7 @@ class _Reduction:
             self._queue[0]._begin_second()
 
     def _begin_second(self) -> None:
-        self._pending.wait()
+        self._pending.wait(self._of.unsettled)
         self._queue.popleft()
         self._must_cross = False
         topology, out = self._topology, self._out
@@ -330,9 +343,11 @@ class _Reduction:
             self._held = None
         if topology.outer.size > 1:
             self._out = out.new_empty(out.numel() // topology.outer.size)
-            self._pending = topology.outer.reduce_scatter(out, self._out, label=self._label)
+            self._pending = topology.outer.reduce_scatter(
+                out, self._out, label=self._of.label, tag=self._of.tags[1]
+            )
         else:
-            self._pending = topology.replicate.all_reduce(out, label=self._label)
+            self._pending = topology.replicate.all_reduce(out, label=self._of.label)
 
     def advance(self) -> bool:
         """See ``GradientBuffer.advance``."""
@@ -351,7 +366,7 @@ class _Reduction:
     def finish(self) -> Tensor:
         """Wait for the last stage and return its result."""
         self.cross()
-        self._pending.wait()
+        self._pending.wait(self._of.unsettled)
         return self._out
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ from flatshard.flat_param import FlatParameter, part_of, view_of
 from flatshard.gradients import CommHook, GradientBuffer
 from flatshard.layout import FlatLayout, LocalSpan, memory_order, strides_of
 from flatshard.ownership import OwnedParam, Site
-from flatshard.pending import Pending
+from flatshard.pending import Pending, Unsettled
 from flatshard.secondary import WHOLE, SecondaryShard, gather_in_two
 from flatshard.shard_tensor import FlatShardTensor, ShardSpec, attributes_of
 from flatshard.starting import RankZero, Start
@@ -61,6 +62,7 @@ class FlatParamHandle:
         is_whole: whether this rank's shard is all of it.
         gradients: what backward brought and what became of it.
         unfilled: original parameters that have no values yet, by index.
+        unsettled: what other ranks may still be taking from this one; of all handles of a run.
         summoned: the ``summon.Summoned`` that is open, or None.
         comm_hook: what the user put in the place of the usual reduction, or None.
     """
@@ -110,6 +112,7 @@ class FlatParamHandle:
         self._compute_dtype, self._reduce_dtype = compute_dtype, reduce_dtype
         self._on_grad, self._on_outside_grad = on_grad, on_outside_grad
         self._is_installed = False
+        self.unsettled = Unsettled()
         self.summoned: Any = None
         self.comm_hook: CommHook | None = None
         self._hooked: set[int] = set()
@@ -194,7 +197,7 @@ class FlatParamHandle:
                 comm=self.topology.shard,
                 replicas=self.topology.replicate,
                 order=span.order,
-                on_outside_grad=self._on_outside_grad,
+                on_outside_grad=_weakly(self._on_outside_grad),
             )
             for span, local in zip(self.layout.spans, self.local_spans, strict=True)
         ]
@@ -320,7 +323,15 @@ class FlatParamHandle:
             dtype=self.reduce_dtype,
             like=self.shard,
             comm_hook=self.comm_hook,
+            tags=(self._tag, self._outer_tag),
+            unsettled=self.unsettled,
         )
+
+    def share_unsettled(self, unsettled: Unsettled) -> None:
+        """Keep what is unsettled where a whole run does."""
+        self.unsettled = self.gradients.unsettled = unsettled
+        if self._secondary is not None:
+            self._secondary.unsettled = unsettled
 
     def set_comm_hook(self, hook: CommHook) -> None:
         """Reduce as ``hook`` says from now on; no gradients may be accumulated."""
@@ -468,7 +479,7 @@ class FlatParamHandle:
             try:
                 # Autograd must not take the refill for an edit of what it saved.
                 with _unsafe_preserve_version_counter(self.buffer):
-                    gather.wait()
+                    gather.wait(self.unsettled)
             except Exception:
                 self.state = ShardState.SHARDED
                 self._free_buffer()
@@ -708,21 +719,29 @@ class FlatParamHandle:
                             self._earlier_grads[one] = None
 
     def _grad_hook(self, index: int) -> Callable[[Tensor], None]:
+        # Weakly: Python's collector does not see what autograd holds, and would free no cycle.
+        this = weakref.ref(self)
+
         def hook(full: Tensor) -> None:
-            grad = full.grad
-            if grad is None:
-                return
-            full.grad = None
-            if index in self._unreduced and self._unreduced[index][0] is grad:
-                # Autograd added to what is shown of the buffer, before anything of this backward
-                # could take it back: move it out.
-                del self._unreduced[index]
-                grad = grad.clone()
-                self.gradients.forget(index)
-            self._on_grad(self, index, grad)
+            handle = this()
+            if handle is not None:
+                handle._take_grad(full, index)
 
         hook.of_flatshard = True  # type: ignore[attr-defined]
         return hook
+
+    def _take_grad(self, full: Tensor, index: int) -> None:
+        grad = full.grad
+        if grad is None:
+            return
+        full.grad = None
+        if index in self._unreduced and self._unreduced[index][0] is grad:
+            # Autograd added to what is shown of the buffer, before anything of this backward
+            # could take it back: move it out.
+            del self._unreduced[index]
+            grad = grad.clone()
+            self.gradients.forget(index)
+        self._on_grad(self, index, grad)
 
     def receive_grad(self, index: int, grad: Tensor) -> None:
         """Put a gradient that autograd accumulated into its slot."""
@@ -939,6 +958,18 @@ class FlatParamHandle:
             views = self._shard_views(requires_grad)
             for owned, view in zip(self._owned, views, strict=True):
                 owned.become(view)
+
+
+def _weakly(method: Callable[[], object]) -> Callable[[], object]:
+    """A bound method that does not keep its object: ``.grad`` is unseen by the collector too."""
+    this = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = this()
+        if found is not None:
+            found()
+
+    return call
 
 
 def _add_grad(param: nn.Parameter, grad: Tensor, earlier: Tensor | None = None) -> None:

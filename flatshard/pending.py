@@ -36,7 +36,6 @@ class Pending:
         peers: Sequence[int] = (),
         then: Callable[[], None] | None = None,
         trailing: Sequence[Any] = (),
-        unsettled: Unsettled | None = None,
         tells: bool = True,
     ) -> None:
         """Take over what was started.
@@ -48,10 +47,8 @@ class Pending:
             peers: the ranks that the first handles receive from, where each has its own.
             then: called once after the wait.
             trailing: handles that are over when the other ranks have taken what this one gave.
-            unsettled: takes this over after the wait while something trails.
             tells: see the class.
         """
-        self._unsettled = unsettled
         self.tells = tells
         self._works = works
         self._what = what
@@ -64,17 +61,17 @@ class Pending:
         """Whether ``wait`` would return without waiting for other ranks."""
         return all(work.is_completed() for work in self._works)
 
-    def wait(self) -> None:
+    def wait(self, unsettled: Unsettled) -> None:
         """Have the result; on an accelerator the current stream waits, not the host.
 
-        The source must not be written before ``Unsettled.settle``.
+        The source must not be written before ``unsettled.settle()``.
 
         Raises:
             CollectiveError: a peer failed or did not come within the group's timeout.
         """
         self._have()
-        if self._trailing and self._unsettled is not None:
-            self._unsettled.add(self)
+        if self._trailing:
+            unsettled.add(self)
         else:
             self.settle()
 

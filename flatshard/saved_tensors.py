@@ -134,7 +134,9 @@ class SavedTensors:
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:
-    return tensor, tensor._version
+    # Detached: a node that saves its own output would otherwise be held by that, and never freed
+    # without a backward. Autograd remembers by itself what the output is connected to.
+    return tensor.detach(), tensor._version
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatshard.collectives import Communicator
-from flatshard.pending import Pending
+from flatshard.pending import Pending, Unsettled
 
 
 class SecondaryShard:
@@ -20,11 +20,13 @@ class SecondaryShard:
 
     Attributes:
         comm: the ranks whose parts make up the whole.
+        unsettled: what other ranks may still be taking from this one.
     """
 
     def __init__(self, comm: Communicator, unit_name: str) -> None:
         """Plan; allocates nothing."""
         self.comm = comm
+        self.unsettled = Unsettled()
         self._unit_name = unit_name
         self._tag = comm.new_tag()
         self._part: Tensor | None = None
@@ -52,8 +54,7 @@ class SecondaryShard:
         Collective: all ranks of ``outer``.
 
         Args:
-            source: this rank's shard in the dtype to keep; not to be written before
-                ``finish_refresh``.
+            source: this rank's shard in the dtype to keep; not to be written before it is settled.
             version: the shard's.
             outer: the ranks whose shards make up the part.
             tag: from ``outer.new_tag()``, once.
@@ -77,7 +78,7 @@ class SecondaryShard:
         refresh, self._refresh = self._refresh, None
         if refresh is not None:
             try:
-                refresh.wait()
+                refresh.wait(self.unsettled)
             except Exception:
                 self._version = -1
                 raise

@@ -181,7 +181,7 @@ def _reduce(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     results = []
     for _ in range(2):
         out = torch.empty(5)
-        comm.reduce_scatter(_values(rank, world_size), out, label="test").wait()
+        comm.reduce_scatter(_values(rank, world_size), out, label="test", tag=1).finish()
         results.append(out)
     return results[0], results[1]
 

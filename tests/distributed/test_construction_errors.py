@@ -152,26 +152,6 @@ def _different_weights(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- the module
 
 
-def test_parameters_on_several_devices() -> None:
-    run_ranks(_several_devices, 2)
-
-
-def _several_devices(rank: int, world_size: int) -> None:
-    model = Mlp()
-    model.fc2.to("meta")
-    with pytest.raises(ValueError, match=r"fc2\.weight.*meta.*fc1\.weight.*cpu"):
-        ShardedWrapper(model)
-
-
-def test_meta_device() -> None:
-    run_ranks(_meta_device, 2)
-
-
-def _meta_device(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match=r"fc1\.weight.*meta"):
-        ShardedWrapper(Mlp().to("meta"))
-
-
 def test_lazy_module() -> None:
     run_ranks(_lazy_module, 2)
 

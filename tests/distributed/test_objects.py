@@ -1,9 +1,11 @@
 """Models and parameters as objects: copies, averages, hooks, and what has to be refused."""
 
 import copy
+import gc
 import io
 import os
 import pickle
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -22,7 +24,7 @@ from flatshard import FlatShardTensor, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 from tests.distributed.test_training import WAYS, Run
 from tests.harness import allow_warnings, naming, run_ranks
-from tests.models import CASES
+from tests.models import CASES, Case
 from tests.oracle import ROWS, assert_same_state, local_loss, snapshot
 
 each_way = pytest.mark.parametrize("way", WAYS)
@@ -383,3 +385,40 @@ def _instances(rank: int, world_size: int) -> None:
     assert all(type(model[index]) is ShardedWrapper for index in (0, 2))
     model(torch.ones(2, 7)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+# ---------------------------------------------------------------- freed
+
+
+def _freed(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    for keywords in ({}, {"use_orig_params": False}, {"sharding_strategy": "NO_SHARD"}):
+        for last in ("constructor", "forward", "backward", "step", "no_sync", "deepcopy"):
+            with naming(f"{keywords}, after {last}"):
+                model = case.wrap(case.model(), **keywords)
+                _use(model, last, case, rank, world_size)
+                kept = [weakref.ref(model), weakref.ref(model.fc1._unit.handles[0])]
+                del model
+                gc.collect()
+                assert [one() for one in kept] == [None, None]
+
+
+def _use(model: ShardedWrapper, last: str, case: Case, rank: int, world_size: int) -> None:
+    if last == "constructor":
+        return
+    loss = local_loss(model, case, 0, rank, world_size)
+    if last == "forward":
+        return
+    loss.backward()
+    if last == "no_sync":
+        with model.no_sync():
+            local_loss(model, case, 0, rank, world_size).backward()
+    elif last == "step":
+        torch.optim.AdamW(model.parameters()).step()
+    elif last == "deepcopy":
+        copy.deepcopy(model)
+
+
+def test_models_are_freed() -> None:
+    """Autograd hides what its hooks and saved outputs hold from Python's collector."""
+    run_ranks(_freed, 2)
