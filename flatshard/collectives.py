@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import pickle
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -458,9 +457,8 @@ def _average_read(
         piece.div_(size)
 
 
-_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Collectives, Communicator]] = (
-    weakref.WeakKeyDictionary()
-)
+_communicators: dict[dist.ProcessGroup, dict[Collectives, Communicator]] = {}
+"""Kept as long as the group, also between models: the groups made for it live as long."""
 
 ALONE = Communicator(None)
 """The group of one."""
@@ -475,10 +473,21 @@ def communicator(
     """
     if group is None:
         return ALONE
+    if group not in _communicators:
+        for destroyed in [one for one in _communicators if not _exists(one)]:
+            del _communicators[destroyed]
     known = _communicators.setdefault(group, {})
     if mode not in known:
         known[mode] = Communicator(group, mode=mode)
     return known[mode]
+
+
+def _exists(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):
+        return False
+    return True
 
 
 def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:

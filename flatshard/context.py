@@ -168,7 +168,7 @@ class RunContext:
                 syncs[unit.index] = Sync.LOCAL
         return syncs
 
-    def leave(self, unit: Unit) -> None:
+    def leave(self, unit: Unit, *, failed: bool) -> None:
         """A unit's forward is over; the outermost one drops prefetches that were not used."""
         if self._depth == 0:
             return
@@ -178,7 +178,8 @@ class RunContext:
             self._drop_prefetched()
             for handle in self._kept_from_afar:
                 handle.finish_refresh()
-            self._unsettled.settle()
+            if not failed:  # else the error on its way is the one to see
+                self._unsettled.settle()
 
     @property
     def is_running_forward(self) -> bool:

@@ -103,10 +103,7 @@ class FlatParamHandle:
         self._owned = owned
         self.topology = topology
         self.is_whole = topology.shard.size == 1
-        self._tag, self._outer_tag = topology.inner.new_tag(), topology.outer.new_tag()
-        # Apart from those of a step: a state_dict() on one rank alone must not take what another
-        # rank sends for its forward.
-        self._parts_tags = topology.inner.new_tag(), topology.outer.new_tag()
+        self._take_tags()
         self._secondary = self._plan_secondary()
         self._use_orig_params = use_orig_params
         self._compute_dtype, self._reduce_dtype = compute_dtype, reduce_dtype
@@ -143,6 +140,14 @@ class FlatParamHandle:
         self.uninstall()
 
     # ------------------------------------------------------------ construction
+
+    def _take_tags(self) -> None:
+        """Numbers that tell this one's messages from others'."""
+        topology = self.topology
+        self._tag, self._outer_tag = topology.inner.new_tag(), topology.outer.new_tag()
+        # Apart from those of a step: a state_dict() on one rank alone must not take what another
+        # rank sends for its forward.
+        self._parts_tags = topology.inner.new_tag(), topology.outer.new_tag()
 
     def _plan_secondary(self) -> SecondaryShard | None:
         topology = self.topology
@@ -914,6 +919,8 @@ class FlatParamHandle:
     ) -> FlatParamHandle:
         """A handle like this one for modules that were deep-copied; no communication.
 
+        All ranks copy in one order, so that tags agree.
+
         Args:
             memo: the finished copy's memo, which knows every module's and parameter's copy.
             on_grad: as at construction, for the copy.
@@ -933,6 +940,7 @@ class FlatParamHandle:
         twin._earlier_grads, twin._unreduced = [], {}
         twin._hooked, twin.full, twin.unfilled = set(), [], set(self.unfilled)
         twin.comm_hook = None
+        twin._take_tags()
         twin._secondary = twin._plan_secondary()
         twin.sharded = [memo[id(param)] for param in self.sharded]
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

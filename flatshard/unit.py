@@ -21,6 +21,7 @@ left by an exception, which is how non-reentrant checkpointing stops early.
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
@@ -86,7 +87,7 @@ class Context(Protocol):
     def enter(self, unit: Unit) -> None:
         """A unit's forward begins."""
 
-    def leave(self, unit: Unit) -> None:
+    def leave(self, unit: Unit, *, failed: bool) -> None:
         """A unit's forward is over, or failed."""
 
     def prefetch_forward(self) -> None:
@@ -336,7 +337,7 @@ class Unit:
         finally:
             if self.phase is Phase.FORWARD and not self._running:
                 self._end_forward(output is not None)
-            self.context.leave(self)
+            self.context.leave(self, failed=output is None and sys.exc_info()[0] is not None)
         return changed
 
     def _end_forward(self, has_output: bool) -> None:

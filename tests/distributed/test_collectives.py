@@ -196,7 +196,7 @@ def _gather(rank: int, world_size: int, dtype: torch.dtype) -> None:
     out = torch.zeros(12, dtype=dtype)
     comm.all_gather(
         torch.full((4,), rank, dtype=dtype), out, label="test", tag=1, purpose="test"
-    ).wait()
+    ).finish()
     assert out.tolist() == [r for r in range(3) for _ in range(4)]
     with pytest.raises(ValueError, match="does not fill"):
         comm.all_gather(torch.zeros(4), torch.zeros(13), label="test", tag=1, purpose="test")
@@ -214,7 +214,7 @@ def _no_peer(rank: int, world_size: int) -> None:
     with pytest.raises(CollectiveError, match=r"unit 'layers\.3', rank 0: gathering"):
         comm.all_gather(
             torch.zeros(4), torch.zeros(8), label="layers.3", tag=1, purpose="test"
-        ).wait()
+        ).finish()
     assert datetime.datetime.now() - started < datetime.timedelta(seconds=10)
 
 
