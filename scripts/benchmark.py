@@ -249,16 +249,16 @@ class Memory:
     """The peak above what the bare process takes; known on CUDA and on Linux."""
 
     def __init__(self, cuda: bool) -> None:
-        self.cuda = cuda
-        self.resident = not cuda and Path("/proc/self/clear_refs").exists()
-        self.bare = resident_bytes("VmRSS") if self.resident else 0
+        self.cuda, self.linux = cuda, Path("/proc/self/clear_refs").exists()
+        self.reset()
+        self.bare = 0 if cuda or not self.linux else resident_bytes("VmRSS")
 
     def reset(self) -> None:
         gc.collect()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
-        elif self.resident:
-            # What malloc kept of the construction is not what a step needs.
+        elif self.linux:
+            # What malloc keeps of what was freed is not what a step needs.
             if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
                 trim(0)
             Path("/proc/self/clear_refs").write_text("5")
@@ -266,14 +266,14 @@ class Memory:
     def peak(self) -> int | None:
         if self.cuda:
             return torch.cuda.max_memory_allocated()
-        return resident_bytes("VmHWM") - self.bare if self.resident else None
+        return resident_bytes("VmHWM") - self.bare if self.linux else None
 
 
 # ------------------------------------------------------------------------------------------- ranks
 
 
 def run_rank(rank: int, name: str, args: argparse.Namespace, store: str, pipe: Connection) -> None:
-    """Builds the model, then trains as many steps as the pipe says, until it says 0."""
+    """Builds the model, then trains as many steps as the pipe says, whenever it says so."""
     try:
         torch.set_num_threads(args.threads)
         warnings.simplefilter("ignore")  # the other wrappers' deprecations
@@ -281,7 +281,7 @@ def run_rank(rank: int, name: str, args: argparse.Namespace, store: str, pipe: C
     except EOFError:
         pass  # the parent is gone
     except Exception as error:
-        pipe.send(f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}")
+        pipe.send(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         # Ending now would make the other ranks fail too; the parent ends all of them.
         with contextlib.suppress(EOFError):
             pipe.recv()
@@ -305,18 +305,13 @@ def serve(rank: int, name: str, args: argparse.Namespace, store: str, pipe: Conn
 
     # What is imported and started once is not what a model takes.
     build(PRESETS["tiny"]).train(1)
-    gc.collect()
     memory = Memory(args.cuda)
     trainer = build(args.shape)
-    pipe.send({})
-    warm = False
-    while steps := pipe.recv():
-        figures = trainer.train(steps)
-        pipe.send({**figures, "peak_bytes": memory.peak()})
-        if not warm:
-            memory.reset()
-            warm = True
-    dist.destroy_process_group()
+    pipe.send({})  # it is built
+    pipe.send(trainer.train(pipe.recv()))  # and warm
+    memory.reset()
+    while True:  # until the parent ends this process
+        pipe.send({**trainer.train(pipe.recv()), "peak_bytes": memory.peak()})
 
 
 class RankError(Exception):
@@ -330,7 +325,7 @@ class Ranks:
         self.name, self.pipes, self.processes = name, [], []
         context = mp.get_context("spawn")
         # Ctrl-C reaches all of the terminal's processes: it is for the parent to end the ranks.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for rank in range(args.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -340,7 +335,7 @@ class Ranks:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, handler)
 
     def tell(self, steps: int) -> None:
         for pipe in self.pipes:
@@ -355,10 +350,9 @@ class Ranks:
         """
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < len(self.pipes):
-            wait([p for rank, p in enumerate(self.pipes) if rank not in answers])
-            for rank, pipe in enumerate(self.pipes):
-                if rank not in answers and pipe.poll():
-                    answers[rank] = self.receive(rank)
+            waiting = {pipe: r for r, pipe in enumerate(self.pipes) if r not in answers}
+            for pipe in wait(list(waiting)):
+                answers[waiting[pipe]] = self.receive(waiting[pipe])
         return [answers[rank] for rank in range(len(self.pipes))]
 
     def receive(self, rank: int) -> dict[str, Any]:
@@ -376,11 +370,6 @@ class Ranks:
                 rank, answer = other, f"it ended with exit code {process.exitcode}"
         raise RankError(f"{self.name}: rank {rank} failed: {answer}")
 
-    def finish(self) -> None:
-        self.tell(0)
-        for process in self.processes:
-            process.join(timeout=10)
-
 
 @contextlib.contextmanager
 def started(args: argparse.Namespace) -> Iterator[list[Ranks]]:
@@ -391,8 +380,6 @@ def started(args: argparse.Namespace) -> Iterator[list[Ranks]]:
             for name in args.impl:
                 everyone.append(Ranks(name, args, folder))
             yield everyone
-            for ranks in everyone:
-                ranks.finish()
         finally:
             processes = [process for ranks in everyone for process in ranks.processes]
             for process in processes:
@@ -449,7 +436,7 @@ def summarize(
             "loss_difference": None if loss is None else abs(loss - plain),
             "rounds": rounds[name],
         }
-    settings = {key: getattr(args, key) for key in SETTINGS}
+    settings = {key: value for key, value in vars(args).items() if key not in DERIVED}
     settings |= {"device": "cuda" if args.cuda else "cpu", "torch": torch.__version__}
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in GPT(args.shape).parameters())
@@ -463,6 +450,7 @@ def summarize(
 
 
 def show(figures: dict[str, Any]) -> None:
+    from rich import box
     from rich import print as rich_print
     from rich.table import Table
 
@@ -470,19 +458,18 @@ def show(figures: dict[str, Any]) -> None:
     title = f"{settings['preset']}: {figures['parameters']:,} parameters, " + (
         f"{settings['world_size']} ranks on {settings['device']}, {settings['strategy']}"
     )
-    table = Table(title=title, caption="fwd/bwd/opt: shares of a step, in %")
-    ratio = f"x {figures['baseline']}"
-    for name in ("", "ms/step", ratio, "min-max", "fwd/bwd/opt", "peak MiB", "loss diff"):
+    table = Table(title=title, box=box.SIMPLE, caption="fwd/bwd/opt: shares of a step in %")
+    ratio = f"x {figures['baseline']} (min-max)"
+    for name in ("", "ms/step", ratio, "fwd/bwd/opt", "peak MiB", "loss diff"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for name, row in figures["implementations"].items():
         peak, loss = row["peak_bytes"], row["loss_difference"]
         table.add_row(
             name,
             f"{1000 * row['seconds']:,.1f}",
-            f"{row['ratio']:.2f}",
-            f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}",
+            f"{row['ratio']:.2f} ({row['ratio_min']:.2f}-{row['ratio_max']:.2f})",
             "/".join(f"{100 * share:.0f}" for share in row["shares"].values()),
-            "-" if peak is None else f"{peak / 2**20:,.0f}",
+            "-" if peak is None else f"{peak / 2**20:,.1f}",
             "-" if loss is None else f"{loss:.1e}",
         )
     rich_print(table)
@@ -497,9 +484,8 @@ def plot(figures: dict[str, Any], path: Path) -> None:
         bars["peak MiB"] = {name: row["peak_bytes"] / 2**20 for name, row in rows.items()}
     figure = Figure(figsize=(5 * len(bars), 4), layout="constrained")
     figure.suptitle(f"{figures['settings']['preset']}, {figures['settings']['world_size']} ranks")
-    for axes, (label, heights) in zip(
-        figure.subplots(1, len(bars), squeeze=False)[0], bars.items(), strict=True
-    ):
+    panels = figure.subplots(1, len(bars), squeeze=False)[0]
+    for axes, (label, heights) in zip(panels, bars.items(), strict=True):
         container = axes.bar(list(heights), list(heights.values()))
         axes.bar_label(container, fmt="{:,.0f}")
         axes.set_ylabel(label)
@@ -508,9 +494,10 @@ def plot(figures: dict[str, Any], path: Path) -> None:
 
 # ------------------------------------------------------------------------------------ command line
 
-SETTINGS = ("preset", "world_size", "rounds", "steps", "warmup", "strategy", "mixed_precision")
-SETTINGS += ("collectives", "optimizer", "threads")
+# What is no setting: where the output goes, and what follows from the other options.
+DERIVED = ("json", "plot", "shape", "bf16", "cuda")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "NO_SHARD")
+COLLECTIVES = ("auto", "sockets", "native")
 
 
 class Parser(argparse.ArgumentParser):
@@ -530,12 +517,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--warmup", type=int, default=3, help="steps before the first round (3)")
     add("--strategy", choices=STRATEGIES, default="FULL_SHARD", help="of sharding (FULL_SHARD)")
     add("--mixed-precision", choices=TOLERANCES, default="none", help="of the computation (none)")
-    add(
-        "--collectives",
-        choices=("auto", "sockets", "native"),
-        default="auto",
-        help="flatshard's (auto)",
-    )
+    add("--collectives", choices=COLLECTIVES, default="auto", help="flatshard's (auto)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
     add("--threads", type=int, default=1, help="of each rank (1)")
     add("--json", type=Path, metavar="PATH", help="write all figures there")
@@ -543,8 +525,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     args.impl = args.impl.split(",")
     if unknown := set(args.impl) - set(IMPLEMENTATIONS):
-        names = ", ".join(sorted(unknown))
-        parser.error(f"--impl: {names!r}: choose from {', '.join(IMPLEMENTATIONS)}")
+        parser.error(f"--impl: {', '.join(unknown)}: choose from {', '.join(IMPLEMENTATIONS)}")
     if len(set(args.impl)) < len(args.impl):
         parser.error("--impl: each name once")
     for name in ("world_size", "rounds", "steps", "warmup", "threads"):
@@ -559,6 +540,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     for path in (args.json, args.plot):
         if path and not path.parent.is_dir():
             parser.error(f"{path}: there is no folder {path.parent}")
+    if args.plot and args.plot.suffix not in (".pdf", ".png", ".svg"):
+        parser.error(f"--plot: {args.plot} must end in .pdf, .png or .svg")
     for package in ("rich", *(["matplotlib"] if args.plot else [])):
         if importlib.util.find_spec(package) is None:
             parser.error(f'{package} is not installed: pip install ".[examples]"')
