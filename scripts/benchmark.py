@@ -1,0 +1,577 @@
+"""Measures flatshard beside torch's DDP, FSDP1 and FSDP2, and the plain model alone.
+
+    python scripts/benchmark.py --preset gpt-20m --world-size 2 --rounds 5 --plot benchmark.png
+
+A small GPT is trained on this machine, on a GPU and NCCL where every rank has its own, else on the
+CPU and gloo. Each implementation has its own ranks, all alive at once: in a round every one trains
+`--steps` steps while the others sleep, so that a busy machine is busy for all of them. A step takes
+as long as it does on the slowest rank. Times are medians over the rounds, ratios medians of the
+rounds' ratios. `compute` is the model in each rank without communication: the floor.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib.util
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+PHASES = ("forward", "backward", "optimizer")
+# How far the loss may be from the plain float32 model's, relative to it.
+TOLERANCES = {"none": 1e-4, "bf16": 2e-2}
+OPTIMIZERS = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-3),
+    "sgd": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+}
+
+# -------------------------------------------------------------------------------------- the model
+
+
+@dataclass(frozen=True)
+class Preset:
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    batch: int = 2  # sequences per rank
+    expansion: int = 4  # the hidden layer's width, in widths
+
+
+PRESETS = {
+    "tiny": Preset(layers=2, width=32, heads=2, vocabulary=64, sequence=16),
+    "gpt-20m": Preset(layers=8, width=384, heads=6, vocabulary=8192, sequence=128),
+    "gpt-120m": Preset(layers=12, width=768, heads=12, vocabulary=22528, sequence=128),
+    # What a unit costs by itself dominates.
+    "many-small": Preset(layers=48, width=64, heads=2, vocabulary=512, sequence=32),
+    # One unit has nearly all parameters: nothing to overlap with.
+    "one-big": Preset(layers=1, width=1024, heads=16, vocabulary=512, sequence=128, expansion=16),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, preset: Preset) -> None:
+        super().__init__()
+        width, hidden = preset.width, preset.expansion * preset.width
+        self.heads = preset.heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, preset: Preset) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(preset.vocabulary, preset.width)
+        self.positions = nn.Embedding(preset.sequence, preset.width)
+        self.blocks = nn.ModuleList(Block(preset) for _ in range(preset.layers))
+        self.norm = nn.LayerNorm(preset.width)
+        self.head = nn.Linear(preset.width, preset.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def make_model(preset: Preset, device: torch.device) -> GPT:
+    torch.manual_seed(0)
+    return GPT(preset).to(device)
+
+
+def make_batch(preset: Preset, rank: int, device: torch.device) -> Tensor:
+    """The rank's tokens, (batch, sequence + 1): inputs and, one further, labels."""
+    numbers = torch.Generator().manual_seed(1 + rank)
+    shape = (preset.batch, preset.sequence + 1)
+    return torch.randint(preset.vocabulary, shape, generator=numbers).to(device)
+
+
+# -------------------------------------------------------------------------------- implementations
+
+
+def wrap_flatshard(model: GPT, args: argparse.Namespace) -> nn.Module:
+    from flatshard import MixedPrecision, ShardedWrapper
+    from flatshard.wrap import ModuleWrapPolicy
+
+    return ShardedWrapper(
+        model,
+        sharding_strategy=args.strategy,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32) if args.bf16 else None,
+        collectives=args.collectives,
+    )
+
+
+def wrap_ddp(model: GPT, args: argparse.Namespace) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def wrap_fsdp1(model: GPT, args: argparse.Namespace) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    return FullyShardedDataParallel(
+        model,
+        sharding_strategy=ShardingStrategy[args.strategy],
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32) if args.bf16 else None,
+        device_id=next(model.parameters()).device,
+        use_orig_params=True,
+    )
+
+
+def wrap_fsdp2(model: GPT, args: argparse.Namespace) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    half = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if args.bf16 else {}
+    for module in (*model.blocks, model):
+        fully_shard(
+            module,
+            reshard_after_forward=args.strategy == "FULL_SHARD",
+            mp_policy=MixedPrecisionPolicy(**half),
+        )
+    return model
+
+
+def leave_plain(model: GPT, args: argparse.Namespace) -> nn.Module:
+    return model
+
+
+IMPLEMENTATIONS: dict[str, Callable[[GPT, argparse.Namespace], nn.Module]] = {
+    "flatshard": wrap_flatshard,
+    "ddp": wrap_ddp,
+    "fsdp1": wrap_fsdp1,
+    "fsdp2": wrap_fsdp2,
+    "compute": leave_plain,
+}
+# They have no mixed precision of their own.
+AUTOCAST = ("ddp", "compute")
+
+# ------------------------------------------------------------------------------------- what trains
+
+
+class Trainer:
+    def __init__(self, model: nn.Module, batch: Tensor, optimizer: str, autocast: bool) -> None:
+        self.model, self.batch = model, batch
+        self.optimizer = OPTIMIZERS[optimizer](model.parameters())
+        self.autocast = torch.autocast(batch.device.type, torch.bfloat16, enabled=autocast)
+
+    def train(self, steps: int) -> dict[str, Any]:
+        """Seconds per step, those of each phase, and the loss of the first step."""
+        marks, losses = [], []
+        self.synchronize()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            marks.append([self.now()])
+            with self.autocast:
+                logits = self.model(self.batch[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), self.batch[:, 1:].flatten())
+            marks[-1].append(self.now())
+            loss.backward()
+            marks[-1].append(self.now())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            marks[-1].append(self.now())
+            losses.append(loss.detach())
+        self.synchronize()
+        seconds = (time.perf_counter() - begin) / steps
+        phases = {
+            phase: sum(self.between(*mark[i : i + 2]) for mark in marks) / steps
+            for i, phase in enumerate(PHASES)
+        }
+        return {"seconds": seconds, **phases, "loss": losses[0].item()}
+
+    def synchronize(self) -> None:
+        if self.batch.is_cuda:
+            torch.cuda.synchronize()
+
+    def now(self) -> Any:
+        """A moment in the step; on CUDA an event, which does not hold the step up."""
+        if not self.batch.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, first: Any, second: Any) -> float:
+        return first.elapsed_time(second) / 1000 if self.batch.is_cuda else second - first
+
+
+def plain_loss(args: argparse.Namespace) -> float:
+    """The plain float32 model's loss on the whole batch, after the warm-up steps."""
+    device = torch.device("cuda", 0) if args.cuda else torch.device("cpu")
+    ranks = range(args.world_size)
+    batch = torch.cat([make_batch(args.shape, rank, device) for rank in ranks])
+    trainer = Trainer(make_model(args.shape, device), batch, args.optimizer, autocast=False)
+    trainer.train(args.warmup)
+    return trainer.train(1)["loss"]
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+def resident_bytes(which: str) -> int:
+    """``VmRSS``, what is resident now, or ``VmHWM``, the most since it was last reset."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{which}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {which}")
+
+
+class Memory:
+    """The peak above what the bare process takes; known on CUDA and on Linux."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda, self.linux = cuda, Path("/proc/self/clear_refs").exists()
+        self.reset()
+        self.bare = 0 if cuda or not self.linux else resident_bytes("VmRSS")
+
+    def reset(self) -> None:
+        gc.collect()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        elif self.linux:
+            # What malloc keeps of what was freed is not what a step needs.
+            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+                trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self) -> int | None:
+        if self.cuda:
+            return torch.cuda.max_memory_allocated()
+        return resident_bytes("VmHWM") - self.bare if self.linux else None
+
+
+# ------------------------------------------------------------------------------------------- ranks
+
+
+def run_rank(rank: int, name: str, args: argparse.Namespace, store: str, pipe: Connection) -> None:
+    """Builds the model, then trains as many steps as the pipe says, whenever it says so."""
+    try:
+        torch.set_num_threads(args.threads)
+        warnings.simplefilter("ignore")  # the other wrappers' deprecations
+        serve(rank, name, args, store, pipe)
+    except EOFError:
+        pass  # the parent is gone
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        # Ending now would make the other ranks fail too; the parent ends all of them.
+        with contextlib.suppress(EOFError):
+            pipe.recv()
+
+
+def serve(rank: int, name: str, args: argparse.Namespace, store: str, pipe: Connection) -> None:
+    device = torch.device("cuda", rank) if args.cuda else torch.device("cpu")
+    if args.cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if args.cuda else "gloo",
+        store=dist.FileStore(store, args.world_size),
+        rank=rank,
+        world_size=args.world_size,
+    )
+
+    def build(preset: Preset) -> Trainer:
+        model = IMPLEMENTATIONS[name](make_model(preset, device), args)
+        batch = make_batch(preset, rank, device)
+        return Trainer(model, batch, args.optimizer, args.bf16 and name in AUTOCAST)
+
+    # What is imported and started once is not what a model takes.
+    build(PRESETS["tiny"]).train(1)
+    memory = Memory(args.cuda)
+    trainer = build(args.shape)
+    pipe.send({})  # it is built
+    pipe.send(trainer.train(pipe.recv()))  # and warm
+    memory.reset()
+    while True:  # until the parent ends this process
+        pipe.send({**trainer.train(pipe.recv()), "peak_bytes": memory.peak()})
+
+
+class RankError(Exception):
+    """A rank failed; the message says which, and how."""
+
+
+class Ranks:
+    """The processes of one implementation."""
+
+    def __init__(self, name: str, args: argparse.Namespace, folder: str) -> None:
+        self.name, self.pipes, self.processes = name, [], []
+        context = mp.get_context("spawn")
+        # Ctrl-C reaches all of the terminal's processes: it is for the parent to end the ranks.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for rank in range(args.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=run_rank, args=(rank, name, args, f"{folder}/{name}", theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        signal.signal(signal.SIGINT, handler)
+
+    def tell(self, steps: int) -> None:
+        for pipe in self.pipes:
+            with contextlib.suppress(BrokenPipeError):  # `answers` says how that rank ended
+                pipe.send(steps)
+
+    def answers(self) -> list[dict[str, Any]]:
+        """What each rank sends next.
+
+        Raises:
+            RankError: a rank failed or ended.
+        """
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < len(self.pipes):
+            waiting = {pipe: r for r, pipe in enumerate(self.pipes) if r not in answers}
+            for pipe in wait(list(waiting)):
+                answers[waiting[pipe]] = self.receive(waiting[pipe])
+        return [answers[rank] for rank in range(len(self.pipes))]
+
+    def receive(self, rank: int) -> dict[str, Any]:
+        try:
+            answer = self.pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            answer = "it ended"
+        if isinstance(answer, dict):
+            return answer
+        # A rank that was killed makes the others fail: it is the one to name.
+        ended = wait([process.sentinel for process in self.processes], timeout=1)
+        for other, process in enumerate(self.processes):
+            if process.sentinel in ended:
+                process.join()
+                rank, answer = other, f"it ended with exit code {process.exitcode}"
+        raise RankError(f"{self.name}: rank {rank} failed: {answer}")
+
+
+@contextlib.contextmanager
+def started(args: argparse.Namespace) -> Iterator[list[Ranks]]:
+    """The implementations' ranks, which do not outlive the block."""
+    everyone: list[Ranks] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for name in args.impl:
+                everyone.append(Ranks(name, args, folder))
+            yield everyone
+        finally:
+            processes = [process for ranks in everyone for process in ranks.processes]
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+
+
+# ----------------------------------------------------------------------------------------- figures
+
+
+def run(args: argparse.Namespace) -> dict[str, list[list[dict[str, Any]]]]:
+    """What each rank of each implementation measured in each round."""
+    figures: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in args.impl}
+    with started(args) as everyone:
+        for ranks in everyone:
+            ranks.answers()
+        for ranks in everyone:
+            ranks.tell(args.warmup)
+            ranks.answers()
+        for first in range(args.rounds):
+            # Each takes each place in the order: whoever follows a busy one may be slowed by it.
+            for i in range(len(everyone)):
+                ranks = everyone[(first + i) % len(everyone)]
+                ranks.tell(args.steps)
+                figures[ranks.name].append(ranks.answers())
+    return figures
+
+
+def summarize(
+    rounds: dict[str, list[list[dict[str, Any]]]], plain: float, args: argparse.Namespace
+) -> dict[str, Any]:
+    slowest = {
+        name: [max(ranks, key=lambda figures: figures["seconds"]) for ranks in of_name]
+        for name, of_name in rounds.items()
+    }
+    baseline = "fsdp1" if "fsdp1" in slowest else args.impl[0]
+    rows = {}
+    for name, steps in slowest.items():
+        pairs = zip(steps, slowest[baseline], strict=True)
+        ratios = [step["seconds"] / other["seconds"] for step, other in pairs]
+        phases = [statistics.median(step[phase] for step in steps) for phase in PHASES]
+        peaks = [figures["peak_bytes"] for figures in rounds[name][-1]]
+        # Without communication every rank trains another model on its own batch.
+        loss = None if name == "compute" else statistics.fmean(r["loss"] for r in rounds[name][0])
+        rows[name] = {
+            "seconds": statistics.median(step["seconds"] for step in steps),
+            "ratio": statistics.median(ratios),
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+            "shares": {p: share / sum(phases) for p, share in zip(PHASES, phases, strict=True)},
+            "peak_bytes": None if None in peaks else max(peaks),
+            "loss": loss,
+            "loss_difference": None if loss is None else abs(loss - plain),
+            "rounds": rounds[name],
+        }
+    settings = {key: value for key, value in vars(args).items() if key not in DERIVED}
+    settings |= {"device": "cuda" if args.cuda else "cpu", "torch": torch.__version__}
+    with torch.device("meta"):
+        numel = sum(parameter.numel() for parameter in GPT(args.shape).parameters())
+    return {
+        "settings": settings,
+        "parameters": numel,
+        "baseline": baseline,
+        "plain_loss": plain,
+        "implementations": rows,
+    }
+
+
+def show(figures: dict[str, Any]) -> None:
+    from rich import box
+    from rich import print as rich_print
+    from rich.table import Table
+
+    settings = figures["settings"]
+    title = f"{settings['preset']}: {figures['parameters']:,} parameters, " + (
+        f"{settings['world_size']} ranks on {settings['device']}, {settings['strategy']}"
+    )
+    table = Table(title=title, box=box.SIMPLE, caption="fwd/bwd/opt: shares of a step in %")
+    ratio = f"x {figures['baseline']} (min-max)"
+    for name in ("", "ms/step", ratio, "fwd/bwd/opt", "peak MiB", "loss diff"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for name, row in figures["implementations"].items():
+        peak, loss = row["peak_bytes"], row["loss_difference"]
+        table.add_row(
+            name,
+            f"{1000 * row['seconds']:,.1f}",
+            f"{row['ratio']:.2f} ({row['ratio_min']:.2f}-{row['ratio_max']:.2f})",
+            "/".join(f"{100 * share:.0f}" for share in row["shares"].values()),
+            "-" if peak is None else f"{peak / 2**20:,.1f}",
+            "-" if loss is None else f"{loss:.1e}",
+        )
+    rich_print(table)
+
+
+def plot(figures: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    rows = figures["implementations"]
+    bars = {"ms per step": {name: 1000 * row["seconds"] for name, row in rows.items()}}
+    if all(row["peak_bytes"] is not None for row in rows.values()):
+        bars["peak MiB"] = {name: row["peak_bytes"] / 2**20 for name, row in rows.items()}
+    figure = Figure(figsize=(5 * len(bars), 4), layout="constrained")
+    figure.suptitle(f"{figures['settings']['preset']}, {figures['settings']['world_size']} ranks")
+    panels = figure.subplots(1, len(bars), squeeze=False)[0]
+    for axes, (label, heights) in zip(panels, bars.items(), strict=True):
+        container = axes.bar(list(heights), list(heights.values()))
+        axes.bar_label(container, fmt="{:,.0f}")
+        axes.set_ylabel(label)
+    figure.savefig(path)
+
+
+# ------------------------------------------------------------------------------------ command line
+
+# What is no setting: where the output goes, and what follows from the other options.
+DERIVED = ("json", "plot", "shape", "bf16", "cuda")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "NO_SHARD")
+COLLECTIVES = ("auto", "sockets", "native")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; exits with 2 on a bad one."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="gpt-20m", help="the model (gpt-20m)")
+    add("--impl", default=",".join(IMPLEMENTATIONS), help="which, with commas between (all)")
+    add("--world-size", type=int, default=2, help="ranks of each implementation (2)")
+    add("--rounds", type=int, default=5, help="how often each has its turn (5)")
+    add("--steps", type=int, default=5, help="in a turn (5)")
+    add("--warmup", type=int, default=3, help="steps before the first round (3)")
+    add("--strategy", choices=STRATEGIES, default="FULL_SHARD", help="of sharding (FULL_SHARD)")
+    add("--mixed-precision", choices=TOLERANCES, default="none", help="of the computation (none)")
+    add("--collectives", choices=COLLECTIVES, default="auto", help="flatshard's (auto)")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
+    add("--threads", type=int, default=1, help="of each rank (1)")
+    add("--json", type=Path, metavar="PATH", help="write all figures there")
+    add("--plot", type=Path, metavar="PATH", help="draw times and memory there")
+    args = parser.parse_args(arguments)
+    args.impl = args.impl.split(",")
+    if unknown := set(args.impl) - set(IMPLEMENTATIONS):
+        parser.error(f"--impl: {', '.join(unknown)}: choose from {', '.join(IMPLEMENTATIONS)}")
+    if len(set(args.impl)) < len(args.impl):
+        parser.error("--impl: each name once")
+    for name in ("world_size", "rounds", "steps", "warmup", "threads"):
+        if (value := getattr(args, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if args.strategy == "SHARD_OP" and {"fsdp1", "fsdp2"} & set(args.impl):
+        parser.error(
+            "--strategy SHARD_OP is flatshard's alone: leave fsdp1 and fsdp2 out of --impl"
+        )
+    if args.strategy == "NO_SHARD" and "fsdp2" in args.impl:
+        parser.error("--strategy NO_SHARD: FSDP2 has none, leave fsdp2 out of --impl")
+    for path in (args.json, args.plot):
+        if path and not path.parent.is_dir():
+            parser.error(f"{path}: there is no folder {path.parent}")
+    if args.plot and args.plot.suffix not in (".pdf", ".png", ".svg"):
+        parser.error(f"--plot: {args.plot} must end in .pdf, .png or .svg")
+    for package in ("rich", *(["matplotlib"] if args.plot else [])):
+        if importlib.util.find_spec(package) is None:
+            parser.error(f'{package} is not installed: pip install ".[examples]"')
+    args.shape, args.bf16 = PRESETS[args.preset], args.mixed_precision == "bf16"
+    args.cuda = torch.cuda.is_available() and torch.cuda.device_count() >= args.world_size
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    # The ranks' libraries read this when they are loaded.
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    try:
+        plain = plain_loss(args)
+        figures = summarize(run(args), plain, args)
+    except RankError as error:
+        sys.exit(f"error: {error}; all others were stopped")
+    except KeyboardInterrupt:
+        print("interrupted: all ranks were stopped", file=sys.stderr)
+        sys.exit(130)
+    show(figures)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if args.plot:
+        plot(figures, args.plot)
+    most = TOLERANCES[args.mixed_precision] * abs(plain)
+    for name, row in figures["implementations"].items():
+        if row["loss"] is not None and not row["loss_difference"] <= most:
+            sys.exit(f"error: {name}'s loss is {row['loss']:.6f}, the plain model's {plain:.6f}")
+
+
+if __name__ == "__main__":
+    main()

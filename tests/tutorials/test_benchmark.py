@@ -1,0 +1,151 @@
+"""The benchmark, scripts/benchmark.py, started as its reader would start it."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "benchmark.py"
+TINY = ["--preset", "tiny", "--world-size", "2", "--rounds", "1", "--steps", "1"]
+
+pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
+    """Waits for its end; leaves none of its processes behind."""
+    try:
+        out, err = process.communicate(timeout=100)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def test_measures_implementations_beside_one_another(tmp_path: Path) -> None:
+    names = ["flatshard", "ddp", "fsdp1", "compute"]
+    arguments = [*TINY, "--impl", ",".join(names), "--json", "out.json"]
+    done = finish(start(*arguments, cwd=tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines if line and line[0] in names] == names
+    assert "x fsdp1 (min-max)" in done.stdout
+    figures = json.loads((tmp_path / "out.json").read_text())
+    assert figures["baseline"] == "fsdp1"
+    assert figures["settings"]["world_size"] == 2
+    rows = figures["implementations"]
+    assert list(rows) == names
+    assert rows["fsdp1"]["ratio"] == 1
+    for name, row in rows.items():
+        ((first, second),) = row["rounds"]
+        assert row["seconds"] == max(first["seconds"], second["seconds"]) > 0
+        assert row["ratio"] == pytest.approx(row["seconds"] / rows["fsdp1"]["seconds"])
+        assert sum(row["shares"].values()) == pytest.approx(1)
+        if name == "compute":
+            assert row["loss"] is None
+            # Without the others' gradients the losses differ by more than is let pass below.
+            alone = (first["loss"] + second["loss"]) / 2
+            assert alone != pytest.approx(figures["plain_loss"], rel=1e-3)
+        else:
+            assert row["loss"] == pytest.approx(figures["plain_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--impl", "ddp,other"], "--impl: other: choose from flatshard, ddp"),
+        (["--preset", "huge"], "--preset: invalid choice"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--strategy", "SHARD_OP"], "leave fsdp1 and fsdp2 out"),
+        (["--json", "missing/out.json"], "there is no folder missing"),
+        (["--plot", "out.png"], 'matplotlib is not installed: pip install ".[examples]"'),
+    ],
+)
+def test_bad_options_are_one_line(
+    arguments: list[str],
+    said: str,
+    script: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = importlib.util.find_spec
+    without = lambda name: None if name == "matplotlib" else found(name)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    with pytest.raises(SystemExit) as stopped:
+        script.parse_args(arguments)
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+
+
+def test_another_loss_is_an_error(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = {"seconds": 1.0, "forward": 0.3, "backward": 0.5, "optimizer": 0.2, "loss": 4.0}
+    ranks = [{**figures, "peak_bytes": 2**20}, {**figures, "peak_bytes": None}]
+    monkeypatch.setattr(script, "run", lambda args: {name: [ranks] for name in args.impl})
+    monkeypatch.setattr(script, "plain_loss", lambda args: 4.01)
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--preset", "tiny", "--impl", "compute,ddp"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(SystemExit) as stopped:
+        script.main()
+    assert stopped.value.code == "error: ddp's loss is 4.000000, the plain model's 4.010000"
+    assert "30/50/20" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    endless = [*TINY, "--impl", "compute", "--steps", "1000000000"]
+    process = start(*endless, cwd=tmp_path)
+    ranks: list[int] = []
+    try:
+        while len(ranks) < 2:
+            time.sleep(0.1)
+            assert process.poll() is None
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            ranks = [pid for pid in map(int, children) if b"spawn_main" in command_line(pid)]
+        os.kill(max(ranks), signal.SIGKILL)
+    finally:
+        done = finish(process)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "error: compute: rank 1 failed: it ended with exit code -9; all others were stopped"
+    ]
+    assert not any(command_line(pid) for pid in ranks)
+
+
+def command_line(pid: int) -> bytes:
+    """Empty for a process that is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
