@@ -34,6 +34,7 @@ from torch import Tensor
 
 from flatshard import peer_memory
 from flatshard.config import Collectives
+from flatshard.mapped_shards import MappedShards
 from flatshard.on_host import HostGroup, Whole
 from flatshard.peer_memory import Board
 from flatshard.pending import CollectiveError, Pending
@@ -142,8 +143,32 @@ class Communicator:
         self._num_tags += 1
         return self._num_tags
 
+    def map_shards(
+        self, numel: int, dtype: torch.dtype, *, tag: int, map_tag: int
+    ) -> MappedShards | None:
+        """Memory for a flat parameter from which gathers copy nothing, where that can be.
+
+        Args:
+            numel: elements of a shard.
+            dtype: of the elements, in which they are gathered too.
+            tag: the flat parameter's number from ``new_tag``.
+            map_tag: another one.
+        """
+        if self._on_host is None or not HostGroup.takes(max(tag, map_tag)):
+            return None
+        if not MappedShards.fits(numel, dtype):
+            return None
+        return MappedShards(self._on_host, numel, dtype, tag=tag, map_tag=map_tag)
+
     def all_gather(
-        self, shard: Tensor, out: Tensor, *, label: str, tag: int, purpose: str
+        self,
+        shard: Tensor,
+        out: Tensor,
+        *,
+        label: str,
+        tag: int,
+        purpose: str,
+        mapped: MappedShards | None = None,
     ) -> Pending:
         """Begin filling ``out`` with every rank's shard, in rank order.
 
@@ -155,6 +180,7 @@ class Communicator:
             label: names the unit in errors and recordings.
             tag: the flat parameter's number from ``new_tag``.
             purpose: what for, in errors.
+            mapped: has both, if it was made by ``map_shards``.
 
         Raises:
             ValueError: the two lengths do not fit the group size.
@@ -170,6 +196,8 @@ class Communicator:
             return Pending([], what)
         self._note("gather", label, out)
         with _named(what):
+            if mapped is not None:
+                return mapped.begin(what)
             if self._direct(shard):
                 if self._on_host is not None and HostGroup.takes(tag):
                     return self._on_host.all_gather(_as_real(shard), _as_real(out), tag, what)

@@ -321,7 +321,6 @@ class RunContext:
         try:
             if any(unit.sync is not Sync.LOCAL for unit in self.units):
                 self._settle()
-            self._unsettled.settle()
             failed = False
         finally:
             self._active = failed  # what is left of it is dropped before the next one
@@ -329,6 +328,8 @@ class RunContext:
                 # A forward that runs a backward inside, for forces say, goes on afterwards.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.release()
+        # After the release: other ranks wait for that likewise.
+        self._unsettled.settle()
         self._run_hooks()
         for unit in self.units:
             if unit.sync is not Sync.ALL:

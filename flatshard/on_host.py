@@ -47,17 +47,17 @@ class Whole:
 class HostGroup:
     """Ranks that read one another's memory.
 
-    Args:
+    Attributes:
         memory: of all of them.
-        board: this rank's.
         rank: this rank within the group.
-        ranks: the group's members by their numbers in the default group.
+        size: ranks in the group.
     """
 
     def __init__(self, memory: PeerMemory, board: Board, rank: int, ranks: Sequence[int]) -> None:
-        self._memory, self._board = memory, board
-        self._rank, self._ranks = rank, ranks
-        self._offers: dict[int, _Offer] = {}
+        """With this rank's board, and the members by their numbers in the default group."""
+        self.memory, self._board = memory, board
+        self.rank, self.size, self._ranks = rank, len(ranks), ranks
+        self._offers: dict[int, Offer] = {}
 
     @staticmethod
     def takes(tag: int) -> bool:
@@ -66,41 +66,41 @@ class HostGroup:
 
     def all_gather(self, shard: Tensor, out: Tensor, tag: int, what: str) -> Pending:
         """See ``Communicator.all_gather``."""
-        parts = _as_bytes(out).chunk(len(self._ranks))
+        parts = _as_bytes(out).chunk(self.size)
         source = _as_bytes(shard)
-        offer = self._offer(source.data_ptr(), tag)
-        if parts[self._rank].data_ptr() != source.data_ptr():
-            parts[self._rank].copy_(source)
+        offer = self.offer(source.data_ptr(), tag)
+        if parts[self.rank].data_ptr() != source.data_ptr():
+            parts[self.rank].copy_(source)
 
         def read() -> None:
             for peer, theirs in offer.theirs.items():
-                self._memory.read(peer, theirs.address, parts[peer])
+                self.memory.read(peer, theirs.address, parts[peer])
             offer.take()
 
-        return self._pending(offer, what, read, shard, out)
+        return self.pending(offer, what, read, shard, out)
 
     def reduce_scatter(self, whole: Whole, out: Tensor, tag: int, what: str) -> Pending:
         """See ``Communicator.reduce_scatter``."""
         table = _table([0 if part is None else part.data_ptr() for part in whole.parts])
-        offer = self._offer(ctypes.addressof(table), tag + _REDUCING)
+        offer = self.offer(ctypes.addressof(table), tag + _REDUCING)
 
         def average() -> None:
             self._average(whole, offer, out)
             offer.take()
 
         kept = [part for part in whole.parts if part is not None]
-        return self._pending(offer, what, average, *kept, out, table)
+        return self.pending(offer, what, average, *kept, out, table)
 
-    def _average(self, whole: Whole, offer: _Offer, out: Tensor) -> None:
+    def _average(self, whole: Whole, offer: Offer, out: Tensor) -> None:
         """Average in rank order, so that every run and every rank rounds alike."""
         addresses: list[list[int]] = []
-        for rank in range(len(self._ranks)):
+        for rank in range(self.size):
             table = _table([0] * len(whole.parts))
-            if rank != self._rank:
+            if rank != self.rank:
                 place, nbytes = ctypes.addressof(table), ctypes.sizeof(table)
-                self._memory.read_into(rank, offer.theirs[rank].address, place, nbytes)
+                self.memory.read_into(rank, offer.theirs[rank].address, place, nbytes)
             addresses.append(list(table))
-        first = self._rank * out.numel()
+        first = self.rank * out.numel()
         scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=out.dtype)
         for index, (start, end) in enumerate(whole.ranges):
             begin, stop = max(start, first), min(end, first + out.numel())
@@ -129,11 +129,11 @@ class HostGroup:
         """
         total: Tensor | None = None
         for rank, address in enumerate(addresses):
-            if rank == self._rank:
+            if rank == self.rank:
                 values = own
             elif address:
                 values = out if total is None else scratch
-                self._memory.read(rank, address + offset, values)
+                self.memory.read(rank, address + offset, values)
             else:
                 values = None
             if values is None:
@@ -147,31 +147,35 @@ class HostGroup:
         else:
             torch.div(total, len(addresses), out=out)
 
-    def _offer(self, address: int, tag: int) -> _Offer:
+    def offer(self, address: int, tag: int) -> Offer:
+        """Tell the others a number under a tag, and begin to wait for theirs.
+
+        Collective: all ranks of the group. Waits until they have taken what was offered before.
+        """
         before = self._offers.get(tag)
         if before is not None:
             for taken in before.taken:
                 taken.wait()
         number = 1 if before is None else before.number + 1
-        size = len(self._ranks)
-        peers = [(self._rank + step) % size for step in range(1, size)]
-        self._offers[tag] = offer = _Offer(
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self._offers[tag] = offer = Offer(
             self._board,
             tag,
             number,
-            theirs={peer: self._memory.offered(peer, tag, number) for peer in peers},
-            taken=[self._memory.taken(peer, tag, number) for peer in peers],
+            theirs={peer: self.memory.offered(peer, tag, number) for peer in peers},
+            taken=[self.memory.taken(peer, tag, number) for peer in peers],
         )
         self._board.offer(tag, number, address)
         return offer
 
-    def _pending(
+    def pending(
         self,
-        offer: _Offer,
+        offer: Offer,
         what: str,
         then: Callable[[], None],
         *kept: object,
     ) -> Pending:
+        """An offer as a collective under way, of which ``then`` makes the result."""
         return Pending(
             list(offer.theirs.values()),
             what,
@@ -183,7 +187,7 @@ class HostGroup:
 
 
 @dataclass(frozen=True)
-class _Offer:
+class Offer:
     """What this rank lets the others read, and what it reads of theirs.
 
     Attributes:

@@ -93,6 +93,10 @@ class PeerMemory:
         self._cards = list(cards)
         self._timeout = timeout
 
+    def pid(self, rank: int) -> int:
+        """The number of the process of ``rank``."""
+        return self._cards[rank].pid
+
     def read(self, rank: int, address: int, out: Tensor) -> None:
         """Fill ``out``, contiguous on the CPU, with what ``rank`` has at ``address``.
 

@@ -17,6 +17,7 @@ LAYERS = [
         "pending",
         "peer_memory",
         "on_host",
+        "mapped_shards",
         "peers",
         "state_dict_options",
     },
@@ -42,6 +43,7 @@ LAYERS = [
 NEIGHBOURS = {
     "pending": {"watchdog"},
     "on_host": {"peer_memory", "pending"},
+    "mapped_shards": {"layout", "on_host", "pending"},
     "auto_policy": {"module_tree"},
     "wrap": {"auto_policy", "module_tree"},
     "plan_report": {"auto_policy", "module_tree"},
