@@ -99,7 +99,15 @@ class PeerMemory:
         Raises:
             RuntimeError: the process is gone, or has nothing there.
         """
-        _read(self._cards[rank].pid, address, out.data_ptr(), out.numel() * out.element_size())
+        self.read_into(rank, address, out.data_ptr(), out.numel() * out.element_size())
+
+    def read_into(self, rank: int, address: int, place: int, nbytes: int) -> None:
+        """Copy ``nbytes`` at ``address`` of ``rank`` to ``place`` in this process.
+
+        Raises:
+            RuntimeError: as ``read``.
+        """
+        _read(self._cards[rank].pid, address, place, nbytes)
 
     def offered(self, rank: int, tag: int, number: int) -> Awaited:
         """The ``number``-th part that ``rank`` offers under a tag."""

@@ -16,6 +16,7 @@ LAYERS = [
         "watchdog",
         "pending",
         "peer_memory",
+        "on_host",
         "peers",
         "state_dict_options",
     },
@@ -43,6 +44,7 @@ LAYERS = [
 ]
 NEIGHBOURS = {
     "pending": {"watchdog"},
+    "on_host": {"peer_memory", "pending"},
     "auto_policy": {"module_tree"},
     "wrap": {"auto_policy", "module_tree"},
     "plan_report": {"auto_policy", "module_tree"},
