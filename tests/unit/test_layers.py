@@ -53,7 +53,7 @@ NEIGHBOURS = {
     "reductions": {"collectives", "shard_tensor"},
     "topology": {"collectives"},
     "secondary": {"collectives"},
-    "ownership": {"flat_param", "shard_tensor"},
+    "ownership": {"shard_tensor"},
     "agreement": {"collectives"},
     "starting": {"collectives", "flat_param", "topology"},
     "optim": {"flat_param", "optim_runs", "shard_tensor"},
