@@ -21,7 +21,7 @@ LAYERS = [
         "peers",
         "state_dict_options",
     },
-    {"ignored", "wrap", "auto_policy", "module_tree", "plan_report"},
+    {"ignored", "wrap", "auto_policy", "module_tree", "plan_report", "stand_in"},
     {
         "flat_param",
         "shard_tensor",
@@ -38,7 +38,10 @@ LAYERS = [
     },
     {"gradients", "handle", "saved_tensors", "summon", "whole", "materialise"},
     {"unit", "context", "grad_norm", "settings", "inspection", "comm_hook"},
-    {"__init__", "wrapper", "checkpoint", "optim_state"},
+    {"checkpoint", "optim_state", "unit_module"},
+    {"construction", "peer_names"},
+    {"wrapper"},
+    {"__init__"},
 ]
 NEIGHBOURS = {
     "pending": {"watchdog"},
@@ -52,7 +55,7 @@ NEIGHBOURS = {
     "reductions": {"collectives", "shard_tensor"},
     "topology": {"collectives"},
     "secondary": {"collectives"},
-    "ownership": {"flat_param", "shard_tensor"},
+    "ownership": {"shard_tensor"},
     "agreement": {"collectives"},
     "starting": {"collectives", "flat_param", "topology"},
     "optim": {"flat_param", "optim_runs", "shard_tensor"},
@@ -64,8 +67,6 @@ NEIGHBOURS = {
     "whole": {"handle"},
     "context": {"unit"},
     "comm_hook": {"unit"},
-    "wrapper": {"checkpoint", "optim_state"},
-    "__init__": {"wrapper"},
 }
 FOLDER = Path(flatshard.__file__).parent
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
