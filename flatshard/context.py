@@ -141,10 +141,18 @@ class RunContext:
         self.expects_backward = torch.is_grad_enabled()
         if self.expects_backward:
             self._plan_syncs()
+        else:
+            self.give_back()
         if outermost is self.root and not self.is_accumulating:
             self._broadcast_buffers()
         for handle in self._kept_from_afar:
             handle.begin_refresh()
+
+    def give_back(self) -> None:
+        """Free memory that is kept for the next step."""
+        for unit in self.units:
+            for handle in unit.handles:
+                handle.gradients.spare.give_back()
 
     def _plan_syncs(self) -> None:
         for unit, sync in zip(self.units, self.syncs, strict=True):

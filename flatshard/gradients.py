@@ -26,6 +26,7 @@ from flatshard.flat_param import part_of, view_of
 from flatshard.layout import FlatLayout
 from flatshard.on_host import Whole
 from flatshard.pending import CollectiveError, Pending, Unsettled
+from flatshard.spare import Spare
 from flatshard.topology import Topology
 
 _IN_PLACE_BYTES = 1 << 20
@@ -67,6 +68,7 @@ class GradientBuffer:
         used: those that got a gradient since the last ``take``.
         tags: the flat parameter's numbers in the inner and the outer group.
         unsettled: what other ranks may still be taking from this one.
+        spare: memory of reduced gradients that users have dropped.
         held: the sum of what ``Sync.WITHIN`` reduced, ``(padded_numel / inner.size,)``; or None.
     """
 
@@ -98,6 +100,7 @@ class GradientBuffer:
         self.filled: set[int] = set()
         self.seen: set[int] = set()
         self.used: set[int] = set()
+        self.spare = Spare()
         self.held: Tensor | None = None
         self.unsettled = unsettled
         self._layout, self.tags = layout, tags
@@ -273,7 +276,7 @@ class GradientBuffer:
     def new_part(self, comm: Communicator) -> Tensor:
         """Where this rank's part of a reduction over ``comm`` goes; only its padding has values."""
         numel = self._layout.padded_numel // comm.size
-        part = torch.empty(numel, dtype=self._dtype, device=self._device)
+        part = self.spare.take(numel, self._dtype, self._device)
         if self._stay_in_place:
             self._zero_padding(part, comm.rank)
         return part
