@@ -29,6 +29,7 @@ from flatshard.pending import Unsettled
 from flatshard.profiling import profiled
 from flatshard.saved_tensors import SavedTensors
 from flatshard.schedule import ExecutionOrder, ReduceOrder
+from flatshard.spare import prepare_allocator
 from flatshard.unit import Phase, Unit
 
 _STALL_SECONDS = 1.0
@@ -136,6 +137,10 @@ class RunContext:
         self.recover()
         if not self.has_run:
             self._before_first_run()
+        if not self.has_run and any(
+            h.shard.device.type == "cpu" for u in self.units for h in u.handles
+        ):
+            prepare_allocator()
         self.has_run = True
         self._order.begin_forward()
         self.expects_backward = torch.is_grad_enabled()

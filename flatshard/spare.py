@@ -2,16 +2,32 @@
 
 On a CPU a large tensor that is freed goes back to the operating system, and the next one costs a
 page fault for every few kilobytes. Accelerators' allocators keep memory themselves.
+
+[Note: glibc]
+glibc's malloc gives freed memory back above a threshold, which it raises, up to 32 MiB, to the
+size of what was freed: it takes that for a sign that more of the kind comes. In training it does,
+in every step. ``prepare_allocator`` gives the sign at once. Where users set the thresholds
+themselves (``MALLOC_TRIM_THRESHOLD_``), or use another allocator, it changes nothing.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+
+_GLIBC_LIMIT_BYTES = 32 << 20
+
+
+@functools.cache
+def prepare_allocator() -> None:
+    """Let the CPU's allocator keep the memory of a step for the next one; see the note."""
+    torch.empty(_GLIBC_LIMIT_BYTES - 4096, dtype=torch.uint8)
 
 
 class Spare:
