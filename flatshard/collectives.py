@@ -131,6 +131,7 @@ class Communicator:
         timeout = _timeout(self._gather_group) or timedelta(minutes=30)
         memory = peer_memory.meet(board, cards, timeout.total_seconds())
         everyone = self.gather_objects(memory is not None, label="meeting on one host")
+        board.close_file()
         if memory is None or not all(everyone):
             return None
         return HostGroup(memory, board, self.rank, self.ranks)

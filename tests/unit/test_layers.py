@@ -18,6 +18,7 @@ LAYERS = [
         "peer_memory",
         "on_host",
         "mapped_shards",
+        "memory_file",
         "spare",
         "peers",
         "state_dict_options",
@@ -47,7 +48,8 @@ LAYERS = [
 NEIGHBOURS = {
     "pending": {"watchdog"},
     "on_host": {"peer_memory", "pending"},
-    "mapped_shards": {"layout", "on_host", "pending"},
+    "peer_memory": {"memory_file"},
+    "mapped_shards": {"layout", "memory_file", "on_host", "pending"},
     "auto_policy": {"module_tree"},
     "wrap": {"auto_policy", "module_tree"},
     "plan_report": {"auto_policy", "module_tree"},
