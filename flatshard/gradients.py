@@ -30,7 +30,8 @@ from flatshard.spare import Spare
 from flatshard.topology import Topology
 
 _IN_PLACE_BYTES = 1 << 20
-"""Of a flat parameter: below, one reading of a buffer is cheaper than many of gradients."""
+"""Of a flat parameter: below, one reading of a buffer is cheaper than many of gradients, and one
+copy of all gradients cheaper than many of each."""
 
 
 class Sync(enum.Enum):
@@ -109,12 +110,15 @@ class GradientBuffer:
         self._reduce_by_hook = None if comm_hook is None else comm_hook.reduce
         self._buffer: Tensor | None = None
         self._slots: dict[int, Tensor] = {}
+        is_small = layout.padded_numel * dtype.itemsize < _IN_PLACE_BYTES
         self._stay_in_place = (
             comm_hook is None
             and like.device.type == "cpu"
             and topology.inner.reads_parts(tags[0])
-            and layout.padded_numel * dtype.itemsize >= _IN_PLACE_BYTES
+            and not is_small
         )
+        # Whether slots are tensors of their own until the reduction begins.
+        self._stay = self._stay_in_place or is_small
         self._reduction: _Reduction | None = None
         self._reduced: Tensor | None = None
 
@@ -123,7 +127,7 @@ class GradientBuffer:
         with torch.no_grad():
             if index in self.filled:
                 self._slots[index].add_(grad)
-            elif self._stay_in_place and self._fits(index, grad):
+            elif self._stay and self._fits(index, grad):
                 self._slots[index] = grad
             else:
                 self._new_slot(index).copy_(grad)
@@ -137,7 +141,7 @@ class GradientBuffer:
 
     def _new_slot(self, index: int) -> Tensor:
         span = self._layout.spans[index]
-        if self._stay_in_place:
+        if self._stay:
             slot = torch.empty_strided(
                 span.shape, span.strides, dtype=self._dtype, device=self._device
             )
@@ -197,7 +201,20 @@ class GradientBuffer:
         for index, span in enumerate(spans):
             if index not in self.filled:
                 buffer[span.start : span.end].zero_()
+        if self._stay:
+            pieces = self._split(buffer)
+            torch._foreach_copy_(
+                [pieces[index] for index in self.filled],
+                [_in_memory_order(self._slots[index]) for index in self.filled],
+            )
         return Whole.of(buffer)
+
+    def _split(self, buffer: Tensor) -> list[Tensor]:
+        """The original parameters' ranges of a buffer; in one call."""
+        bounds = [bound for span in self._layout.spans for bound in (span.start, span.end)]
+        ends = [*bounds, buffer.numel()]
+        sizes = [end - start for start, end in zip([0, *bounds], ends, strict=True)]
+        return list(buffer.split_with_sizes(sizes)[1::2])
 
     def forget(self, index: int) -> None:
         """Drop one gradient that was not reduced yet."""
