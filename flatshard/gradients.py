@@ -101,6 +101,18 @@ class GradientBuffer:
         self._slots: list[Tensor] = []
         self._reduction: _Reduction | None = None
         self._reduced: Tensor | None = None
+        self._given: list[Pending] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of gradients here, also of those that other ranks are still taking from."""
+        tensors = [self._buffer, self._reduced, self.held]
+        if self._reduction is not None:
+            tensors.append(self._reduction.out)
+        for pending in self._given:
+            tensors.extend(pending.tensors)
+        distinct = {id(tensor): tensor for tensor in tensors if tensor is not None}
+        return sum(tensor.nbytes for tensor in distinct.values())
 
     def receive(self, index: int, grad: Tensor) -> None:
         """Copy a gradient into its slot, or add it where there is one already."""
@@ -214,6 +226,7 @@ class GradientBuffer:
             self._reduction = _Reduction(
                 self, buffer, self._topology, hold=sync is Sync.WITHIN, held=self.held
             )
+            self._given = self._reduction.stages
             if sync is Sync.ALL:
                 self.held = None
         return 2 * buffer.numel() * buffer.element_size()
@@ -269,6 +282,7 @@ class GradientBuffer:
     def take(self) -> Tensor | None:
         """Hand over the reduced gradient of this rank's shard; None when nothing was reduced."""
         self.used.clear()
+        self._given = []
         reduced, self._reduced = self._reduced, None
         return reduced
 
@@ -280,12 +294,19 @@ class GradientBuffer:
             with contextlib.suppress(CollectiveError):
                 reduction.finish()
         self._buffer, self._slots, self._reduced, self.held = None, [], None, None
+        self._given = []
         for marks in (self.filled, self.seen, self.used):
             marks.clear()
 
 
 class _Reduction:
-    """One buffer on its way through the stages."""
+    """One buffer on its way through the stages.
+
+    Attributes:
+        hold: whether there is no second stage.
+        out: what the last stage fills, or did.
+        stages: those that have begun.
+    """
 
     def __init__(
         self,
@@ -308,11 +329,12 @@ class _Reduction:
         self.hold = hold
         self._topology, self._of, self._held = topology, of, held
         inner = topology.inner
-        self._out = buffer
+        self.out = buffer
         self._pending = Pending([], of.label)
         if inner.size > 1:
-            self._out = buffer.new_empty(buffer.numel() // inner.size)
-            self._pending = inner.reduce_scatter(buffer, self._out, label=of.label, tag=of.tags[0])
+            self.out = buffer.new_empty(buffer.numel() // inner.size)
+            self._pending = inner.reduce_scatter(buffer, self.out, label=of.label, tag=of.tags[0])
+        self.stages = [self._pending]
         self._must_cross = topology.crosses and not hold
         across = topology.outer if topology.outer.size > 1 else topology.replicate
         # Of all models: which first stage is over first may differ between ranks.
@@ -324,7 +346,7 @@ class _Reduction:
 
     def _cross_behind(self) -> None:
         """Queue the second stage behind the first at once, where neither holds up the host."""
-        side = _side_stream(self._out) if self._topology.inner.size > 1 else None
+        side = _side_stream(self.out) if self._topology.inner.size > 1 else None
         with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
             self.cross()
 
@@ -337,17 +359,18 @@ class _Reduction:
         self._pending.wait(self._of.unsettled)
         self._queue.popleft()
         self._must_cross = False
-        topology, out = self._topology, self._out
+        topology, out = self._topology, self.out
         if self._held is not None:
             out.add_(self._held)
             self._held = None
         if topology.outer.size > 1:
-            self._out = out.new_empty(out.numel() // topology.outer.size)
+            self.out = out.new_empty(out.numel() // topology.outer.size)
             self._pending = topology.outer.reduce_scatter(
-                out, self._out, label=self._of.label, tag=self._of.tags[1]
+                out, self.out, label=self._of.label, tag=self._of.tags[1]
             )
         else:
             self._pending = topology.replicate.all_reduce(out, label=self._of.label)
+        self.stages.append(self._pending)
 
     def advance(self) -> bool:
         """See ``GradientBuffer.advance``."""
@@ -367,7 +390,7 @@ class _Reduction:
         """Wait for the last stage and return its result."""
         self.cross()
         self._pending.wait(self._of.unsettled)
-        return self._out
+        return self.out
 
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -57,6 +57,11 @@ class Pending:
         self._then = then
         self._trailing = list(trailing)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is kept alive: the source and the result, until others have taken everything."""
+        return self._tensors
+
     def done(self) -> bool:
         """Whether ``wait`` would return without waiting for other ranks."""
         return all(work.is_completed() for work in self._works)

@@ -18,8 +18,9 @@ LAYERS = [
         "peer_memory",
         "peers",
         "state_dict_options",
+        "memory_timeline",
     },
-    {"ignored", "wrap", "auto_policy", "module_tree", "plan_report"},
+    {"ignored", "wrap", "auto_policy", "module_tree", "plan_report", "step_report"},
     {
         "flat_param",
         "shard_tensor",
@@ -34,8 +35,8 @@ LAYERS = [
         "optim",
         "optim_runs",
     },
-    {"gradients", "handle", "saved_tensors", "summon", "whole", "materialise"},
-    {"unit", "context", "grad_norm", "settings", "inspection", "comm_hook"},
+    {"gradients", "handle", "saved_tensors", "summon", "whole", "materialise", "recorder"},
+    {"unit", "context", "grad_norm", "settings", "inspection", "comm_hook", "recording"},
     {"__init__", "wrapper", "checkpoint", "optim_state"},
 ]
 NEIGHBOURS = {
@@ -43,6 +44,7 @@ NEIGHBOURS = {
     "auto_policy": {"module_tree"},
     "wrap": {"auto_policy", "module_tree"},
     "plan_report": {"auto_policy", "module_tree"},
+    "step_report": {"plan_report"},
     "shard_tensor": {"collectives"},
     "elementwise": {"shard_tensor"},
     "reductions": {"collectives", "shard_tensor"},
@@ -60,6 +62,7 @@ NEIGHBOURS = {
     "whole": {"handle"},
     "context": {"unit"},
     "comm_hook": {"unit"},
+    "recording": {"context"},
     "wrapper": {"checkpoint", "optim_state"},
     "__init__": {"wrapper"},
 }
