@@ -124,6 +124,7 @@ def plot(timelines: Sequence[tuple[str, MemoryTimeline]], path: str) -> None:
         axes.set_title(title, loc="left", fontsize="medium")
         axes.set_ylabel("MiB held")
         axes.margins(x=0)
+        axes.set_ylim(bottom=0)
     panels[-1].set_xlabel("ms since the step began")
     _draw_legend(figure, timelines[0][1].units)
     figure.savefig(path, dpi=150)
@@ -178,6 +179,7 @@ def _label(
         va="center",
         fontsize=7,
         clip_on=True,
+        bbox={"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0.8},
     )
 
 
