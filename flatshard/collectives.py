@@ -24,8 +24,7 @@ import contextlib
 import ctypes
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -35,7 +34,9 @@ from torch import Tensor
 
 from flatshard import peer_memory
 from flatshard.config import Collectives
-from flatshard.peer_memory import Awaited, Board, PeerMemory
+from flatshard.mapped_shards import MappedShards
+from flatshard.on_host import HostGroup, Whole
+from flatshard.peer_memory import Board
 from flatshard.pending import CollectiveError, Pending
 from flatshard.watchdog import watched
 
@@ -108,8 +109,7 @@ class Communicator:
         self._mode = mode
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
         self._num_tags = 0
-        self._offers: dict[int, _Offer] = {}
-        self._peer_memory: PeerMemory | None = None
+        self._on_host: HostGroup | None = None
         self.second_stages: deque[Any] = deque()
         self.control_device = torch.device("cpu")
         if group is None or self.size == 1:
@@ -122,17 +122,19 @@ class Communicator:
             self._gather_group = _sibling(group) if self._sends_cpu_directly else group
             self._reduce_group = _sibling(group)
         if self._sends_cpu_directly and mode is Collectives.AUTO:
-            self._peer_memory = self._meet_on_host()
+            self._on_host = self._meet_on_host()
 
-    def _meet_on_host(self) -> PeerMemory | None:
-        """The other ranks' memory, if all are on one host and let each other read it."""
-        self._board = Board()
-        cards = self.gather_objects(self._board.card, label="meeting on one host")
+    def _meet_on_host(self) -> HostGroup | None:
+        """The ranks as readers of one another's memory, if all are on one host and may be."""
+        board = Board()
+        cards = self.gather_objects(board.card, label="meeting on one host")
         # Readable only after all have prepared for it.
         timeout = _timeout(self._gather_group) or timedelta(minutes=30)
-        memory = peer_memory.meet(self._board, cards, timeout.total_seconds())
+        memory = peer_memory.meet(board, cards, timeout.total_seconds())
         everyone = self.gather_objects(memory is not None, label="meeting on one host")
-        return memory if all(everyone) else None
+        if memory is None or not all(everyone):
+            return None
+        return HostGroup(memory, board, self.rank, self.ranks)
 
     def new_tag(self) -> int:
         """A number that no other user of this communicator has.
@@ -142,8 +144,32 @@ class Communicator:
         self._num_tags += 1
         return self._num_tags
 
+    def map_shards(
+        self, numel: int, dtype: torch.dtype, *, tag: int, map_tag: int
+    ) -> MappedShards | None:
+        """Memory for a flat parameter from which gathers copy nothing, where that can be.
+
+        Args:
+            numel: elements of a shard.
+            dtype: of the elements, in which they are gathered too.
+            tag: the flat parameter's number from ``new_tag``.
+            map_tag: another one.
+        """
+        if self._on_host is None or not HostGroup.takes(max(tag, map_tag)):
+            return None
+        if not MappedShards.fits(numel, dtype):
+            return None
+        return MappedShards(self._on_host, numel, dtype, tag=tag, map_tag=map_tag)
+
     def all_gather(
-        self, shard: Tensor, out: Tensor, *, label: str, tag: int, purpose: str
+        self,
+        shard: Tensor,
+        out: Tensor,
+        *,
+        label: str,
+        tag: int,
+        purpose: str,
+        mapped: MappedShards | None = None,
     ) -> Pending:
         """Begin filling ``out`` with every rank's shard, in rank order.
 
@@ -155,6 +181,7 @@ class Communicator:
             label: names the unit in errors and recordings.
             tag: the flat parameter's number from ``new_tag``.
             purpose: what for, in errors.
+            mapped: has both, if it was made by ``map_shards``.
 
         Raises:
             ValueError: the two lengths do not fit the group size.
@@ -170,16 +197,18 @@ class Communicator:
             return Pending([], what)
         self._note("gather", label, out)
         with _named(what):
+            if mapped is not None:
+                return mapped.begin(what)
             if self._direct(shard):
-                if self._peer_memory is not None and tag < _REDUCING:
-                    return self._read_shards(self._peer_memory, shard, out, tag, what)
+                if self._on_host is not None and HostGroup.takes(tag):
+                    return self._on_host.all_gather(_as_real(shard), _as_real(out), tag, what)
                 return self._exchange(shard, out, tag, what)
             work = _all_gather_single(out, shard, group=self._gather_group, async_op=True)
         return Pending([work], what, shard, out)
 
-    def _note(self, kind: str, label: str, tensor: Tensor) -> None:
+    def _note(self, kind: str, label: str, tensor: Tensor, times: int = 1) -> None:
         for events in _recorders:
-            nbytes = tensor.numel() * tensor.element_size()
+            nbytes = tensor.numel() * tensor.element_size() * times
             events.append(Event(kind, label, nbytes, tuple(self.ranks)))
 
     def _what(self, label: str, action: str) -> str:
@@ -189,23 +218,34 @@ class Communicator:
             f"over ranks {', '.join(map(str, self.ranks))}"
         )
 
-    def reduce_scatter(self, buffer: Tensor, out: Tensor, *, label: str, tag: int) -> Pending:
-        """Begin averaging ``buffer`` over the ranks, each receiving its part in ``out``.
+    def reads_parts(self, tag: int) -> bool:
+        """Whether reductions on the CPU read gradients from where they are.
+
+        Otherwise they want them in one piece.
+        """
+        return self._on_host is not None and HostGroup.takes(tag)
+
+    def reduce_scatter(self, whole: Whole, out: Tensor, *, label: str, tag: int) -> Pending:
+        """Begin averaging over the ranks, each receiving its part in ``out``.
 
         Collective: all ranks of the group, in the same order of calls.
 
         Args:
-            buffer: ``(shard_numel * size,)``; must not be touched before the wait.
-            out: ``(shard_numel,)``, same dtype and device; valid after the wait.
+            whole: ``shard_numel * size`` elements, in one part unless ``reads_parts``; must not be
+                touched before the wait.
+            out: ``(shard_numel,)``, same dtype and device; valid after the wait. What ``whole``
+                has no range for is left as it is.
             label: names the unit in errors and recordings.
             tag: the flat parameter's number from ``new_tag``.
         """
-        self._note("reduce", label, buffer)
+        self._note("reduce", label, out, times=self.size)
         what = self._what(label, "reduce-scattering gradients in backward")
         with _named(what):
+            if self._direct(out) and self._on_host is not None and HostGroup.takes(tag):
+                return self._on_host.reduce_scatter(whole, out, tag, what)
+            (buffer,) = whole.parts
+            assert buffer is not None, "gradients in one piece"
             if self._direct(buffer):
-                if self._peer_memory is not None and tag < _REDUCING:
-                    return self._read_and_average(self._peer_memory, buffer, out, tag, what)
                 received = torch.empty_like(buffer)
                 work = dist.all_to_all_single(
                     _as_bytes(received),
@@ -336,126 +376,6 @@ class Communicator:
     def _others(self) -> list[int]:
         """The other ranks of the group, the next one first."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
-
-    # ------------------------------------------------------------ on one host
-
-    def _read_shards(
-        self, memory: PeerMemory, shard: Tensor, out: Tensor, tag: int, what: str
-    ) -> Pending:
-        parts = _as_bytes(out).chunk(self.size)
-        source = _as_bytes(shard)
-        offer = self._offer(memory, source, tag)
-        if parts[self.rank].data_ptr() != source.data_ptr():
-            parts[self.rank].copy_(source)
-
-        def read() -> None:
-            for peer, theirs in offer.theirs.items():
-                memory.read(peer, theirs.address, parts[peer])
-            offer.take()
-
-        return self._pending_offer(offer, what, read, shard, out)
-
-    def _read_and_average(
-        self, memory: PeerMemory, buffer: Tensor, out: Tensor, tag: int, what: str
-    ) -> Pending:
-        offer = self._offer(memory, buffer, tag + _REDUCING)
-
-        def average() -> None:
-            first = self.rank * out.numel()
-            own = buffer[first : first + out.numel()]
-            start = first * out.element_size()
-            places = {peer: theirs.address + start for peer, theirs in offer.theirs.items()}
-            _average_read(memory, places, own, out, self.rank)
-            offer.take()
-
-        return self._pending_offer(offer, what, average, buffer, out)
-
-    def _offer(self, memory: PeerMemory, source: Tensor, tag: int) -> _Offer:
-        before = self._offers.get(tag)
-        if before is not None:
-            for taken in before.taken:
-                taken.wait()
-        number = 1 if before is None else before.number + 1
-        peers = self._others()
-        self._offers[tag] = offer = _Offer(
-            self._board,
-            tag,
-            number,
-            theirs={peer: memory.offered(peer, tag, number) for peer in peers},
-            taken=[memory.taken(peer, tag, number) for peer in peers],
-        )
-        self._board.offer(tag, number, source.data_ptr())
-        return offer
-
-    def _pending_offer(
-        self, offer: _Offer, what: str, then: Callable[[], None], *tensors: Tensor
-    ) -> Pending:
-        return Pending(
-            list(offer.theirs.values()),
-            what,
-            *tensors,
-            peers=[self.ranks[peer] for peer in offer.theirs],
-            then=then,
-            trailing=offer.taken,
-        )
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """What this rank lets the others read, and what it reads of theirs.
-
-    Attributes:
-        board: this rank's.
-        tag: tells the offer from others of the group.
-        number: how many this is under the tag.
-        theirs: the other ranks' offers, by rank.
-        taken: that they have taken this one.
-    """
-
-    board: Board
-    tag: int
-    number: int
-    theirs: dict[int, Awaited]
-    taken: list[Awaited]
-
-    def take(self) -> None:
-        """Say that this rank has read the others' parts."""
-        self.board.take(self.tag, self.number)
-
-
-_REDUCING = peer_memory.TAGS // 2
-"""Added to the tags of reductions; so many tags there are on a board for each."""
-
-_PIECE_NUMEL = 1 << 16
-"""Elements that are read and added at a time: they stay in the cache between."""
-
-
-def _average_read(
-    memory: PeerMemory, places: dict[int, int], own: Tensor, out: Tensor, rank: int
-) -> None:
-    """Average in rank order, so that every run and every rank rounds alike.
-
-    Args:
-        memory: of the other ranks.
-        places: where each of them has its values for ``out``.
-        own: this rank's, of the shape of ``out``.
-        out: ``(shard_numel,)``.
-        rank: this rank.
-    """
-    scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=out.dtype)
-    size = len(places) + 1
-    for start in range(0, out.numel(), _PIECE_NUMEL):
-        piece = out[start : start + _PIECE_NUMEL]
-        for peer in range(size):
-            values = own[start : start + piece.numel()]
-            if peer != rank:
-                values = scratch[: piece.numel()] if peer else piece
-                memory.read(peer, places[peer] + start * out.element_size(), values)
-            if peer:
-                piece.add_(values)
-            elif peer == rank:
-                piece.copy_(values)
-        piece.div_(size)
 
 
 _communicators: dict[dist.ProcessGroup, dict[Collectives, Communicator]] = {}

@@ -30,6 +30,7 @@ from flatshard.profiling import profiled
 from flatshard.recorder import SILENT, Recorder
 from flatshard.saved_tensors import SavedTensors
 from flatshard.schedule import ExecutionOrder, ReduceOrder
+from flatshard.spare import prepare_allocator
 from flatshard.step_report import Kind, StepReport
 from flatshard.unit import Phase, Unit
 
@@ -144,16 +145,28 @@ class RunContext:
         self.recover()
         if not self.has_run:
             self._before_first_run()
+        if not self.has_run and any(
+            h.shard.device.type == "cpu" for u in self.units for h in u.handles
+        ):
+            prepare_allocator()
         self.has_run = True
         self._order.begin_forward()
         self.expects_backward = torch.is_grad_enabled()
         if self.expects_backward:
             self._plan_syncs()
+        else:
+            self.give_back()
         if outermost is self.root and not self.is_accumulating:
             self._broadcast_buffers()
         with self.recorder.starting("forward", None):
             for handle in self._kept_from_afar:
                 handle.begin_refresh()
+
+    def give_back(self) -> None:
+        """Free memory that is kept for the next step."""
+        for unit in self.units:
+            for handle in unit.handles:
+                handle.gradients.spare.give_back()
 
     def _plan_syncs(self) -> None:
         for unit, sync in zip(self.units, self.syncs, strict=True):
@@ -349,8 +362,6 @@ class RunContext:
         try:
             if any(unit.sync is not Sync.LOCAL for unit in self.units):
                 self._settle()
-            with self.recorder.waiting(Kind.RANKS_WAIT):
-                self._unsettled.settle()
             failed = False
         finally:
             self._active = failed  # what is left of it is dropped before the next one
@@ -358,6 +369,9 @@ class RunContext:
                 # A forward that runs a backward inside, for forces say, goes on afterwards.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.release()
+        # After the release: other ranks wait for that likewise.
+        with self.recorder.waiting(Kind.RANKS_WAIT):
+            self._unsettled.settle()
         self._run_hooks()
         for unit in self.units:
             if unit.sync is not Sync.ALL:

@@ -1,7 +1,9 @@
 """``GradientBuffer``: gradients of one flat parameter, from autograd's hands to the reduced shard.
 
-Each gradient is copied, in the reduce dtype, into its slot as it comes: no concatenation, no
-second full-size gradient. The buffer exists from the first gradient to the end of its reduction.
+Each gradient is copied, in the reduce dtype, into its slot of one buffer as it comes: no
+concatenation, no second full-size gradient. Where other ranks read them from this one's memory
+anyway, large ones stay in the tensors that autograd made. Buffer or tensors exist from the first
+gradient to the end of the reduction.
 
 [Note: two stages]
 Gradients are averaged within the inner group, each rank keeping its part, and then, where there
@@ -19,10 +21,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flatshard.flat_param import view_of
+from flatshard.collectives import Communicator
+from flatshard.flat_param import part_of, view_of
 from flatshard.layout import FlatLayout
+from flatshard.on_host import Whole
 from flatshard.pending import CollectiveError, Pending, Unsettled
+from flatshard.spare import Spare
 from flatshard.topology import Topology
+
+_IN_PLACE_BYTES = 1 << 20
+"""Of a flat parameter: below, one reading of a buffer is cheaper than many of gradients."""
 
 
 class Sync(enum.Enum):
@@ -60,6 +68,7 @@ class GradientBuffer:
         used: those that got a gradient since the last ``take``.
         tags: the flat parameter's numbers in the inner and the outer group.
         unsettled: what other ranks may still be taking from this one.
+        spare: memory of reduced gradients that users have dropped.
         held: the sum of what ``Sync.WITHIN`` reduced, ``(padded_numel / inner.size,)``; or None.
     """
 
@@ -91,6 +100,7 @@ class GradientBuffer:
         self.filled: set[int] = set()
         self.seen: set[int] = set()
         self.used: set[int] = set()
+        self.spare = Spare()
         self.held: Tensor | None = None
         self.unsettled = unsettled
         self._layout, self.tags = layout, tags
@@ -98,7 +108,13 @@ class GradientBuffer:
         self._dtype, self._out_dtype, self._device = dtype, like.dtype, like.device
         self._reduce_by_hook = None if comm_hook is None else comm_hook.reduce
         self._buffer: Tensor | None = None
-        self._slots: list[Tensor] = []
+        self._slots: dict[int, Tensor] = {}
+        self._stay_in_place = (
+            comm_hook is None
+            and like.device.type == "cpu"
+            and topology.inner.reads_parts(tags[0])
+            and layout.padded_numel * dtype.itemsize >= _IN_PLACE_BYTES
+        )
         self._reduction: _Reduction | None = None
         self._reduced: Tensor | None = None
         self._given: list[Pending] = []
@@ -106,32 +122,47 @@ class GradientBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes of gradients here, also of those that other ranks are still taking from."""
-        tensors = [self._buffer, self._reduced, self.held]
+        held: list[object] = [self._buffer, self._reduced, self.held, *self._slots.values()]
         if self._reduction is not None:
-            tensors.append(self._reduction.out)
+            held.append(self._reduction.out)
         for pending in self._given:
-            tensors.extend(pending.tensors)
-        distinct = {id(tensor): tensor for tensor in tensors if tensor is not None}
-        return sum(tensor.nbytes for tensor in distinct.values())
+            held.extend(pending.kept)
+        storages = [one.untyped_storage() for one in held if isinstance(one, Tensor)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def receive(self, index: int, grad: Tensor) -> None:
-        """Copy a gradient into its slot, or add it where there is one already."""
+        """Put a gradient, which nobody else holds, into its slot, or add it to what is there."""
         with torch.no_grad():
-            if self._buffer is None:
-                self._allocate()
             if index in self.filled:
                 self._slots[index].add_(grad)
+            elif self._stay_in_place and self._fits(index, grad):
+                self._slots[index] = grad
             else:
-                self._slots[index].copy_(grad)
+                self._new_slot(index).copy_(grad)
         for marks in (self.filled, self.seen, self.used):
             marks.add(index)
+
+    def _fits(self, index: int, grad: Tensor) -> bool:
+        """Whether a gradient lies in memory as its slot would."""
+        span = self._layout.spans[index]
+        return grad.dtype is self._dtype and grad.stride() == span.strides
+
+    def _new_slot(self, index: int) -> Tensor:
+        span = self._layout.spans[index]
+        if self._stay_in_place:
+            slot = torch.empty_strided(
+                span.shape, span.strides, dtype=self._dtype, device=self._device
+            )
+        else:
+            slot = view_of(self._allocate() if self._buffer is None else self._buffer, span)
+        self._slots[index] = slot
+        return slot
 
     def _allocate(self) -> Tensor:
         buffer = torch.empty(self._layout.padded_numel, dtype=self._dtype, device=self._device)
         # Padding is summed and stepped like the rest, so it must stay zero.
         for start, end in self._layout.gaps:
             buffer[start:end].zero_()
-        self._slots = [view_of(buffer, span) for span in self._layout.spans]
         self._buffer = buffer
         return buffer
 
@@ -149,10 +180,10 @@ class GradientBuffer:
     def shard_part(self) -> Tensor:
         """A copy of what waits of this rank's shard, in the shard's dtype."""
         part = torch.zeros(self._layout.shard_numel, dtype=self._out_dtype, device=self._device)
-        if self.filled:
-            assert self._buffer is not None, "filled slots are in the buffer"
-            self._zero_unfilled()
-            part.copy_(self._buffer.narrow(0, *self._range(self._topology.index)))
+        for index in self.filled:
+            span = self._layout.spans[index]
+            local = self._layout.local_span(index, self._topology.index)
+            part[local.start : local.end].copy_(part_of(self._slots[index], span, local))
         if self.held is not None:
             part.add_(self.held.narrow(0, *self._range(self._topology.outer.rank)))
         return part
@@ -164,10 +195,21 @@ class GradientBuffer:
     def _range(self, position: int) -> tuple[int, int]:
         return position * self._layout.shard_numel, self._layout.shard_numel
 
-    def _zero_unfilled(self) -> None:
-        for index, slot in enumerate(self._slots):
+    def _whole(self) -> Whole:
+        """Everything that was received; the rest is zero."""
+        spans = self._layout.spans
+        if self._stay_in_place:
+            parts = [
+                _in_memory_order(self._slots[index]) if index in self.filled else None
+                for index in range(len(spans))
+            ]
+            ranges = [(span.start, span.end) for span in spans]
+            return Whole(parts, ranges, self._layout.padded_numel)
+        buffer = self._allocate() if self._buffer is None else self._buffer
+        for index, span in enumerate(spans):
             if index not in self.filled:
-                slot.zero_()
+                buffer[span.start : span.end].zero_()
+        return Whole.of(buffer)
 
     def forget(self, index: int) -> None:
         """Drop one gradient that was not reduced yet."""
@@ -195,8 +237,8 @@ class GradientBuffer:
         ):
             mine |= theirs
         with torch.no_grad():
-            if other._buffer is not None:
-                self._allocate().copy_(other._buffer)
+            for index in other.filled:
+                self._new_slot(index).copy_(other.slot(index))
             if other.held is not None:
                 self.held = other.held.to(self._device, self._out_dtype)
 
@@ -215,29 +257,42 @@ class GradientBuffer:
         """
         assert self._reduction is None, "the reduction before was not finished"
         with torch.no_grad():
-            buffer = self._allocate() if self._buffer is None else self._buffer
-            self._zero_unfilled()
-            self._buffer, self._slots = None, []
+            whole = self._whole()
+            self._buffer, self._slots = None, {}
             self.filled.clear()
             if self._reduce_by_hook is not None:
                 assert sync is Sync.ALL, "units with a hook have one stage"
-                self._add_reduced(self._without_padding(self._reduce_by_hook(buffer, self.label)))
+                assert whole.parts[0] is not None, "hooks get one buffer"
+                reduced = self._reduce_by_hook(whole.parts[0], self.label)
+                self._add_reduced(self._without_padding(reduced))
                 return 0
             self._reduction = _Reduction(
-                self, buffer, self._topology, hold=sync is Sync.WITHIN, held=self.held
+                self, whole, self._topology, hold=sync is Sync.WITHIN, held=self.held
             )
             self._given = self._reduction.stages
             if sync is Sync.ALL:
                 self.held = None
-        return 2 * buffer.numel() * buffer.element_size()
+        return 2 * whole.numel * self._dtype.itemsize
 
     def _without_padding(self, reduced: Tensor) -> Tensor:
         """Zero the padding in this rank's part: a hook may have put noise there."""
-        first, numel = self._range(self._topology.index)
+        self._zero_padding(reduced, self._topology.index)
+        return reduced
+
+    def _zero_padding(self, part: Tensor, position: int) -> None:
+        """Zero the padding in part number ``position`` of the flat parameter."""
+        first, numel = position * part.numel(), part.numel()
         for gap in self._layout.gaps:
             start, end = (min(max(x - first, 0), numel) for x in gap)
-            reduced[start:end].zero_()
-        return reduced
+            part[start:end].zero_()
+
+    def new_part(self, comm: Communicator) -> Tensor:
+        """Where this rank's part of a reduction over ``comm`` goes; only its padding has values."""
+        numel = self._layout.padded_numel // comm.size
+        part = self.spare.take(numel, self._dtype, self._device)
+        if self._stay_in_place:
+            self._zero_padding(part, comm.rank)
+        return part
 
     def _add_reduced(self, reduced: Tensor) -> None:
         out = reduced.to(self._out_dtype)
@@ -293,7 +348,7 @@ class GradientBuffer:
             reduction, self._reduction = self._reduction, None
             with contextlib.suppress(CollectiveError):
                 reduction.finish()
-        self._buffer, self._slots, self._reduced, self.held = None, [], None, None
+        self._buffer, self._slots, self._reduced, self.held = None, {}, None, None
         self._given = []
         for marks in (self.filled, self.seen, self.used):
             marks.clear()
@@ -311,7 +366,7 @@ class _Reduction:
     def __init__(
         self,
         of: GradientBuffer,
-        buffer: Tensor,
+        whole: Whole,
         topology: Topology,
         *,
         hold: bool,
@@ -321,7 +376,7 @@ class _Reduction:
 
         Args:
             of: whose gradients; has the unit's name, tags, and what is unsettled.
-            buffer: whole gradients; not to be touched until the end.
+            whole: the gradients; not to be touched until the end.
             topology: the ranks.
             hold: stop after the first stage.
             held: what earlier first stages gave, to be added before the second.
@@ -329,11 +384,12 @@ class _Reduction:
         self.hold = hold
         self._topology, self._of, self._held = topology, of, held
         inner = topology.inner
-        self.out = buffer
         self._pending = Pending([], of.label)
         if inner.size > 1:
-            self.out = buffer.new_empty(buffer.numel() // inner.size)
-            self._pending = inner.reduce_scatter(buffer, self.out, label=of.label, tag=of.tags[0])
+            self.out = of.new_part(inner)
+            self._pending = inner.reduce_scatter(whole, self.out, label=of.label, tag=of.tags[0])
+        else:
+            (self.out,) = [part for part in whole.parts if part is not None]
         self.stages = [self._pending]
         self._must_cross = topology.crosses and not hold
         across = topology.outer if topology.outer.size > 1 else topology.replicate
@@ -341,7 +397,7 @@ class _Reduction:
         self._queue = across.second_stages
         if self._must_cross:
             self._queue.append(self)
-        if self._must_cross and (inner.size == 1 or buffer.is_cuda):
+        if self._must_cross and (inner.size == 1 or self.out.is_cuda):
             self._cross_behind()
 
     def _cross_behind(self) -> None:
@@ -366,7 +422,7 @@ class _Reduction:
         if topology.outer.size > 1:
             self.out = out.new_empty(out.numel() // topology.outer.size)
             self._pending = topology.outer.reduce_scatter(
-                out, self.out, label=self._of.label, tag=self._of.tags[1]
+                Whole.of(out), self.out, label=self._of.label, tag=self._of.tags[1]
             )
         else:
             self._pending = topology.replicate.all_reduce(out, label=self._of.label)
@@ -391,6 +447,11 @@ class _Reduction:
         self.cross()
         self._pending.wait(self._of.unsettled)
         return self.out
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements as they lie, ``(numel,)``; a view."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}

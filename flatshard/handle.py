@@ -8,6 +8,9 @@ Autograd saves views of the gathered parameters (a ``weight.t()``, say). They st
 the unsharded buffer's storage object stays the same: it is resized to zero to free it and back
 before the next gather.
 
+Where all shards can be mapped side by side (``MappedShards``), the buffer is that range of
+addresses, whose pages come and go instead.
+
 [Note: who is who]
     sharded   what users and optimizers hold: true-shape ``FlatShardTensor`` parameters, or one
               ``FlatParameter`` (``use_orig_params=False``), over this rank's shard
@@ -31,6 +34,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from flatshard.flat_param import FlatParameter, part_of, view_of
 from flatshard.gradients import CommHook, GradientBuffer
 from flatshard.layout import FlatLayout, LocalSpan, memory_order, strides_of
+from flatshard.mapped_shards import MappedShards
 from flatshard.ownership import OwnedParam, Site
 from flatshard.pending import Pending, Unsettled
 from flatshard.secondary import WHOLE, SecondaryShard, gather_in_two
@@ -128,8 +132,9 @@ class FlatParamHandle:
             orders=[memory_order(o.param.shape, o.param.stride()) for o in owned],
         )
         with torch.inference_mode(False), torch.no_grad():
-            shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=device)
-            self._adopt_shard(shard)
+            self._adopt_shard(
+                torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=device)
+            )
             self.unfilled = {i for i, o in enumerate(owned) if id(o.param) in start.missing}
             source = start.source(topology)
             for index, one in enumerate(owned):
@@ -148,6 +153,7 @@ class FlatParamHandle:
         # Apart from those of a step: a state_dict() on one rank alone must not take what another
         # rank sends for its forward.
         self._parts_tags = topology.inner.new_tag(), topology.outer.new_tag()
+        self._map_tag = topology.inner.new_tag()
 
     def _plan_secondary(self) -> SecondaryShard | None:
         topology = self.topology
@@ -188,7 +194,8 @@ class FlatParamHandle:
             return self.sharded[index].requires_grad, attributes_of(self.sharded[index])
 
     def _adopt_shard(self, shard: Tensor) -> None:
-        self.shard = shard
+        self._mapped = self._map_like(shard)
+        self.shard = shard if self._mapped is None else self._mapped.shard.copy_(shard)
         self.local_spans: list[LocalSpan] = [
             self.layout.local_span(index, self.topology.index) for index in range(len(self._owned))
         ]
@@ -217,6 +224,15 @@ class FlatParamHandle:
             originals=self.local_spans,
             number=self.topology.index,
             total_numel=self.layout.numel,
+        )
+
+    def _map_like(self, shard: Tensor) -> MappedShards | None:
+        """Memory for a shard that gathers need not copy, where that is possible."""
+        uncast = _lowered(shard.dtype, self._compute_dtype) == shard.dtype
+        if shard.device.type != "cpu" or self._secondary is not None or not uncast:
+            return None
+        return self.topology.inner.map_shards(
+            shard.numel(), shard.dtype, tag=self._tag, map_tag=self._map_tag
         )
 
     def _make_sharded(self, requires_grad: list[bool]) -> list[nn.Parameter]:
@@ -262,17 +278,14 @@ class FlatParamHandle:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the full parameters."""
-        return self._lower(self._compute_dtype)
+        return _lowered(self.shard.dtype, self._compute_dtype)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which gradients are reduced."""
         of_hook = self.comm_hook and self.comm_hook.reduce_dtype
-        return self._lower(of_hook or self._reduce_dtype or self._compute_dtype)
-
-    def _lower(self, dtype: torch.dtype | None) -> torch.dtype:
-        own = self.shard.dtype
-        return dtype if dtype is not None and own.is_floating_point else own
+        lower = of_hook or self._reduce_dtype or self._compute_dtype
+        return _lowered(self.shard.dtype, lower)
 
     def _make_buffer(self) -> None:
         """The unsharded buffer and the full parameters over it; views are made once."""
@@ -283,6 +296,8 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad():
             if self._aliased:
                 self.buffer = self.shard
+            elif self._mapped is not None:
+                self.buffer = self._mapped.buffer
             else:
                 self.buffer = torch.empty(
                     self.layout.padded_numel, dtype=self.compute_dtype, device=self.shard.device
@@ -379,6 +394,8 @@ class FlatParamHandle:
             # The shard was written since: what was gathered is stale. Its memory is used again.
             self.wait_unshard()
             torch.autograd.graph.increment_version(self.buffer)
+            if self._mapped is not None:
+                self._mapped.end()
         with torch.inference_mode(False), torch.no_grad():
             self._allocate_buffer()
             self._gathered_version = self.version
@@ -392,7 +409,12 @@ class FlatParamHandle:
             if self._secondary.is_current(self.version):
                 return self._secondary.gather(self.buffer, purpose)
         return self.topology.inner.all_gather(
-            self._source(), self.buffer, label=self.unit_name, tag=self._tag, purpose=purpose
+            self._source(),
+            self.buffer,
+            label=self.unit_name,
+            tag=self._tag,
+            purpose=purpose,
+            mapped=self._mapped,
         )
 
     def _source(self) -> Tensor:
@@ -523,13 +545,35 @@ class FlatParamHandle:
         """Size of the unsharded buffer in bytes; 0 where the shard is the buffer."""
         return 0 if self._aliased else self.buffer.numel() * self.buffer.element_size()
 
+    @property
+    def gathered_bytes(self) -> int:
+        """What the unsharded buffer takes now, beside all ranks' shards."""
+        if self.state is ShardState.SHARDED:
+            return 0
+        return self.buffer_bytes if self._mapped is None else self._mapped.copied_bytes
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether gathers copy nothing: then keeping the buffer saves nothing."""
+        return self._mapped is not None
+
+    def keep(self) -> None:
+        """Let the buffer outlive changes of the shards, of whatever rank."""
+        if self._mapped is not None and self.state is ShardState.UNSHARDED:
+            with _unsafe_preserve_version_counter(self.buffer):
+                self._mapped.keep()
+
     def _allocate_buffer(self) -> None:
-        self.buffer.untyped_storage().resize_(self.buffer.numel() * self.buffer.element_size())
+        if self._mapped is None:
+            self.buffer.untyped_storage().resize_(self.buffer.numel() * self.buffer.element_size())
 
     def _free_buffer(self) -> None:
         # Whatever still holds a raw view now gets autograd's error instead of freed memory.
         torch.autograd.graph.increment_version(self.buffer)
-        self.buffer.untyped_storage().resize_(0)
+        if self._mapped is not None:
+            self._mapped.end()
+        else:
+            self.buffer.untyped_storage().resize_(0)
 
     def install(self) -> None:
         """Give the modules the full parameters.
@@ -880,8 +924,9 @@ class FlatParamHandle:
             self._secondary.drop()
         self._absorb_replaced()
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            before = self.shard.data_ptr()
             converted = fn(self.shard)
-            if converted is self.shard:
+            if converted is self.shard and converted.data_ptr() == before:
                 return
             if converted.device.type == "meta":
                 raise RuntimeError(
@@ -893,9 +938,9 @@ class FlatParamHandle:
             self._earlier_grads = [None if g is None else fn(g) for g in self._earlier_grads]
             grads = [p.grad for p in self.sharded]
             requires_grad = [p.requires_grad for p in self.sharded]
-            before = self._specs
+            specs = self._specs
             self._adopt_shard(converted)
-            for spec, old in zip(self._specs, before, strict=True):
+            for spec, old in zip(self._specs, specs, strict=True):
                 spec.post_accumulate_hooks = old.post_accumulate_hooks
             for param in self.sharded:
                 param.grad = None
@@ -966,6 +1011,11 @@ class FlatParamHandle:
             views = self._shard_views(requires_grad)
             for owned, view in zip(self._owned, views, strict=True):
                 owned.become(view)
+
+
+def _lowered(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
+    """What a policy's ``to`` makes of a parameter's ``dtype``."""
+    return to if to is not None and dtype.is_floating_point else dtype
 
 
 def _weakly(method: Callable[[], object]) -> Callable[[], object]:

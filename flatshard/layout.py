@@ -20,6 +20,12 @@ from functools import cached_property
 ALIGNMENT_BYTES = 16
 """Every original parameter, and every rank's shard, starts at a multiple of this many bytes."""
 
+PAGE_BYTES = 4096
+"""Large shards fill whole pages, so that memory and files can be mapped to them."""
+
+PAGED_BYTES = 1 << 20
+"""From which size on a shard is large."""
+
 
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """The dimensions of a tensor from the outermost in memory to the innermost.
@@ -134,6 +140,8 @@ class FlatLayout:
             order = range(len(shape)) if orders is None else orders[index]
             spans.append(ParamSpan(name, tuple(shape), start, end, tuple(order)))
         shard_numel = _round_up(-(-end // world_size), align)
+        if world_size > 1 and shard_numel * itemsize >= PAGED_BYTES:
+            shard_numel = _round_up(shard_numel, max(1, PAGE_BYTES // itemsize))
         return cls(tuple(spans), world_size, shard_numel)
 
     def __post_init__(self) -> None:

@@ -80,7 +80,7 @@ class ModuleTree:
         between.
         """
         containers: dict[nn.Parameter, list[nn.Module]] = {}
-        for path in _paths(self.root, ()):
+        for _, path in paths(self.root):
             for param in path[-1]._parameters.values():
                 if param is not None and param not in self._ignored_params:
                     before = containers.get(param, path)
@@ -99,13 +99,23 @@ def numel(params: Iterable[nn.Parameter]) -> int:
     return sum(param.numel() for param in params)
 
 
-def _paths(module: nn.Module, above: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, ...]]:
-    """Yield every path to every module; a shared module has several."""
-    path = (*above, module)
-    yield path
-    for child in module._modules.values():
-        if child is not None and child not in path:
-            yield from _paths(child, path)
+def paths(root: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
+    """Every path to every module: its name, and the modules on it; a shared module has several.
+
+    A module that stands in for another has no place in names; see ``StandIn``.
+    """
+
+    def visit(
+        name: str, chain: tuple[nn.Module, ...]
+    ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
+        yield name, chain
+        hidden = getattr(chain[-1], "hidden_in_names", False)
+        for attribute, child in chain[-1]._modules.items():
+            if child is not None and child not in chain:
+                below = name if hidden else f"{name}.{attribute}" if name else attribute
+                yield from visit(below, (*chain, child))
+
+    return visit("", (root,))
 
 
 def _read_by_others(root: nn.Module) -> set[nn.Module]:

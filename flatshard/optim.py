@@ -165,21 +165,22 @@ class _Exchange:
         for group in self._optimizer.param_groups:
             params = group["params"]
             joined: set[int] = set()
-            stands_in: dict[int, nn.Parameter] = {}
+            stand_in: dict[int, list[nn.Parameter]] = {}
             for positions in find_runs(params):
-                twin = self._join([params[position] for position in positions], known)
-                if twin is not None:
-                    stands_in[positions[0]] = twin
+                pieces = self._join([params[position] for position in positions], known)
+                if pieces:
+                    stand_in[positions[0]] = pieces
                     joined.update(positions)
             for position, param in enumerate(params):
                 if position not in joined and isinstance(param, FlatShardTensor | FlatParameter):
-                    stands_in[position] = self._replace(param)
-            if stands_in:
+                    stand_in[position] = [self._replace(param)]
+            if stand_in:
                 self._lists.append((params, list(params)))
                 params[:] = [
-                    stands_in.get(position, param)
+                    one
                     for position, param in enumerate(params)
-                    if position in stands_in or position not in joined
+                    if position in stand_in or position not in joined
+                    for one in stand_in.get(position, [param])
                 ]
 
     @property
@@ -187,8 +188,10 @@ class _Exchange:
         """Whether the optimizer has nothing that is sharded."""
         return not self._lists
 
-    def _join(self, members: list[FlatShardTensor], known: dict[int, Run]) -> nn.Parameter | None:
-        """One twin for neighbours; None where their states differ in more than their values."""
+    def _join(
+        self, members: list[FlatShardTensor | FlatParameter], known: dict[int, Run]
+    ) -> list[nn.Parameter]:
+        """What stands for neighbours; nothing where their states differ in more than values."""
         run = known.get(id(members[0]))
         if run is None or not run.is_of(members):
             run = known[id(members[0])] = Run(members)
@@ -199,17 +202,17 @@ class _Exchange:
         ]
         whole = run.join(states)
         if whole is None:
-            return None
+            return []
         for param in members:
             self._state.pop(param, None)
         if whole:
-            self._state[run.twin] = whole
-        run.show_grad()
+            self._state.update(zip(run.pieces, run.hand_out(whole), strict=True))
+        run.show_grads()
         # An optimizer that writes to `p.data` would leave no trace of it, and what was gathered
         # before would be taken for current.
-        torch.autograd.graph.increment_version(run.twin)
+        torch.autograd.graph.increment_version(run.pieces[0])
         self._runs.append(run)
-        return run.twin
+        return run.pieces
 
     def _replace(self, param: FlatShardTensor | FlatParameter) -> nn.Parameter:
         if isinstance(param, FlatShardTensor):
@@ -238,12 +241,14 @@ class _Exchange:
             if twin in self._state:
                 self._state[param] = self._state.pop(twin)
         for run in self._runs:
-            if run.twin.grad is None:
+            if run.pieces[0].grad is None:
                 for param in run.members:
                     param.grad = None
-            run.twin.grad = None
-            if run.twin in self._state:
-                parts = run.split(self._state.pop(run.twin))
+            for piece in run.pieces:
+                piece.grad = None
+            states = [self._state.pop(piece) for piece in run.pieces if piece in self._state]
+            if len(states) == len(run.pieces):  # else a step failed at the first
+                parts = run.split(run.collect(states))
                 for param, part in zip(run.members, parts, strict=True):
                     self._state[param] = part
 

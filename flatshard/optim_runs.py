@@ -4,6 +4,11 @@ Parameters of one group that lie one after the other in a shard, and whose gradi
 one 1-D tensor to the optimizer: a kernel per flat parameter instead of one per original. Between
 steps the optimizer's state is theirs one by one, as views of the run's.
 
+[Note: pieces]
+A step goes over parameters, gradients and state several times, and makes temporary tensors as
+large. On a CPU the optimizer therefore gets the run in pieces that stay in the cache; to the bit
+the result is the same.
+
 [Note: shared counts]
 What a step keeps once per parameter, its count of steps for one, is the same object for all members
 of a run. It must not leave the run like that: whoever counts it again for one member would count
@@ -18,8 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flatshard.flat_param import FlatParameter
 from flatshard.layout import ALIGNMENT_BYTES
 from flatshard.shard_tensor import FlatShardTensor
+
+_PIECE_NUMEL = 1 << 17
+"""Elements of a piece: of the few arrays that a step works on, one each fits into the cache."""
 
 
 class Part(dict[str, Any]):
@@ -58,7 +67,10 @@ class _Place(NamedTuple):
 
 
 def find_runs(params: Sequence[Any]) -> Iterator[list[int]]:
-    """Positions of parameters that can be stepped as one: neighbours, and their gradients too."""
+    """Positions of parameters that can be stepped as one: neighbours, and their gradients too.
+
+    And of single ones that are worth cutting into pieces.
+    """
     run: list[int] = []
     before: tuple[_Place, _Place] | None = None
     for position, param in enumerate(params):
@@ -66,18 +78,35 @@ def find_runs(params: Sequence[Any]) -> Iterator[list[int]]:
         if before is not None and places is not None and _follows(before, places):
             run.append(position)
         else:
-            if len(run) > 1:
+            if _is_worth_it(run, params):
                 yield run
-            run = [position]
+            run = [] if places is None else [position]
         before = places
-    if len(run) > 1:
+    if _is_worth_it(run, params):
         yield run
 
 
+def _is_worth_it(run: list[int], params: Sequence[Any]) -> bool:
+    return len(run) > 1 or (len(run) == 1 and len(_pieces(local_of(params[run[0]]))) > 1)
+
+
+def local_of(param: FlatShardTensor | FlatParameter) -> Tensor:
+    """What this rank holds of a parameter, ``(numel held here,)``."""
+    return param._local if isinstance(param, FlatShardTensor) else param.detach()
+
+
+def _pieces(flat: Tensor) -> tuple[Tensor, ...]:
+    """What the optimizer is to see one at a time; views."""
+    return flat.split(_PIECE_NUMEL) if flat.device.type == "cpu" else (flat,)
+
+
 def _places(param: Any) -> tuple[_Place, _Place] | None:
-    if not isinstance(param, FlatShardTensor) or not isinstance(param.grad, FlatShardTensor):
+    if not isinstance(param, FlatShardTensor | FlatParameter):
         return None
-    return _Place.of(param._local), _Place.of(param.grad._local)
+    grad = param.grad
+    if not isinstance(grad, FlatShardTensor):
+        return None
+    return _Place.of(local_of(param)), _Place.of(grad._local)
 
 
 def _follows(before: tuple[_Place, _Place], after: tuple[_Place, _Place]) -> bool:
@@ -88,18 +117,23 @@ def _follows(before: tuple[_Place, _Place], after: tuple[_Place, _Place]) -> boo
 class Run:
     """Some neighbours, as one optimizer steps them."""
 
-    def __init__(self, members: Sequence[FlatShardTensor]) -> None:
+    def __init__(self, members: Sequence[FlatShardTensor | FlatParameter]) -> None:
         """``members`` are as ``find_runs`` found them."""
         self.members = list(members)
-        local = members[0]._local
+        local = local_of(members[0])
         first = int(local.storage_offset())
-        starts = [int(member._local.storage_offset()) - first for member in members]
+        starts = [int(local_of(member).storage_offset()) - first for member in members]
         self._bounds = [
-            (start, start + member._local.numel())
+            (start, start + local_of(member).numel())
             for start, member in zip(starts, members, strict=True)
         ]
         self._numel = self._bounds[-1][1]
-        self.twin = nn.Parameter(_stretched(local, self._numel), members[0].requires_grad)
+        self._requires_grad = members[0].requires_grad
+        flat = _stretched(local, self._numel)
+        self._address = flat.data_ptr()
+        self.pieces = [nn.Parameter(piece, self._requires_grad) for piece in _pieces(flat)]
+        self._handed: list[dict[str, Any]] = []  # what the pieces got last
+        self._handed_of: dict[str, Any] = {}  # of what
         self._whole: dict[str, Any] = {}
         self._values: dict[str, Any] = {}  # what is in it, by object
         self._parts: list[Part] = []
@@ -110,14 +144,54 @@ class Run:
         return (
             len(members) == len(self.members)
             and all(one is other for one, other in zip(members, self.members, strict=True))
-            and members[0]._local.data_ptr() == self.twin.data_ptr()
-            and members[0].requires_grad == self.twin.requires_grad
+            and local_of(members[0]).data_ptr() == self._address
+            and members[0].requires_grad == self._requires_grad
         )
 
-    def show_grad(self) -> None:
-        """Give the twin the members' gradients, as one."""
+    def show_grads(self) -> None:
+        """Give the pieces the members' gradients."""
         grad: Any = self.members[0].grad
-        self.twin.grad = _stretched(grad._local, self._numel)
+        grads = _pieces(_stretched(grad._local, self._numel))
+        for piece, part in zip(self.pieces, grads, strict=True):
+            piece.grad = part
+
+    def hand_out(self, whole: dict[str, Any]) -> list[dict[str, Any]]:
+        """Each piece's state, of the run's."""
+        if len(self.pieces) == 1:
+            return [whole]
+        if not _same_values(whole, self._handed_of) or not self._handed:
+            self._handed = [
+                {key: self._cut(value, number) for key, value in whole.items()}
+                for number in range(len(self.pieces))
+            ]
+            self._handed_of = dict(whole)
+        return [dict(state) for state in self._handed]
+
+    def _cut(self, value: Any, number: int) -> Any:
+        if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == self._numel:
+            return _pieces(value)[number]
+        # Every piece counts its own steps; the first one's count is the run's.
+        return value.clone() if isinstance(value, Tensor) and number else value
+
+    def collect(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The run's state, of its pieces' after a step."""
+        if len(states) == 1:
+            return states[0]
+        whole = {}
+        for key, first in states[0].items():
+            values = [state[key] for state in states]
+            if not all(
+                isinstance(value, Tensor) and value.shape == piece.shape
+                for value, piece in zip(values, self.pieces, strict=True)
+            ):
+                whole[key] = first
+            elif self._handed and all(
+                value is handed.get(key) for value, handed in zip(values, self._handed, strict=True)
+            ):
+                whole[key] = self._handed_of[key]
+            else:
+                whole[key] = torch.cat(values)
+        return whole
 
     def join(self, states: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
         """The run's state, of its members'; None where they can't be joined.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flatshard.module_tree import paths
 from flatshard.shard_tensor import FlatShardTensor
 
 
@@ -102,7 +103,7 @@ def find_owners(
     found: dict[int, OwnedParam] = {}
     common: dict[int, list[nn.Module]] = {}
     seen_sites: set[tuple[int, str]] = set()
-    for path, chain in _paths(root, units):
+    for path, chain in paths(root):
         module = chain[-1]
         prefix = f"{path}." if path else ""
         enclosing = [ancestor for ancestor in chain if ancestor in units]
@@ -121,21 +122,3 @@ def find_owners(
     for key, owned in found.items():
         owners[common[key][-1]].append(owned)
     return owners
-
-
-def _paths(
-    root: nn.Module, units: Collection[nn.Module]
-) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-    """Every path to every module, with the modules on it; a shared module has several."""
-
-    def visit(
-        path: str, chain: tuple[nn.Module, ...]
-    ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-        yield path, chain
-        transparent = getattr(chain[-1], "hidden_in_names", False)
-        for name, child in chain[-1]._modules.items():
-            if child is not None and child not in chain:
-                below = path if transparent else f"{path}.{name}" if path else name
-                yield from visit(below, (*chain, child))
-
-    yield from visit("", (root,))

@@ -93,13 +93,25 @@ class PeerMemory:
         self._cards = list(cards)
         self._timeout = timeout
 
+    def pid(self, rank: int) -> int:
+        """The number of the process of ``rank``."""
+        return self._cards[rank].pid
+
     def read(self, rank: int, address: int, out: Tensor) -> None:
         """Fill ``out``, contiguous on the CPU, with what ``rank`` has at ``address``.
 
         Raises:
             RuntimeError: the process is gone, or has nothing there.
         """
-        _read(self._cards[rank].pid, address, out.data_ptr(), out.numel() * out.element_size())
+        self.read_into(rank, address, out.data_ptr(), out.numel() * out.element_size())
+
+    def read_into(self, rank: int, address: int, place: int, nbytes: int) -> None:
+        """Copy ``nbytes`` at ``address`` of ``rank`` to ``place`` in this process.
+
+        Raises:
+            RuntimeError: as ``read``.
+        """
+        _read(self._cards[rank].pid, address, place, nbytes)
 
     def offered(self, rank: int, tag: int, number: int) -> Awaited:
         """The ``number``-th part that ``rank`` offers under a tag."""

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from flatshard.watchdog import watched
 
 
@@ -32,7 +30,7 @@ class Pending:
         self,
         works: list[Any],
         what: str,
-        *tensors: Tensor,
+        *kept: object,
         peers: Sequence[int] = (),
         then: Callable[[], None] | None = None,
         trailing: Sequence[Any] = (),
@@ -43,7 +41,7 @@ class Pending:
         Args:
             works: the backend's handles that the result needs, all to be waited for.
             what: names the unit, the rank and the collective.
-            tensors: what must stay alive.
+            kept: what must stay alive, tensors above all.
             peers: the ranks that the first handles receive from, where each has its own.
             then: called once after the wait.
             trailing: handles that are over when the other ranks have taken what this one gave.
@@ -52,15 +50,15 @@ class Pending:
         self.tells = tells
         self._works = works
         self._what = what
-        self._tensors = tensors
+        self._kept = kept
         self._peers = peers
         self._then = then
         self._trailing = list(trailing)
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def kept(self) -> tuple[object, ...]:
         """What is kept alive: the source and the result, until others have taken everything."""
-        return self._tensors
+        return self._kept
 
     def done(self) -> bool:
         """Whether ``wait`` would return without waiting for other ranks."""
@@ -112,7 +110,7 @@ class Pending:
             CollectiveError: as ``wait``.
         """
         self._trailing = self._wait_for(self._trailing)
-        self._tensors = ()
+        self._kept = ()
 
     def _wait_for(self, works: list[Any]) -> list[Any]:
         """Wait for all; returns what is left of them, which is nothing."""

@@ -45,12 +45,6 @@ class Topology:
         return self.inner.rank * self.outer.size + self.outer.rank
 
     @property
-    def communicators(self) -> set[Communicator]:
-        """All groups that parameters and gradients move in."""
-        groups = {self.shard, self.replicate, self.inner, self.outer}
-        return groups if self.regather is None else {*groups, self.regather}
-
-    @property
     def crosses(self) -> bool:
         """Whether gradients are reduced beyond the inner group."""
         return self.outer.size > 1 or self.replicate.size > 1

@@ -211,11 +211,7 @@ class Unit:
     @property
     def gathered_bytes(self) -> int:
         """What gathered parameters take now, and parts that are kept to gather from."""
-        return sum(
-            handle.secondary_bytes
-            + (0 if handle.state is ShardState.SHARDED else handle.buffer_bytes)
-            for handle in self.handles
-        )
+        return sum(handle.gathered_bytes + handle.secondary_bytes for handle in self.handles)
 
     @property
     def held_gradient_bytes(self) -> int:
@@ -255,12 +251,18 @@ class Unit:
         State: any -> IDLE. Buffers stay where something saved outside our reach may need them.
         """
         self._leave()
-        if not self._is_sticky:
-            for handle in self.handles:
+        for handle in self.handles:
+            if self._is_sticky:
+                handle.keep()
+            else:
                 handle.drop_secondary()
                 # A rank that holds everything saves nothing by keeping it, and sees no edits made
                 # through `p.data`.
-                if self.placement.reshard_after_backward or self.topology.shard.size == 1:
+                if (
+                    self.placement.reshard_after_backward
+                    or self.topology.shard.size == 1
+                    or handle.is_mapped
+                ):
                     handle.reshard()
                 elif handle.state is ShardState.UNSHARDING:
                     # The optimizer may write the shard next, so it must not be on its way.
@@ -367,12 +369,13 @@ class Unit:
         self.phase = Phase.IDLE
         # A reentrant checkpoint runs its units without gradients, and their backward all the same.
         backward_follows = has_output and (torch.is_grad_enabled() or self.context.expects_backward)
-        if self._is_sticky or (backward_follows and self._stays_after_forward):
-            return
         for handle in self.handles:
-            if backward_follows:
-                handle.keep_secondary()
-            handle.reshard()
+            if self._is_sticky:
+                handle.keep()
+            elif handle.is_mapped or not (backward_follows and self._stays_after_forward):
+                if backward_follows:
+                    handle.keep_secondary()
+                handle.reshard()
 
     @property
     def _stays_after_forward(self) -> bool:

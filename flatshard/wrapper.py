@@ -1,15 +1,16 @@
-"""``ShardedWrapper``: the module that users meet. It plans, wires units, and passes calls on."""
+"""``ShardedWrapper``: the module that users meet. It says what they may ask for, and passes it on.
+
+Its bases are rooms of their own: a ``StandIn`` for the wrapped module, a ``UnitModule`` among
+others, and ``PeerNames``, names of other wrappers. ``construction`` makes units of modules.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,19 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import (
-    agreement,
     checkpoint,
     comm_hook,
     config,
+    construction,
     grad_norm,
     inspection,
-    materialise,
     optim,
     optim_state,
     peers,
-    plan_report,
     recording,
-    starting,
     summon,
 )
 from flatshard.config import (
@@ -38,10 +36,8 @@ from flatshard.config import (
     MixedPrecision,
     ShardingStrategy,
 )
-from flatshard.context import RunContext
-from flatshard.handle import FlatParamHandle
-from flatshard.ignored import Ignored, find_ignored
-from flatshard.ownership import OwnedParam, find_owners
+from flatshard.construction import Construction
+from flatshard.peer_names import PeerNames
 from flatshard.settings import (
     ProcessGroups,
     Settings,
@@ -50,14 +46,12 @@ from flatshard.settings import (
     read_strategy,
 )
 from flatshard.shard_tensor import FlatShardTensor
-from flatshard.state_dict_options import as_torch, read_options
 from flatshard.step_report import StepReport
-from flatshard.topology import Topology
-from flatshard.unit import Unit
-from flatshard.wrap import Policy, UnitPlan, check_policy, explain_no_match, find_units
+from flatshard.unit_module import UnitModule, outermost_unit_modules, unit_modules, units_at_rest
+from flatshard.wrap import Policy
 
 
-class ShardedWrapper(nn.Module):
+class ShardedWrapper(PeerNames):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
     Parameters are gathered unit by unit just before they are needed and freed just after.
@@ -126,10 +120,6 @@ class ShardedWrapper(nn.Module):
         RuntimeError: several ranks were started, but there is no process group.
     """
 
-    hidden_in_names = True
-    _reason = ""  # of units that a policy chose
-    _has_empty = False  # whether values are still to be loaded
-
     def __init__(
         self,
         module: nn.Module,
@@ -173,10 +163,9 @@ class ShardedWrapper(nn.Module):
             raise TypeError(
                 f"param_init_fn: expected a function of a module, got {param_init_fn!r}"
             )
-        _check_module(module, auto_wrap_policy)
-        ignored = _read_ignored(module, ignored_modules, ignored_states)
-        left_alone = _owned_ids(module) | ignored.ids()
-        inspection.check_params(module, left_alone)
+        construction.check_module(module, auto_wrap_policy)
+        ignored = construction.read_ignored(module, ignored_modules, ignored_states)
+        inspection.check_params(module, construction.left_alone(module, ignored))
         ranks = ranks_or_alone(process_group, device_mesh, mode=config.as_collectives(collectives))
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
         check_grid_is_used(ranks, placement, strategy)
@@ -194,381 +183,16 @@ class ShardedWrapper(nn.Module):
             broadcast_buffers=broadcast_buffers is not False,
             device=device,
         )
-        plans = [] if auto_wrap_policy is None else _plan(module, auto_wrap_policy, ignored)
-        of_unit = {plan.module: settings.override(plan) for plan in plans}
-        named = inspection.named_tensors(module, left_alone)
-        if ranks.world.size > 1:
-            described = f"{settings.describe()}, collectives={collectives}"
-            units = [f"{plan.name}: {of_unit[plan.module].describe()}" for plan in plans]
-            agreement.check_same_model(named, described, units, ignored.names, ranks.world)
-        # Only now do all ranks agree on what to ask for.
-        for one in (settings, *of_unit.values()):
-            ranks.resolve(one.placement)
-        start = starting.agree(named, sync_module_states, ranks.world)
-        materialise.check_initialisable(module, start, param_init_fn, ignored.modules)
-        inspection.move_buffers(module, left_alone, device)
-        materialise.give_buffers(module, start, device)
+        built = Construction(module, auto_wrap_policy, settings, ignored, param_init_fn)
+        start = built.agree(collectives, sync_module_states)
         if ranks.world.rank == 0:
             if given.notes:
                 warnings.warn(f"ShardedWrapper ignores {'; '.join(given.notes)}", stacklevel=2)
-            # "auto" finds a small model to be one unit.
-            if auto_wrap_policy not in (None, "auto") and not plans:
-                message = explain_no_match(module, auto_wrap_policy, **_left_out(ignored))
-                warnings.warn(message, stacklevel=2)
-            if module in ignored.modules:
-                warnings.warn(
-                    "ShardedWrapper: the module that is wrapped is itself to be ignored, so no "
-                    "parameter is sharded",
-                    stacklevel=2,
-                )
-        owners = find_owners(module, [plan.module for plan in plans], left_alone)
-        if ranks.world.rank == 0 and settings.topology.shard.size > 1:
-            for remark in _judge(module, plans, owners, auto_wrap_policy, ignored):
+            for remark in built.remarks():
                 warnings.warn(remark, stacklevel=2)
-        wrappers = {}
-        for plan in plans:
-            if owners[plan.module]:
-                wrapper = ShardedWrapper.__new__(ShardedWrapper)
-                nn.Module.__init__(wrapper)
-                own = of_unit[plan.module]
-                wrapper._take(plan.module, plan.name, owners[plan.module], own, ignored, start)
-                wrapper._reason = plan.reason
-                wrappers[plan.module] = wrapper
-        _replace_children(module, wrappers)
-        self._take(module, "", owners[module], settings, ignored, start)
-        self._make_values(start, param_init_fn, [self, *wrappers.values()])
-        self._become_root()
+        built.make_units(self, ShardedWrapper, start)
         optim.install()
         start.warn()
-
-    # ------------------------------------------------------------ construction
-
-    def _take(
-        self,
-        module: nn.Module,
-        name: str,
-        owned: list[OwnedParam],
-        settings: Settings,
-        ignored: Ignored,
-        start: starting.Start,
-    ) -> None:
-        """Make ``module`` a unit that owns ``owned``."""
-        self.module = module
-        self.training = module.training
-        self._settings = settings
-        self._ignored = ignored.within(module)
-        precision, topology = settings.precision, settings.topology
-        unit = Unit(
-            module,
-            name,
-            placement=settings.placement,
-            topology=topology,
-            compute_dtype=precision.param_dtype,
-        )
-        segments: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
-        for one in owned:
-            segments.setdefault((one.param.dtype, one.param.requires_grad), []).append(one)
-        unit.own(
-            FlatParamHandle(
-                params,
-                name,
-                topology=topology,
-                device=settings.device,
-                start=start,
-                compute_dtype=precision.param_dtype,
-                reduce_dtype=precision.reduce_dtype,
-                use_orig_params=settings.use_orig_params,
-                on_grad=unit.on_grad,
-                on_outside_grad=unit.on_outside_grad,
-            )
-            for params in segments.values()
-        )
-        self._unit = unit
-        flat = [] if settings.use_orig_params else [h.sharded[0] for h in unit.handles]
-        for number, param in enumerate(flat):
-            self.register_parameter(f"_flat_param_{number}", param)
-        checkpoint.hook_state_dicts(unit)
-
-    def _make_values(
-        self,
-        start: starting.Start,
-        init_fn: materialise.InitFn | None,
-        wrappers: Iterable[ShardedWrapper],
-    ) -> None:
-        """Give new units the values that are missing. Collective."""
-        handles = [handle for wrapper in wrappers for handle in wrapper._unit.handles]
-        if start.any_missing:
-            made = materialise.Materialiser(self, handles, start, init_fn, self._settings.device)
-            self._has_empty = made.run()
-        for handle in handles:
-            start.give_replicas(handle.topology, handle.shard)
-
-    def _become_root(self) -> None:
-        """Own the run; wrappers inside, made by policy or by hand, follow this one."""
-        units = []
-        for name, wrapper in _named_wrappers(self):
-            before = wrapper._unit.name
-            wrapper._unit.name = name
-            for handle in wrapper._unit.handles:
-                handle.rename(name, _Renaming(before, name))
-            units.append(wrapper._unit)
-        # Registration order, the root last: a first guess at the order of execution.
-        units = [*units[1:], units[0]]
-        settings = self._settings
-        _check_one_world(units)
-        self._context = RunContext(
-            units,
-            settings.ranks.world,
-            buffers=self._synced_buffers,
-            before_first_run=self._check_loaded,
-            forward_prefetch=settings.forward_prefetch,
-            backward_prefetch=settings.backward_prefetch,
-        )
-        for wrapper in sharded_modules(self):
-            wrapper.__dict__["_context"] = self._context
-
-    def _check_loaded(self) -> None:
-        wrappers = sharded_modules(self)
-        if any(wrapper._has_empty for wrapper in wrappers):
-            handles = [handle for wrapper in wrappers for handle in wrapper._unit.handles]
-            materialise.check_loaded(self, handles, self._settings.ranks.world)
-
-    def _synced_buffers(self) -> Iterable[Tensor]:
-        if not self._settings.broadcast_buffers:
-            return ()
-        ignored = self._ignored.ids()
-        return [buffer for buffer in self.module.buffers() if id(buffer) not in ignored]
-
-    # ------------------------------------------------------------ a module like the wrapped one
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module. Collective."""
-        return self.module(*args, **kwargs)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """The wrapped module's class, so that ``isinstance`` finds it; ``type()`` is the wrapper.
-
-        ``isinstance(x, ShardedWrapper)`` is true as well: it looks at ``type(x)`` first.
-        """
-        module = self.__dict__.get("_modules", {}).get("module")
-        return type(self) if module is None else module.__class__  # type: ignore[no-any-return]
-
-    def _get_name(self) -> str:
-        return type(self).__name__
-
-    def __dir__(self) -> list[str]:
-        """Names of the wrapper and of the wrapped module."""
-        return sorted({*dir(type(self)), *super().__dir__()})
-
-    def __getattr__(self, name: str) -> Any:
-        """What the wrapper lacks, the wrapped module may have."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-        try:
-            return getattr(self.module, name)
-        except AttributeError:
-            if name in peers.DDP_ATTRIBUTES and "_context" in self.__dict__:
-                return self._as_ddp(name)
-            reason = peers.refuse_method(name)
-            if reason is None:
-                raise
-            raise AttributeError(reason) from None
-
-    def _as_ddp(self, name: str) -> Any:
-        """An attribute of DistributedDataParallel, where the wrapped module has none so named."""
-        device = self._settings.device
-        ids = [device.index] if device.index is not None else None
-        return {
-            "require_backward_grad_sync": not self._context.is_accumulating,
-            "device": device,
-            "device_type": device.type,
-            "device_ids": ids,
-            "output_device": ids[0] if ids else None,
-            "find_unused_parameters": True,
-            "static_graph": False,
-            "broadcast_buffers": self._settings.broadcast_buffers,
-            "dim": 0,
-        }[name]
-
-    def __getitem__(self, key: Any) -> Any:
-        """Index the wrapped module."""
-        return self.module[key]  # type: ignore[index]
-
-    def __len__(self) -> int:
-        """Length of the wrapped module."""
-        return len(self.module)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        """Iterate over the wrapped module."""
-        return iter(self.module)  # type: ignore[call-overload, no-any-return]
-
-    def __bool__(self) -> bool:
-        """A module is true, also where the wrapped one has a length of zero."""
-        return True
-
-    def extra_repr(self) -> str:
-        """Elements and padding of the unit."""
-        if "_unit" not in self.__dict__:
-            return ""
-        layouts = [handle.layout for handle in self._unit.handles]
-        numel = sum(layout.numel for layout in layouts)
-        padding = sum(layout.padding_numel for layout in layouts)
-        ranks = self._settings.topology.shard.size
-        return (
-            f"{self._settings.strategy.name}: {numel:,} elements + {padding:,} padding "
-            f"over {ranks} rank{'s' if ranks != 1 else ''}"
-        )
-
-    def unit_report(self) -> str:
-        """A table of the units from this one down, outermost first. No communication.
-
-        A line has the unit's name and class, elements of its parameters and of padding, dtype and
-        whether frozen of each flat parameter, bytes that a gather fills on every rank, strategy,
-        ranks that share it, and why it is a unit.
-        """
-        return plan_report.describe([wrapper._row() for wrapper in sharded_modules(self)])
-
-    def _row(self) -> plan_report.UnitRow:
-        unit, topology = self._unit, self._settings.topology
-        rest = "what is left" if len(sharded_modules(self)) > 1 else "the whole model"
-        return plan_report.UnitRow(
-            name=unit.name,
-            class_name=type(self.module).__name__,
-            segments=tuple(_segment(handle, topology) for handle in unit.handles),
-            strategy=self._settings.strategy.name,
-            ranks=topology.shard.size,
-            reason=self._reason or ("by hand" if unit.name else f"root: {rest}"),
-        )
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        """How this unit is sharded."""
-        return self._settings.strategy
-
-    @sharding_strategy.setter
-    def sharding_strategy(self, value: ShardingStrategy | str) -> None:
-        """Take another strategy over the same shards, before the first forward.
-
-        Raises:
-            RuntimeError: a forward has run.
-            ValueError: the other strategy shards otherwise, or is none.
-        """
-        before = self._settings
-        strategy, placement = read_strategy(value, None, before.ranks)
-        unit = self._unit
-        if self._context.has_run:
-            raise RuntimeError(
-                f"unit {unit.name!r}: its strategy {before.strategy.name} cannot become "
-                f"{strategy.name} after the first forward. Wrap the model anew: save "
-                "model.state_dict() and load it there."
-            )
-        freeing = {"reshard_after_forward": True, "reshard_after_backward": True}
-        if dataclasses.replace(placement, **freeing) != dataclasses.replace(
-            before.placement, **freeing
-        ):
-            raise ValueError(
-                f"unit {unit.name!r}: {strategy.name} places parameters otherwise than "
-                f"{before.strategy.name}. Pass it to ShardedWrapper instead."
-            )
-        self._settings = dataclasses.replace(before, strategy=strategy, placement=placement)
-        unit.placement = placement
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that train this model; None when it runs alone."""
-        return self._settings.ranks.world.group
-
-    def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """As of the unwrapped module; the wrapper shares the name of what it wraps."""
-        memo = set() if memo is None else memo
-        if self in memo:
-            return
-        if remove_duplicate:
-            memo.add(self)
-        yield prefix, self
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedWrapper:
-        """Convert shards instead of parameters: ``.to()``, ``.double()`` and their kin."""
-        self._context.recover()
-        self._refuse_summoned("converted")
-        # All units first: what is refused leaves no unit converted.
-        for wrapper in sharded_modules(self):
-            for handle in wrapper._unit.handles:
-                handle.check_keeps_order(fn)
-        hidden = []
-        for handle in self._unit.handles:
-            hidden.extend(handle.hide())
-        hidden_flat = dict(self._parameters)
-        self._parameters.clear()
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self._parameters.update(hidden_flat)
-            for parameters, attribute, param in hidden:
-                parameters[attribute] = param
-        for handle in self._unit.handles:
-            handle.convert(fn)
-        self._context.refresh()
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedWrapper:
-        """An independent model on the same ranks, with shards of its own; no communication."""
-        self._refuse_summoned("copied")
-        wrappers = sharded_modules(self) if id(self._unit) not in memo else []
-        for wrapper in wrappers:
-            wrapper._context.recover()
-            # Copied modules call the copied unit, which is filled once they are complete.
-            memo[id(wrapper._unit)] = Unit.__new__(Unit)
-            for shared in (wrapper._settings, wrapper._context):
-                memo[id(shared)] = shared
-        twin = ShardedWrapper.__new__(ShardedWrapper)
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        for wrapper in wrappers:
-            wrapper._unit.copy_for(memo, memo[id(wrapper._unit)])
-        if wrappers:
-            twin._become_root()
-        return twin
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Not available: a shard means nothing in another process.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            "a ShardedWrapper cannot be pickled: it belongs to a process group. Save "
-            "model.state_dict(), and load it into a model that was wrapped anew."
-        )
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> ShardedWrapper:
-        """Call ``fn`` on the modules of the unwrapped module, children first, and not on wrappers.
-
-        It sees whole plain parameters, and what it writes is kept, also when it raises. It has to
-        write the same on all ranks: seed them alike before it draws random numbers. Whole at one
-        time are a unit and those around it; units further in are sharded again when ``fn`` is
-        called on what contains them, and edits of them through ``parameters()`` are right or
-        raise. With ``use_orig_params=False``, all units below are whole until the end.
-
-        Collective: all ranks.
-
-        Raises:
-            RuntimeError: as ``summon_full_params``.
-        """
-        has_flat = any(wrapper._parameters for wrapper in sharded_modules(self))
-        with ShardedWrapper.summon_full_params(self, recurse=has_flat):
-            self.module.apply(fn)
-        return self
 
     # ------------------------------------------------------------ training
 
@@ -701,13 +325,6 @@ class ShardedWrapper(nn.Module):
         )
         context.refresh()
 
-    def _check_between_steps(self, what: str, context: RunContext) -> None:
-        if context.is_running_forward or context.in_backward:
-            raise RuntimeError(
-                f"{what} was called while a forward or backward of "
-                f"{self._unit.name or 'the model'!r} is running. Call it between steps."
-            )
-
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -746,6 +363,19 @@ class ShardedWrapper(nn.Module):
         return grad_norm.clip_grad_norm_(
             list(self.parameters()), handles, max_norm, norm_type, error_if_nonfinite, foreach
         )
+
+    # ------------------------------------------------------------ modules and whole parameters
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:
+        """``sharded_modules`` under FullyShardedDataParallel's name.
+
+        Args:
+            module: a wrapper or any module.
+            root_only: only those that no other one contains.
+        """
+        found = outermost_unit_modules(module) if root_only else unit_modules(module)
+        return [wrapper for wrapper in found if isinstance(wrapper, ShardedWrapper)]
 
     @staticmethod
     @contextlib.contextmanager
@@ -790,7 +420,7 @@ class ShardedWrapper(nn.Module):
                 "what rank 0 writes would not reach the other ranks' parts. To edit, let every "
                 "rank write the same with rank0_only=False."
             )
-        wrappers = sharded_modules(module) if recurse else _outermost_wrappers(module)
+        wrappers = unit_modules(module) if recurse else outermost_unit_modules(module)
         for wrapper in wrappers:
             wrapper._context.recover()
             wrapper._check_between_steps("summon_full_params()", wrapper._context)
@@ -800,97 +430,24 @@ class ShardedWrapper(nn.Module):
         with summon.summoned(handles, request), _without_flat_parameters(wrappers):
             yield
 
-    def _refuse_summoned(self, action: str) -> None:
-        """Raise where whole parameters stand in for the sharded ones."""
-        for wrapper in sharded_modules(self):
-            if any(handle.summoned is not None for handle in wrapper._unit.handles):
-                raise RuntimeError(
-                    f"unit {wrapper._unit.name!r}: the model was {action} under "
-                    "summon_full_params(). Leave the context first."
-                )
+    def apply(self, fn: Callable[[nn.Module], None]) -> ShardedWrapper:
+        """Call ``fn`` on the modules of the unwrapped module, children first, and not on wrappers.
 
-    # ------------------------------------------------------------ names of other wrappers
+        It sees whole plain parameters, and what it writes is kept, also when it raises. It has to
+        write the same on all ranks: seed them alike before it draws random numbers. Whole at one
+        time are a unit and those around it; units further in are sharded again when ``fn`` is
+        called on what contains them, and edits of them through ``parameters()`` are right or
+        raise. With ``use_orig_params=False``, all units below are whole until the end.
 
-    @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:
-        """``sharded_modules`` under FullyShardedDataParallel's name.
-
-        Args:
-            module: a wrapper or any module.
-            root_only: only those that no other one contains.
-        """
-        return _outermost_wrappers(module) if root_only else sharded_modules(module)
-
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: Any,
-        state_dict_config: Any = None,
-        optim_state_dict_config: Any = None,
-    ) -> Any:
-        """Say what ``state_dict()`` and ``optim_state_dict()`` give, from now on.
-
-        No communication; on all ranks alike.
-
-        Args:
-            module: a wrapper, or any module that contains some; all of them are set.
-            state_dict_type: ``FULL_STATE_DICT``; torch's enum or its name.
-            state_dict_config: torch's ``FullStateDictConfig``. ``rank0_only``: ``state_dict()``,
-                which all ranks call, is empty on other ranks. ``offload_to_cpu``: tensors lie in
-                CPU memory, copied there unit by unit. None: on every rank and device.
-            optim_state_dict_config: torch's ``FullOptimStateDictConfig``, the default of
-                ``optim_state_dict``'s keywords of the same names. None: on every rank, in CPU
-                memory.
-
-        Returns:
-            What it was: torch's ``StateDictSettings``.
+        Collective: all ranks.
 
         Raises:
-            NotImplementedError: another type.
-            TypeError: a config that does not belong to it.
-            RuntimeError: units inside differ in what they were.
+            RuntimeError: as ``summon_full_params``.
         """
-        options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
-        before = ShardedWrapper.get_state_dict_type(module)
-        for wrapper in sharded_modules(module):
-            wrapper._unit.state_dict_options = options
-        return before
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> Any:
-        """What ``set_state_dict_type`` said: torch's ``StateDictSettings``.
-
-        Raises:
-            RuntimeError: units inside differ.
-        """
-        units = [wrapper._unit for wrapper in sharded_modules(module)]
-        return as_torch(checkpoint.options_of(units))
-
-    @staticmethod
-    @contextlib.contextmanager
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: Any,
-        state_dict_config: Any = None,
-        optim_state_dict_config: Any = None,
-    ) -> Iterator[None]:
-        """``set_state_dict_type`` for a while; then every unit is as it was."""
-        options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
-        units = [wrapper._unit for wrapper in sharded_modules(module)]
-        with checkpoint.options_set(units, options):
-            yield
-
-    def check_is_root(self) -> bool:
-        """Whether no other wrapper contains this one."""
-        return self._context.root is self._unit
-
-    def will_sync_module_buffers(self) -> bool:
-        """Whether a forward that begins now gives all ranks rank 0's buffers."""
-        return (
-            self._settings.broadcast_buffers
-            and not self._context.is_accumulating
-            and any(True for _ in self.module.buffers())
-        )
+        has_flat = any(wrapper._parameters for wrapper in sharded_modules(self))
+        with ShardedWrapper.summon_full_params(self, recurse=has_flat):
+            self.module.apply(fn)
+        return self
 
     # ------------------------------------------------------------ state dicts
 
@@ -958,7 +515,7 @@ class ShardedWrapper(nn.Module):
             RuntimeError: a forward or backward of the model is running; ``optim_state_dict`` is
                 another rank's.
         """
-        units = _units_at_rest(model, "optim_state_dict()")
+        units = units_at_rest(model, "optim_state_dict()")
         options = checkpoint.options_of(units)
         return optim_state.full_state(
             model,
@@ -1012,7 +569,7 @@ class ShardedWrapper(nn.Module):
         loaded = optim_state.state_to_load(
             model,
             optim,
-            _units_at_rest(model, "optim_state_dict_to_load()"),
+            units_at_rest(model, "optim_state_dict_to_load()"),
             optim_state_dict,
             by_name=is_named_optimizer,
         )
@@ -1020,108 +577,10 @@ class ShardedWrapper(nn.Module):
             optim.load_state_dict(loaded)
         return loaded
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Let torch's recursion, which asks for ``module.``, find the unwrapped names."""
-        inner = prefix + "module."
-        for key in list(state_dict):
-            if key.startswith(prefix):
-                state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
-
-        def clean(*_: Any) -> None:
-            for messages in (missing_keys, unexpected_keys, error_msgs):
-                messages[:] = [message.replace(inner, prefix) for message in messages]
-            hook.remove()
-
-        hook = self.register_load_state_dict_post_hook(clean)
-
-
-@dataclass(frozen=True)
-class _Renaming:
-    """Maps names relative to one root to names relative to another."""
-
-    before: str
-    after: str
-
-    def __call__(self, name: str) -> str:
-        local = name.removeprefix(f"{self.before}.") if self.before else name
-        return f"{self.after}.{local}" if self.after else local
-
 
 def sharded_modules(module: nn.Module) -> list[ShardedWrapper]:
     """Every wrapper in a model, outermost first; empty for a plain model."""
     return [found for found in module.modules() if isinstance(found, ShardedWrapper)]
-
-
-def _units_at_rest(module: nn.Module, what: str) -> list[Unit]:
-    """The units of a model, outermost first, where no step or summon is under way."""
-    wrappers = sharded_modules(module)
-    for wrapper in wrappers:
-        wrapper._context.recover()
-        wrapper._check_between_steps(what, wrapper._context)
-    for wrapper in _outermost_wrappers(module):
-        wrapper._refuse_summoned(f"asked for {what}")
-    return [wrapper._unit for wrapper in wrappers]
-
-
-def _segment(handle: FlatParamHandle, topology: Topology) -> plan_report.Segment:
-    layout = handle.layout
-    is_gathered = topology.shard.size > 1
-    return plan_report.Segment(
-        dtype=handle.shard.dtype,
-        trainable=handle.sharded[0].requires_grad,
-        numel=layout.numel,
-        padding_numel=layout.padding_numel,
-        gathered_bytes=layout.padded_numel * handle.buffer.element_size() if is_gathered else 0,
-    )
-
-
-def _judge(
-    module: nn.Module,
-    plans: list[UnitPlan],
-    owners: dict[nn.Module, list[OwnedParam]],
-    policy: Policy | None,
-    ignored: Ignored,
-) -> list[str]:
-    """What about the units of ``module`` will be slow or large."""
-    inside = list(_named_wrappers(module))
-    if policy is None and not inside:
-        return plan_report.judge_one_unit(module, **_left_out(ignored))
-    names = {one.module: one.name for one in plans}
-    sizes = [
-        _unit_size(names.get(unit, ""), [one.param.numel() for one in owned])
-        for unit, owned in owners.items()
-    ]
-    for name, wrapper in inside:
-        spans = [span for handle in wrapper._unit.handles for span in handle.layout.spans]
-        sizes.append(_unit_size(name, [span.numel for span in spans]))
-    tied = [
-        (one.param.numel(), [site.name for site in one.sites])
-        for owned in owners.values()
-        for one in owned
-        if len(one.sites) > 1
-    ]
-    return plan_report.judge(sizes, tied)
-
-
-def _unit_size(name: str, counts: list[int]) -> plan_report.UnitSize:
-    return plan_report.UnitSize(name, sum(counts), max(counts, default=0))
-
-
-def _outermost_wrappers(module: nn.Module) -> list[ShardedWrapper]:
-    """The wrappers in a model that no other one contains."""
-    if isinstance(module, ShardedWrapper):
-        return [module]
-    found = [wrapper for child in module.children() for wrapper in _outermost_wrappers(child)]
-    return list(dict.fromkeys(found))
 
 
 def _check_no_parts(module: nn.Module) -> None:
@@ -1143,7 +602,7 @@ def _check_no_parts(module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _without_flat_parameters(wrappers: Iterable[ShardedWrapper]) -> Iterator[None]:
+def _without_flat_parameters(wrappers: Iterable[UnitModule]) -> Iterator[None]:
     """With ``use_orig_params=False``, list only the originals where they are shown."""
     hidden = []
     for wrapper in wrappers:
@@ -1155,80 +614,3 @@ def _without_flat_parameters(wrappers: Iterable[ShardedWrapper]) -> Iterator[Non
     finally:
         for wrapper, parameters in hidden:
             wrapper._parameters.update(parameters)
-
-
-def _named_wrappers(root: nn.Module) -> Iterator[tuple[str, ShardedWrapper]]:
-    for name, module in root.named_modules():
-        if isinstance(module, ShardedWrapper):
-            yield name, module
-
-
-def _owned_ids(module: nn.Module) -> set[int]:
-    """Ids of the parameters that units inside a module own already."""
-    return {
-        id(param)
-        for wrapper in sharded_modules(module)
-        for handle in wrapper._unit.handles
-        for param in handle.sharded
-    }
-
-
-def _check_module(module: nn.Module, policy: Policy | None) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"ShardedWrapper: expected an nn.Module, got {type(module).__name__}")
-    if policy is not None:
-        check_policy(policy)
-    inside = sharded_modules(module)
-    if inside and policy is not None:
-        raise ValueError(
-            f"ShardedWrapper: auto_wrap_policy over a model that already contains {len(inside)} "
-            "units. Wrap it without a policy, or pass the unwrapped model."
-        )
-    if isinstance(module, ShardedWrapper):
-        warnings.warn(
-            "ShardedWrapper: the module is a ShardedWrapper already; the outer one adds nothing",
-            stacklevel=3,
-        )
-
-
-def _read_ignored(
-    module: nn.Module,
-    ignored_modules: Iterable[nn.Module] | None,
-    ignored_states: Iterable[nn.Parameter | nn.Module] | None,
-) -> Ignored:
-    """What the user, and the units inside, leave alone."""
-    nested: dict[nn.Module, Ignored] = {
-        wrapper: wrapper._ignored for wrapper in sharded_modules(module)
-    }
-    return find_ignored(
-        module, ignored_modules, ignored_states, nested=nested, sharded=_owned_ids(module)
-    )
-
-
-def _left_out(ignored: Ignored) -> dict[str, Any]:
-    """The keywords that tell ``wrap`` what to ignore."""
-    return {"ignored_modules": ignored.modules, "ignored_params": ignored.params()}
-
-
-def _plan(module: nn.Module, policy: Policy, ignored: Ignored) -> list[UnitPlan]:
-    return find_units(module, policy, **_left_out(ignored))
-
-
-def _check_one_world(units: list[Unit]) -> None:
-    world = units[-1].topology.world
-    for unit in units:
-        if unit.topology.world.ranks != world.ranks:
-            raise ValueError(
-                f"ShardedWrapper: unit {unit.name!r} trains on ranks {unit.topology.world.ranks}, "
-                f"the module around it on {world.ranks}. Pass both the same ranks."
-            )
-
-
-def _replace_children(root: nn.Module, wrappers: dict[nn.Module, ShardedWrapper]) -> None:
-    """Put wrappers at every place of the modules they wrap."""
-    for parent in list(root.modules()):
-        if isinstance(parent, ShardedWrapper):
-            continue
-        for name, child in parent._modules.items():
-            if child in wrappers:
-                parent._modules[name] = wrappers[child]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flatshard import ShardedWrapper, collectives, sharded_modules
 from flatshard.collectives import CollectiveError, communicator
+from flatshard.on_host import Whole
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
 
@@ -181,7 +182,7 @@ def _reduce(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     results = []
     for _ in range(2):
         out = torch.empty(5)
-        comm.reduce_scatter(_values(rank, world_size), out, label="test", tag=1).finish()
+        comm.reduce_scatter(Whole.of(_values(rank, world_size)), out, label="test", tag=1).finish()
         results.append(out)
     return results[0], results[1]
 

@@ -1,6 +1,10 @@
 """Ranks on one host read one another's memory: the same numbers as through sockets, bit for bit."""
 
+import ctypes
+import errno
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +20,27 @@ from tests.harness import naming, run_ranks
 from tests.models import CASES, Case, Mlp, vectors
 from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
 
-pytestmark = pytest.mark.skipif(peer_memory._readv is None, reason="this system has no such call")
+_TELL_ADDRESS = (
+    "import ctypes; b = ctypes.c_int64(1); print(ctypes.addressof(b), flush=True); input()"
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _may_read() -> None:
+    """Skip where the system forbids to read even a child's memory; other failures are failures."""
+    if peer_memory._readv is None:
+        pytest.skip("this system has no process_vm_readv")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-S", "-c", _TELL_ADDRESS], **pipes) as child:
+        word = ctypes.c_int64()
+        here = peer_memory._Range(ctypes.addressof(word), 8)
+        there = peer_memory._Range(int(child.stdout.readline()), 8)
+        got = peer_memory._readv(child.pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        number = ctypes.get_errno() if got < 0 else 0
+        child.communicate(b"\n")
+    if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+        pytest.skip(f"a process may not read another one's memory here: {os.strerror(number)}")
+
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {},

@@ -1,0 +1,277 @@
+"""``Construction``: how a module becomes units, each with a wrapper in its module's place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatshard import agreement, checkpoint, inspection, materialise, plan_report, starting
+from flatshard.handle import FlatParamHandle
+from flatshard.ignored import Ignored, find_ignored
+from flatshard.ownership import OwnedParam, find_owners
+from flatshard.settings import Settings
+from flatshard.unit import Unit
+from flatshard.unit_module import UnitModule, named_unit_modules, unit_modules
+from flatshard.wrap import Policy, check_policy, explain_no_match, find_units
+
+
+def check_module(module: nn.Module, policy: Policy | None) -> None:
+    """Can this module be wrapped, with this policy?
+
+    Raises:
+        TypeError: it is no module, or the policy none.
+        ValueError: a policy over a model that already contains units.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"ShardedWrapper: expected an nn.Module, got {type(module).__name__}")
+    if policy is not None:
+        check_policy(policy)
+    inside = unit_modules(module)
+    if inside and policy is not None:
+        raise ValueError(
+            f"ShardedWrapper: auto_wrap_policy over a model that already contains {len(inside)} "
+            "units. Wrap it without a policy, or pass the unwrapped model."
+        )
+    if isinstance(module, UnitModule):
+        warnings.warn(
+            "ShardedWrapper: the module is a ShardedWrapper already; the outer one adds nothing",
+            stacklevel=3,
+        )
+
+
+def read_ignored(
+    module: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[nn.Parameter | nn.Module] | None,
+) -> Ignored:
+    """What the user, and the units inside, leave alone."""
+    nested: dict[nn.Module, Ignored] = {
+        wrapper: wrapper._ignored for wrapper in unit_modules(module)
+    }
+    return find_ignored(
+        module, ignored_modules, ignored_states, nested=nested, sharded=_owned_ids(module)
+    )
+
+
+def left_alone(module: nn.Module, ignored: Ignored) -> set[int]:
+    """Ids of the parameters and buffers that are not to be sharded, or are already."""
+    return _owned_ids(module) | ignored.ids()
+
+
+def _owned_ids(module: nn.Module) -> set[int]:
+    """Ids of the parameters that units inside a module own already."""
+    return {
+        id(param)
+        for wrapper in unit_modules(module)
+        for handle in wrapper._unit.handles
+        for param in handle.sharded
+    }
+
+
+class Construction:
+    """One module on its way to units: planned when this is made, compared, and then changed.
+
+    Args:
+        module: what to wrap; may contain units.
+        policy: which submodules become units.
+        settings: for the whole module; the policy may change them for a unit.
+        ignored: what stays as it is.
+        init_fn: the user's ``param_init_fn``.
+
+    Raises:
+        ValueError: the policy asks for what units of one model cannot differ in.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: Policy | None,
+        settings: Settings,
+        ignored: Ignored,
+        init_fn: materialise.InitFn | None,
+    ) -> None:
+        self._module, self._policy, self._settings = module, policy, settings
+        self._ignored, self._init_fn = ignored, init_fn
+        self._left_alone = left_alone(module, ignored)
+        self._plans = [] if policy is None else find_units(module, policy, **_left_out(ignored))
+        self._of_unit = {plan.module: settings.override(plan) for plan in self._plans}
+        units = [plan.module for plan in self._plans]
+        self._owners = find_owners(module, units, self._left_alone)
+
+    def agree(self, collectives: str, sync: bool | None) -> starting.Start:
+        """Compare with other ranks what is to be made, and give buffers their values.
+
+        Collective: all ranks.
+
+        Args:
+            collectives: the constructor's keyword.
+            sync: whether all ranks take rank 0's weights; see ``sync_module_states``.
+
+        Returns:
+            What the units start with.
+
+        Raises:
+            ValueError: on all ranks: they build different models, ranks do not divide as a strategy
+                asks, or nothing makes values that are missing.
+        """
+        module, settings, ranks = self._module, self._settings, self._settings.ranks
+        named = inspection.named_tensors(module, self._left_alone)
+        if ranks.world.size > 1:
+            described = f"{settings.describe()}, collectives={collectives}"
+            units = [
+                f"{plan.name}: {self._of_unit[plan.module].describe()}" for plan in self._plans
+            ]
+            agreement.check_same_model(named, described, units, self._ignored.names, ranks.world)
+        # Only now do all ranks agree on what to ask for.
+        for one in (settings, *self._of_unit.values()):
+            ranks.resolve(one.placement)
+        start = starting.agree(named, sync, ranks.world)
+        materialise.check_initialisable(module, start, self._init_fn, self._ignored.modules)
+        inspection.move_buffers(module, self._left_alone, settings.device)
+        materialise.give_buffers(module, start, settings.device)
+        return start
+
+    def remarks(self) -> list[str]:
+        """What may not be as the user meant it, for rank 0 to say."""
+        module, policy, ignored = self._module, self._policy, self._ignored
+        found = []
+        # "auto" finds a small model to be one unit.
+        if policy not in (None, "auto") and not self._plans:
+            found.append(explain_no_match(module, policy, **_left_out(ignored)))
+        if module in ignored.modules:
+            found.append(
+                "ShardedWrapper: the module that is wrapped is itself to be ignored, so no "
+                "parameter is sharded"
+            )
+        if self._settings.topology.shard.size > 1:
+            found.extend(self._judge())
+        return found
+
+    def _judge(self) -> list[str]:
+        """What about the units will be slow or large."""
+        inside = list(named_unit_modules(self._module))
+        if self._policy is None and not inside:
+            return plan_report.judge_one_unit(self._module, **_left_out(self._ignored))
+        names = {one.module: one.name for one in self._plans}
+        sizes = [
+            _unit_size(names.get(unit, ""), [one.param.numel() for one in owned])
+            for unit, owned in self._owners.items()
+        ]
+        for name, wrapper in inside:
+            spans = [span for handle in wrapper._unit.handles for span in handle.layout.spans]
+            sizes.append(_unit_size(name, [span.numel for span in spans]))
+        tied = [
+            (one.param.numel(), [site.name for site in one.sites])
+            for owned in self._owners.values()
+            for one in owned
+            if len(one.sites) > 1
+        ]
+        return plan_report.judge(sizes, tied)
+
+    def make_units(self, root: UnitModule, kind: type[UnitModule], start: starting.Start) -> None:
+        """Change the module: ``root`` becomes the outermost unit, and holds new ones inside.
+
+        Collective: all ranks.
+
+        Args:
+            root: an empty wrapper.
+            kind: the class of those inside.
+            start: what the ranks agreed on.
+
+        Raises:
+            ValueError: a unit that was there before trains on other ranks.
+            RuntimeError: something else holds on to a parameter's memory.
+        """
+        wrappers: dict[nn.Module, UnitModule] = {}
+        for plan in self._plans:
+            if self._owners[plan.module]:
+                wrapper = kind.__new__(kind)
+                nn.Module.__init__(wrapper)
+                self._take(wrapper, plan.module, plan.name, self._of_unit[plan.module], start)
+                wrapper._reason = plan.reason
+                wrappers[plan.module] = wrapper
+        _replace_children(self._module, wrappers)
+        self._take(root, self._module, "", self._settings, start)
+        self._make_values(start, root, [root, *wrappers.values()])
+        root._become_root()
+
+    def _take(
+        self,
+        wrapper: UnitModule,
+        module: nn.Module,
+        name: str,
+        settings: Settings,
+        start: starting.Start,
+    ) -> None:
+        """Make ``module`` a unit, and ``wrapper`` what stands for it."""
+        wrapper.module = module
+        wrapper.training = module.training
+        wrapper._settings = settings
+        wrapper._ignored = self._ignored.within(module)
+        precision, topology = settings.precision, settings.topology
+        unit = Unit(
+            module,
+            name,
+            placement=settings.placement,
+            topology=topology,
+            compute_dtype=precision.param_dtype,
+        )
+        segments: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
+        for one in self._owners[module]:
+            segments.setdefault((one.param.dtype, one.param.requires_grad), []).append(one)
+        unit.own(
+            FlatParamHandle(
+                params,
+                name,
+                topology=topology,
+                device=settings.device,
+                start=start,
+                compute_dtype=precision.param_dtype,
+                reduce_dtype=precision.reduce_dtype,
+                use_orig_params=settings.use_orig_params,
+                on_grad=unit.on_grad,
+                on_outside_grad=unit.on_outside_grad,
+            )
+            for params in segments.values()
+        )
+        wrapper._unit = unit
+        flat = [] if settings.use_orig_params else [h.sharded[0] for h in unit.handles]
+        for number, param in enumerate(flat):
+            wrapper.register_parameter(f"_flat_param_{number}", param)
+        checkpoint.hook_state_dicts(unit)
+
+    def _make_values(
+        self, start: starting.Start, root: UnitModule, wrappers: Iterable[UnitModule]
+    ) -> None:
+        """Give new units the values that are missing. Collective."""
+        handles = [handle for wrapper in wrappers for handle in wrapper._unit.handles]
+        if start.any_missing:
+            made = materialise.Materialiser(
+                root, handles, start, self._init_fn, self._settings.device
+            )
+            root._has_empty = made.run()
+        for handle in handles:
+            start.give_replicas(handle.topology, handle.shard)
+
+
+def _unit_size(name: str, counts: list[int]) -> plan_report.UnitSize:
+    return plan_report.UnitSize(name, sum(counts), max(counts, default=0))
+
+
+def _left_out(ignored: Ignored) -> dict[str, Any]:
+    """The keywords that tell ``wrap`` what to ignore."""
+    return {"ignored_modules": ignored.modules, "ignored_params": ignored.params()}
+
+
+def _replace_children(root: nn.Module, wrappers: dict[nn.Module, UnitModule]) -> None:
+    """Put wrappers at every place of the modules they wrap."""
+    for parent in list(root.modules()):
+        if isinstance(parent, UnitModule):
+            continue
+        for name, child in parent._modules.items():
+            if child in wrappers:
+                parent._modules[name] = wrappers[child]

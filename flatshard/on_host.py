@@ -1,0 +1,217 @@
+"""``HostGroup``: gathers and averages among ranks on one host, which read each other's memory.
+
+One says where its part lies, the others copy it from there, or add it up piece by piece, and say
+that they have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flatshard import peer_memory
+from flatshard.peer_memory import Awaited, Board, PeerMemory
+from flatshard.pending import Pending
+
+_REDUCING = peer_memory.TAGS // 2
+"""Added to the tags of reductions; so many tags there are on a board for each."""
+
+_PIECE_NUMEL = 1 << 16
+"""Elements that are read and added at a time: they stay in the cache between."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What lies, on each rank, over the whole length of a flat parameter: gradients, say.
+
+    Attributes:
+        parts: ``(end - start,)`` each, contiguous, of one dtype; None: zeros.
+        ranges: their ``[start, end)``, in elements; ascending, the same on all ranks.
+        numel: of all, padding included.
+    """
+
+    parts: Sequence[Tensor | None]
+    ranges: Sequence[tuple[int, int]]
+    numel: int
+
+    @classmethod
+    def of(cls, buffer: Tensor) -> Whole:
+        """One piece of memory, ``(numel,)``."""
+        return cls([buffer], [(0, buffer.numel())], buffer.numel())
+
+
+class HostGroup:
+    """Ranks that read one another's memory.
+
+    Attributes:
+        memory: of all of them.
+        rank: this rank within the group.
+        size: ranks in the group.
+    """
+
+    def __init__(self, memory: PeerMemory, board: Board, rank: int, ranks: Sequence[int]) -> None:
+        """With this rank's board, and the members by their numbers in the default group."""
+        self.memory, self._board = memory, board
+        self.rank, self.size, self._ranks = rank, len(ranks), ranks
+        self._offers: dict[int, Offer] = {}
+
+    @staticmethod
+    def takes(tag: int) -> bool:
+        """Whether the board has a place for a tag."""
+        return tag < _REDUCING
+
+    def all_gather(self, shard: Tensor, out: Tensor, tag: int, what: str) -> Pending:
+        """See ``Communicator.all_gather``."""
+        parts = _as_bytes(out).chunk(self.size)
+        source = _as_bytes(shard)
+        offer = self.offer(source.data_ptr(), tag)
+        if parts[self.rank].data_ptr() != source.data_ptr():
+            parts[self.rank].copy_(source)
+
+        def read() -> None:
+            for peer, theirs in offer.theirs.items():
+                self.memory.read(peer, theirs.address, parts[peer])
+            offer.take()
+
+        return self.pending(offer, what, read, shard, out)
+
+    def reduce_scatter(self, whole: Whole, out: Tensor, tag: int, what: str) -> Pending:
+        """See ``Communicator.reduce_scatter``."""
+        table = _table([0 if part is None else part.data_ptr() for part in whole.parts])
+        offer = self.offer(ctypes.addressof(table), tag + _REDUCING)
+
+        def average() -> None:
+            self._average(whole, offer, out)
+            offer.take()
+
+        kept = [part for part in whole.parts if part is not None]
+        return self.pending(offer, what, average, *kept, out, table)
+
+    def _average(self, whole: Whole, offer: Offer, out: Tensor) -> None:
+        """Average in rank order, so that every run and every rank rounds alike."""
+        addresses: list[list[int]] = []
+        for rank in range(self.size):
+            table = _table([0] * len(whole.parts))
+            if rank != self.rank:
+                place, nbytes = ctypes.addressof(table), ctypes.sizeof(table)
+                self.memory.read_into(rank, offer.theirs[rank].address, place, nbytes)
+            addresses.append(list(table))
+        first = self.rank * out.numel()
+        scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=out.dtype)
+        for index, (start, end) in enumerate(whole.ranges):
+            begin, stop = max(start, first), min(end, first + out.numel())
+            for piece in range(begin, stop, _PIECE_NUMEL):
+                numel = min(_PIECE_NUMEL, stop - piece)
+                own = whole.parts[index]
+                self._average_piece(
+                    None if own is None else own[piece - start : piece - start + numel],
+                    [table[index] for table in addresses],
+                    (piece - start) * out.element_size(),
+                    out[piece - first : piece - first + numel],
+                    scratch[:numel],
+                )
+
+    def _average_piece(
+        self, own: Tensor | None, addresses: list[int], offset: int, out: Tensor, scratch: Tensor
+    ) -> None:
+        """Average one piece of one part.
+
+        Args:
+            own: this rank's values; None: zeros.
+            addresses: where each rank has the part; 0: it has zeros, or is this rank.
+            offset: of the piece in the part, in bytes.
+            out: where the average goes.
+            scratch: as long as ``out``.
+        """
+        total: Tensor | None = None
+        for rank, address in enumerate(addresses):
+            if rank == self.rank:
+                values = own
+            elif address:
+                values = out if total is None else scratch
+                self.memory.read(rank, address + offset, values)
+            else:
+                values = None
+            if values is None:
+                continue
+            if total is None:
+                total = values
+            else:
+                total = torch.add(total, values, out=out)
+        if total is None:
+            out.zero_()
+        else:
+            torch.div(total, len(addresses), out=out)
+
+    def offer(self, address: int, tag: int) -> Offer:
+        """Tell the others a number under a tag, and begin to wait for theirs.
+
+        Collective: all ranks of the group. Waits until they have taken what was offered before.
+        """
+        before = self._offers.get(tag)
+        if before is not None:
+            for taken in before.taken:
+                taken.wait()
+        number = 1 if before is None else before.number + 1
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self._offers[tag] = offer = Offer(
+            self._board,
+            tag,
+            number,
+            theirs={peer: self.memory.offered(peer, tag, number) for peer in peers},
+            taken=[self.memory.taken(peer, tag, number) for peer in peers],
+        )
+        self._board.offer(tag, number, address)
+        return offer
+
+    def pending(
+        self,
+        offer: Offer,
+        what: str,
+        then: Callable[[], None],
+        *kept: object,
+    ) -> Pending:
+        """An offer as a collective under way, of which ``then`` makes the result."""
+        return Pending(
+            list(offer.theirs.values()),
+            what,
+            *kept,
+            peers=[self._ranks[peer] for peer in offer.theirs],
+            then=then,
+            trailing=offer.taken,
+        )
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What this rank lets the others read, and what it reads of theirs.
+
+    Attributes:
+        board: this rank's.
+        tag: tells the offer from others of the group.
+        number: how many this is under the tag.
+        theirs: the other ranks' offers, by rank.
+        taken: that they have taken this one.
+    """
+
+    board: Board
+    tag: int
+    number: int
+    theirs: dict[int, Awaited]
+    taken: list[Awaited]
+
+    def take(self) -> None:
+        """Say that this rank has read the others' parts."""
+        self.board.take(self.tag, self.number)
+
+
+def _table(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(addresses))(*addresses)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,70 @@
+"""``Spare``: memory of results that comes back for the next ones once nobody else has it.
+
+On a CPU a large tensor that is freed goes back to the operating system, and the next one costs a
+page fault for every few kilobytes. Accelerators' allocators keep memory themselves.
+
+[Note: glibc]
+glibc's malloc gives freed memory back above a threshold, which it raises, up to 32 MiB, to the
+size of what was freed: it takes that for a sign that more of the kind comes. In training it does,
+in every step. ``prepare_allocator`` gives the sign at once. Where users set the thresholds
+themselves (``MALLOC_TRIM_THRESHOLD_``), or use another allocator, it changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+
+_GLIBC_LIMIT_BYTES = 32 << 20
+
+
+@functools.cache
+def prepare_allocator() -> None:
+    """Let the CPU's allocator keep the memory of a step for the next one; see the note."""
+    torch.empty(_GLIBC_LIMIT_BYTES - 4096, dtype=torch.uint8)
+
+
+class Spare:
+    """Hands out 1-D tensors of one kind, the same memory again where that is unused."""
+
+    def __init__(self, limit: int = 1) -> None:
+        """Keep at most ``limit`` tensors."""
+        self._limit = limit
+        self._kept: list[Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor, ``(numel,)``."""
+        for kept in self._kept:
+            fits = kept.numel() == numel and kept.dtype == dtype and kept.device == device
+            if fits and _is_unused(kept):
+                return kept.detach()  # an alias, which counts as a use
+        self.give_back()
+        new = torch.empty(numel, dtype=dtype, device=device)
+        if device.type == "cpu" and _use_count is not None and len(self._kept) < self._limit:
+            self._kept.append(new)
+            return new.detach()
+        return new
+
+    def give_back(self) -> None:
+        """Free what nobody else uses."""
+        self._kept = [kept for kept in self._kept if not _is_unused(kept)]
+
+
+def _uses(tensor: Tensor) -> int:
+    """How many tensors there are over its memory, and what the asking itself counts."""
+    return int(_use_count(tensor.untyped_storage()._cdata)) if _use_count is not None else 0
+
+
+_PROBE = torch.empty(1)
+_ALONE = _uses(_PROBE)
+
+
+def _is_unused(kept: Tensor) -> bool:
+    """Whether this is the only tensor over its memory."""
+    return _uses(kept) <= _ALONE

@@ -1,0 +1,285 @@
+"""``UnitModule``: a stand-in with its unit, in a tree of which the outermost owns the run."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatshard import materialise, plan_report
+from flatshard.config import ShardingStrategy
+from flatshard.context import RunContext
+from flatshard.handle import FlatParamHandle
+from flatshard.ignored import Ignored
+from flatshard.settings import Settings, read_strategy
+from flatshard.stand_in import StandIn
+from flatshard.topology import Topology
+from flatshard.unit import Unit
+
+
+class UnitModule(StandIn):
+    """What a unit is as a module: converted, copied, described; ``construction`` fills it."""
+
+    _unit: Unit
+    _settings: Settings
+    _ignored: Ignored
+    _context: RunContext
+    _reason = ""  # of units that a policy chose
+    _has_empty = False  # whether values are still to be loaded
+
+    # ------------------------------------------------------------ the run
+
+    def _become_root(self) -> None:
+        """Own the run; wrappers inside, made by policy or by hand, follow this one."""
+        units = []
+        for name, wrapper in named_unit_modules(self):
+            before = wrapper._unit.name
+            wrapper._unit.name = name
+            for handle in wrapper._unit.handles:
+                handle.rename(name, _Renaming(before, name))
+            units.append(wrapper._unit)
+        # Registration order, the root last: a first guess at the order of execution.
+        units = [*units[1:], units[0]]
+        settings = self._settings
+        _check_one_world(units)
+        self._context = RunContext(
+            units,
+            settings.ranks.world,
+            buffers=self._synced_buffers,
+            before_first_run=self._check_loaded,
+            forward_prefetch=settings.forward_prefetch,
+            backward_prefetch=settings.backward_prefetch,
+        )
+        for wrapper in unit_modules(self):
+            wrapper.__dict__["_context"] = self._context
+
+    def _check_loaded(self) -> None:
+        wrappers = unit_modules(self)
+        if any(wrapper._has_empty for wrapper in wrappers):
+            handles = [handle for wrapper in wrappers for handle in wrapper._unit.handles]
+            materialise.check_loaded(self, handles, self._settings.ranks.world)
+
+    def _synced_buffers(self) -> Iterable[Tensor]:
+        if not self._settings.broadcast_buffers:
+            return ()
+        ignored = self._ignored.ids()
+        return [buffer for buffer in self.module.buffers() if id(buffer) not in ignored]
+
+    def _check_between_steps(self, what: str, context: RunContext) -> None:
+        if context.is_running_forward or context.in_backward:
+            raise RuntimeError(
+                f"{what} was called while a forward or backward of "
+                f"{self._unit.name or 'the model'!r} is running. Call it between steps."
+            )
+
+    def _refuse_summoned(self, action: str) -> None:
+        """Raise where whole parameters stand in for the sharded ones."""
+        for wrapper in unit_modules(self):
+            if any(handle.summoned is not None for handle in wrapper._unit.handles):
+                raise RuntimeError(
+                    f"unit {wrapper._unit.name!r}: the model was {action} under "
+                    "summon_full_params(). Leave the context first."
+                )
+
+    # ------------------------------------------------------------ conversions and copies
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Convert shards instead of parameters: ``.to()``, ``.double()`` and their kin."""
+        self._context.recover()
+        self._refuse_summoned("converted")
+        # All units first: what is refused leaves no unit converted.
+        for wrapper in unit_modules(self):
+            for handle in wrapper._unit.handles:
+                handle.check_keeps_order(fn)
+        hidden = []
+        for handle in self._unit.handles:
+            hidden.extend(handle.hide())
+        hidden_flat = dict(self._parameters)
+        self._parameters.clear()
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters.update(hidden_flat)
+            for parameters, attribute, param in hidden:
+                parameters[attribute] = param
+        for handle in self._unit.handles:
+            handle.convert(fn)
+        self._context.refresh()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """An independent model on the same ranks, with shards of its own; no communication."""
+        self._refuse_summoned("copied")
+        wrappers = unit_modules(self) if id(self._unit) not in memo else []
+        for wrapper in wrappers:
+            wrapper._context.recover()
+            # Copied modules call the copied unit, which is filled once they are complete.
+            memo[id(wrapper._unit)] = Unit.__new__(Unit)
+            for shared in (wrapper._settings, wrapper._context):
+                memo[id(shared)] = shared
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for wrapper in wrappers:
+            wrapper._unit.copy_for(memo, memo[id(wrapper._unit)])
+        if wrappers:
+            twin._become_root()
+        return twin
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Not available: a shard means nothing in another process.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "a ShardedWrapper cannot be pickled: it belongs to a process group. Save "
+            "model.state_dict(), and load it into a model that was wrapped anew."
+        )
+
+    # ------------------------------------------------------------ what it is
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """How this unit is sharded."""
+        return self._settings.strategy
+
+    @sharding_strategy.setter
+    def sharding_strategy(self, value: ShardingStrategy | str) -> None:
+        """Take another strategy over the same shards, before the first forward.
+
+        Raises:
+            RuntimeError: a forward has run.
+            ValueError: the other strategy shards otherwise, or is none.
+        """
+        before = self._settings
+        strategy, placement = read_strategy(value, None, before.ranks)
+        unit = self._unit
+        if self._context.has_run:
+            raise RuntimeError(
+                f"unit {unit.name!r}: its strategy {before.strategy.name} cannot become "
+                f"{strategy.name} after the first forward. Wrap the model anew: save "
+                "model.state_dict() and load it there."
+            )
+        freeing = {"reshard_after_forward": True, "reshard_after_backward": True}
+        if dataclasses.replace(placement, **freeing) != dataclasses.replace(
+            before.placement, **freeing
+        ):
+            raise ValueError(
+                f"unit {unit.name!r}: {strategy.name} places parameters otherwise than "
+                f"{before.strategy.name}. Pass it to ShardedWrapper instead."
+            )
+        self._settings = dataclasses.replace(before, strategy=strategy, placement=placement)
+        unit.placement = placement
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that train this model; None when it runs alone."""
+        return self._settings.ranks.world.group
+
+    def extra_repr(self) -> str:
+        """Elements and padding of the unit."""
+        if "_unit" not in self.__dict__:
+            return ""
+        layouts = [handle.layout for handle in self._unit.handles]
+        numel = sum(layout.numel for layout in layouts)
+        padding = sum(layout.padding_numel for layout in layouts)
+        ranks = self._settings.topology.shard.size
+        return (
+            f"{self._settings.strategy.name}: {numel:,} elements + {padding:,} padding "
+            f"over {ranks} rank{'s' if ranks != 1 else ''}"
+        )
+
+    def unit_report(self) -> str:
+        """A table of the units from this one down, outermost first. No communication.
+
+        A line has the unit's name and class, elements of its parameters and of padding, dtype and
+        whether frozen of each flat parameter, bytes that a gather fills on every rank, strategy,
+        ranks that share it, and why it is a unit.
+        """
+        return plan_report.describe([wrapper._row() for wrapper in unit_modules(self)])
+
+    def _row(self) -> plan_report.UnitRow:
+        unit, topology = self._unit, self._settings.topology
+        rest = "what is left" if len(unit_modules(self)) > 1 else "the whole model"
+        return plan_report.UnitRow(
+            name=unit.name,
+            class_name=type(self.module).__name__,
+            segments=tuple(_segment(handle, topology) for handle in unit.handles),
+            strategy=self._settings.strategy.name,
+            ranks=topology.shard.size,
+            reason=self._reason or ("by hand" if unit.name else f"root: {rest}"),
+        )
+
+
+@dataclass(frozen=True)
+class _Renaming:
+    """Maps names relative to one root to names relative to another."""
+
+    before: str
+    after: str
+
+    def __call__(self, name: str) -> str:
+        local = name.removeprefix(f"{self.before}.") if self.before else name
+        return f"{self.after}.{local}" if self.after else local
+
+
+def _check_one_world(units: list[Unit]) -> None:
+    world = units[-1].topology.world
+    for unit in units:
+        if unit.topology.world.ranks != world.ranks:
+            raise ValueError(
+                f"ShardedWrapper: unit {unit.name!r} trains on ranks {unit.topology.world.ranks}, "
+                f"the module around it on {world.ranks}. Pass both the same ranks."
+            )
+
+
+def _segment(handle: FlatParamHandle, topology: Topology) -> plan_report.Segment:
+    layout = handle.layout
+    is_gathered = topology.shard.size > 1
+    return plan_report.Segment(
+        dtype=handle.shard.dtype,
+        trainable=handle.sharded[0].requires_grad,
+        numel=layout.numel,
+        padding_numel=layout.padding_numel,
+        gathered_bytes=layout.padded_numel * handle.buffer.element_size() if is_gathered else 0,
+    )
+
+
+# ---------------------------------------------------------------- unit modules in a model
+
+
+def unit_modules(module: nn.Module) -> list[UnitModule]:
+    """Those in a model, outermost first; none in a plain model."""
+    return [found for found in module.modules() if isinstance(found, UnitModule)]
+
+
+def named_unit_modules(root: nn.Module) -> Iterator[tuple[str, UnitModule]]:
+    """The same with their names in the unwrapped model."""
+    for name, module in root.named_modules():
+        if isinstance(module, UnitModule):
+            yield name, module
+
+
+def outermost_unit_modules(module: nn.Module) -> list[UnitModule]:
+    """Those that no other one contains."""
+    if isinstance(module, UnitModule):
+        return [module]
+    found = [wrapper for child in module.children() for wrapper in outermost_unit_modules(child)]
+    return list(dict.fromkeys(found))
+
+
+def units_at_rest(module: nn.Module, what: str) -> list[Unit]:
+    """The units of a model, outermost first, where no step or summon is under way."""
+    wrappers = unit_modules(module)
+    for wrapper in wrappers:
+        wrapper._context.recover()
+        wrapper._check_between_steps(what, wrapper._context)
+    for wrapper in outermost_unit_modules(module):
+        wrapper._refuse_summoned(f"asked for {what}")
+    return [wrapper._unit for wrapper in wrappers]
