@@ -73,7 +73,8 @@ def record() -> Iterator[list[Event]]:
     try:
         yield events
     finally:
-        _recorders.remove(events)
+        # By identity: nested ones may have listed the same.
+        _recorders[:] = [one for one in _recorders if one is not events]
 
 
 class Communicator:

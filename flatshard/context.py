@@ -27,9 +27,11 @@ from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle
 from flatshard.pending import Unsettled
 from flatshard.profiling import profiled
+from flatshard.recorder import SILENT, Recorder
 from flatshard.saved_tensors import SavedTensors
 from flatshard.schedule import ExecutionOrder, ReduceOrder
 from flatshard.spare import prepare_allocator
+from flatshard.step_report import Kind, StepReport
 from flatshard.unit import Phase, Unit
 
 _STALL_SECONDS = 1.0
@@ -46,6 +48,8 @@ class RunContext:
         syncs: per unit, what backward does with its gradients; read when a forward begins.
         has_run: whether a forward has begun.
         expects_backward: whether the outermost forward began with gradients enabled.
+        recorder: hears what the run does.
+        last_report: of the last step that was recorded, once its recording is over; or None.
     """
 
     def __init__(
@@ -72,6 +76,8 @@ class RunContext:
         self.root = self.units[-1]
         self.syncs = [Sync.ALL] * len(self.units)
         self.has_run = False
+        self.recorder: Recorder = SILENT
+        self.last_report: StepReport | None = None
         self._world = world
         self._buffers = buffers
         self._before_first_run = before_first_run
@@ -117,7 +123,9 @@ class RunContext:
     def enter(self, unit: Unit) -> None:
         """A unit's forward begins; the outermost one prepares the step."""
         if self._depth == 0 and not self.in_backward and not self._begins_recomputation():
+            self.recorder.begin_forward()
             self._begin_forward(unit)
+        self.recorder.enter(unit, self.in_backward)
         self._saved.push()
         self._depth += 1
         if not self.in_backward:
@@ -150,8 +158,9 @@ class RunContext:
             self.give_back()
         if outermost is self.root and not self.is_accumulating:
             self._broadcast_buffers()
-        for handle in self._kept_from_afar:
-            handle.begin_refresh()
+        with self.recorder.starting("forward", None):
+            for handle in self._kept_from_afar:
+                handle.begin_refresh()
 
     def give_back(self) -> None:
         """Free memory that is kept for the next step."""
@@ -187,12 +196,15 @@ class RunContext:
             return
         self._depth -= 1
         self._saved.pop()
+        self.recorder.leave(unit)
         if self._depth == 0 and not self.in_backward:
             self._drop_prefetched()
-            for handle in self._kept_from_afar:
-                handle.finish_refresh()
-            if not failed:  # else the error on its way is the one to see
-                self._unsettled.settle()
+            with self.recorder.waiting(Kind.RANKS_WAIT):
+                for handle in self._kept_from_afar:
+                    handle.finish_refresh()
+                if not failed:  # else the error on its way is the one to see
+                    self._unsettled.settle()
+            self.recorder.end_forward()
 
     @property
     def is_running_forward(self) -> bool:
@@ -219,6 +231,7 @@ class RunContext:
 
     def freed_in_backward(self, unit: Unit) -> None:
         """A unit's backward is over."""
+        self.recorder.leave_backward(unit)
         if self._backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch(self._order.next_backward(unit.index), "backward")
 
@@ -229,7 +242,8 @@ class RunContext:
     def _drop_prefetched(self) -> None:
         for unit in self.units:
             if unit.is_prefetched:
-                unit.free()
+                with self.recorder.waiting(Kind.GATHER_WAIT, unit):
+                    unit.free()
 
     def _broadcast_buffers(self) -> None:
         """Give every rank rank 0's buffers, one collective per dtype and device."""
@@ -241,7 +255,8 @@ class RunContext:
         with torch.no_grad():
             for buffers in kinds.values():
                 flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-                self._world.broadcast(flat, label=f"{self.root.name or 'the model'}'s buffers")
+                with self.recorder.waiting(Kind.RANKS_WAIT):
+                    self._world.broadcast(flat, label=f"{self.root.name or 'the model'}'s buffers")
                 if self._world.rank == 0:
                     continue
                 pieces = flat.split([buffer.numel() for buffer in buffers])
@@ -275,6 +290,7 @@ class RunContext:
             self._reset()
         if not self._active:
             self._active = True
+            self.recorder.begin_backward()
             callback = partial(self._end_backward)
             self._end_callback = weakref.ref(callback)
             torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -299,7 +315,7 @@ class RunContext:
     def _start_reduce(self, unit: Unit) -> None:
         if unit.sync is Sync.LOCAL:
             return
-        with profiled("reduce", unit.name):
+        with self.recorder.starting("reduce", unit), profiled("reduce", unit.name):
             held = sum(h.gradients.start_reduce(unit.sync) for h in unit.trainable_handles())
         if held:
             self._in_flight.append((unit, held))
@@ -308,23 +324,35 @@ class RunContext:
         """Finish old reductions while more bytes are under way than the budget allows."""
         self._unsettled.drop_settled()
         for unit, _ in self._in_flight:
-            if not _advance(unit):  # second stages begin in the order of the first
+            with self.recorder.starting("reduce", unit):
+                advanced = _advance(unit)
+            if not advanced:  # second stages begin in the order of the first
                 break
         while self._in_flight:
             unit, _ = self._in_flight[0]
             over = sum(held for _, held in self._in_flight) > self._budget
-            if not _reduced(unit) and not (over and _wait_until_reduced(unit)):
+            if not _reduced(unit) and not (over and self._wait_until_reduced(unit)):
                 return
             del self._in_flight[0]
-            _finish(unit)
+            self._finish(unit)
+
+    def _wait_until_reduced(self, unit: Unit) -> bool:
+        with self.recorder.waiting(Kind.REDUCE_WAIT, unit, ends=False):
+            return _wait_until_reduced(unit)
+
+    def _finish(self, unit: Unit) -> None:
+        with self.recorder.waiting(Kind.REDUCE_WAIT, unit):
+            for handle in unit.handles:
+                handle.gradients.finish_reduce()
 
     def _drain(self) -> None:
         """Finish all reductions under way, in order."""
         for unit, _ in self._in_flight:
-            for handle in unit.handles:
-                handle.gradients.cross()
+            with self.recorder.waiting(Kind.REDUCE_WAIT, unit, ends=False):
+                for handle in unit.handles:
+                    handle.gradients.cross()
         for unit, _ in self._in_flight:
-            _finish(unit)
+            self._finish(unit)
         self._in_flight.clear()
 
     def _end_backward(self) -> None:
@@ -342,12 +370,14 @@ class RunContext:
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.release()
         # After the release: other ranks wait for that likewise.
-        self._unsettled.settle()
+        with self.recorder.waiting(Kind.RANKS_WAIT):
+            self._unsettled.settle()
         self._run_hooks()
         for unit in self.units:
             if unit.sync is not Sync.ALL:
                 for handle in unit.handles:
                     handle.show_unreduced()
+        self.recorder.end_backward()
 
     def _settle(self) -> None:
         """Agree with the other ranks on what was used, reduce the rest, publish gradients."""
@@ -357,7 +387,8 @@ class RunContext:
                 self._start_reduce(self.units[index])
         self._drain()
         for unit, handle in used.left_over:
-            self._in_flight.append((unit, handle.gradients.start_reduce(unit.sync)))
+            with self.recorder.starting("reduce", unit):
+                self._in_flight.append((unit, handle.gradients.start_reduce(unit.sync)))
         self._drain()
         for unit, flags in zip(self.units, used.parameters, strict=True):
             for handle, handle_flags in zip(unit.handles, flags, strict=True):
@@ -380,7 +411,9 @@ class RunContext:
                 flags.append(is_due and handle.gradients.waits_for(unit.sync))
                 flags.extend(i in handle.gradients.used for i in range(len(handle.full)))
         combined = torch.tensor(flags, dtype=torch.uint8, device=self._world.control_device)
-        self._world.reduce_scalars(combined, "MAX", label="used parameters of all units, backward")
+        with self.recorder.waiting(Kind.RANKS_WAIT):
+            label = "used parameters of all units, backward"
+            self._world.reduce_scalars(combined, "MAX", label=label)
         answers = iter(combined.tolist())
         left_over: list[tuple[Unit, FlatParamHandle]] = []
         parameters: list[list[list[bool]]] = []
@@ -395,7 +428,8 @@ class RunContext:
     def _agree_on_order(self) -> None:
         """Take the order in which rank 0's units became ready. Collective, once."""
         order = torch.tensor(self._reduce_order.suggested(), device=self._world.control_device)
-        self._world.broadcast(order, label="order of reductions")
+        with self.recorder.waiting(Kind.RANKS_WAIT):
+            self._world.broadcast(order, label="order of reductions")
         self._reduce_order.adopt(order.tolist())
         self._reduce_order_agreed = True
 
@@ -458,11 +492,6 @@ def _reduced(unit: Unit) -> bool:
 def _advance(unit: Unit) -> bool:
     """Begin second stages whose first is over; False when one must wait."""
     return all(handle.gradients.advance() for handle in unit.handles)
-
-
-def _finish(unit: Unit) -> None:
-    for handle in unit.handles:
-        handle.gradients.finish_reduce()
 
 
 def _wait_until_reduced(unit: Unit) -> bool:

@@ -121,6 +121,18 @@ class GradientBuffer:
         self._stay = self._stay_in_place or is_small
         self._reduction: _Reduction | None = None
         self._reduced: Tensor | None = None
+        self._given: list[Pending] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of gradients here, also of those that other ranks are still taking from."""
+        held: list[object] = [self._buffer, self._reduced, self.held, *self._slots.values()]
+        if self._reduction is not None:
+            held.append(self._reduction.out)
+        for pending in self._given:
+            held.extend(pending.kept)
+        storages = [one.untyped_storage() for one in held if isinstance(one, Tensor)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def receive(self, index: int, grad: Tensor) -> None:
         """Put a gradient, which nobody else holds, into its slot, or add it to what is there."""
@@ -274,6 +286,7 @@ class GradientBuffer:
             self._reduction = _Reduction(
                 self, whole, self._topology, hold=sync is Sync.WITHIN, held=self.held
             )
+            self._given = self._reduction.stages
             if sync is Sync.ALL:
                 self.held = None
         return 2 * whole.numel * self._dtype.itemsize
@@ -341,6 +354,7 @@ class GradientBuffer:
     def take(self) -> Tensor | None:
         """Hand over the reduced gradient of this rank's shard; None when nothing was reduced."""
         self.used.clear()
+        self._given = []
         reduced, self._reduced = self._reduced, None
         return reduced
 
@@ -352,12 +366,19 @@ class GradientBuffer:
             with contextlib.suppress(CollectiveError):
                 reduction.finish()
         self._buffer, self._slots, self._reduced, self.held = None, {}, None, None
+        self._given = []
         for marks in (self.filled, self.seen, self.used):
             marks.clear()
 
 
 class _Reduction:
-    """One buffer on its way through the stages."""
+    """One buffer on its way through the stages.
+
+    Attributes:
+        hold: whether there is no second stage.
+        out: what the last stage fills, or did.
+        stages: those that have begun.
+    """
 
     def __init__(
         self,
@@ -382,22 +403,23 @@ class _Reduction:
         inner = topology.inner
         self._pending = Pending([], of.label)
         if inner.size > 1:
-            self._out = of.new_part(inner)
-            self._pending = inner.reduce_scatter(whole, self._out, label=of.label, tag=of.tags[0])
+            self.out = of.new_part(inner)
+            self._pending = inner.reduce_scatter(whole, self.out, label=of.label, tag=of.tags[0])
         else:
-            (self._out,) = [part for part in whole.parts if part is not None]
+            (self.out,) = [part for part in whole.parts if part is not None]
+        self.stages = [self._pending]
         self._must_cross = topology.crosses and not hold
         across = topology.outer if topology.outer.size > 1 else topology.replicate
         # Of all models: which first stage is over first may differ between ranks.
         self._queue = across.second_stages
         if self._must_cross:
             self._queue.append(self)
-        if self._must_cross and (inner.size == 1 or self._out.is_cuda):
+        if self._must_cross and (inner.size == 1 or self.out.is_cuda):
             self._cross_behind()
 
     def _cross_behind(self) -> None:
         """Queue the second stage behind the first at once, where neither holds up the host."""
-        side = _side_stream(self._out) if self._topology.inner.size > 1 else None
+        side = _side_stream(self.out) if self._topology.inner.size > 1 else None
         with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
             self.cross()
 
@@ -410,17 +432,18 @@ class _Reduction:
         self._pending.wait(self._of.unsettled)
         self._queue.popleft()
         self._must_cross = False
-        topology, out = self._topology, self._out
+        topology, out = self._topology, self.out
         if self._held is not None:
             out.add_(self._held)
             self._held = None
         if topology.outer.size > 1:
-            self._out = out.new_empty(out.numel() // topology.outer.size)
+            self.out = out.new_empty(out.numel() // topology.outer.size)
             self._pending = topology.outer.reduce_scatter(
-                Whole.of(out), self._out, label=self._of.label, tag=self._of.tags[1]
+                Whole.of(out), self.out, label=self._of.label, tag=self._of.tags[1]
             )
         else:
             self._pending = topology.replicate.all_reduce(out, label=self._of.label)
+        self.stages.append(self._pending)
 
     def advance(self) -> bool:
         """See ``GradientBuffer.advance``."""
@@ -440,7 +463,7 @@ class _Reduction:
         """Wait for the last stage and return its result."""
         self.cross()
         self._pending.wait(self._of.unsettled)
-        return self._out
+        return self.out
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

@@ -546,6 +546,13 @@ class FlatParamHandle:
         return 0 if self._aliased else self.buffer.numel() * self.buffer.element_size()
 
     @property
+    def gathered_bytes(self) -> int:
+        """What the unsharded buffer takes now, beside all ranks' shards."""
+        if self.state is ShardState.SHARDED:
+            return 0
+        return self.buffer_bytes if self._mapped is None else self._mapped.copied_bytes
+
+    @property
     def is_mapped(self) -> bool:
         """Whether gathers copy nothing: then keeping the buffer saves nothing."""
         return self._mapped is not None

@@ -73,6 +73,12 @@ class MappedShards:
         nbytes = numel * dtype.itemsize
         return memory_file.CAN_MAP and nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
 
+    @property
+    def copied_bytes(self) -> int:
+        """Of the buffer, what is a copy in every gather, as it could not be mapped."""
+        copied = 0 if self._mapped is None else self._group.size - len(self._mapped)
+        return copied * self._nbytes
+
     def begin(self, what: str) -> Pending:
         """Say that this rank's shard is final until ``end`` and begin to wait for the others'.
 

@@ -55,6 +55,11 @@ class Pending:
         self._then = then
         self._trailing = list(trailing)
 
+    @property
+    def kept(self) -> tuple[object, ...]:
+        """What is kept alive: the source and the result, until others have taken everything."""
+        return self._kept
+
     def done(self) -> bool:
         """Whether ``wait`` would return without waiting for other ranks."""
         return all(work.is_completed() for work in self._works)

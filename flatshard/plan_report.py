@@ -101,18 +101,18 @@ def describe(rows: Sequence[UnitRow]) -> str:
         *("unit", "class", "elements", "padding", "segments", "gathered"),
         *("strategy", "ranks", "why"),
     )
-    table = [header, *map(_cells, rows), _totals(rows)]
+    return tabulate([header, *map(_cells, rows), _totals(rows)], numbers={2, 3, 5, 7})
+
+
+def tabulate(table: Sequence[Sequence[str]], *, numbers: Collection[int]) -> str:
+    """Set cells in columns, those of ``numbers`` flush right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(_line(cells, widths) for cells in table)
+    return "\n".join(_line(cells, widths, numbers) for cells in table)
 
 
-_NUMBERS = {2, 3, 5, 7}
-"""Columns that are set flush right."""
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+def _line(cells: Sequence[str], widths: Sequence[int], numbers: Collection[int]) -> str:
     padded = [
-        cell.rjust(width) if index in _NUMBERS else cell.ljust(width)
+        cell.rjust(width) if index in numbers else cell.ljust(width)
         for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ]
     return "  ".join(padded).rstrip()
@@ -130,7 +130,7 @@ def _cells(row: UnitRow) -> tuple[str, ...]:
         f"{sum(segment.numel for segment in segments):,}",
         f"{sum(segment.padding_numel for segment in segments):,}",
         kinds or "none",
-        _bytes(sum(segment.gathered_bytes for segment in segments)),
+        show_bytes(sum(segment.gathered_bytes for segment in segments)),
         row.strategy,
         str(row.ranks),
         row.reason,
@@ -145,12 +145,13 @@ def _totals(rows: Sequence[UnitRow]) -> tuple[str, ...]:
         f"{sum(segment.numel for segment in segments):,}",
         f"{sum(segment.padding_numel for segment in segments):,}",
         "",
-        _bytes(sum(segment.gathered_bytes for segment in segments)),
+        show_bytes(sum(segment.gathered_bytes for segment in segments)),
         *("", "", ""),
     )
 
 
-def _bytes(count: int) -> str:
+def show_bytes(count: int) -> str:
+    """A size as people read it."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if size < 1024:

@@ -33,7 +33,9 @@ from flatshard.config import Placement
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle, ShardState
 from flatshard.profiling import profiled
+from flatshard.recorder import Recorder
 from flatshard.state_dict_options import StateDictOptions
+from flatshard.step_report import Kind
 from flatshard.topology import Topology
 
 
@@ -79,6 +81,9 @@ class Context(Protocol):
 
     expects_backward: bool
     """Whether the outermost forward began with gradients enabled."""
+
+    recorder: Recorder
+    """Hears what the run does."""
 
     @property
     def in_backward(self) -> bool:
@@ -203,6 +208,16 @@ class Unit:
             for handle in self.trainable_handles()
         )
 
+    @property
+    def gathered_bytes(self) -> int:
+        """What gathered parameters take now, and parts that are kept to gather from."""
+        return sum(handle.gathered_bytes + handle.secondary_bytes for handle in self.handles)
+
+    @property
+    def held_gradient_bytes(self) -> int:
+        """What gradients take now that are not in ``.grad``."""
+        return sum(handle.gradients.nbytes for handle in self.handles)
+
     def plan_sync(self, wanted: Sync) -> None:
         """Take what ``wanted`` means for the groups of this unit."""
         if wanted is Sync.WITHIN:
@@ -216,17 +231,19 @@ class Unit:
 
     def begin_gather(self, purpose: str) -> None:
         """Start gathering without waiting, for "forward" or "backward". Collective."""
-        with profiled("unshard", self.name):
+        with self.context.recorder.starting(purpose, self), profiled("unshard", self.name):
             for handle in self.handles:
                 handle.unshard(purpose)
 
     def gather(self, purpose: str) -> None:
         """Gather and install the full parameters. Collective."""
         self.begin_gather(purpose)
-        with profiled("wait_unshard", self.name):
+        waiting = self.context.recorder.waiting(Kind.GATHER_WAIT, self)
+        with waiting, profiled("wait_unshard", self.name):
             for handle in self.handles:
                 handle.wait_unshard()
-                handle.install()
+        for handle in self.handles:
+            handle.install()
 
     def release(self) -> None:
         """Give the modules the sharded parameters back and free what the strategy frees.
@@ -401,6 +418,7 @@ class Unit:
         self.context.begin_backward()
         if call.num_inputs:
             self._waiting_for[call] = call.num_inputs
+        self.context.recorder.enter_backward(self)
         self._enter_backward()
         self.context.prefetch_backward(self)
 
@@ -426,6 +444,7 @@ class Unit:
         """A gradient has come."""
         self.context.begin_backward()
         handle.receive_grad(index, grad)
+        self.context.recorder.look(self)
         if self._complete():
             self.context.gradients_complete(self)
             self._maybe_free()

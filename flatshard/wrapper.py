@@ -27,6 +27,7 @@ from flatshard import (
     optim,
     optim_state,
     peers,
+    recording,
     summon,
 )
 from flatshard.config import (
@@ -45,6 +46,7 @@ from flatshard.settings import (
     read_strategy,
 )
 from flatshard.shard_tensor import FlatShardTensor
+from flatshard.step_report import StepReport
 from flatshard.unit_module import UnitModule, outermost_unit_modules, unit_modules, units_at_rest
 from flatshard.wrap import Policy
 
@@ -225,6 +227,48 @@ class ShardedWrapper(PeerNames):
             yield
         finally:
             context.syncs = before
+
+    @contextlib.contextmanager
+    def record_steps(
+        self, *, trace: recording.PathLike = None, memory: recording.PathLike = None
+    ) -> Iterator[list[StepReport]]:
+        """Record the steps of the model, all units of it, inside the context.
+
+        Gives the list of their reports, which grows as steps end: a step ends when the next one
+        begins, or with the context. Everything is kept until then: record a few steps.
+
+        Files are written at the end, unless it is by an exception, by the first rank, about all
+        ranks; or, with ``{rank}`` in their name, by every rank about itself.
+
+        Collective: all ranks that train the model, at entry, and at the end to write a file.
+
+        Args:
+            trace: write what chrome://tracing and Perfetto read, JSON, there.
+            memory: draw bytes held over the last step there, at most 8 ranks; needs matplotlib.
+
+        Raises:
+            ValueError: a file cannot be written, or ranks were given others; at entry, on all
+                ranks.
+            ImportError: matplotlib is not installed; likewise.
+            RuntimeError: steps are being recorded already, or a forward or backward is running.
+        """
+        self._context.recover()
+        self._check_between_steps("record_steps()", self._context)
+        settings = self._settings
+        with recording.recording(
+            self._context, settings.ranks.world, settings.device, trace=trace, memory=memory
+        ) as reports:
+            yield reports
+
+    def step_report(self) -> StepReport:
+        """Of the last recorded step, this rank's: ``print`` it for a table. No communication.
+
+        Inside ``record_steps`` of the step under way, as far as it got.
+
+        Raises:
+            RuntimeError: none was recorded.
+        """
+        return recording.last_report(self._context)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.

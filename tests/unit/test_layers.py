@@ -22,8 +22,9 @@ LAYERS = [
         "spare",
         "peers",
         "state_dict_options",
+        "memory_timeline",
     },
-    {"ignored", "wrap", "auto_policy", "module_tree", "plan_report", "stand_in"},
+    {"ignored", "wrap", "auto_policy", "module_tree", "plan_report", "stand_in", "step_report"},
     {
         "flat_param",
         "shard_tensor",
@@ -38,8 +39,8 @@ LAYERS = [
         "optim",
         "optim_runs",
     },
-    {"gradients", "handle", "saved_tensors", "summon", "whole", "materialise"},
-    {"unit", "context", "grad_norm", "settings", "inspection", "comm_hook"},
+    {"gradients", "handle", "saved_tensors", "summon", "whole", "materialise", "recorder"},
+    {"unit", "context", "grad_norm", "settings", "inspection", "comm_hook", "recording"},
     {"checkpoint", "optim_state", "unit_module"},
     {"construction", "peer_names"},
     {"wrapper"},
@@ -53,6 +54,7 @@ NEIGHBOURS = {
     "auto_policy": {"module_tree"},
     "wrap": {"auto_policy", "module_tree"},
     "plan_report": {"auto_policy", "module_tree"},
+    "step_report": {"plan_report"},
     "shard_tensor": {"collectives"},
     "elementwise": {"shard_tensor"},
     "reductions": {"collectives", "shard_tensor"},
@@ -70,6 +72,7 @@ NEIGHBOURS = {
     "whole": {"handle"},
     "context": {"unit"},
     "comm_hook": {"unit"},
+    "recording": {"context"},
 }
 FOLDER = Path(flatshard.__file__).parent
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
