@@ -38,6 +38,7 @@ from flatshard.config import Collectives
 from flatshard.peer_memory import Awaited, Board, PeerMemory
 from flatshard.pending import CollectiveError, Pending
 from flatshard.watchdog import watched
+from flatshard.wire import Sockets
 
 # Newer names of the same collectives; some versions warn of the older ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -120,6 +121,8 @@ class Communicator:
         with _named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
             self._gather_group = _sibling(group) if self._sends_cpu_directly else group
             self._reduce_group = _sibling(group)
+        if self._sends_cpu_directly:
+            self._sockets = Sockets(self._gather_group, self._reduce_group, None)
         if self._sends_cpu_directly and mode is Collectives.AUTO:
             self._peer_memory = self._meet_on_host()
 
@@ -205,19 +208,8 @@ class Communicator:
             if self._direct(buffer):
                 if self._peer_memory is not None and tag < _REDUCING:
                     return self._read_and_average(self._peer_memory, buffer, out, tag, what)
-                received = torch.empty_like(buffer)
-                work = dist.all_to_all_single(
-                    _as_bytes(received),
-                    _as_bytes(buffer),
-                    group=self._reduce_group,
-                    async_op=True,
-                )
-                parts = received.chunk(self.size)
-
-                def average() -> None:
-                    _average_into(out, parts)
-
-                return Pending([work], what, buffer, received, then=average)
+                averaged, sent = self._sockets.average(buffer, out, tag)
+                return Pending([averaged], what, buffer, out, trailing=[sent])
             work = _reduce_scatter_single(
                 _as_real(out),
                 _as_real(buffer),
@@ -314,22 +306,15 @@ class Communicator:
         return self._sends_cpu_directly and tensor.device.type == "cpu"
 
     def _exchange(self, shard: Tensor, out: Tensor, tag: int, what: str) -> Pending:
-        group, rank = self._gather_group, self.rank
-        parts = _as_bytes(out).chunk(self.size)
-        source = _as_bytes(shard)
-        peers = self._others()
-        receives = [group.recv([parts[peer]], peer, tag) for peer in peers]
-        sends = [group.send([source], peer, tag) for peer in peers]
-        if parts[rank].data_ptr() != source.data_ptr():
-            parts[rank].copy_(source)
-        names = [self.ranks[peer] for peer in peers]
+        gathering = self._sockets.gather(shard, out, tag)
         return Pending(
-            receives,
+            list(gathering.receives.values()),
             what,
-            shard,
+            gathering.source,
             out,
-            peers=names,
-            trailing=sends,
+            peers=[self.ranks[peer] for peer in gathering.receives],
+            then=gathering.finish,
+            trailing=gathering.sends,
         )
 
     def _others(self) -> list[int]:
@@ -567,11 +552,3 @@ def _as_real(tensor: Tensor) -> Tensor:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return _as_real(tensor).view(-1).view(torch.uint8)
-
-
-def _average_into(out: Tensor, parts: tuple[Tensor, ...]) -> None:
-    """Sum in rank order, so that every run and every rank rounds alike."""
-    torch.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        out.add_(part)
-    out.div_(len(parts))
