@@ -136,6 +136,11 @@ class Communicator:
         everyone = self.gather_objects(memory is not None, label="meeting on one host")
         return memory if all(everyone) else None
 
+    @property
+    def uses_sockets(self) -> bool:
+        """Whether the gathers of tensors in host memory pass sockets, in the background."""
+        return self.size > 1 and self._sends_cpu_directly and self._peer_memory is None
+
     def new_tag(self) -> int:
         """A number that no other user of this communicator has.
 

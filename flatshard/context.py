@@ -107,6 +107,7 @@ class RunContext:
             for handle in unit.handles
         ]
         self._budget = max(sizes, default=0)
+        self._prefetch_budget = max((unit.gathered_bytes for unit in self.units), default=0)
         self._kept_from_afar = [
             handle for unit in self.units for handle in unit.handles if unit.topology.outer.size > 1
         ]
@@ -174,12 +175,22 @@ class RunContext:
             return
         self._depth -= 1
         self._saved.pop()
-        if self._depth == 0 and not self.in_backward:
-            self._drop_prefetched()
+        if self.in_backward:
+            return
+        self._foresee_backward(failed=failed)
+        if self._depth == 0:
+            if failed or not self._order.is_complete:
+                self._drop_prefetched()
             for handle in self._kept_from_afar:
                 handle.finish_refresh()
             if not failed:  # else the error on its way is the one to see
                 self._unsettled.settle()
+
+    def _foresee_backward(self, *, failed: bool) -> None:
+        """When the last unit of a forward is over, begin the gather that backward wants first."""
+        early = self._backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        if early and self.expects_backward and not failed:
+            self._prefetch(self._order.first_backward(), "backward")
 
     @property
     def is_running_forward(self) -> bool:
@@ -195,12 +206,12 @@ class RunContext:
         return unit is self.root
 
     def prefetch_forward(self) -> None:
-        """Begin the gather of the unit expected next."""
+        """Begin the gathers of the units expected next."""
         if self._forward_prefetch:
             self._prefetch(self._order.next_forward(), "forward")
 
     def prefetch_backward(self, unit: Unit) -> None:
-        """Begin the gather of the unit whose backward is expected after this one's."""
+        """Begin the gathers of the units whose backward is expected after this one's."""
         if self._backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch(self._order.next_backward(unit.index), "backward")
 
@@ -209,9 +220,20 @@ class RunContext:
         if self._backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch(self._order.next_backward(unit.index), "backward")
 
-    def _prefetch(self, index: int | None, purpose: str) -> None:
-        if index is not None:
-            self.units[index].begin_gather(purpose)
+    def _prefetch(self, coming: Sequence[int], purpose: str) -> None:
+        """Begin the gather of the unit that comes first.
+
+        Where it is on its way while this rank computes, also of those after it, as many as fit
+        into the memory of the largest unit: else the wires would be idle whenever one has come.
+        """
+        for index in coming:
+            unit = self.units[index]
+            if index != coming[0]:
+                ahead = [one for one in self.units if one.is_prefetched]
+                held = sum(one.gathered_bytes for one in {*ahead, unit})
+                if held > self._prefetch_budget or not unit.topology.inner.uses_sockets:
+                    return
+            unit.begin_gather(purpose)
 
     def _drop_prefetched(self) -> None:
         for unit in self.units:
