@@ -177,7 +177,8 @@ class RunContext:
         self._saved.pop()
         if self.in_backward:
             return
-        self._foresee_backward(failed=failed)
+        if self._foresees_backward(unit) and not failed:
+            self._prefetch(self._order.first_backward(), "backward")
         if self._depth == 0:
             if failed or not self._order.is_complete:
                 self._drop_prefetched()
@@ -186,11 +187,13 @@ class RunContext:
             if not failed:  # else the error on its way is the one to see
                 self._unsettled.settle()
 
-    def _foresee_backward(self, *, failed: bool) -> None:
-        """When the last unit of a forward is over, begin the gather that backward wants first."""
+    def _foresees_backward(self, unit: Unit) -> bool:
+        """Whether to keep and gather in forward what backward begins with, if it was the last.
+
+        Only over sockets, which have nothing else to do from then until backward is under way.
+        """
         early = self._backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-        if early and self.expects_backward and not failed:
-            self._prefetch(self._order.first_backward(), "backward")
+        return early and self.expects_backward and unit.topology.inner.uses_sockets
 
     @property
     def is_running_forward(self) -> bool:
@@ -202,8 +205,10 @@ class RunContext:
         return self._saved.owner(tensor) is not None
 
     def keeps_after_forward(self, unit: Unit) -> bool:
-        """The root's backward begins at once, so freeing it would only cost a gather."""
-        return unit is self.root
+        """Its backward begins at once, so freeing it would only cost a gather."""
+        if unit is self.root:
+            return True
+        return self._foresees_backward(unit) and self._order.first_backward()[:1] == [unit.index]
 
     def prefetch_forward(self) -> None:
         """Begin the gathers of the units expected next."""
