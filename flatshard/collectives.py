@@ -1,15 +1,23 @@
 """The only file that issues collectives. Takes tensors and groups, knows no parameter.
 
-[Note: which collective for which backend]
-gloo's own ``all_gather`` fills a temporary and its ``reduce_scatter`` is an all-reduce and a copy.
-On gloo, gathers are therefore sends and receives straight into the unsharded buffer, matched by a
-tag per flat parameter and so insensitive to the order in which ranks start them; reductions are an
-all-to-all followed by local additions in rank order, which also makes the sum the same in every
-run. Other backends use their own in-place collectives.
+[Note: transports]
+What moves gathered parameters and gradients, unless the user says it:
 
-Where all ranks of a group are on one host and may read one another's memory, they do that
-instead: one says where a part lies, the others copy it from there, or add it up piece by piece, and
-say that they have.
+    nothing        a group of one.
+    peer memory    gloo, tensors in host memory, all ranks on one host and allowed to read one
+                   another's: one says where a part lies, the others copy it from there, or add it
+                   up piece by piece, and say that they have. Each byte is copied once.
+    sockets        gloo, tensors in host memory, else; or a wire dtype. gloo's own ``all_gather``
+                   fills a temporary, its ``reduce_scatter`` is an all-reduce and a copy, and its
+                   all-to-all sends before it can receive, so that both directions of a slow link
+                   take turns (see ``wire``). Sends and receives have a tag per flat parameter and
+                   so do not depend on the order in which ranks start them.
+    the backend    NCCL and others, tensors on an accelerator: their own collectives, in place. Also
+                   all-reduces over replicas.
+
+No transport is better for small tensors and worse for large ones (1 MB: 0.4 ms by any), so the size
+decides nothing but how many pieces an average has. All but the last add in rank order, which makes
+the sum the same in every run.
 
 [Note: groups]
 Collectives on one group match by order. Reductions start when gradients are there, gathers when
@@ -34,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard import peer_memory
-from flatshard.config import Collectives
+from flatshard.config import Collectives, Transport
 from flatshard.peer_memory import Awaited, Board, PeerMemory
 from flatshard.pending import CollectiveError, Pending
 from flatshard.watchdog import watched
@@ -61,6 +69,9 @@ class Event(NamedTuple):
     nbytes: int
     ranks: tuple[int, ...]
 
+
+AUTO = Transport()
+"""What fits best; see the note on transports."""
 
 _recorders: list[list[Event]] = []
 
@@ -89,9 +100,7 @@ class Communicator:
         control_device: where a few numbers must lie to be sent; "cpu" unless the group has none.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, *, mode: Collectives = Collectives.AUTO
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, mode: Transport = AUTO) -> None:
         """Find out how the ranks can talk.
 
         Collective when ``group`` has several ranks: makes the groups of the note above.
@@ -99,6 +108,9 @@ class Communicator:
         Args:
             group: the ranks; None is this rank alone.
             mode: how to move tensors.
+
+        Raises:
+            ValueError: what ``mode`` asks for cannot be had with the group's backend.
         """
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -117,14 +129,29 @@ class Communicator:
         if _cpu_backend(group) is None:
             self.control_device = torch.device("cuda", torch.cuda.current_device())
         self._is_gloo = _cpu_backend(group) == "gloo"
-        self._sends_cpu_directly = self._is_gloo and mode is not Collectives.NATIVE
+        self._check_mode()
+        self._sends_cpu_directly = self._is_gloo and mode.collectives is not Collectives.NATIVE
         with _named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
             self._gather_group = _sibling(group) if self._sends_cpu_directly else group
             self._reduce_group = _sibling(group)
         if self._sends_cpu_directly:
-            self._sockets = Sockets(self._gather_group, self._reduce_group, None)
-        if self._sends_cpu_directly and mode is Collectives.AUTO:
+            self._sockets = Sockets(self._gather_group, self._reduce_group, mode.wire_dtype)
+        # With a wire dtype, results are the same wherever the ranks are.
+        if self._sends_cpu_directly and mode == AUTO:
             self._peer_memory = self._meet_on_host()
+
+    def _check_mode(self) -> None:
+        if self._is_gloo:
+            return
+        asked = f"wire_dtype={self._mode.wire_dtype}" if self._mode.wire_dtype else ""
+        if self._mode.collectives is Collectives.SOCKETS:
+            asked = 'collectives="sockets"'
+        if asked:
+            raise ValueError(
+                f"ShardedWrapper, rank {self.global_rank}: {asked} is for process groups whose "
+                f"backend is gloo, this one's is {self.backend}. Leave it out, or make the group "
+                'with backend="gloo".'
+            )
 
     def _meet_on_host(self) -> PeerMemory | None:
         """The other ranks' memory, if all are on one host and let each other read it."""
@@ -135,6 +162,23 @@ class Communicator:
         memory = peer_memory.meet(self._board, cards, timeout.total_seconds())
         everyone = self.gather_objects(memory is not None, label="meeting on one host")
         return memory if all(everyone) else None
+
+    @property
+    def backend(self) -> str:
+        """The name of the group's backend, or of several."""
+        assert self.group is not None, "a group of one has none"
+        return str(dist.get_backend(self.group))
+
+    @property
+    def moved_by(self) -> str:
+        """What gathers and reduces tensors in host memory, in words; see the note on transports."""
+        if not self._sends_cpu_directly:
+            return self.backend
+        if self._peer_memory is not None:
+            return "peer memory"
+        wire_dtype = self._mode.wire_dtype
+        narrow = "" if wire_dtype is None else f", {wire_dtype}".replace("torch.", "")
+        return f"sockets{narrow}"
 
     @property
     def uses_sockets(self) -> bool:
@@ -150,7 +194,14 @@ class Communicator:
         return self._num_tags
 
     def all_gather(
-        self, shard: Tensor, out: Tensor, *, label: str, tag: int, purpose: str
+        self,
+        shard: Tensor,
+        out: Tensor,
+        *,
+        label: str,
+        tag: int,
+        purpose: str,
+        exact: bool = False,
     ) -> Pending:
         """Begin filling ``out`` with every rank's shard, in rank order.
 
@@ -162,6 +213,7 @@ class Communicator:
             label: names the unit in errors and recordings.
             tag: the flat parameter's number from ``new_tag``.
             purpose: what for, in errors.
+            exact: whether not to round, whatever the wire dtype.
 
         Raises:
             ValueError: the two lengths do not fit the group size.
@@ -180,7 +232,7 @@ class Communicator:
             if self._direct(shard):
                 if self._peer_memory is not None and tag < _REDUCING:
                     return self._read_shards(self._peer_memory, shard, out, tag, what)
-                return self._exchange(shard, out, tag, what)
+                return self._exchange(shard, out, tag, what, exact=exact)
             work = _all_gather_single(out, shard, group=self._gather_group, async_op=True)
         return Pending([work], what, shard, out)
 
@@ -202,7 +254,7 @@ class Communicator:
         Collective: all ranks of the group, in the same order of calls.
 
         Args:
-            buffer: ``(shard_numel * size,)``; must not be touched before the wait.
+            buffer: ``(shard_numel * size,)``; used up: what is in it afterwards is undefined.
             out: ``(shard_numel,)``, same dtype and device; valid after the wait.
             label: names the unit in errors and recordings.
             tag: the flat parameter's number from ``new_tag``.
@@ -310,8 +362,8 @@ class Communicator:
     def _direct(self, tensor: Tensor) -> bool:
         return self._sends_cpu_directly and tensor.device.type == "cpu"
 
-    def _exchange(self, shard: Tensor, out: Tensor, tag: int, what: str) -> Pending:
-        gathering = self._sockets.gather(shard, out, tag)
+    def _exchange(self, shard: Tensor, out: Tensor, tag: int, what: str, *, exact: bool) -> Pending:
+        gathering = self._sockets.gather(shard, out, tag, exact=exact)
         return Pending(
             list(gathering.receives.values()),
             what,
@@ -447,16 +499,14 @@ def _average_read(
         piece.div_(size)
 
 
-_communicators: dict[dist.ProcessGroup, dict[Collectives, Communicator]] = {}
+_communicators: dict[dist.ProcessGroup, dict[Transport, Communicator]] = {}
 """Kept as long as the group, also between models: the groups made for it live as long."""
 
 ALONE = Communicator(None)
 """The group of one."""
 
 
-def communicator(
-    group: dist.ProcessGroup | None, *, mode: Collectives = Collectives.AUTO
-) -> Communicator:
+def communicator(group: dist.ProcessGroup | None, *, mode: Transport = AUTO) -> Communicator:
     """The communicator of a process group, made at the first call; None gives ``ALONE``.
 
     Collective at the first call for a group and a value of ``mode``.

@@ -9,7 +9,9 @@ all of it, before anything is sent.
 [Note: who waits]
 gloo's sends and receives are over only for somebody who waits for them, and a wait cannot be given
 up. Averages have a thread for it, which also adds what comes in, piece by piece; so one can ask
-whether an average is done, and go on without it.
+whether an average is done, and go on without it. To begin a message can take as long as to pass
+one, since gloo then waits for its own thread, or writes into the socket itself: another thread
+begins them all.
 
 [Note: narrow]
 With a wire dtype, floating point values that are wider travel in it. They are narrowed and widened
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -61,6 +63,56 @@ class Told:
         self._over.set()
 
 
+class _Messages(Told):
+    """Receives and sends of one gather or average; told when all have begun."""
+
+    def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
+        super().__init__()
+        self._group, self._tag = group, tag
+        self._to_begin: list[tuple[Callable[..., Any], Tensor, int]] = []
+        self.works: list[Any] = []
+
+    def receive(self, out: Tensor, peer: int) -> _Message:
+        """Fill ``out`` with what ``peer`` sends."""
+        return self._add(self._group.recv, out, peer)
+
+    def send(self, source: Tensor, peer: int) -> _Message:
+        """Send ``source`` to ``peer``; it must stay as it is until that is over."""
+        return self._add(self._group.send, source, peer)
+
+    def _add(self, begin: Callable[..., Any], tensor: Tensor, peer: int) -> _Message:
+        self._to_begin.append((begin, as_bytes(tensor), peer))
+        return _Message(self, len(self._to_begin) - 1)
+
+    def run(self) -> None:
+        """Begin them in the order in which they were asked for."""
+        try:
+            for begin, tensor, peer in self._to_begin:
+                self.works.append(begin([tensor], peer, self._tag))
+            self._to_begin.clear()
+            self.tell()
+        except BaseException as error:
+            self.tell(error)
+
+
+class _Message:
+    """One of them; has the methods of a backend's work."""
+
+    def __init__(self, of: _Messages, number: int) -> None:
+        self._of, self._number = of, number
+        self._is_over = False
+
+    def is_completed(self) -> bool:
+        """Whether somebody has waited for it."""
+        return self._is_over
+
+    def wait(self) -> None:
+        """Wait until it is over; only once, and on one thread."""
+        self._of.wait()
+        self._of.works[self._number].wait()
+        self._is_over = True
+
+
 class Sockets:
     """Moves tensors in host memory between the ranks of gloo groups."""
 
@@ -83,22 +135,25 @@ class Sockets:
         # The next one first: so all connections are in use at once.
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self._scratch = Scratch()
-        self._averages: SimpleQueue[_Average | None] | None = None
+        self._begins = _Thread("flatshard messages")
+        self._adds = _Thread("flatshard averages")
 
-    def gather(self, shard: Tensor, out: Tensor, tag: int) -> Gathering:
+    def gather(self, shard: Tensor, out: Tensor, tag: int, *, exact: bool) -> Gathering:
         """Begin filling ``out`` with every rank's shard. Collective: in any order under ``tag``.
 
         Args:
             shard: ``(shard_numel,)``; must not be written before the sends are over.
             out: ``(shard_numel * size,)``, same dtype.
             tag: tells what is sent from all else in the group of gathers.
+            exact: send values as they are whatever the wire dtype.
         """
-        group, slots = self._gathers, out.chunk(self.size)
-        narrow = self._narrow(shard)
+        messages, slots = _Messages(self._gathers, tag), out.chunk(self.size)
+        narrow = None if exact else self._narrow(shard)
         places = slots if narrow is None else [_last(slot, narrow) for slot in slots]
-        receives = {peer: group.recv([as_bytes(places[peer])], peer, tag) for peer in self._peers}
+        receives = {peer: messages.receive(places[peer], peer) for peer in self._peers}
         source = shard if narrow is None else shard.to(narrow)
-        sends = [group.send([as_bytes(source)], peer, tag) for peer in self._peers]
+        sends = [messages.send(source, peer) for peer in self._peers]
+        self._begins.put(messages)
         if slots[self.rank].data_ptr() != source.data_ptr():
             slots[self.rank].copy_(source)  # rounded like the others' copies of it
         to_widen = [] if narrow is None else [slots[peer] for peer in self._peers]
@@ -117,7 +172,7 @@ class Sockets:
         Returns:
             What says that ``out`` has the average, and what says that ``buffer`` is sent.
         """
-        group, narrow = self._reductions, self._narrow(buffer)
+        messages, narrow = _Messages(self._reductions, tag), self._narrow(buffer)
         dtype = buffer.dtype if narrow is None else narrow
         parts = buffer.chunk(self.size)
         first, *others = sorted(self._peers)
@@ -130,9 +185,7 @@ class Sockets:
             places = {first: out[start:end] if narrow is None else _last(out[start:end], narrow)}
             for row, peer in enumerate(others):
                 places[peer] = rows[row * out.numel() + start : row * out.numel() + end]
-            receives = {
-                peer: group.recv([as_bytes(place)], peer, tag) for peer, place in places.items()
-            }
+            receives = {peer: messages.receive(place, peer) for peer, place in places.items()}
             pieces.append(_Piece(out[start:end], parts[self.rank][start:end], places, receives))
         sends = []
         leaving = {
@@ -140,12 +193,12 @@ class Sockets:
         }
         for start in range(0, max(out.numel(), 1), step):
             for peer in self._peers:
-                piece = leaving[peer][start : start + step]
-                sends.append(group.send([as_bytes(piece)], peer, tag))
+                sends.append(messages.send(leaving[peer][start : start + step], peer))
+        self._begins.put(messages)
         average = _Average(
             self.rank, self.size, first, narrow, pieces, sends, scratch, self._scratch
         )
-        self._queue().put(average)
+        self._adds.put(average)
         return average.averaged, average.sent
 
     def _narrow(self, tensor: Tensor) -> torch.dtype | None:
@@ -154,15 +207,6 @@ class Sockets:
         if wire is None or not tensor.is_floating_point() or tensor.element_size() <= wire.itemsize:
             return None
         return wire
-
-    def _queue(self) -> SimpleQueue[_Average | None]:
-        if self._averages is None:
-            self._averages = SimpleQueue()
-            threading.Thread(
-                target=_serve, args=(self._averages,), name="flatshard averages", daemon=True
-            ).start()
-            weakref.finalize(self, self._averages.put, None)
-        return self._averages
 
 
 @dataclass(frozen=True)
@@ -175,8 +219,8 @@ class Gathering:
         source: what they send; must stay as it is.
     """
 
-    receives: dict[int, Any]
-    sends: list[Any]
+    receives: dict[int, _Message]
+    sends: list[_Message]
     source: Tensor
     _to_widen: Sequence[Tensor]
     _narrow: torch.dtype | None
@@ -198,7 +242,7 @@ class _Piece:
     out: Tensor
     own: Tensor
     places: dict[int, Tensor]
-    receives: dict[int, Any]
+    receives: dict[int, _Message]
 
 
 @dataclass(frozen=True)
@@ -211,7 +255,7 @@ class _Average:
     """Whose values arrive in the result's own memory: the others' are added there."""
     narrow: torch.dtype | None
     pieces: list[_Piece]
-    sends: list[Any]
+    sends: list[_Message]
     scratch: Tensor
     idle: Scratch
     averaged: Told = field(default_factory=Told)
@@ -247,11 +291,28 @@ class _Average:
             total.div_(self.size)
 
 
-def _serve(averages: SimpleQueue[_Average | None]) -> None:
-    """Finish one average after another, until there is None."""
-    while (average := averages.get()) is not None:
-        average.run()
-        del average  # or its tensors would live until the next
+class _Thread:
+    """Runs one task after another in the background; started by the first one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: SimpleQueue[_Messages | _Average | None] | None = None
+
+    def put(self, task: _Messages | _Average) -> None:
+        """Have ``task`` run after those before."""
+        if self._tasks is None:
+            self._tasks = SimpleQueue()
+            threading.Thread(
+                target=_serve, args=(self._tasks,), name=self._name, daemon=True
+            ).start()
+            weakref.finalize(self, self._tasks.put, None)
+        self._tasks.put(task)
+
+
+def _serve(tasks: SimpleQueue[_Messages | _Average | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task  # or its tensors would live until the next
 
 
 class Scratch:

@@ -107,6 +107,11 @@ class ShardedWrapper(nn.Module):
         collectives: ``"auto"``: what fits the backend best; ``"sockets"``: on gloo, send and
             receive even where ranks on one host could read each other's memory; ``"native"``: one
             collective of the backend per unit and purpose, for comparison.
+        wire_dtype: ``torch.bfloat16``: over gloo's sockets, wider floating point parameters are
+            rounded to it before forward and backward gather them, alike on all ranks, and
+            gradients before they are sent; shards, computation and sums stay in their own dtypes,
+            and state dicts are exact. Ranks on one host then use sockets too. None: nothing is
+            rounded.
         ignored_modules: modules to leave alone: their parameters stay plain ones that are neither
             sharded nor moved, compared or synchronised between ranks, and their gradients are this
             rank's own. So are their buffers. A parameter that also stands elsewhere is ignored
@@ -148,6 +153,7 @@ class ShardedWrapper(nn.Module):
         use_orig_params: bool = True,
         broadcast_buffers: bool | None = None,
         collectives: str = "auto",
+        wire_dtype: torch.dtype | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
         **extra: Any,
@@ -175,10 +181,12 @@ class ShardedWrapper(nn.Module):
         ignored = _read_ignored(module, ignored_modules, ignored_states)
         left_alone = _owned_ids(module) | ignored.ids()
         inspection.check_params(module, left_alone)
-        ranks = ranks_or_alone(process_group, device_mesh, mode=config.as_collectives(collectives))
+        transport = config.as_transport(collectives, wire_dtype)
+        ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
         check_grid_is_used(ranks, placement, strategy)
         device = inspection.find_device(module, device_id, ranks.world.group, ignored)
+        inspection.check_transport(device, transport)
         if offload.offload_params:
             inspection.check_offload(device)
         settings = Settings(
@@ -196,7 +204,7 @@ class ShardedWrapper(nn.Module):
         of_unit = {plan.module: settings.override(plan) for plan in plans}
         named = inspection.named_tensors(module, left_alone)
         if ranks.world.size > 1:
-            described = f"{settings.describe()}, collectives={collectives}"
+            described = f"{settings.describe()}, {transport.describe()}"
             units = [f"{plan.name}: {of_unit[plan.module].describe()}" for plan in plans]
             agreement.check_same_model(named, described, units, ignored.names, ranks.world)
         # Only now do all ranks agree on what to ask for.
@@ -426,7 +434,7 @@ class ShardedWrapper(nn.Module):
 
         A line has the unit's name and class, elements of its parameters and of padding, dtype and
         whether frozen of each flat parameter, bytes that a gather fills on every rank, strategy,
-        ranks that share it, and why it is a unit.
+        ranks that share it, what moves its tensors between them, and why it is a unit.
         """
         return plan_report.describe([wrapper._row() for wrapper in sharded_modules(self)])
 
@@ -440,6 +448,7 @@ class ShardedWrapper(nn.Module):
             strategy=self._settings.strategy.name,
             ranks=topology.shard.size,
             reason=self._reason or ("by hand" if unit.name else f"root: {rest}"),
+            moved_by=topology.moved_by,
         )
 
     @property
