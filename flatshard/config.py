@@ -134,6 +134,10 @@ class BackwardPrefetch(enum.Enum):
     """Before this unit's gradients are computed: most overlap."""
     BACKWARD_POST = "BACKWARD_POST"
     """After this unit was freed: one unit less in memory."""
+    END_OF_FORWARD = "END_OF_FORWARD"
+    """As ``BACKWARD_PRE``; and the unit that forward ends with is kept for backward, and the next
+    one's gather starts, where forward ends. For slow networks, which had nothing to do meanwhile;
+    the gathers of one unit less. After a forward without backward they stay gathered."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ _STALL_SECONDS = 1.0
 
 _POLL_SECONDS = 1e-4
 
+_BEFORE_BACKWARD = (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.END_OF_FORWARD)
+
 
 class RunContext:
     """What the units of one model share during training.
@@ -177,8 +179,9 @@ class RunContext:
         self._saved.pop()
         if self.in_backward:
             return
-        if self._foresees_backward(unit) and not failed:
-            self._prefetch(self._order.first_backward(), "backward")
+        if self._foresees_backward and not failed:
+            # The first one is kept.
+            self._prefetch(self._order.first_backward()[1:], "backward")
         if self._depth == 0:
             if failed or not self._order.is_complete:
                 self._drop_prefetched()
@@ -187,13 +190,10 @@ class RunContext:
             if not failed:  # else the error on its way is the one to see
                 self._unsettled.settle()
 
-    def _foresees_backward(self, unit: Unit) -> bool:
-        """Whether to keep and gather in forward what backward begins with, if it was the last.
-
-        Only over sockets, which have nothing else to do from then until backward is under way.
-        """
-        early = self._backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-        return early and self.expects_backward and unit.topology.inner.uses_sockets
+    @property
+    def _foresees_backward(self) -> bool:
+        """Whether to keep and gather in forward what backward begins with."""
+        return self._backward_prefetch is BackwardPrefetch.END_OF_FORWARD and self.expects_backward
 
     @property
     def is_running_forward(self) -> bool:
@@ -208,7 +208,7 @@ class RunContext:
         """Its backward begins at once, so freeing it would only cost a gather."""
         if unit is self.root:
             return True
-        return self._foresees_backward(unit) and self._order.first_backward()[:1] == [unit.index]
+        return self._foresees_backward and self._order.first_backward()[:1] == [unit.index]
 
     def prefetch_forward(self) -> None:
         """Begin the gathers of the units expected next."""
@@ -217,7 +217,7 @@ class RunContext:
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Begin the gathers of the units whose backward is expected after this one's."""
-        if self._backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+        if self._backward_prefetch in _BEFORE_BACKWARD:
             self._prefetch(self._order.next_backward(unit.index), "backward")
 
     def freed_in_backward(self, unit: Unit) -> None:

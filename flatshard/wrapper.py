@@ -77,7 +77,8 @@ class ShardedWrapper(nn.Module):
         cpu_offload: see ``CPUOffload``.
         auto_wrap_policy: which submodules become units: ``"auto"`` or a policy of
             ``flatshard.wrap``. None: one unit.
-        backward_prefetch: when the next unit's gather starts in backward; None: never early.
+        backward_prefetch: when the next unit's gather starts in backward, see
+            ``BackwardPrefetch``; None: never early.
         mixed_precision: see ``MixedPrecision``.
         device_mesh: instead of ``process_group``: a 1-D mesh, or a 2-D one for HYBRID strategies,
             (replicate, shard) unless the names of its dimensions say the opposite.

@@ -65,13 +65,13 @@ def _sequence(rank: int, world_size: int, strategy: str) -> None:
         ]
 
 
-def test_sequence_over_sockets() -> None:
-    run_ranks(_sequence_over_sockets, 2)
+def test_prefetch_at_the_end_of_forward() -> None:
+    run_ranks(_end_of_forward, 2)
 
 
-def _sequence_over_sockets(rank: int, world_size: int) -> None:
+def _end_of_forward(rank: int, world_size: int) -> None:
     """Backward begins with what forward ended with, and its gathers begin in forward."""
-    model = _wrapped("FULL_SHARD", collectives="sockets")
+    model = _wrapped("FULL_SHARD", backward_prefetch="END_OF_FORWARD")
     unit_bytes = (8 * 8 + 8) * 4
     reductions = [("gather", "1"), ("reduce", "2"), ("gather", "0"), ("reduce", "1")]
     scalars = ("scalars", "used parameters of all units, backward")
@@ -93,7 +93,7 @@ def test_prefetch_goes_as_far_as_the_largest_unit() -> None:
 
 
 def _prefetch_far(rank: int, world_size: int) -> None:
-    for mode, ahead in (("sockets", 3), ("auto", 1)):
+    for mode, ahead in (("sockets", 3), ("native", 1)):
         torch.manual_seed(0)
         layers = [nn.Linear(8, 24), nn.Linear(24, 8), *(nn.Linear(8, 8) for _ in range(4))]
         model = ShardedWrapper(
@@ -112,9 +112,7 @@ def _prefetch_far(rank: int, world_size: int) -> None:
         on_the_way.clear()
         with torch.no_grad():
             model(torch.ones(2, 8))
-        # 8 x 24 elements are three times 8 x 8.
-        peer_memory = model._unit.topology.world.moved_by == "peer memory"
-        assert max(on_the_way) == (ahead if mode == "sockets" or peer_memory else 3)
+        assert max(on_the_way) == ahead  # 8 x 24 elements are three times 8 x 8
 
 
 def test_prefetch_can_be_turned_off() -> None:
