@@ -39,6 +39,8 @@ _STALL_SECONDS = 1.0
 
 _POLL_SECONDS = 1e-4
 
+_BEFORE_BACKWARD = (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.END_OF_FORWARD)
+
 
 class RunContext:
     """What the units of one model share during training.
@@ -114,6 +116,7 @@ class RunContext:
             for handle in unit.handles
         ]
         self._budget = max(sizes, default=0)
+        self._prefetch_budget = max((unit.buffer_bytes for unit in self.units), default=0)
         self._kept_from_afar = [
             handle for unit in self.units for handle in unit.handles if unit.topology.outer.size > 1
         ]
@@ -197,14 +200,25 @@ class RunContext:
         self._depth -= 1
         self._saved.pop()
         self.recorder.leave(unit)
-        if self._depth == 0 and not self.in_backward:
-            self._drop_prefetched()
+        if self.in_backward:
+            return
+        if self._foresees_backward and not failed:
+            # The first one is kept.
+            self._prefetch(self._order.first_backward()[1:], "backward")
+        if self._depth == 0:
+            if failed or not self._order.is_complete:
+                self._drop_prefetched()
             with self.recorder.waiting(Kind.RANKS_WAIT):
                 for handle in self._kept_from_afar:
                     handle.finish_refresh()
                 if not failed:  # else the error on its way is the one to see
                     self._unsettled.settle()
             self.recorder.end_forward()
+
+    @property
+    def _foresees_backward(self) -> bool:
+        """Whether to keep and gather in forward what backward begins with."""
+        return self._backward_prefetch is BackwardPrefetch.END_OF_FORWARD and self.expects_backward
 
     @property
     def is_running_forward(self) -> bool:
@@ -216,17 +230,19 @@ class RunContext:
         return self._saved.owner(tensor) is not None
 
     def keeps_after_forward(self, unit: Unit) -> bool:
-        """The root's backward begins at once, so freeing it would only cost a gather."""
-        return unit is self.root
+        """Its backward begins at once, so freeing it would only cost a gather."""
+        if unit is self.root:
+            return True
+        return self._foresees_backward and self._order.first_backward()[:1] == [unit.index]
 
     def prefetch_forward(self) -> None:
-        """Begin the gather of the unit expected next."""
+        """Begin the gathers of the units expected next."""
         if self._forward_prefetch:
             self._prefetch(self._order.next_forward(), "forward")
 
     def prefetch_backward(self, unit: Unit) -> None:
-        """Begin the gather of the unit whose backward is expected after this one's."""
-        if self._backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+        """Begin the gathers of the units whose backward is expected after this one's."""
+        if self._backward_prefetch in _BEFORE_BACKWARD:
             self._prefetch(self._order.next_backward(unit.index), "backward")
 
     def freed_in_backward(self, unit: Unit) -> None:
@@ -235,9 +251,20 @@ class RunContext:
         if self._backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch(self._order.next_backward(unit.index), "backward")
 
-    def _prefetch(self, index: int | None, purpose: str) -> None:
-        if index is not None:
-            self.units[index].begin_gather(purpose)
+    def _prefetch(self, coming: Sequence[int], purpose: str) -> None:
+        """Begin the gather of the unit that comes first.
+
+        Where it is on its way while this rank computes, also of those after it, as many as fit
+        into the memory of the largest unit: else the wires would be idle whenever one has come.
+        """
+        for index in coming:
+            unit = self.units[index]
+            if index != coming[0]:
+                ahead = [one for one in self.units if one.is_prefetched]
+                held = sum(one.buffer_bytes for one in {*ahead, unit})
+                if held > self._prefetch_budget or not unit.topology.inner.uses_sockets:
+                    return
+            unit.begin_gather(purpose)
 
     def _drop_prefetched(self) -> None:
         for unit in self.units:

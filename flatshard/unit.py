@@ -201,6 +201,11 @@ class Unit:
         return [h for h, count in zip(self.handles, self._num_trainable, strict=True) if count]
 
     @property
+    def buffer_bytes(self) -> int:
+        """What its unsharded buffers take while they exist."""
+        return sum(handle.buffer_bytes for handle in self.handles)
+
+    @property
     def gradient_bytes(self) -> int:
         """What whole gradients of the unit take."""
         return sum(

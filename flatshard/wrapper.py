@@ -73,7 +73,8 @@ class ShardedWrapper(PeerNames):
         cpu_offload: see ``CPUOffload``.
         auto_wrap_policy: which submodules become units: ``"auto"`` or a policy of
             ``flatshard.wrap``. None: one unit.
-        backward_prefetch: when the next unit's gather starts in backward; None: never early.
+        backward_prefetch: when the next unit's gather starts in backward, see
+            ``BackwardPrefetch``; None: never early.
         mixed_precision: see ``MixedPrecision``.
         device_mesh: instead of ``process_group``: a 1-D mesh, or a 2-D one for HYBRID strategies,
             (replicate, shard) unless the names of its dimensions say the opposite.
@@ -103,6 +104,11 @@ class ShardedWrapper(PeerNames):
         collectives: ``"auto"``: what fits the backend best; ``"sockets"``: on gloo, send and
             receive even where ranks on one host could read each other's memory; ``"native"``: one
             collective of the backend per unit and purpose, for comparison.
+        wire_dtype: ``torch.bfloat16``: over gloo's sockets, wider floating point parameters are
+            rounded to it before forward and backward gather them, alike on all ranks, and
+            gradients before they are sent; shards, computation and sums stay in their own dtypes,
+            and state dicts are exact. Ranks on one host then use sockets too. None: nothing is
+            rounded.
         ignored_modules: modules to leave alone: their parameters stay plain ones that are neither
             sharded nor moved, compared or synchronised between ranks, and their gradients are this
             rank's own. So are their buffers. A parameter that also stands elsewhere is ignored
@@ -140,6 +146,7 @@ class ShardedWrapper(PeerNames):
         use_orig_params: bool = True,
         broadcast_buffers: bool | None = None,
         collectives: str = "auto",
+        wire_dtype: torch.dtype | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
         **extra: Any,
@@ -166,10 +173,12 @@ class ShardedWrapper(PeerNames):
         construction.check_module(module, auto_wrap_policy)
         ignored = construction.read_ignored(module, ignored_modules, ignored_states)
         inspection.check_params(module, construction.left_alone(module, ignored))
-        ranks = ranks_or_alone(process_group, device_mesh, mode=config.as_collectives(collectives))
+        transport = config.as_transport(collectives, wire_dtype)
+        ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
         check_grid_is_used(ranks, placement, strategy)
         device = inspection.find_device(module, device_id, ranks.world.group, ignored)
+        inspection.check_transport(device, transport)
         if offload.offload_params:
             inspection.check_offload(device)
         settings = Settings(
@@ -184,7 +193,7 @@ class ShardedWrapper(PeerNames):
             device=device,
         )
         built = Construction(module, auto_wrap_policy, settings, ignored, param_init_fn)
-        start = built.agree(collectives, sync_module_states)
+        start = built.agree(transport, sync_module_states)
         if ranks.world.rank == 0:
             if given.notes:
                 warnings.warn(f"ShardedWrapper ignores {'; '.join(given.notes)}", stacklevel=2)

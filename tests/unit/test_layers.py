@@ -14,6 +14,7 @@ LAYERS = [
         "config",
         "profiling",
         "watchdog",
+        "wire",
         "pending",
         "peer_memory",
         "on_host",
