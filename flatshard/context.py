@@ -29,6 +29,7 @@ from flatshard.pending import Unsettled
 from flatshard.profiling import profiled
 from flatshard.saved_tensors import SavedTensors
 from flatshard.schedule import ExecutionOrder, ReduceOrder
+from flatshard.step_in_backward import SteppedInBackward
 from flatshard.unit import Phase, Unit
 
 _STALL_SECONDS = 1.0
@@ -43,6 +44,7 @@ class RunContext:
     Attributes:
         units: every unit, the root last.
         syncs: per unit, what backward does with its gradients; read when a forward begins.
+        stepping: the optimizers that step in backward.
         has_run: whether a forward has begun.
         expects_backward: whether the outermost forward began with gradients enabled.
     """
@@ -86,6 +88,8 @@ class RunContext:
         self._in_flight: list[tuple[Unit, int]] = []
         self._budget = 0
         self._unsettled = Unsettled()
+        self.stepping = SteppedInBackward(self.units, self._unsettled)
+        self._graph_task = -1
         self._had_accumulated = False
         self._published: list[list[list[bool]]] = []
         for index, unit in enumerate(self.units):
@@ -137,6 +141,8 @@ class RunContext:
         if not self.has_run:
             self._before_first_run()
         self.has_run = True
+        for unit in self.units:
+            unit.num_awaited = 0
         self._order.begin_forward()
         self.expects_backward = torch.is_grad_enabled()
         if self.expects_backward:
@@ -206,12 +212,17 @@ class RunContext:
 
     def freed_in_backward(self, unit: Unit) -> None:
         """A unit's backward is over."""
+        self.stepping.advance(self._saved)
         if self._backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch(self._order.next_backward(unit.index), "backward")
 
     def _prefetch(self, index: int | None, purpose: str) -> None:
-        if index is not None:
-            self.units[index].begin_gather(purpose)
+        if index is None:
+            return
+        unit = self.units[index]
+        # A unit that was stepped must not be gathered again.
+        if purpose == "forward" or not self.stepping.is_active or unit.num_awaited > 0:
+            unit.begin_gather(purpose)
 
     def _drop_prefetched(self) -> None:
         for unit in self.units:
@@ -255,13 +266,17 @@ class RunContext:
 
     def begin_backward(self) -> bool:
         """Prepare the end of the backward that runs now, once; False outside of a backward."""
-        if torch._C._current_graph_task_id() == -1:
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task == -1:
             return False
         if self._active and self._end_callback() is None:
             # Autograd dropped the callback with the backward that failed; this is another one.
             self._reset()
+        if self._active and graph_task != self._graph_task:
+            self.stepping.wait_for_end()
         if not self._active:
-            self._active = True
+            self.stepping.begin_backward()
+            self._active, self._graph_task = True, graph_task
             callback = partial(self._end_backward)
             self._end_callback = weakref.ref(callback)
             torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -282,6 +297,7 @@ class RunContext:
         for index in self._reduce_order.ready(unit.index):
             self._start_reduce(self.units[index])
         self._bound_in_flight()
+        self.stepping.advance(self._saved)
 
     def _start_reduce(self, unit: Unit) -> None:
         if unit.sync is Sync.LOCAL:
@@ -290,6 +306,8 @@ class RunContext:
             held = sum(h.gradients.start_reduce(unit.sync) for h in unit.trainable_handles())
         if held:
             self._in_flight.append((unit, held))
+        else:
+            self.stepping.reduced(unit)
 
     def _bound_in_flight(self) -> None:
         """Finish old reductions while more bytes are under way than the budget allows."""
@@ -304,6 +322,7 @@ class RunContext:
                 return
             del self._in_flight[0]
             _finish(unit)
+            self.stepping.reduced(unit)
 
     def _drain(self) -> None:
         """Finish all reductions under way, in order."""
@@ -329,7 +348,10 @@ class RunContext:
                 # A forward that runs a backward inside, for forces say, goes on afterwards.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.release()
+        has_gradients = any(any(flags) for of_unit in self._published for flags in of_unit)
         self._run_hooks()
+        if not self.is_running_forward:
+            self.stepping.end_backward(has_gradients=has_gradients)
         for unit in self.units:
             if unit.sync is not Sync.ALL:
                 for handle in unit.handles:
@@ -365,6 +387,7 @@ class RunContext:
                 is_due = unit.sync is not Sync.LOCAL and handle not in to_come
                 flags.append(is_due and handle.gradients.waits_for(unit.sync))
                 flags.extend(i in handle.gradients.used for i in range(len(handle.full)))
+        flags.extend(self.stepping.flags())
         combined = torch.tensor(flags, dtype=torch.uint8, device=self._world.control_device)
         self._world.reduce_scalars(combined, "MAX", label="used parameters of all units, backward")
         answers = iter(combined.tolist())
@@ -376,6 +399,7 @@ class RunContext:
                 if next(answers):
                     left_over.append((unit, handle))
                 parameters[-1].append([bool(next(answers)) for _ in handle.full])
+        self.stepping.check_not_late(map(bool, answers), [unit for unit, _ in left_over])
         return _Used(parameters, left_over)
 
     def _agree_on_order(self) -> None:
@@ -401,12 +425,14 @@ class RunContext:
     def recover(self) -> None:
         """Return to a state to start from, after a step that was left by an exception."""
         optim.restore_all()
+        self.stepping.drop_spent()
         if self._active and torch._C._current_graph_task_id() == -1:
             self._reset()
 
     def _reset(self) -> None:
         """Drop the backward that failed."""
         self._active = False
+        self.stepping.give_up()
         if self._had_accumulated:
             warnings.warn(
                 "a backward failed, and gradients accumulated before it are lost with it. "

@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from torch.utils import hooks as torch_hooks
 from flatshard.flat_param import FlatParameter
 from flatshard.optim_runs import Run, apart, find_runs
 from flatshard.shard_tensor import FlatShardTensor
+from flatshard.spent_gradient import drop_spent
 
 _ELEMENTWISE: set[Any] = {
     inspect.unwrap(kind.step)
@@ -93,12 +95,9 @@ def restore_all() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Global hook: let the exchange be the optimizer's innermost hooks."""
     restore_all()
+    _drop_spent(optimizer)
     _check_reduced(optimizer)
-    watch(optimizer)
-    for group in optimizer.param_groups:
-        if _STAMP in group:
-            _check_stamp(optimizer, group[_STAMP])
-            del group[_STAMP]
+    check_state(optimizer)
     if not is_elementwise(optimizer):
         return
     before: Any = optimizer._optimizer_step_pre_hooks
@@ -108,6 +107,27 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             table[torch_hooks.RemovableHandle(table).id] = hook
     before.move_to_end(next(key for key, hook in before.items() if hook is _exchange))
     after.move_to_end(next(key for key, hook in after.items() if hook is _undo), last=False)
+
+
+def check_state(optimizer: torch.optim.Optimizer) -> None:
+    """See before a step that state which was loaded is this rank's.
+
+    Raises:
+        RuntimeError: it is another rank's, or another layout's.
+    """
+    watch(optimizer)
+    for group in optimizer.param_groups:
+        if _STAMP in group:
+            _check_stamp(optimizer, group[_STAMP])
+            del group[_STAMP]
+
+
+def _drop_spent(optimizer: torch.optim.Optimizer) -> None:
+    """What backward has stepped is not stepped again."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                drop_spent(param)
 
 
 def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
@@ -137,6 +157,7 @@ def _exchange(
     def with_sharded_parameters() -> Any:
         _swap_out(optimizer)
         result = closure()  # where it raises, the step is over
+        _drop_spent(optimizer)
         _swap_in(optimizer)
         return result
 
@@ -147,6 +168,40 @@ def _exchange(
 
 def _undo(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _swap_out(optimizer)
+
+
+def step_parts(
+    optimizer: torch.optim.Optimizer, parts: Sequence[tuple[dict[str, Any], list[Any]]]
+) -> None:
+    """Step some parameters of an element-wise optimizer, to the bit as ``step()`` would.
+
+    Hooks of the optimizer are not called.
+
+    Args:
+        optimizer: whose.
+        parts: of a parameter group, some parameters that follow one another in it; disjoint.
+
+    Raises:
+        NotImplementedError: the optimizer keeps something per group that changes with every step.
+    """
+    # Groups of their own, so that what is not neighbours in ``step()`` is not joined here either.
+    narrow = [{**group, "params": list(params)} for group, params in parts]
+    step = inspect.unwrap(type(optimizer).step)
+    whole, optimizer.param_groups = optimizer.param_groups, narrow
+    try:
+        with torch.no_grad():
+            _swap_in(optimizer)
+            step(optimizer)
+    finally:
+        _swap_out(optimizer)
+        optimizer.param_groups = whole
+    for (group, _), after in zip(parts, narrow, strict=True):
+        changed = [key for key in after if key != "params" and after[key] is not group.get(key)]
+        if changed:
+            raise NotImplementedError(
+                f"{type(optimizer).__name__}.step() changes {changed[0]!r} of a parameter group, "
+                "and would do so once per unit. Step it after backward."
+            )
 
 
 class _Exchange:

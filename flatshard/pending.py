@@ -100,6 +100,11 @@ class Pending:
         self.settle()
         return True
 
+    def keeps(self, tensor: Tensor) -> bool:
+        """Whether it keeps the memory of ``tensor`` alive."""
+        storage = tensor.untyped_storage()._cdata
+        return any(one.untyped_storage()._cdata == storage for one in self._tensors)
+
     def settle(self) -> None:
         """Wait until the others have taken everything.
 
@@ -155,6 +160,11 @@ class Unsettled:
         """
         while self._pending:
             self._pending.pop(0).settle()
+
+    def is_giving(self, tensor: Tensor) -> bool:
+        """Whether other ranks may still be taking what lies in the memory of ``tensor``."""
+        self.drop_settled()
+        return any(pending.keeps(tensor) for pending in self._pending)
 
     def drop_settled(self) -> None:
         """Give back what other ranks have taken meanwhile."""

@@ -48,10 +48,11 @@ class Phase(enum.Enum):
 class Call:
     """One run of a unit's forward: the gradients of its inputs that backward must still make."""
 
-    __slots__ = ("num_inputs",)
+    __slots__ = ("has_begun", "num_inputs")
 
     def __init__(self) -> None:
         self.num_inputs = 0
+        self.has_begun = False  # its backward
 
 
 class _ModuleHook:
@@ -125,6 +126,8 @@ class Unit:
         placement: what is freed when.
         sync: what the backward of the forward begun last does with the gradients.
         state_dict_options: what its part of state dicts is.
+        num_awaited: how often it ran in the last forward, less the backwards of it that began;
+            alike on all ranks.
     """
 
     context: Context
@@ -148,6 +151,7 @@ class Unit:
         self.topology = topology
         self.sync = Sync.ALL
         self.state_dict_options = StateDictOptions()
+        self.num_awaited = 0
         self._compute_dtype = compute_dtype
         self._running: list[Call] = []
         self._waiting_for: dict[Call, int] = {}
@@ -202,6 +206,11 @@ class Unit:
             handle.layout.padded_numel * handle.reduce_dtype.itemsize
             for handle in self.trainable_handles()
         )
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether backward reduces its gradients over all ranks."""
+        return self.sync is Sync.ALL
 
     def plan_sync(self, wanted: Sync) -> None:
         """Take what ``wanted`` means for the groups of this unit."""
@@ -261,6 +270,11 @@ class Unit:
             handle.gradients.seen.clear()
 
     @property
+    def is_done(self) -> bool:
+        """Whether no more of the last forward is expected to need the parameters."""
+        return self.phase is Phase.IDLE and self.num_awaited <= 0 and not self._is_sticky
+
+    @property
     def _version(self) -> int:
         return sum(handle.version for handle in self.handles)
 
@@ -296,6 +310,7 @@ class Unit:
         else:
             self.gather("forward")
             self.phase = Phase.FORWARD
+            self.num_awaited += self.context.expects_backward
             self._count_trainable()
             self.context.prefetch_forward()
         changed = None
@@ -392,6 +407,9 @@ class Unit:
 
     def _pre_backward(self, call: Call) -> None:
         self.context.begin_backward()
+        if not call.has_begun:
+            call.has_begun = True
+            self.num_awaited -= 1
         if call.num_inputs:
             self._waiting_for[call] = call.num_inputs
         self._enter_backward()

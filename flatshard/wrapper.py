@@ -50,6 +50,7 @@ from flatshard.settings import (
 )
 from flatshard.shard_tensor import FlatShardTensor
 from flatshard.state_dict_options import as_torch, read_options
+from flatshard.step_in_backward import StepInBackward
 from flatshard.topology import Topology
 from flatshard.unit import Unit
 from flatshard.wrap import Policy, UnitPlan, check_policy, explain_no_match, find_units
@@ -664,6 +665,50 @@ class ShardedWrapper(nn.Module):
                 f"{self._unit.name or 'the model'!r} is running. Call it between steps."
             )
 
+    def step_in_backward(self, optimizer: torch.optim.Optimizer) -> StepInBackward:
+        """Let ``optimizer`` step in each backward, every unit once its gradients are reduced.
+
+        The same numbers, to the bit, as ``optimizer.step()`` and ``zero_grad()`` after backward.
+        The gradients of the whole model never exist together, which saves up to the size of the
+        shards. Every backward that reduces steps, and a backward under ``no_sync`` does not: what
+        it accumulates is in the step of the first backward after. Learning rates and other options
+        are those in ``optimizer.param_groups`` when backward begins.
+
+        A training loop can stay as it is. ``optimizer.step()`` steps what backward did not: other
+        models' parameters, ignored ones. Until it, ``zero_grad()`` or the next forward, ``.grad``
+        of what was stepped holds a stand-in that raises when it is used: there is nothing to clip
+        by a norm, to unscale or to log. A parameter's post-accumulate hooks run before its step,
+        the optimizer's own step hooks only in ``optimizer.step()``.
+
+        Units are stepped at the end of backward, exactly as well but without the saving, where
+        more may come of them or they may still be needed: in the first backward, which finds the
+        order of units; parts of the model without gradient on this rank; ``retain_graph=True``;
+        checkpoints with ``use_reentrant=True``; post-accumulate hooks; penalties on parameters
+        outside of forward. A backward that fails may leave some units stepped and others not.
+
+        Of an inner wrapper: for the whole model. ``copy.deepcopy`` gives a model without it.
+
+        Collective: all ranks that train the model; the same optimizer on each.
+
+        Args:
+            optimizer: over any of the model's parameters, made before or after wrapping; one that
+                updates every element from that element's own gradient and state: torch's own that
+                do, and those given to ``declare_elementwise``.
+
+        Returns:
+            Its ``remove()`` undoes this.
+
+        Raises:
+            TypeError: not an optimizer.
+            ValueError: it is not element-wise, holds no parameter of the model or some that are
+                stepped in backward already; ranks pass different ones.
+            RuntimeError: a forward or backward of the model is running.
+        """
+        context = self._context
+        context.recover()
+        self._check_between_steps("step_in_backward()", context)
+        return context.stepping.register(optimizer, self._settings.ranks.world)
+
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -693,8 +738,9 @@ class ShardedWrapper(nn.Module):
 
         Raises:
             RuntimeError: gradients accumulated under ``no_sync`` are not reduced yet; the norm is
-                not finite and ``error_if_nonfinite`` is set.
+                not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward.
         """
+        self._context.stepping.refuse("clip_grad_norm_()")
         handles = [h for wrapper in sharded_modules(self) for h in wrapper._unit.handles]
         grad_norm.check_reduced(
             handles, self._settings.topology.world, is_reducing=self._context.is_reducing
@@ -1139,6 +1185,11 @@ def _check_module(module: nn.Module, policy: Policy | None) -> None:
         raise ValueError(
             f"ShardedWrapper: auto_wrap_policy over a model that already contains {len(inside)} "
             "units. Wrap it without a policy, or pass the unwrapped model."
+        )
+    if any(one._context.stepping.is_active for one in inside):
+        raise ValueError(
+            "ShardedWrapper: optimizers step in the backward of a part of the module. Call "
+            "step_in_backward() on the outermost wrapper, once it is made."
         )
     if isinstance(module, ShardedWrapper):
         warnings.warn(
