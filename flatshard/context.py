@@ -44,6 +44,7 @@ class RunContext:
     Attributes:
         units: every unit, the root last.
         syncs: per unit, what backward does with its gradients; read when a forward begins.
+        under_no_sync: whether forwards that begin now only accumulate, wherever that is.
         stepping: the optimizers that step in backward.
         has_run: whether a forward has begun.
         expects_backward: whether the outermost forward began with gradients enabled.
@@ -72,6 +73,7 @@ class RunContext:
         self.units = list(units)
         self.root = self.units[-1]
         self.syncs = [Sync.ALL] * len(self.units)
+        self.under_no_sync = False
         self.has_run = False
         self._world = world
         self._buffers = buffers
@@ -155,6 +157,7 @@ class RunContext:
     def _plan_syncs(self) -> None:
         for unit, sync in zip(self.units, self.syncs, strict=True):
             unit.plan_sync(sync)
+        self.stepping.accumulates = self.under_no_sync
 
     @property
     def is_accumulating(self) -> bool:

@@ -147,8 +147,7 @@ def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
 def _exchange(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if not _swap_in(optimizer):
-        return None
+    _swap_in(optimizer)
     # args[0] is the optimizer itself.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -237,11 +236,6 @@ class _Exchange:
                     if position in stands_in or position not in joined
                 ]
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the optimizer has nothing that is sharded."""
-        return not self._lists
-
     def _join(self, members: list[FlatShardTensor], known: dict[int, Run]) -> nn.Parameter | None:
         """One twin for neighbours; None where their states differ in more than their values."""
         run = known.get(id(members[0]))
@@ -303,12 +297,11 @@ class _Exchange:
                     self._state[param] = part
 
 
-def _swap_in(optimizer: torch.optim.Optimizer) -> bool:
-    """Let twins stand in; says whether there was anything to exchange."""
+def _swap_in(optimizer: torch.optim.Optimizer) -> None:
+    """Let twins stand in."""
     _swapped[optimizer] = _Exchange(optimizer)  # first, so that a failure is undone
     with torch._C.DisableTorchFunctionSubclass():
         _swapped[optimizer].begin()
-    return not _swapped[optimizer].is_empty
 
 
 def _swap_out(optimizer: torch.optim.Optimizer) -> None:

@@ -73,7 +73,11 @@ class _Part:
 
 
 class SteppedInBackward:
-    """The optimizers that step in the backwards of one model, and what they have stepped."""
+    """The optimizers that step in the backwards of one model, and what they have stepped.
+
+    Attributes:
+        accumulates: whether the last forward began under ``no_sync``, so that nothing is stepped.
+    """
 
     def __init__(self, units: Sequence[Unit], unsettled: Unsettled) -> None:
         """No optimizers yet.
@@ -82,6 +86,7 @@ class SteppedInBackward:
             units: of the model.
             unsettled: what other ranks may still be taking from this one.
         """
+        self.accumulates = False
         self._units, self._unsettled = units, unsettled
         self._optimizers: list[torch.optim.Optimizer] = []
         self._parts: dict[int, list[_Part]] = {}
@@ -187,7 +192,7 @@ class SteppedInBackward:
         self._parts, self._reduced, self._stepped = {}, [], set()
         if not self._optimizers:
             return
-        if any(not unit.is_reducing for unit in self._units):
+        if self.accumulates:
             self._has_accumulated = True
             return
         self._waits_for_end = OutsideUses.count != self._outside_uses

@@ -207,11 +207,6 @@ class Unit:
             for handle in self.trainable_handles()
         )
 
-    @property
-    def is_reducing(self) -> bool:
-        """Whether backward reduces its gradients over all ranks."""
-        return self.sync is Sync.ALL
-
     def plan_sync(self, wanted: Sync) -> None:
         """Take what ``wanted`` means for the groups of this unit."""
         if wanted is Sync.WITHIN:

@@ -596,12 +596,13 @@ class ShardedWrapper(nn.Module):
         self._check_between_steps("no_sync()", context)
         if max_bytes is not None and max_bytes < 0:
             raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}")
-        before = context.syncs
+        before = context.syncs, context.under_no_sync
         context.syncs = context.plan_accumulation(max_bytes, replicas_only)
+        context.under_no_sync = True
         try:
             yield
         finally:
-            context.syncs = before
+            context.syncs, context.under_no_sync = before
 
     def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.

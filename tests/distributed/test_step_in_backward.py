@@ -1,6 +1,5 @@
 """Optimizers that step in backward: the numbers of ``backward()`` and ``step()``, to the bit."""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,11 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import ShardedWrapper, ShardingStrategy
-from flatshard.step_in_backward import SteppedInBackward
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
-from tests.models import CASES, Case, Mlp
-from tests.oracle import ROWS, assert_same_state, local_loss, snapshot, train, trainable
+from tests.models import CASES, Case
+from tests.oracle import assert_same_state, local_loss, snapshot, trainable
 
 STEPS = 4
 
@@ -97,3 +95,199 @@ def _all_alike(rank: int, world_size: int) -> int:
 def test_bitwise(world_size: int) -> None:
     """What is stepped early, and when, may differ between ranks; the numbers may not."""
     assert min(run_ranks(_all_alike, world_size)) > 0
+
+
+# ---------------------------------------------------------------- what must not be stepped early
+
+
+class Layer(nn.Module):
+    """A unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.rare = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, rarely: bool = True) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        return x * self.rare if rarely else x
+
+
+class Net(nn.Module):
+    """Layers of which some script makes something unusual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Layer(), Layer(), Layer()
+        self.mixing = nn.Parameter(torch.eye(6) + 0.1)
+        self.forwards: Callable[[Net, Tensor], Tensor] = Net.plain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forwards(self, x)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x))) @ self.mixing
+
+    def detached(self, x: Tensor) -> Tensor:
+        """The last use in backward needs the weight, and gives it no gradient."""
+        x = F.linear(self.first(x), self.mixing.detach())
+        return F.linear(self.third(self.second(x)), self.mixing)
+
+    def interleaved(self, x: Tensor) -> Tensor:
+        """Units come again, so the unit gathered next is guessed wrong."""
+        x = self.first(self.second(self.first(self.second(x))))
+        return self.third(x) @ self.mixing
+
+    def recomputed_without_grad(self, x: Tensor) -> Tensor:
+        def teach(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = self.third(x)
+            return x * target
+
+        x = checkpoint(teach, self.first(x), use_reentrant=False)
+        return self.third(self.second(x)) @ self.mixing
+
+    def twice_in_segments(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.second, self.first(x), use_reentrant=True)
+        return self.third(x) @ self.mixing
+
+
+class Script:
+    """One way to train a ``Net``, with a step in backward or after it."""
+
+    def __init__(self, rank: int, strategy: str, in_backward: bool) -> None:
+        self.rank, self.in_backward = rank, in_backward
+        torch.default_generator.manual_seed(3)
+        self.model = ShardedWrapper(
+            Net(), sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy([Layer])
+        )
+        self.net: Any = self.model.module
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.registration = self.model.step_in_backward(self.optimizer) if in_backward else None
+
+    def loss(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * step + self.rank)
+        return self.model(torch.randn(4, 6, generator=generator)).square().mean()
+
+    def step(self, set_to_none: bool = True) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none)
+
+
+def uses(forwards: Callable[[Net, Tensor], Tensor]) -> Callable[[Script], None]:
+    def script(run: Script) -> None:
+        run.net.forwards = forwards
+        for step in range(3):
+            run.loss(step).backward()
+            run.step()
+
+    script.__name__ = forwards.__name__
+    return script
+
+
+def used_on_one_rank(run: Script) -> None:
+    run.net.first.module.register_forward_pre_hook(lambda _, args: (*args, run.rank == 0))
+    for step in range(3):
+        run.loss(step).backward()
+        run.step(set_to_none=False)
+
+
+def penalties(run: Script) -> None:
+    """Their gradients come last, after those of the whole forward, or alone."""
+    for step in range(3):
+        penalty = sum(p.square().sum() for p in run.model.parameters()) * 0.1
+        (run.loss(step) + penalty).backward()
+        run.step()
+    (sum(p.square().sum() for p in run.model.parameters()) * 0.1).backward()
+    run.step()
+
+
+def two_forwards(run: Script) -> None:
+    for step in range(3):
+        (run.loss(step) + run.loss(10 + step)).backward(retain_graph=step == 1)
+        run.step()
+
+
+def accumulated(run: Script) -> None:
+    """Of what ``no_sync`` accumulates, nothing is stepped before the backward after it."""
+    for step, options in enumerate(({}, {"max_bytes": 250}, {"replicas_only": True})):
+        with run.model.no_sync(**options):
+            run.loss(step).backward()
+            torch.autograd.grad(run.model(x := torch.ones(1, 6, requires_grad=True)).sum(), x)
+        run.loss(10 + step).backward()
+        run.step()
+
+
+def hooked(run: Script) -> None:
+    """Hooks see the average before it is used."""
+    seen = []
+    for param in (run.net.mixing, *run.net.first.parameters()):
+        param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.mul_(0.5)))
+    for step in range(2):
+        run.loss(step).backward()
+        run.step()
+    assert len(seen) == 2 * 4
+
+
+def closures(run: Script) -> None:
+    def closure() -> Tensor:
+        run.optimizer.zero_grad()
+        (loss := run.loss(next(steps))).backward()
+        return loss
+
+    steps = iter(range(3))
+    for _ in range(3):
+        run.optimizer.step(closure)
+
+
+def removed(run: Script) -> None:
+    """Then it is an ordinary optimizer, whose gradients are kept; and again not."""
+    for step in range(4):
+        run.loss(step).backward()
+        if step % 2:
+            run.model.clip_grad_norm_(0.01)
+        run.step()
+        if run.registration is not None:
+            run.registration.remove()
+            if step % 2:
+                run.registration = run.model.step_in_backward(run.optimizer)
+
+
+SCRIPTS: list[Callable[[Script], None]] = [
+    *map(
+        uses,
+        [
+            Net.plain,
+            Net.detached,
+            Net.interleaved,
+            Net.recomputed_without_grad,
+            Net.twice_in_segments,
+        ],
+    ),
+    used_on_one_rank,
+    penalties,
+    two_forwards,
+    accumulated,
+    hooked,
+    closures,
+    removed,
+]
+
+
+def _scripts_alike(rank: int, world_size: int, strategies: list[str]) -> None:
+    for strategy in strategies:
+        for script in SCRIPTS:
+            with naming((strategy, script.__name__)):
+                ends = []
+                for in_backward in (False, True):
+                    run = Script(rank, strategy, in_backward)
+                    script(run)
+                    ends.append(snapshot(run.model))
+                assert_same_state(ends[1], ends[0], 0.0, 0.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_waits_for_the_end(world_size: int) -> None:
+    strategies = ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "NO_SHARD"]
+    run_ranks(_scripts_alike, world_size, strategies if world_size > 1 else ["FULL_SHARD"])
