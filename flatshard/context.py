@@ -379,6 +379,8 @@ class RunContext:
         self._published = used.parameters
         if not self._reduce_order_agreed and all(u.sync is Sync.ALL for u in self.units):
             self._agree_on_order()
+        # Now that nothing is under way that a rank would wait for.
+        self.stepping.check_not_late(used.stepped, [unit for unit, _ in used.left_over])
 
     def _agree_on_used(self) -> _Used:
         """Which parameters any rank used. Collective."""
@@ -402,8 +404,7 @@ class RunContext:
                 if next(answers):
                     left_over.append((unit, handle))
                 parameters[-1].append([bool(next(answers)) for _ in handle.full])
-        self.stepping.check_not_late(map(bool, answers), [unit for unit, _ in left_over])
-        return _Used(parameters, left_over)
+        return _Used(parameters, left_over, stepped=[bool(answer) for answer in answers])
 
     def _agree_on_order(self) -> None:
         """Take the order in which rank 0's units became ready. Collective, once."""
@@ -458,12 +459,15 @@ class _Used:
         self,
         parameters: list[list[list[bool]]],
         left_over: list[tuple[Unit, FlatParamHandle]],
+        stepped: list[bool],
     ) -> None:
         self.parameters = parameters
         """Per unit, flat parameter and original parameter: whether any rank used it."""
         self.left_over = left_over
         """Flat parameters with gradients that no unit's turn takes along: they came after it, or
         were accumulated before the parameters were frozen."""
+        self.stepped = stepped
+        """Per unit, whether any rank stepped it before this; empty where none steps in backward."""
 
 
 def _reduced(unit: Unit) -> bool:

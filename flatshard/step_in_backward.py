@@ -11,8 +11,8 @@ where it knows that
 - no more is added to the gradients: all the unit's parameters have theirs (so the unit counts as
   used, whatever other ranks used), from the outermost graph, and the last forward has no run of the
   unit whose backward is still to begin;
-- nobody needs the parameters of before: nothing that autograd saved of them is alive, the unit was
-  freed, no gather of it is under way, and other ranks have taken what this one gave;
+- nobody needs the parameters of before: the gradients of the unit's inputs are there, nothing that
+  autograd saved of the parameters is alive, and other ranks have taken what this one gave;
 - nobody wants to see the gradients: no parameter has a post-accumulate hook.
 
 Everything else is stepped at the end of backward, when all ranks have agreed on what was used.
@@ -34,7 +34,7 @@ from torch import nn
 from flatshard import optim
 from flatshard.collectives import Communicator
 from flatshard.flat_param import FlatParameter
-from flatshard.handle import FlatParamHandle, ShardState
+from flatshard.handle import FlatParamHandle
 from flatshard.pending import Unsettled
 from flatshard.profiling import profiled
 from flatshard.reductions import OutsideUses
@@ -93,6 +93,7 @@ class SteppedInBackward:
         self._reduced: list[Unit] = []
         self._stepped: set[int] = set()
         self._waits_for_end = False
+        self._problem: Exception | None = None
         self._has_accumulated = False
         self._outside_uses = OutsideUses.count
         self._spent: dict[int, SpentGradient] = {}
@@ -189,7 +190,7 @@ class SteppedInBackward:
     def begin_backward(self) -> None:
         """Look at the optimizers' groups. The gradients of this backward are still to come."""
         self.drop_spent()
-        self._parts, self._reduced, self._stepped = {}, [], set()
+        self._parts, self._reduced, self._stepped, self._problem = {}, [], set(), None
         if not self._optimizers:
             return
         if self.accumulates:
@@ -203,7 +204,11 @@ class SteppedInBackward:
             for param in handle.sharded
         }
         for optimizer in self._optimizers:
-            optim.check_state(optimizer)
+            try:
+                optim.check_state(optimizer)
+            except RuntimeError as error:
+                self._parts, self._problem = {}, error
+                return
             for group in optimizer.param_groups:
                 by_unit = itertools.groupby(group["params"], lambda param: owner.get(id(param)))
                 for index, params in by_unit:
@@ -236,25 +241,30 @@ class SteppedInBackward:
                 handle.publish([index in used for index in range(len(handle.full))])
                 handle.gradients.used |= used  # the other ranks are told at the end of backward
             self._stepped.add(unit.index)
-            with profiled("step", unit.name):
-                self._step(self._parts[unit.index])
+            try:
+                with profiled("step", unit.name):
+                    self._step(self._parts[unit.index])
+            except Exception as error:
+                # Raised now, at another moment on each rank, it would leave the others waiting for
+                # reductions that this one does not begin.
+                error.add_note(f"in step_in_backward(), stepping unit {unit.name!r}")
+                self._problem, self._waits_for_end = error, True
+                return
 
     def _may_step(self, unit: Unit, saved: SavedTensors) -> bool:
         return unit.is_done and all(
-            handle.state is not ShardState.UNSHARDING
-            and handle.gradients.is_finished
-            and self._has_all_gradients(handle)
+            handle.gradients.is_finished
+            and self._knows_all_used(handle)
             and not saved.keeps(handle)
             and not self._unsettled.is_giving(handle.shard)
             and not _has_hooks(handle)
             for handle in unit.handles
         )
 
-    def _has_all_gradients(self, handle: FlatParamHandle) -> bool:
-        used = handle.gradients.used
-        trained = {index for index, full in enumerate(handle.full) if full.requires_grad}
-        # Of frozen ones, other ranks may have accumulated gradients before they were frozen.
-        return trained <= used and (len(trained) == len(handle.full) or not self._has_accumulated)
+    def _knows_all_used(self, handle: FlatParamHandle) -> bool:
+        """Whether no other rank used more of a unit whose gradients have all come here."""
+        # Of frozen ones, others may have accumulated gradients before they were frozen.
+        return not self._has_accumulated or handle.num_trainable() == len(handle.full)
 
     def flags(self) -> list[bool]:
         """Per unit, whether it was stepped here; for ``check_not_late``."""
@@ -276,7 +286,7 @@ class SteppedInBackward:
             if was_stepped and unit in set(late)
         ]
         if names:
-            self._raise_late(f"unit {names[0]!r}")
+            self._raise_late(f"unit {names[0]!r}" if names[0] else "the root unit")
 
     def _raise_late(self, what: str) -> None:
         raise RuntimeError(
@@ -294,9 +304,13 @@ class SteppedInBackward:
 
         Raises:
             RuntimeError: a parameter got more gradient after its step.
+            Exception: what an optimizer's step raised, when it was.
         """
         parts, self._parts = self._parts, {}
         has_outside, self._outside_uses = OutsideUses.count != self._outside_uses, OutsideUses.count
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
         if not parts:
             return
         self._has_accumulated = False

@@ -152,6 +152,7 @@ class Unit:
         self.sync = Sync.ALL
         self.state_dict_options = StateDictOptions()
         self.num_awaited = 0
+        self._ends_unseen = False  # whether no input tells when a backward of it is over
         self._compute_dtype = compute_dtype
         self._running: list[Call] = []
         self._waiting_for: dict[Call, int] = {}
@@ -267,7 +268,12 @@ class Unit:
     @property
     def is_done(self) -> bool:
         """Whether no more of the last forward is expected to need the parameters."""
-        return self.phase is Phase.IDLE and self.num_awaited <= 0 and not self._is_sticky
+        return (
+            self.phase is Phase.IDLE
+            and self.num_awaited <= 0
+            and not self._ends_unseen
+            and not self._is_sticky
+        )
 
     @property
     def _version(self) -> int:
@@ -397,6 +403,7 @@ class Unit:
     def begin_backward(self) -> None:
         """A backward of the model begins; forget the last one's counts."""
         self._waiting_for.clear()
+        self._ends_unseen = False
         for handle in self.handles:
             handle.begin_backward()
 
@@ -407,6 +414,8 @@ class Unit:
             self.num_awaited -= 1
         if call.num_inputs:
             self._waiting_for[call] = call.num_inputs
+        else:
+            self._ends_unseen = True
         self._enter_backward()
         self.context.prefetch_backward(self)
 

@@ -1,6 +1,7 @@
 """Optimizers that step in backward: the numbers of ``backward()`` and ``step()``, to the bit."""
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import ShardedWrapper, ShardingStrategy
+from flatshard import ShardedWrapper, ShardingStrategy, declare_elementwise
+from flatshard.pending import Pending, Unsettled
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Case
@@ -107,10 +109,16 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(6, 6)
         self.rare = nn.Parameter(torch.ones(6))
+        self.recomputes = False
 
     def forward(self, x: Tensor, rarely: bool = True) -> Tensor:
+        if self.recomputes:
+            x = checkpoint(self._scaled, x, use_reentrant=False)
         x = torch.tanh(self.linear(x))
         return x * self.rare if rarely else x
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x * F.linear(x, self.linear.weight.detach())
 
 
 class Net(nn.Module):
@@ -184,6 +192,21 @@ def uses(forwards: Callable[[Net, Tensor], Tensor]) -> Callable[[Script], None]:
 
     script.__name__ = forwards.__name__
     return script
+
+
+def recomputed_in_unit(run: Script) -> None:
+    """The weight is needed once more after its gradient is there."""
+    run.net.second.module.recomputes = True
+    uses(Net.plain)(run)
+
+
+def whole_model_recomputed(run: Script) -> None:
+    """Each recomputation has a backward of its own, which adds to the gradients."""
+    for _ in range(3):
+        x = torch.randn(2, 4, 6, requires_grad=True)
+        outputs = [checkpoint(run.model, part, use_reentrant=True) for part in x]
+        sum(output.square().mean() for output in outputs).backward()
+        run.step()
 
 
 def used_on_one_rank(run: Script) -> None:
@@ -265,6 +288,8 @@ SCRIPTS: list[Callable[[Script], None]] = [
             Net.twice_in_segments,
         ],
     ),
+    recomputed_in_unit,
+    whole_model_recomputed,
     used_on_one_rank,
     penalties,
     two_forwards,
@@ -275,9 +300,14 @@ SCRIPTS: list[Callable[[Script], None]] = [
 ]
 
 
-def _scripts_alike(rank: int, world_size: int, strategies: list[str]) -> None:
+def _scripts_alike(
+    rank: int,
+    world_size: int,
+    strategies: list[str],
+    scripts: Sequence[Callable[[Script], None]] = SCRIPTS,
+) -> None:
     for strategy in strategies:
-        for script in SCRIPTS:
+        for script in scripts:
             with naming((strategy, script.__name__)):
                 ends = []
                 for in_backward in (False, True):
@@ -291,3 +321,120 @@ def _scripts_alike(rank: int, world_size: int, strategies: list[str]) -> None:
 def test_what_waits_for_the_end(world_size: int) -> None:
     strategies = ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "NO_SHARD"]
     run_ranks(_scripts_alike, world_size, strategies if world_size > 1 else ["FULL_SHARD"])
+
+
+def _scripts_on_nodes(rank: int, world_size: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    _scripts_alike(rank, world_size, ["HYBRID_SHARD", "HYBRID_SHARD_OP"], [hooked, accumulated])
+
+
+def test_nodes() -> None:
+    run_ranks(_scripts_on_nodes, 4)
+
+
+def test_not_while_others_take() -> None:
+    """A shard that another rank may still be reading is not written."""
+
+    class Taking:
+        over = False
+
+        def is_completed(self) -> bool:
+            return self.over
+
+        def wait(self) -> None:
+            assert self.over
+
+    taking, shard, other = Taking(), torch.zeros(4), torch.zeros(4)
+    unsettled = Unsettled()
+    Pending([], "a gather", shard.detach(), trailing=[taking]).wait(unsettled)
+    assert unsettled.is_giving(shard[2:])
+    assert not unsettled.is_giving(other)
+    taking.over = True
+    assert not unsettled.is_giving(shard)
+
+
+# ---------------------------------------------------------------- errors
+
+
+class _Planned(Exception):
+    """An error of a test."""
+
+
+class Counting(torch.optim.SGD):
+    """Keeps something per group."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+
+
+def _refused(rank: int, world_size: int) -> None:
+    run = Script(rank, "FULL_SHARD", in_backward=False)
+    model, params = run.model, list(run.model.parameters())
+    declare_elementwise(Counting)
+    counting = Counting(params, lr=0.1)
+    adam, sgd = torch.optim.Adam(params[:2]), torch.optim.SGD(params)
+    for wrong, error, says in (
+        (params, TypeError, "expected a torch.optim.Optimizer"),
+        (torch.optim.LBFGS(params), ValueError, "LBFGS may look at all parameters together"),
+        (torch.optim.SGD(nn.Linear(2, 2).parameters()), ValueError, "holds no parameter"),
+        (sgd if rank else torch.optim.LBFGS(params), ValueError, "LBFGS"),
+        (sgd if rank else adam, ValueError, "rank 0 passes a Adam, rank 1 a SGD"),
+        (torch.optim.SGD(params[rank:]), ValueError, "over other parameters"),
+    ):
+        with pytest.raises(error, match=says):
+            model.step_in_backward(wrong)  # type: ignore[arg-type]
+
+    registration = model.step_in_backward(counting)
+    with pytest.raises(NotImplementedError, match=r"Counting.step\(\) changes 'count'"):
+        run.loss(0).backward()
+    registration.remove()
+    model.zero_grad()
+    model.state_dict()  # no rank was left waiting
+
+    model.step_in_backward(adam)
+    with pytest.raises(ValueError, match="SGD holds parameters that are stepped in backward"):
+        model.step_in_backward(sgd)
+    with pytest.raises(ValueError, match="on the outermost wrapper"):
+        ShardedWrapper(nn.Sequential(model))
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) needs all gradients"):
+        model.clip_grad_norm_(1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(run.loss(0)).backward()
+    assert params[2].grad is not None  # which no optimizer steps in backward
+    with pytest.raises(RuntimeError, match=r"'mixing': .*GradScaler"):
+        scaler.unscale_(adam)
+    with pytest.raises(RuntimeError, match=r"'mixing': .*Clipping by a norm"):
+        nn.utils.clip_grad_norm_(params[:1], 1.0)
+    with pytest.raises(RuntimeError, match="has used and dropped"):
+        params[0].grad.norm()
+    assert "SpentGradient('mixing'" in repr(params[0].grad)
+
+
+def _left_in_the_middle(rank: int, world_size: int) -> None:
+    """All ranks hear of gradients that come too late; what a failing backward leaves is told."""
+
+    def fail(*_: Any) -> None:
+        raise _Planned
+
+    run = Script(rank, "FULL_SHARD", in_backward=True)
+    hook = run.net.first.register_forward_hook(lambda _m, _a, out: out.register_hook(fail) and None)
+    with pytest.raises(_Planned):
+        run.loss(0).backward()
+    hook.remove()
+    with pytest.warns(UserWarning, match="a backward failed when [12] of 4 units had been stepped"):
+        run.loss(1).backward()
+    run.step()
+    assert all(param.isfinite().all() for param in run.model.state_dict().values())
+
+    x = torch.randn(4, 6, requires_grad=True)
+    recomputed = checkpoint(run.model, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"unit '(second|third)' got more gradient after"):
+        (recomputed.sum() + run.loss(2)).backward()
+    with pytest.warns(UserWarning, match="a backward failed"):
+        run.model.state_dict()
+
+
+def test_errors() -> None:
+    run_ranks(_refused, 2)
+    run_ranks(_left_in_the_middle, 2)
