@@ -215,7 +215,7 @@ class RunContext:
 
     def freed_in_backward(self, unit: Unit) -> None:
         """A unit's backward is over."""
-        self.stepping.advance(self._saved)
+        self.stepping.advance()
         if self._backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch(self._order.next_backward(unit.index), "backward")
 
@@ -300,7 +300,7 @@ class RunContext:
         for index in self._reduce_order.ready(unit.index):
             self._start_reduce(self.units[index])
         self._bound_in_flight()
-        self.stepping.advance(self._saved)
+        self.stepping.advance()
 
     def _start_reduce(self, unit: Unit) -> None:
         if unit.sync is Sync.LOCAL:

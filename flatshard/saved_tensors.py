@@ -11,8 +11,7 @@ a unit's buffer.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,19 +29,6 @@ class Regather(Protocol):
         """Gather the unit unless it is there. Collective."""
 
 
-class Lease:
-    """Held by everything that autograd keeps of one flat parameter; it lives as long."""
-
-    __slots__ = ("__weakref__",)
-
-
-class _Leased(NamedTuple):
-    """What was packed of a flat parameter that is whole on this rank."""
-
-    packed: Any
-    lease: Lease
-
-
 class SavedView(NamedTuple):
     """A view of an unsharded buffer, by its place; ``version`` is the shard's at that time."""
 
@@ -52,7 +38,6 @@ class SavedView(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     version: int
-    lease: Lease
 
     def restore(self) -> Tensor:
         """The view, gathered again if need be.
@@ -77,21 +62,13 @@ class SavedTensors:
         units: every unit with its flat parameters.
     """
 
-    def __init__(self, units: Iterable[tuple[Regather, Sequence[FlatParamHandle]]]) -> None:
-        units = list(units)
-        self._whole = {
-            handle.buffer.untyped_storage()._cdata
-            for _, handles in units
-            for handle in handles
-            if not handle.buffer_bytes and handle.buffer.numel()
-        }
+    def __init__(self, units: Iterable[tuple[Regather, Iterable[FlatParamHandle]]]) -> None:
         self._buffers = {
             handle.buffer.untyped_storage()._cdata: (unit, handle)
             for unit, handles in units
             for handle in handles
             if handle.buffer_bytes
         }
-        self._leases: dict[int, weakref.ref[Lease]] = {}
         self._active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         self._packs: list[Callable[[Tensor], Any]] = []
 
@@ -100,19 +77,6 @@ class SavedTensors:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return None
         return self._buffers.get(tensor.untyped_storage()._cdata)
-
-    def keeps(self, handle: FlatParamHandle) -> bool:
-        """Whether a backward that has still to run may ask for ``handle``'s values of now."""
-        lease = self._leases.get(handle.buffer.untyped_storage()._cdata)
-        return lease is not None and lease() is not None
-
-    def _lease(self, storage: int) -> Lease:
-        known = self._leases.get(storage)
-        lease = None if known is None else known()
-        if lease is None:
-            lease = Lease()
-            self._leases[storage] = weakref.ref(lease)
-        return lease
 
     def push(self) -> None:
         """Start packing, unless our hooks are on top already; pairs with ``pop``.
@@ -140,15 +104,12 @@ class SavedTensors:
     def _pair(
         self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
     ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        buffers, whole = self._buffers, self._whole
+        buffers = self._buffers
         outer_pack, outer_unpack = outer if outer is not None else (_pack, _unpack)
 
         def pack(tensor: Tensor) -> Any:
             if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()._cdata
-                if storage in whole:
-                    return _Leased(outer_pack(tensor), self._lease(storage))
-                found = buffers.get(storage)
+                found = buffers.get(tensor.untyped_storage()._cdata)
                 if found is not None:
                     unit, handle = found
                     if tensor.dtype != handle.buffer.dtype:
@@ -161,15 +122,12 @@ class SavedTensors:
                         tensor.stride(),
                         int(tensor.storage_offset()),
                         handle.version,
-                        self._lease(storage),
                     )
             return outer_pack(tensor)
 
         def unpack(packed: Any) -> Tensor:
             if type(packed) is SavedView:
                 return packed.restore()
-            if type(packed) is _Leased:
-                return outer_unpack(packed.packed)
             return outer_unpack(packed)
 
         return pack, unpack

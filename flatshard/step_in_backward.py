@@ -11,8 +11,8 @@ where it knows that
 - no more is added to the gradients: all the unit's parameters have theirs (so the unit counts as
   used, whatever other ranks used), from the outermost graph, and the last forward has no run of the
   unit whose backward is still to begin;
-- nobody needs the parameters of before: the gradients of the unit's inputs are there, nothing that
-  autograd saved of the parameters is alive, and other ranks have taken what this one gave;
+- nobody needs the parameters of before: the gradients of the unit's inputs are there, so that what
+  computed in it has run backwards, and other ranks have taken what this one gave;
 - nobody wants to see the gradients: no parameter has a post-accumulate hook.
 
 Everything else is stepped at the end of backward, when all ranks have agreed on what was used.
@@ -38,7 +38,6 @@ from flatshard.handle import FlatParamHandle
 from flatshard.pending import Unsettled
 from flatshard.profiling import profiled
 from flatshard.reductions import OutsideUses
-from flatshard.saved_tensors import SavedTensors
 from flatshard.spent_gradient import SpentGradient, drop_spent
 from flatshard.unit import Unit
 
@@ -225,15 +224,11 @@ class SteppedInBackward:
         if unit.index in self._parts:
             self._reduced.append(unit)
 
-    def advance(self, saved: SavedTensors) -> None:
-        """Step the units whose gradients are reduced and whose parameters nobody needs as they are.
-
-        Args:
-            saved: what autograd keeps of the parameters.
-        """
+    def advance(self) -> None:
+        """Step the units whose gradients are reduced and whose parameters nobody needs any more."""
         if not self._reduced or self._waits_for_end:
             return
-        ready = [unit for unit in self._reduced if self._may_step(unit, saved)]
+        ready = [unit for unit in self._reduced if self._may_step(unit)]
         for unit in ready:
             self._reduced.remove(unit)
             for handle in unit.handles:
@@ -251,11 +246,10 @@ class SteppedInBackward:
                 self._problem, self._waits_for_end = error, True
                 return
 
-    def _may_step(self, unit: Unit, saved: SavedTensors) -> bool:
+    def _may_step(self, unit: Unit) -> bool:
         return unit.is_done and all(
             handle.gradients.is_finished
             and self._knows_all_used(handle)
-            and not saved.keeps(handle)
             and not self._unsettled.is_giving(handle.shard)
             and not _has_hooks(handle)
             for handle in unit.handles
