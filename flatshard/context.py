@@ -144,7 +144,7 @@ class RunContext:
             self._before_first_run()
         self.has_run = True
         for unit in self.units:
-            unit.num_awaited = 0
+            unit.begin_run()
         self._order.begin_forward()
         self.expects_backward = torch.is_grad_enabled()
         if self.expects_backward:
@@ -354,6 +354,8 @@ class RunContext:
         has_gradients = any(any(flags) for of_unit in self._published for flags in of_unit)
         self._run_hooks()
         if not self.is_running_forward:
+            for unit in self.units:
+                unit.end_run()
             self.stepping.end_backward(has_gradients=has_gradients)
         for unit in self.units:
             if unit.sync is not Sync.ALL:

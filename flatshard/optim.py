@@ -226,7 +226,9 @@ class _Exchange:
                     stands_in[positions[0]] = twin
                     joined.update(positions)
             for position, param in enumerate(params):
-                if position not in joined and isinstance(param, FlatShardTensor | FlatParameter):
+                is_ours = isinstance(param, FlatShardTensor | FlatParameter)
+                # What has no gradient is left alone: its state may be part of a run's.
+                if is_ours and position not in joined and param.grad is not None:
                     stands_in[position] = self._replace(param)
             if stands_in:
                 self._lists.append((params, list(params)))
@@ -268,8 +270,7 @@ class _Exchange:
             # Plain already, only its gradient is not.
             twin = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
             twin.grad = getattr(param.grad, "_local", param.grad)
-        if twin.grad is not None:
-            torch.autograd.graph.increment_version(twin)
+        torch.autograd.graph.increment_version(twin)
         if param in self._state:
             self._state[twin] = apart(_local_state(param, self._state.pop(param)))
         self._twins.append((twin, param))

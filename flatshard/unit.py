@@ -126,8 +126,8 @@ class Unit:
         placement: what is freed when.
         sync: what the backward of the forward begun last does with the gradients.
         state_dict_options: what its part of state dicts is.
-        num_awaited: how often it ran in the last forward, less the backwards of it that began;
-            alike on all ranks.
+        num_awaited: how often it ran in the last outermost forward, less the backwards of it that
+            began since; alike on all ranks, also where an earlier forward failed on some.
     """
 
     context: Context
@@ -152,6 +152,7 @@ class Unit:
         self.sync = Sync.ALL
         self.state_dict_options = StateDictOptions()
         self.num_awaited = 0
+        self._num_awaited_before = 0
         self._ends_unseen = False  # whether no input tells when a backward of it is over
         self._compute_dtype = compute_dtype
         self._running: list[Call] = []
@@ -267,10 +268,10 @@ class Unit:
 
     @property
     def is_done(self) -> bool:
-        """Whether no more of the last forward is expected to need the parameters."""
+        """Whether no forward since the last backward is expected to need the parameters yet."""
         return (
             self.phase is Phase.IDLE
-            and self.num_awaited <= 0
+            and self.num_awaited + self._num_awaited_before <= 0
             and not self._ends_unseen
             and not self._is_sticky
         )
@@ -400,6 +401,15 @@ class Unit:
 
     # ------------------------------------------------------------ backward
 
+    def begin_run(self) -> None:
+        """An outermost forward begins."""
+        self._num_awaited_before += self.num_awaited
+        self.num_awaited = 0
+
+    def end_run(self) -> None:
+        """A backward of the model is over, or failed."""
+        self.num_awaited = self._num_awaited_before = 0
+
     def begin_backward(self) -> None:
         """A backward of the model begins; forget the last one's counts."""
         self._waiting_for.clear()
@@ -474,6 +484,7 @@ class Unit:
         """Return to IDLE after a step that failed; drops its gradients."""
         self._running.clear()
         self._sticky_version = -1
+        self.end_run()
         for handle in self.handles:
             handle.drop_grads()
         self.free()

@@ -682,10 +682,12 @@ class ShardedWrapper(nn.Module):
         the optimizer's own step hooks only in ``optimizer.step()``.
 
         Units are stepped at the end of backward, exactly as well but without the saving, where
-        more may come of them or they may still be needed: in the first backward, which finds the
-        order of units; parts of the model without gradient on this rank; ``retain_graph=True``;
-        checkpoints with ``use_reentrant=True``; post-accumulate hooks; penalties on parameters
-        outside of forward. A backward that fails may leave some units stepped and others not.
+        more may come of them or they may still be needed: the root, and units none of whose
+        inputs has a gradient; those with parameters that this rank did not use, or that have
+        post-accumulate hooks; all in a backward over checkpoints with ``use_reentrant=True`` or a
+        penalty on parameters outside of forward, and often in the first backward, which finds the
+        order of units. A backward that fails may leave some units stepped and others not; the
+        next step warns.
 
         Of an inner wrapper: for the whole model. ``copy.deepcopy`` gives a model without it.
 

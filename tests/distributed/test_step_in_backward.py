@@ -227,6 +227,7 @@ def penalties(run: Script) -> None:
 
 
 def two_forwards(run: Script) -> None:
+    run.net.forwards = Net.recomputed_without_grad
     for step in range(3):
         (run.loss(step) + run.loss(10 + step)).backward(retain_graph=step == 1)
         run.step()
