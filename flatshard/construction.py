@@ -32,6 +32,11 @@ def check_module(module: nn.Module, policy: Policy | None) -> None:
     if policy is not None:
         check_policy(policy)
     inside = unit_modules(module)
+    if any(one._context.stepping.is_active for one in inside):
+        raise ValueError(
+            "ShardedWrapper: optimizers step in the backward of a part of the module. Call "
+            "step_in_backward() on the outermost wrapper, once it is made."
+        )
     if inside and policy is not None:
         raise ValueError(
             f"ShardedWrapper: auto_wrap_policy over a model that already contains {len(inside)} "

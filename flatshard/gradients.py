@@ -181,6 +181,11 @@ class GradientBuffer:
         """Whether there is something that ``start_reduce(sync)`` would reduce further."""
         return bool(self.filled) or (sync is Sync.ALL and self.held is not None)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing waits or is under way: there is a reduced gradient, or none at all."""
+        return self._reduction is None and not self.filled and self.held is None
+
     def shard_part(self) -> Tensor:
         """A copy of what waits of this rank's shard, in the shard's dtype."""
         part = torch.zeros(self._layout.shard_numel, dtype=self._out_dtype, device=self._device)

@@ -46,6 +46,7 @@ from flatshard.settings import (
     read_strategy,
 )
 from flatshard.shard_tensor import FlatShardTensor
+from flatshard.step_in_backward import StepInBackward
 from flatshard.step_report import StepReport
 from flatshard.unit_module import UnitModule, outermost_unit_modules, unit_modules, units_at_rest
 from flatshard.wrap import Policy
@@ -230,12 +231,13 @@ class ShardedWrapper(PeerNames):
         self._check_between_steps("no_sync()", context)
         if max_bytes is not None and max_bytes < 0:
             raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}")
-        before = context.syncs
+        before = context.syncs, context.under_no_sync
         context.syncs = context.plan_accumulation(max_bytes, replicas_only)
+        context.under_no_sync = True
         try:
             yield
         finally:
-            context.syncs = before
+            context.syncs, context.under_no_sync = before
 
     @contextlib.contextmanager
     def record_steps(
@@ -334,6 +336,52 @@ class ShardedWrapper(PeerNames):
         )
         context.refresh()
 
+    def step_in_backward(self, optimizer: torch.optim.Optimizer) -> StepInBackward:
+        """Let ``optimizer`` step in each backward, every unit once its gradients are reduced.
+
+        The same numbers, to the bit, as ``optimizer.step()`` and ``zero_grad()`` after backward.
+        The gradients of the whole model never exist together, which saves up to the size of the
+        shards. Every backward that reduces steps, and a backward under ``no_sync`` does not: what
+        it accumulates is in the step of the first backward after. Learning rates and other options
+        are those in ``optimizer.param_groups`` when backward begins.
+
+        A training loop can stay as it is. ``optimizer.step()`` steps what backward did not: other
+        models' parameters, ignored ones. Until it, ``zero_grad()`` or the next forward, ``.grad``
+        of what was stepped holds a stand-in that raises when it is used: there is nothing to clip
+        by a norm, to unscale or to log. A parameter's post-accumulate hooks run before its step,
+        the optimizer's own step hooks only in ``optimizer.step()``.
+
+        Units are stepped at the end of backward, exactly as well but without the saving, where
+        more may come of them or they may still be needed: the root, and units none of whose
+        inputs has a gradient; those with parameters that this rank did not use, or that have
+        post-accumulate hooks; all in a backward over checkpoints with ``use_reentrant=True`` or a
+        penalty on parameters outside of forward, and often in the first backward, which finds the
+        order of units. A backward that fails may leave some units stepped and others not; the
+        next step warns.
+
+        Of an inner wrapper: for the whole model. ``copy.deepcopy`` gives a model without it.
+
+        Collective: all ranks that train the model; the same optimizer on each.
+
+        Args:
+            optimizer: over any of the model's parameters, made before or after wrapping; one that
+                updates every element from that element's own gradient and state: torch's own that
+                do, and those given to ``declare_elementwise``.
+
+        Returns:
+            Its ``remove()`` undoes this.
+
+        Raises:
+            TypeError: not an optimizer.
+            ValueError: it is not element-wise, holds no parameter of the model or some that are
+                stepped in backward already; ranks pass different ones.
+            RuntimeError: a forward or backward of the model is running.
+        """
+        context = self._context
+        context.recover()
+        self._check_between_steps("step_in_backward()", context)
+        return context.stepping.register(optimizer, self._settings.ranks.world)
+
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -363,8 +411,9 @@ class ShardedWrapper(PeerNames):
 
         Raises:
             RuntimeError: gradients accumulated under ``no_sync`` are not reduced yet; the norm is
-                not finite and ``error_if_nonfinite`` is set.
+                not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward.
         """
+        self._context.stepping.refuse("clip_grad_norm_()")
         handles = [h for wrapper in sharded_modules(self) for h in wrapper._unit.handles]
         grad_norm.check_reduced(
             handles, self._settings.topology.world, is_reducing=self._context.is_reducing
