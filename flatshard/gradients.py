@@ -218,7 +218,7 @@ class GradientBuffer:
         for index, span in enumerate(spans):
             if index not in self.filled:
                 buffer[span.start : span.end].zero_()
-        if self._stay:
+        if self._stay and self.filled:
             pieces = self._split(buffer)
             torch._foreach_copy_(
                 [pieces[index] for index in self.filled],
