@@ -6,7 +6,8 @@ What moves gathered parameters and gradients, unless the user says it:
     nothing        a group of one.
     peer memory    gloo, tensors in host memory, all ranks on one host and allowed to read one
                    another's: one says where a part lies, the others copy it from there, or add it
-                   up piece by piece, and say that they have. Each byte is copied once.
+                   up piece by piece, and say that they have. Each byte is copied once. Shards from
+                   1 MiB on are not even copied: see ``mapped_shards``.
     sockets        gloo, tensors in host memory, else; or a wire dtype. gloo's own ``all_gather``
                    fills a temporary, its ``reduce_scatter`` is an all-reduce and a copy, and its
                    all-to-all sends before it can receive, so that both directions of a slow link
@@ -16,7 +17,7 @@ What moves gathered parameters and gradients, unless the user says it:
                    all-reduces over replicas.
 
 No transport is better for small tensors and worse for large ones (1 MB: 0.4 ms by any), so the size
-decides nothing but how many pieces an average has. All but the last add in rank order, which makes
+decides only how many pieces an average has, and whether shards are mapped. All but the last add in rank order, which makes
 the sum the same in every run.
 
 [Note: groups]

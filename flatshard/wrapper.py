@@ -239,6 +239,13 @@ class ShardedWrapper(PeerNames):
         finally:
             context.syncs, context.under_no_sync = before
 
+    def free_buffers(self) -> None:
+        """Give back memory that is kept for the next step: of gradients that nobody holds.
+
+        A forward without gradients does the same. No communication.
+        """
+        self._context.give_back()
+
     @contextlib.contextmanager
     def record_steps(
         self, *, trace: recording.PathLike = None, memory: recording.PathLike = None
