@@ -17,8 +17,8 @@ What moves gathered parameters and gradients, unless the user says it:
                    all-reduces over replicas.
 
 No transport is better for small tensors and worse for large ones (1 MB: 0.4 ms by any), so the size
-decides only how many pieces an average has, and whether shards are mapped. All but the last add in rank order, which makes
-the sum the same in every run.
+decides only how many pieces an average has, and whether shards are mapped. All but the last add in
+rank order, which makes the sum the same in every run.
 
 [Note: groups]
 Collectives on one group match by order. Reductions start when gradients are there, gathers when
