@@ -362,6 +362,7 @@ class _Reduction:
         """
         self.hold = hold
         self._topology, self._of, self._held = topology, of, held
+        self._read_behind: tuple[Whole, Tensor | None] | None = None
         inner = topology.inner
         self._pending = Pending([], of.label)
         if inner.size > 1:
@@ -376,6 +377,9 @@ class _Reduction:
         if self._must_cross:
             self._queue.append(self)
         if self._must_cross and (inner.size == 1 or self._out.is_cuda):
+            # A side stream waits for what reads these, the stream that they are freed on does not
+            # before `finish`: until then their memory must not become another tensor's.
+            self._read_behind = (whole, held)
             self._cross_behind()
 
     def _cross_behind(self) -> None:
@@ -423,6 +427,7 @@ class _Reduction:
         """Wait for the last stage and return its result."""
         self.cross()
         self._pending.wait(self._of.unsettled)
+        self._read_behind = None
         return self._out
 
 
