@@ -113,6 +113,13 @@ def pretend(device: torch.device, world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
+def build_gpt(preset: Preset, device: torch.device) -> GPT:
+    """Made where it trains: a CPU would take long to draw a billion numbers."""
+    torch.manual_seed(0)
+    with device:
+        return GPT(preset)
+
+
 def group_without_cpu(device: torch.device) -> dist.ProcessGroup:
     """A pretended group that cannot send what lies on the CPU, like one of NCCL."""
     group = dist.new_group(backend=f"{device.type}:fake")
@@ -120,12 +127,10 @@ def group_without_cpu(device: torch.device) -> dist.ProcessGroup:
     return group
 
 
-def in_ranks(
-    run: Callable[..., Any], place: Place, *args: Any, store_name: str = "store"
-) -> list[Any]:
+def in_ranks(run: Callable[..., Any], place: Place, *args: Any) -> list[Any]:
     """What ``run(rank, device, place, *args)`` returns on every rank, as JSON carries it."""
     with tempfile.TemporaryDirectory() as folder:
-        store = f"{folder}/{store_name}"
+        store = f"{folder}/store"
         mp.spawn(_one_rank, (run, place, store, args), nprocs=place.ranks)
         return [json.loads(Path(f"{store}.{r}").read_text()) for r in range(place.ranks)]
 
@@ -395,7 +400,7 @@ class Contender:
         before = allocated(device)
         options = argparse.Namespace(strategy="FULL_SHARD", bf16=True, collectives="auto")
         self.device, self.clock = device, Clock(device)
-        self.model = CONTENDERS[name](benchmark.make_model(preset, device), options)
+        self.model = CONTENDERS[name](build_gpt(preset, device), options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.batch = make_batch(preset, 0, device)
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=name == "plain")
@@ -418,22 +423,23 @@ class Contender:
         at_start = allocated(self.device)
         if self.clock.is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        device_seconds, host_seconds = [], []
+        self.clock.wait()
+        first = self.clock.now()
         for _ in range(STEPS_PER_TURN):
-            self.clock.wait()  # or the host would be held up by a full queue of kernels
-            first, begin = self.clock.now(), time.perf_counter()
             self.step()
-            host_seconds.append(time.perf_counter() - begin)
-            last = self.clock.now()
-            self.clock.wait()
-            device_seconds.append(self.clock.seconds(first, last))
+        last = self.clock.now()
+        self.clock.wait()
+        begin = time.perf_counter()
+        self.step()  # alone: a full queue of kernels would hold the host up
+        host_seconds = time.perf_counter() - begin
+        self.clock.wait()
         peak = None
         if self.clock.is_cuda:
             of_others = at_start - self.bytes_between_steps
             peak = torch.cuda.max_memory_allocated() - of_others
         return {
-            "seconds": statistics.median(device_seconds),
-            "host_seconds": statistics.median(host_seconds),
+            "seconds": self.clock.seconds(first, last) / STEPS_PER_TURN,
+            "host_seconds": host_seconds,
             "peak_bytes": peak,
         }
 
@@ -442,9 +448,17 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
+def preset_for(device: torch.device) -> Preset:
+    if device.type == "cpu":
+        return benchmark.PRESETS["tiny"]
+    # All contenders are there at once, the plain one whole.
+    fits = torch.cuda.get_device_properties(device).total_memory > 60 << 30
+    return BILLION if fits else benchmark.PRESETS["gpt-120m"]
+
+
 def part_fake(place: Place, args: argparse.Namespace) -> Outcome:
     device = torch.device("cuda", 0) if place.is_cuda else torch.device("cpu")
-    preset = BILLION if place.is_cuda else benchmark.PRESETS["tiny"]
+    preset = preset_for(device)
     deadline = time.monotonic() + 0.8 * args.limit
     pretend(device, FAKE_RANKS)
     warnings.simplefilter("ignore")  # the other wrappers' deprecations
@@ -523,7 +537,7 @@ class Stepper:
         self, preset: Preset, rank: int, device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
         self.model = ShardedWrapper(
-            benchmark.make_model(preset, device),
+            build_gpt(preset, device),
             process_group=group,
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
@@ -581,7 +595,7 @@ def find_syncs(rank: int, device: torch.device, place: Place, pretended: bool) -
         stepper.step()
     with (
         sync_debug_mode(device, "warn"),
-        places_of_warnings("synchronizing") as found,
+        places_of_warnings("called a synchronizing") as found,
     ):
         stepper.step()
         stepper.step()
@@ -589,7 +603,7 @@ def find_syncs(rank: int, device: torch.device, place: Place, pretended: bool) -
         with sync_debug_mode(device, "error"):
             stepper.step()
     except RuntimeError as error:
-        if "synchronizing" not in str(error):
+        if "called a synchronizing" not in str(error):
             raise
         found.append(f"raised at {place_of(traceback.extract_tb(error.__traceback__))}")
     return found
@@ -620,16 +634,18 @@ def profile_step(rank: int, device: torch.device, place: Place, path: str) -> No
     clock = Clock(device)
     for _ in range(WARMUP + 1):
         stepper.step()
+    clock.wait()
+    dist.barrier()
+    if rank > 0:
+        stepper.step()
+        return
     activities = [torch.profiler.ProfilerActivity.CPU]
     if place.is_cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    clock.wait()
-    dist.barrier()
     with torch.profiler.profile(activities=activities) as profiler:
         stepper.step()
         clock.wait()
-    if rank == 0:
-        profiler.export_chrome_trace(path)
+    profiler.export_chrome_trace(path)
 
 
 def kernels(trace: dict[str, Any]) -> tuple[list[Span], list[Span]]:
