@@ -128,19 +128,34 @@ class Communicator:
         self.control_device = torch.device("cpu")
         if group is None or self.size == 1:
             return
-        if _cpu_backend(group) is None:
-            self.control_device = torch.device("cuda", torch.cuda.current_device())
         self._is_gloo = _cpu_backend(group) == "gloo"
         self._check_mode()
         self._sends_cpu_directly = self._is_gloo and mode.collectives is not Collectives.NATIVE
         with _named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
             self._gather_group = _sibling(group) if self._sends_cpu_directly else group
             self._reduce_group = _sibling(group)
+            self._control_group = self._gather_group
+            if _cpu_backend(group) is None:
+                self._find_control(group)
         if self._sends_cpu_directly:
             self._sockets = Sockets(self._gather_group, self._reduce_group, mode.wire_dtype)
         # With a wire dtype, results are the same wherever the ranks are.
         if self._sends_cpu_directly and mode == AUTO:
             self._on_host = self._meet_on_host()
+
+    def _find_control(self, group: dist.ProcessGroup) -> None:
+        """Where ranks say a few numbers to one another that the host wants to know.
+
+        Through host memory: to read them off an accelerator would wait for all of its work.
+        """
+        if dist.is_gloo_available():
+            self._control_group = _new_group(group, self.ranks, backend="gloo")
+        else:
+            self.control_device = torch.device("cuda", torch.cuda.current_device())
+
+    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
+        """The group that moves what lies where ``tensor`` does."""
+        return self._control_group if tensor.device.type == "cpu" else self._gather_group
 
     def _check_mode(self) -> None:
         if self._is_gloo:
@@ -337,7 +352,7 @@ class Communicator:
         self._note("scalars", label, values)
         ranks = ", ".join(map(str, self.ranks))
         with _named(f"{label!r}, rank {self.global_rank}: combining values over ranks {ranks}"):
-            dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self._gather_group)
+            dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self._group_for(values))
         return values
 
     def broadcast(self, tensor: Tensor, *, label: str, source: int = 0) -> None:
@@ -350,7 +365,7 @@ class Communicator:
         self._note("broadcast", label, tensor)
         src = self.ranks[source]
         with _named(f"{label!r}, rank {self.global_rank}: broadcasting from rank {src}"):
-            dist.broadcast(_as_real(tensor), src=src, group=self._gather_group)
+            dist.broadcast(_as_real(tensor), src=src, group=self._group_for(tensor))
 
     def send(self, tensor: Tensor, *, to: int, label: str) -> None:
         """Send a contiguous tensor to rank ``to`` of the group, which ``receive``s it; waits."""
@@ -380,7 +395,7 @@ class Communicator:
             return [value]
         # Not all_gather_object, which needs numpy.
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        device, group = self.control_device, self._gather_group
+        device, group = self.control_device, self._control_group
         with _named(f"{label}, rank {self.global_rank}"):
             lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
             mine = torch.tensor([data.numel()], device=device)
@@ -486,14 +501,18 @@ def _sibling(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _new_group(group, dist.get_process_group_ranks(group))
 
 
-def _new_group(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A group of some ranks with the parent's backend and timeout."""
+def _new_group(
+    parent: dist.ProcessGroup, ranks: Sequence[int], backend: str | None = None
+) -> dist.ProcessGroup:
+    """A group of some ranks with the parent's timeout, and its backend unless another is named."""
     whole_world = parent is dist.group.WORLD
+    if backend is None and not whole_world:
+        backend = str(dist.get_backend_config(parent))
     all_of_it = whole_world and len(ranks) == dist.get_world_size()
     group = dist.new_group(
         list(ranks),
         timeout=_timeout(parent),
-        backend=str(dist.get_backend_config(parent)) if not whole_world else None,
+        backend=backend,
         use_local_synchronization=not all_of_it,
         group_desc="flatshard",
     )

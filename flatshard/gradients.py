@@ -311,7 +311,10 @@ class GradientBuffer:
     def new_part(self, comm: Communicator) -> Tensor:
         """Where this rank's part of a reduction over ``comm`` goes; only its padding has values."""
         numel = self._layout.padded_numel // comm.size
-        part = self.spare.take(numel, self._dtype, self._device)
+        if self._topology.outer.size > 1:  # a second stage makes something smaller of it
+            part = torch.empty(numel, dtype=self._dtype, device=self._device)
+        else:
+            part = self.spare.take(numel, self._dtype, self._device)
         if self._stay_in_place:
             self._zero_padding(part, comm.rank)
         return part
@@ -405,6 +408,7 @@ class _Reduction:
         """
         self.hold = hold
         self._topology, self._of, self._held = topology, of, held
+        self._read_behind: tuple[Whole, Tensor | None] | None = None
         inner = topology.inner
         self._pending = Pending([], of.label)
         if inner.size > 1:
@@ -420,6 +424,9 @@ class _Reduction:
         if self._must_cross:
             self._queue.append(self)
         if self._must_cross and (inner.size == 1 or self.out.is_cuda):
+            # A side stream waits for what reads these, the stream that they are freed on does not
+            # before `finish`: until then their memory must not become another tensor's.
+            self._read_behind = (whole, held)
             self._cross_behind()
 
     def _cross_behind(self) -> None:
@@ -468,6 +475,7 @@ class _Reduction:
         """Wait for the last stage and return its result."""
         self.cross()
         self._pending.wait(self._of.unsettled)
+        self._read_behind = None
         return self.out
 
 
