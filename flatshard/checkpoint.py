@@ -28,7 +28,7 @@ _DDP_PREFIX = "module."
 def hook_state_dicts(unit: Unit) -> None:
     """Let the state dicts of a unit's module, of its parts, and of what contains it be whole."""
     hooks = _StateDictHooks(unit)
-    for module in {unit.module}.union(*(handle.modules() for handle in unit.handles)):
+    for module in {unit.module}.union(*(handle.params.modules() for handle in unit.handles)):
         # Torch marks the functions that it is given, which a bound method does not allow.
         module.register_state_dict_pre_hook(partial(hooks.before_save))
         module.register_state_dict_post_hook(partial(hooks.after_save))
@@ -75,14 +75,14 @@ class _StateDictHooks:
             self._depth = 0
         self._depth += 1
         for handle in self._unit.handles:
-            whole.show_placeholders(handle)
+            handle.params.show_placeholders()
 
     def _leave(self) -> bool:
         self._depth -= 1
         if self._depth > 0:
             return False
         for handle in self._unit.handles:
-            whole.hide_placeholders(handle)
+            handle.params.hide_placeholders()
         return True
 
 

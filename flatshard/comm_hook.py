@@ -107,7 +107,7 @@ def _check_can_register(units: list[Unit]) -> None:
                     f"register_comm_hook: {_describe(unit.name)} has a hook already, and takes one "
                     "in its life. Registering on a wrapper is for all units inside it."
                 )
-            if handle.holds_gradients:
+            if handle.grads.holds_gradients:
                 raise RuntimeError(
                     f"register_comm_hook: {_describe(unit.name)} holds gradients accumulated under "
                     "no_sync. Register before, or after the backward that reduces them."

@@ -341,7 +341,9 @@ class RunContext:
             self._had_accumulated = False
             for unit in self.units:
                 unit.begin_backward()
-                self._had_accumulated |= any(handle.holds_gradients for handle in unit.handles)
+                self._had_accumulated |= any(
+                    handle.grads.holds_gradients for handle in unit.handles
+                )
                 if unit.sync is Sync.LOCAL or not unit.num_trainable:
                     # Never reduced, so it must not hold up the others.
                     self._reduce_order.ready(unit.index)
@@ -428,7 +430,7 @@ class RunContext:
         for unit in self.units:
             if unit.sync is not Sync.ALL:
                 for handle in unit.handles:
-                    handle.show_unreduced()
+                    handle.grads.show_unreduced()
         self.recorder.end_backward()
 
     def _settle(self) -> None:
@@ -445,7 +447,7 @@ class RunContext:
         for unit, flags in zip(self.units, used.parameters, strict=True):
             for handle, handle_flags in zip(unit.handles, flags, strict=True):
                 if unit.sync is Sync.ALL:
-                    handle.publish(handle_flags)
+                    handle.grads.publish(handle_flags)
                 elif unit.sync is Sync.WITHIN:
                     handle.gradients.mark_used(handle_flags)
         self._published = used.parameters
@@ -495,11 +497,11 @@ class RunContext:
                 if unit.sync is not Sync.ALL:
                     continue
                 for handle, handle_flags in zip(unit.handles, flags, strict=True):
-                    handle.run_post_accumulate_hooks(handle_flags)
+                    handle.grads.run_post_accumulate_hooks(handle_flags)
         finally:
             for unit in self.units:
                 for handle in unit.handles:
-                    handle.give_hooks_back()
+                    handle.grads.give_hooks_back()
 
     def recover(self) -> None:
         """Return to a state to start from, after a step that was left by an exception."""

@@ -28,7 +28,7 @@ def check_reduced(
     Raises:
         RuntimeError: on all ranks, when any of them has such gradients.
     """
-    mine = next((handle.unit_name for handle in handles if handle.shows_unreduced()), None)
+    mine = next((handle.unit_name for handle in handles if handle.grads.shows_unreduced()), None)
     if is_reducing:
         found = {world.rank: mine}
     else:
@@ -81,5 +81,5 @@ def _grads(params: Sequence[Tensor], handles: Sequence[FlatParamHandle]) -> list
     owned = {id(param) for handle in handles for param in handle.sharded}
     grads = [param.grad for param in params if id(param) not in owned and param.grad is not None]
     for handle in handles:
-        grads.extend(handle.published_grads())
+        grads.extend(handle.grads.published())
     return [grad for grad in grads if grad.numel() > 0]

@@ -126,11 +126,11 @@ class _ParamSlot(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.handle.spec(self.number).name
+        return self.handle.params.specs[self.number].name
 
     @property
     def shape(self) -> Sequence[int]:
-        return self.handle.spec(self.number).shape
+        return self.handle.params.specs[self.number].shape
 
     @property
     def held(self) -> Tensor | None:
@@ -138,8 +138,10 @@ class _ParamSlot(NamedTuple):
 
     def show(self, device: torch.device | str) -> None:
         """Let the module hold a whole plain parameter, with what users attached to this one."""
-        empty = self.handle.spec(self.number).empty(self.handle.shard.new_empty(0, device=device))
-        trainable, attributes = self.handle.traits(self.number)
+        empty = self.handle.params.specs[self.number].empty(
+            self.handle.shard.new_empty(0, device=device)
+        )
+        trainable, attributes = self.handle.params.traits(self.number)
         param = nn.Parameter(_patterned(empty), requires_grad=trainable)
         param.__dict__.update(attributes)
         self.module.__dict__.pop(self.attribute, None)
@@ -190,7 +192,7 @@ def _param_slots(handles: Sequence[FlatParamHandle]) -> dict[nn.Module, list[_Pa
     slots: dict[nn.Module, list[_ParamSlot]] = {}
     for handle in handles:
         given: set[int] = set()
-        for module, attribute, index in handle.places():
+        for module, attribute, index in handle.params.places:
             if index in handle.unfilled:
                 slot = _ParamSlot(module, attribute, handle, index, index not in given)
                 slots.setdefault(module, []).append(slot)
@@ -408,7 +410,7 @@ class Materialiser:
                         made[param.name] = None if held.is_meta else held.detach()
             finally:
                 for handle in {param.handle for param in group.params}:
-                    handle.show_sharded()
+                    handle.params.show_sharded()
         return made
 
     def _initialise(self, module: nn.Module) -> None:
@@ -500,7 +502,7 @@ def check_loaded(root: nn.Module, handles: Iterable[FlatParamHandle], world: Com
         RuntimeError: on every rank: some were not.
     """
     empty = [
-        handle.spec(index).name
+        handle.params.specs[index].name
         for handle in handles
         for index in range(len(handle.layout.spans))
         if _is_patterned(handle.part(index))

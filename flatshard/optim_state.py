@@ -138,7 +138,7 @@ def _places_of_units(
         names = tuple(
             next(
                 prefixes[site.module] + site.attribute
-                for site in handle.sites(index)
+                for site in handle.params.sites(index)
                 if site.module in prefixes
             )
             for index in indices
@@ -363,7 +363,7 @@ def _part(place: _Place, key: str, value: Any) -> Tensor | None:
             if value.shape == handle.shard.shape:
                 return value
         else:
-            spec = handle.spec(place.indices[0])
+            spec = handle.params.specs[place.indices[0]]
             if place.is_divided and tuple(value.shape) == (spec.numel,):
                 return value
             if tuple(value.shape) == spec.shape:
@@ -662,7 +662,7 @@ def _flat(place: _Place, values: dict[str, Tensor]) -> Tensor:
     for name, index in zip(place.names, place.indices, strict=True):
         if name in values:
             local = handle.local_spans[index]
-            shard[local.start : local.end].copy_(handle.spec(index).slice(values[name]))
+            shard[local.start : local.end].copy_(handle.params.specs[index].slice(values[name]))
     return shard
 
 
@@ -670,7 +670,7 @@ def _sliced(place: _Place, value: Tensor, elementwise: bool) -> Tensor:
     """This rank's part of an original parameter's state, as the optimizer has it."""
     handle, (index,) = place.handle, place.indices
     assert handle is not None, "it is a part of a flat parameter"
-    spec, device = handle.spec(index), handle.shard.device
+    spec, device = handle.params.specs[index], handle.shard.device
     if handle.is_whole:
         # In the parameter's strides, which optimizers' fast paths compare.
         return torch.empty_strided(

@@ -233,7 +233,7 @@ class SteppedInBackward:
             self._reduced.remove(unit)
             for handle in unit.handles:
                 used = set(handle.gradients.used)
-                handle.publish([index in used for index in range(len(handle.full))])
+                handle.grads.publish([index in used for index in range(len(handle.full))])
                 handle.gradients.used |= used  # the other ranks are told at the end of backward
             self._stepped.add(unit.index)
             try:
@@ -258,7 +258,7 @@ class SteppedInBackward:
     def _knows_all_used(self, handle: FlatParamHandle) -> bool:
         """Whether no other rank used more of a unit whose gradients have all come here."""
         # Of frozen ones, others may have accumulated gradients before they were frozen.
-        return not self._has_accumulated or handle.num_trainable() == len(handle.full)
+        return not self._has_accumulated or handle.params.num_trainable() == len(handle.full)
 
     def flags(self) -> list[bool]:
         """Per unit, whether it was stepped here; for ``check_not_late``."""
@@ -379,7 +379,7 @@ class SteppedInBackward:
 def _names(handle: FlatParamHandle) -> list[str]:
     if isinstance(handle.sharded[0], FlatParameter):
         return [f"{handle.unit_name or 'the root'}'s flat parameter"]
-    return [handle.spec(index).name for index in range(len(handle.sharded))]
+    return [spec.name for spec in handle.params.specs]
 
 
 def _has_hooks(handle: FlatParamHandle) -> bool:
@@ -387,4 +387,4 @@ def _has_hooks(handle: FlatParamHandle) -> bool:
     flat = handle.sharded[0]
     if isinstance(flat, FlatParameter):
         return bool(flat.post_accumulate_hooks)
-    return any(handle.spec(i).post_accumulate_hooks for i in range(len(handle.sharded)))
+    return any(spec.post_accumulate_hooks for spec in handle.params.specs)

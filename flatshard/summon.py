@@ -38,33 +38,22 @@ class Request:
     with_grads: bool = False
 
 
-def _is_plain(handle: FlatParamHandle) -> bool:
-    """Whether the sharded parameters are whole and compute themselves."""
-    return handle.full is handle.sharded
-
-
-def _requires_grad(handle: FlatParamHandle) -> list[bool]:
-    with torch._C.DisableTorchFunctionSubclass():
-        found = [param.requires_grad for param in handle.sharded]
-    return found if handle._use_orig_params else found * len(handle._specs)
-
-
 def _present_grads(handle: FlatParamHandle) -> list[bool]:
     """Per original parameter, whether it has a gradient."""
     with torch._C.DisableTorchFunctionSubclass():
         found = [param.grad is not None for param in handle.sharded]
-    return found if handle._use_orig_params else found * len(handle._specs)
+    return found if handle.params.use_orig_params else found * len(handle.params.specs)
 
 
 def _grad_shard(handle: FlatParamHandle) -> Tensor:
     """This rank's part of the gradients, ``(shard_numel,)``; zero where there is none."""
     flat = torch.zeros_like(handle.shard)
     with torch._C.DisableTorchFunctionSubclass():
-        if not handle._use_orig_params:
+        if not handle.params.use_orig_params:
             grad = handle.sharded[0].grad
             return flat.copy_(getattr(grad, "_local", grad))  # type: ignore[arg-type]
         for param, spec, local in zip(
-            handle.sharded, handle._specs, handle.local_spans, strict=True
+            handle.sharded, handle.params.specs, handle.local_spans, strict=True
         ):
             if param.grad is not None:
                 # A plain one is whole: the user's own.
@@ -77,7 +66,7 @@ def _grad_shard(handle: FlatParamHandle) -> Tensor:
 def _check_request(handle: FlatParamHandle, request: Request) -> None:
     """Raise for what cannot be shown, alike on all ranks."""
     if handle.summoned is None:
-        handle.check_places()
+        handle.params.check_places()
         return
     outer = handle.summoned.request
     lacking = [
@@ -116,7 +105,7 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
         for comm in comms:
             facts = facts.to(comm.control_device)
             comm.reduce_scalars(facts, "MAX", label="gradients to show")
-        names = [(handle, span.name) for handle in members for span in handle.layout.spans]
+        names = [(handle, spec.name) for handle in members for spec in handle.params.specs]
         for (handle, name), (unreduced, present, absent) in zip(names, facts.tolist(), strict=True):
             rank = handle.topology.world.global_rank
             where = f"parameter {name!r} (unit {handle.unit_name!r}, rank {rank})"
@@ -135,7 +124,7 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
 
 def _grad_facts(handle: FlatParamHandle) -> list[tuple[bool, bool, bool]]:
     """Per original parameter: whether its gradient is not reduced, present, absent."""
-    unreduced = handle.shows_unreduced()
+    unreduced = handle.grads.shows_unreduced()
     return [(unreduced and there, there, not there) for there in _present_grads(handle)]
 
 
@@ -200,20 +189,20 @@ class Summoned:
     def _is_shown_already(self) -> bool:
         """Whether the sharded parameters are whole, plain, and what is to be edited."""
         moves = self.request.offload_to_cpu and self._handle.shard.device.type != "cpu"
-        return _is_plain(self._handle) and self.request.writeback and not moves
+        return self._handle.params.are_full and self.request.writeback and not moves
 
     def _join(self, outer: Summoned) -> None:
         """Inside another summon: nothing is gathered, and what it shows is shared or copied."""
         self.is_held = outer.is_held
         self.params = outer.params
-        shown = outer.params or (self._handle.sharded if _is_plain(self._handle) else [])
+        shown = outer.params or (self._handle.sharded if self._handle.params.are_full else [])
         if self.is_held and not self.request.writeback:
             values = [param.detach().clone() for param in shown]
             self._show(values, [None if p.grad is None else p.grad.clone() for p in shown])
 
     def _gather(self) -> None:
         handle, request = self._handle, self.request
-        handle._absorb_replaced()
+        handle.absorb_replaced()
         if request.writeback:
             handle.reshard()  # what it holds is about to become stale
         device = torch.device("cpu") if request.offload_to_cpu else handle.shard.device
@@ -232,14 +221,14 @@ class Summoned:
 
     def _show(self, values: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Let the modules hold parameters over ``values``, which nobody else has."""
-        requires_grad = _requires_grad(self._handle)
+        requires_grad = self._handle.params.requires_grad()
         self.params = [
             nn.Parameter(value, requires_grad=asks)
             for value, asks in zip(values, requires_grad, strict=True)
         ]
         for param, grad in zip(self.params, grads, strict=True):
             param.grad = grad
-        self._handle._put(self.params)
+        self._handle.params.put(self.params)
         self._shows = True
 
     # ------------------------------------------------------------ the end
@@ -282,20 +271,20 @@ class Summoned:
         handle = self._handle
         held = self.params or handle.sharded
         return [
-            f"parameter {handle._specs[index].name!r} (unit {handle.unit_name!r}) was replaced by "
-            "another object and is what it was before. Assign values with p.copy_(...)"
-            for module, attribute, index in handle._sites
+            f"parameter {handle.params.specs[index].name!r} (unit {handle.unit_name!r}) was "
+            "replaced by another object and is what it was before. Assign values with p.copy_(...)"
+            for module, attribute, index in handle.params.places
             if module._parameters.get(attribute) is not held[index]
         ]
 
     def _show_before(self) -> None:
         handle = self._handle
         if self._outer is not None and self._outer.params:
-            handle._put(self._outer.params)
-        elif _is_plain(handle):
-            handle._put(handle.sharded)
+            handle.params.put(self._outer.params)
+        elif handle.params.are_full:
+            handle.params.put(handle.sharded)
         else:
-            handle.uninstall()
+            handle.params.uninstall()
 
     def _write_back(self) -> list[str]:
         """Copy values, gradients and ``requires_grad`` into this rank's part."""
@@ -305,7 +294,7 @@ class Summoned:
         handle = self._handle
         with torch._C.DisableTorchFunctionSubclass():
             for index, param in enumerate(self.params):
-                if handle._use_orig_params:
+                if handle.params.use_orig_params:
                     sharded = handle.sharded[index]
                     sharded.copy_(param)
                     if sharded.requires_grad is not param.requires_grad:
@@ -313,7 +302,7 @@ class Summoned:
                 else:
                     local = handle.local_spans[index]
                     place = handle.shard[local.start : local.end]
-                    place.copy_(handle._specs[index].slice(param))
+                    place.copy_(handle.params.specs[index].slice(param))
             if self.request.with_grads:
                 self._write_grads()
         return []
@@ -322,9 +311,9 @@ class Summoned:
         """What of the whole parameters cannot be put into the shard; nothing is written then."""
         problems = []
         handle = self._handle
-        requires_grad = _requires_grad(handle)
+        requires_grad = handle.params.requires_grad()
         for index, param in enumerate(self.params):
-            spec = handle._specs[index]
+            spec = handle.params.specs[index]
             where = f"parameter {spec.name!r} (unit {handle.unit_name!r})"
             if tuple(param.shape) != spec.shape or param.dtype != handle.shard.dtype:
                 problems.append(
@@ -335,7 +324,10 @@ class Summoned:
                 problems.append(
                     f"{where}: its .grad was set, which is kept only with with_grads=True"
                 )
-            if not handle._use_orig_params and param.requires_grad is not requires_grad[index]:
+            if (
+                not handle.params.use_orig_params
+                and param.requires_grad is not requires_grad[index]
+            ):
                 problems.append(
                     f"{where}: requires_grad was changed, which a flat parameter cannot do for a "
                     "part of it. Wrap with use_orig_params=True"
@@ -345,8 +337,8 @@ class Summoned:
     def _write_grads(self) -> None:
         handle = self._handle
         grads = [param.grad for param in self.params]
-        if handle._use_orig_params:
-            for sharded, spec, grad in zip(handle.sharded, handle._specs, grads, strict=True):
+        if handle.params.use_orig_params:
+            for sharded, spec, grad in zip(handle.sharded, handle.params.specs, grads, strict=True):
                 if grad is None:
                     sharded.grad = None
                 elif handle.is_whole:
@@ -359,7 +351,9 @@ class Summoned:
         flat.grad = None
         if any(grad is not None for grad in grads):
             merged = torch.zeros_like(handle.shard)
-            for spec, local, grad in zip(handle._specs, handle.local_spans, grads, strict=True):
+            for spec, local, grad in zip(
+                handle.params.specs, handle.local_spans, grads, strict=True
+            ):
                 if grad is not None:
                     merged[local.start : local.end].copy_(spec.slice(grad))
-            flat.grad = FlatShardTensor(merged, handle._flat_spec)
+            flat.grad = FlatShardTensor(merged, handle.params.flat_spec)

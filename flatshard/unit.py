@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flatshard.config import Placement
+from flatshard.grad_publisher import GradPublisher
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle, ShardState
 from flatshard.profiling import profiled
@@ -195,7 +196,7 @@ class Unit:
         self._count_trainable()
 
     def _count_trainable(self) -> None:
-        self._num_trainable = [handle.num_trainable() for handle in self.handles]
+        self._num_trainable = [handle.params.num_trainable() for handle in self.handles]
 
     @property
     def num_trainable(self) -> int:
@@ -254,7 +255,7 @@ class Unit:
             for handle in self.handles:
                 handle.wait_unshard()
         for handle in self.handles:
-            handle.install()
+            handle.params.install()
 
     def release(self) -> None:
         """Give the modules the sharded parameters back and free what the strategy frees.
@@ -288,7 +289,7 @@ class Unit:
 
     def _leave(self) -> None:
         for handle in self.handles:
-            handle.uninstall()
+            handle.params.uninstall()
         self.phase = Phase.IDLE
         self._waiting_for.clear()
         for handle in self.handles:
@@ -387,7 +388,7 @@ class Unit:
 
     def _end_forward(self, has_output: bool) -> None:
         for handle in self.handles:
-            handle.uninstall()
+            handle.params.uninstall()
         self.phase = Phase.IDLE
         # A reentrant checkpoint runs its units without gradients, and their backward all the same.
         backward_follows = has_output and (torch.is_grad_enabled() or self.context.expects_backward)
@@ -444,7 +445,7 @@ class Unit:
         self._waiting_for.clear()
         self._ends_unseen = False
         for handle in self.handles:
-            handle.begin_backward()
+            handle.grads.begin_backward()
 
     def _pre_backward(self, call: Call) -> None:
         self.context.begin_backward()
@@ -477,10 +478,10 @@ class Unit:
         if self.context.begin_backward():
             self.phase = Phase.BACKWARD
 
-    def on_grad(self, handle: FlatParamHandle, index: int, grad: Tensor) -> None:
+    def on_grad(self, grads: GradPublisher, index: int, grad: Tensor) -> None:
         """A gradient has come."""
         self.context.begin_backward()
-        handle.receive_grad(index, grad)
+        grads.receive(index, grad)
         self.context.recorder.look(self)
         if self._complete():
             self.context.gradients_complete(self)
@@ -517,7 +518,7 @@ class Unit:
         self._sticky_version = -1
         self.end_run()
         for handle in self.handles:
-            handle.drop_grads()
+            handle.grads.drop()
         self.free()
 
 

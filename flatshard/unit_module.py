@@ -98,7 +98,7 @@ class UnitModule(StandIn):
                 handle.check_keeps_order(fn)
         hidden = []
         for handle in self._unit.handles:
-            hidden.extend(handle.hide())
+            hidden.extend(handle.params.hide())
         hidden_flat = dict(self._parameters)
         self._parameters.clear()
         try:

@@ -1,8 +1,4 @@
-"""Whole tensors of a flat parameter: gathered copies, and which original parameter one shows.
-
-It works on the insides of ``FlatParamHandle``, between steps: a part of the handle that has a file
-of its own, as ``summon`` is.
-"""
+"""Whole tensors of a flat parameter: gathered copies, and which original parameter one shows."""
 
 from __future__ import annotations
 
@@ -68,7 +64,7 @@ def split(handle: FlatParamHandle, flat: Tensor, device: torch.device) -> list[T
 def index_of(handle: FlatParamHandle, tensor: Tensor) -> int | None:
     """Which original parameter ``tensor`` shows, or None."""
     if isinstance(tensor, FlatShardTensor):
-        return next((i for i, spec in enumerate(handle._specs) if spec is tensor._spec), None)
+        return next((i for i, spec in enumerate(handle.params.specs) if spec is tensor._spec), None)
     storage = tensor.untyped_storage()._cdata
     if storage != handle.buffer.untyped_storage()._cdata:
         return None
@@ -81,17 +77,3 @@ def index_of(handle: FlatParamHandle, tensor: Tensor) -> int | None:
         ),
         None,
     )
-
-
-def show_placeholders(handle: FlatParamHandle) -> None:
-    """With ``use_orig_params=False``, list the originals among the modules' parameters."""
-    if handle._placeholders and not handle._is_installed:
-        for module, attribute, index in handle._sites:
-            module._parameters[attribute] = handle._placeholders[index]  # type: ignore[assignment]
-
-
-def hide_placeholders(handle: FlatParamHandle) -> None:
-    """Undo ``show_placeholders``."""
-    if handle._placeholders and not handle._is_installed:
-        for module, attribute, _ in handle._sites:
-            module._parameters[attribute] = None

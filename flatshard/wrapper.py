@@ -654,7 +654,7 @@ def _check_no_parts(module: nn.Module) -> None:
         id(spec)
         for wrapper in sharded_modules(module)
         for handle in wrapper._unit.handles
-        for spec in handle._specs
+        for spec in handle.params.specs
     }
     for part in module.modules():
         for value in (*part._parameters.values(), *vars(part).values()):

@@ -1,5 +1,6 @@
 """Units chosen by "auto", by torch's policies and by hand train alike; what is said about them."""
 
+import copy
 import functools
 import warnings
 from typing import Any
@@ -292,6 +293,9 @@ def _enable_wrap(rank: int, world_size: int, source: str) -> None:
     ]
     assert not sharded_modules(HandMade())
     trains_right(model, HAND_MADE, rank, world_size)
+    for converted in (model.float(), copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match=r"parameter 'fc1\.weight'"):
+            converted.fc1.module.weight.share_memory_()
 
 
 def test_enable_wrap_ends_and_nests() -> None:
