@@ -1,15 +1,24 @@
 """The only file that issues collectives. Takes tensors and groups, knows no parameter.
 
-[Note: which collective for which backend]
-gloo's own ``all_gather`` fills a temporary and its ``reduce_scatter`` is an all-reduce and a copy.
-On gloo, gathers are therefore sends and receives straight into the unsharded buffer, matched by a
-tag per flat parameter and so insensitive to the order in which ranks start them; reductions are an
-all-to-all followed by local additions in rank order, which also makes the sum the same in every
-run. Other backends use their own in-place collectives.
+[Note: transports]
+What moves gathered parameters and gradients, unless the user says it:
 
-Where all ranks of a group are on one host and may read one another's memory, they do that
-instead: one says where a part lies, the others copy it from there, or add it up piece by piece, and
-say that they have.
+    nothing        a group of one.
+    peer memory    gloo, tensors in host memory, all ranks on one host and allowed to read one
+                   another's: one says where a part lies, the others copy it from there, or add it
+                   up piece by piece, and say that they have. Each byte is copied once. Shards from
+                   1 MiB on are not even copied: see ``mapped_shards``.
+    sockets        gloo, tensors in host memory, else; or a wire dtype. gloo's own ``all_gather``
+                   fills a temporary, its ``reduce_scatter`` is an all-reduce and a copy, and its
+                   all-to-all sends before it can receive, so that both directions of a slow link
+                   take turns (see ``wire``). Sends and receives have a tag per flat parameter and
+                   so do not depend on the order in which ranks start them.
+    the backend    NCCL and others, tensors on an accelerator: their own collectives, in place. Also
+                   all-reduces over replicas.
+
+No transport is better for small tensors and worse for large ones (1 MB: 0.4 ms by any), so the size
+decides only how many pieces an average has, and whether shards are mapped. All but the last add in
+rank order, which makes the sum the same in every run.
 
 [Note: groups]
 Collectives on one group match by order. Reductions start when gradients are there, gathers when
@@ -33,12 +42,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard import peer_memory
-from flatshard.config import Collectives
+from flatshard.config import Collectives, Transport
 from flatshard.mapped_shards import MappedShards
 from flatshard.on_host import HostGroup, Whole
 from flatshard.peer_memory import Board
 from flatshard.pending import CollectiveError, Pending
 from flatshard.watchdog import watched
+from flatshard.wire import Sockets
 
 # Newer names of the same collectives; some versions warn of the older ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -61,6 +71,9 @@ class Event(NamedTuple):
     nbytes: int
     ranks: tuple[int, ...]
 
+
+AUTO = Transport()
+"""What fits best; see the note on transports."""
 
 _recorders: list[list[Event]] = []
 
@@ -90,9 +103,7 @@ class Communicator:
         control_device: where a few numbers must lie to be sent; "cpu" unless the group has none.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, *, mode: Collectives = Collectives.AUTO
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, mode: Transport = AUTO) -> None:
         """Find out how the ranks can talk.
 
         Collective when ``group`` has several ranks: makes the groups of the note above.
@@ -100,6 +111,9 @@ class Communicator:
         Args:
             group: the ranks; None is this rank alone.
             mode: how to move tensors.
+
+        Raises:
+            ValueError: what ``mode`` asks for cannot be had with the group's backend.
         """
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -114,15 +128,47 @@ class Communicator:
         self.control_device = torch.device("cpu")
         if group is None or self.size == 1:
             return
-        if _cpu_backend(group) is None:
-            self.control_device = torch.device("cuda", torch.cuda.current_device())
         self._is_gloo = _cpu_backend(group) == "gloo"
-        self._sends_cpu_directly = self._is_gloo and mode is not Collectives.NATIVE
+        self._check_mode()
+        self._sends_cpu_directly = self._is_gloo and mode.collectives is not Collectives.NATIVE
         with _named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
             self._gather_group = _sibling(group) if self._sends_cpu_directly else group
             self._reduce_group = _sibling(group)
-        if self._sends_cpu_directly and mode is Collectives.AUTO:
+            self._control_group = self._gather_group
+            if _cpu_backend(group) is None:
+                self._find_control(group)
+        if self._sends_cpu_directly:
+            self._sockets = Sockets(self._gather_group, self._reduce_group, mode.wire_dtype)
+        # With a wire dtype, results are the same wherever the ranks are.
+        if self._sends_cpu_directly and mode == AUTO:
             self._on_host = self._meet_on_host()
+
+    def _find_control(self, group: dist.ProcessGroup) -> None:
+        """Where ranks say a few numbers to one another that the host wants to know.
+
+        Through host memory: to read them off an accelerator would wait for all of its work.
+        """
+        if dist.is_gloo_available():
+            self._control_group = _new_group(group, self.ranks, backend="gloo")
+        else:
+            self.control_device = torch.device("cuda", torch.cuda.current_device())
+
+    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
+        """The group that moves what lies where ``tensor`` does."""
+        return self._control_group if tensor.device.type == "cpu" else self._gather_group
+
+    def _check_mode(self) -> None:
+        if self._is_gloo:
+            return
+        asked = f"wire_dtype={self._mode.wire_dtype}" if self._mode.wire_dtype else ""
+        if self._mode.collectives is Collectives.SOCKETS:
+            asked = 'collectives="sockets"'
+        if asked:
+            raise ValueError(
+                f"ShardedWrapper, rank {self.global_rank}: {asked} is for process groups whose "
+                f"backend is gloo, this one's is {self.backend}. Leave it out, or make the group "
+                'with backend="gloo".'
+            )
 
     def _meet_on_host(self) -> HostGroup | None:
         """The ranks as readers of one another's memory, if all are on one host and may be."""
@@ -132,9 +178,32 @@ class Communicator:
         timeout = _timeout(self._gather_group) or timedelta(minutes=30)
         memory = peer_memory.meet(board, cards, timeout.total_seconds())
         everyone = self.gather_objects(memory is not None, label="meeting on one host")
+        board.close_file()
         if memory is None or not all(everyone):
             return None
         return HostGroup(memory, board, self.rank, self.ranks)
+
+    @property
+    def backend(self) -> str:
+        """The name of the group's backend, or of several."""
+        assert self.group is not None, "a group of one has none"
+        return str(dist.get_backend(self.group))
+
+    @property
+    def moved_by(self) -> str:
+        """What gathers and reduces tensors in host memory, in words; see the note on transports."""
+        if not self._sends_cpu_directly:
+            return self.backend
+        if self._on_host is not None:
+            return "peer memory"
+        wire_dtype = self._mode.wire_dtype
+        narrow = "" if wire_dtype is None else f", {wire_dtype}".replace("torch.", "")
+        return f"sockets{narrow}"
+
+    @property
+    def uses_sockets(self) -> bool:
+        """Whether the gathers of tensors in host memory pass sockets, in the background."""
+        return self.size > 1 and self._sends_cpu_directly and self._on_host is None
 
     def new_tag(self) -> int:
         """A number that no other user of this communicator has.
@@ -170,6 +239,7 @@ class Communicator:
         tag: int,
         purpose: str,
         mapped: MappedShards | None = None,
+        exact: bool = False,
     ) -> Pending:
         """Begin filling ``out`` with every rank's shard, in rank order.
 
@@ -182,6 +252,7 @@ class Communicator:
             tag: the flat parameter's number from ``new_tag``.
             purpose: what for, in errors.
             mapped: has both, if it was made by ``map_shards``.
+            exact: whether not to round, whatever the wire dtype.
 
         Raises:
             ValueError: the two lengths do not fit the group size.
@@ -202,7 +273,7 @@ class Communicator:
             if self._direct(shard):
                 if self._on_host is not None and HostGroup.takes(tag):
                     return self._on_host.all_gather(_as_real(shard), _as_real(out), tag, what)
-                return self._exchange(shard, out, tag, what)
+                return self._exchange(shard, out, tag, what, exact=exact)
             work = _all_gather_single(out, shard, group=self._gather_group, async_op=True)
         return Pending([work], what, shard, out)
 
@@ -231,8 +302,8 @@ class Communicator:
         Collective: all ranks of the group, in the same order of calls.
 
         Args:
-            whole: ``shard_numel * size`` elements, in one part unless ``reads_parts``; must not be
-                touched before the wait.
+            whole: ``shard_numel * size`` elements, in one part unless ``reads_parts``; used up:
+                what is in it afterwards is undefined.
             out: ``(shard_numel,)``, same dtype and device; valid after the wait. What ``whole``
                 has no range for is left as it is.
             label: names the unit in errors and recordings.
@@ -246,19 +317,8 @@ class Communicator:
             (buffer,) = whole.parts
             assert buffer is not None, "gradients in one piece"
             if self._direct(buffer):
-                received = torch.empty_like(buffer)
-                work = dist.all_to_all_single(
-                    _as_bytes(received),
-                    _as_bytes(buffer),
-                    group=self._reduce_group,
-                    async_op=True,
-                )
-                parts = received.chunk(self.size)
-
-                def average() -> None:
-                    _average_into(out, parts)
-
-                return Pending([work], what, buffer, received, then=average)
+                averaged, sent = self._sockets.average(buffer, out, tag)
+                return Pending([averaged], what, buffer, out, trailing=[sent])
             work = _reduce_scatter_single(
                 _as_real(out),
                 _as_real(buffer),
@@ -292,7 +352,7 @@ class Communicator:
         self._note("scalars", label, values)
         ranks = ", ".join(map(str, self.ranks))
         with _named(f"{label!r}, rank {self.global_rank}: combining values over ranks {ranks}"):
-            dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self._gather_group)
+            dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self._group_for(values))
         return values
 
     def broadcast(self, tensor: Tensor, *, label: str, source: int = 0) -> None:
@@ -305,7 +365,7 @@ class Communicator:
         self._note("broadcast", label, tensor)
         src = self.ranks[source]
         with _named(f"{label!r}, rank {self.global_rank}: broadcasting from rank {src}"):
-            dist.broadcast(_as_real(tensor), src=src, group=self._gather_group)
+            dist.broadcast(_as_real(tensor), src=src, group=self._group_for(tensor))
 
     def send(self, tensor: Tensor, *, to: int, label: str) -> None:
         """Send a contiguous tensor to rank ``to`` of the group, which ``receive``s it; waits."""
@@ -335,7 +395,7 @@ class Communicator:
             return [value]
         # Not all_gather_object, which needs numpy.
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        device, group = self.control_device, self._gather_group
+        device, group = self.control_device, self._control_group
         with _named(f"{label}, rank {self.global_rank}"):
             lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
             mine = torch.tensor([data.numel()], device=device)
@@ -354,23 +414,16 @@ class Communicator:
     def _direct(self, tensor: Tensor) -> bool:
         return self._sends_cpu_directly and tensor.device.type == "cpu"
 
-    def _exchange(self, shard: Tensor, out: Tensor, tag: int, what: str) -> Pending:
-        group, rank = self._gather_group, self.rank
-        parts = _as_bytes(out).chunk(self.size)
-        source = _as_bytes(shard)
-        peers = self._others()
-        receives = [group.recv([parts[peer]], peer, tag) for peer in peers]
-        sends = [group.send([source], peer, tag) for peer in peers]
-        if parts[rank].data_ptr() != source.data_ptr():
-            parts[rank].copy_(source)
-        names = [self.ranks[peer] for peer in peers]
+    def _exchange(self, shard: Tensor, out: Tensor, tag: int, what: str, *, exact: bool) -> Pending:
+        gathering = self._sockets.gather(shard, out, tag, exact=exact)
         return Pending(
-            receives,
+            list(gathering.receives.values()),
             what,
-            shard,
+            gathering.source,
             out,
-            peers=names,
-            trailing=sends,
+            peers=[self.ranks[peer] for peer in gathering.receives],
+            then=gathering.finish,
+            trailing=gathering.sends,
         )
 
     def _others(self) -> list[int]:
@@ -378,16 +431,14 @@ class Communicator:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
-_communicators: dict[dist.ProcessGroup, dict[Collectives, Communicator]] = {}
+_communicators: dict[dist.ProcessGroup, dict[Transport, Communicator]] = {}
 """Kept as long as the group, also between models: the groups made for it live as long."""
 
 ALONE = Communicator(None)
 """The group of one."""
 
 
-def communicator(
-    group: dist.ProcessGroup | None, *, mode: Collectives = Collectives.AUTO
-) -> Communicator:
+def communicator(group: dist.ProcessGroup | None, *, mode: Transport = AUTO) -> Communicator:
     """The communicator of a process group, made at the first call; None gives ``ALONE``.
 
     Collective at the first call for a group and a value of ``mode``.
@@ -450,14 +501,18 @@ def _sibling(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _new_group(group, dist.get_process_group_ranks(group))
 
 
-def _new_group(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A group of some ranks with the parent's backend and timeout."""
+def _new_group(
+    parent: dist.ProcessGroup, ranks: Sequence[int], backend: str | None = None
+) -> dist.ProcessGroup:
+    """A group of some ranks with the parent's timeout, and its backend unless another is named."""
     whole_world = parent is dist.group.WORLD
+    if backend is None and not whole_world:
+        backend = str(dist.get_backend_config(parent))
     all_of_it = whole_world and len(ranks) == dist.get_world_size()
     group = dist.new_group(
         list(ranks),
         timeout=_timeout(parent),
-        backend=str(dist.get_backend_config(parent)) if not whole_world else None,
+        backend=backend,
         use_local_synchronization=not all_of_it,
         group_desc="flatshard",
     )
@@ -488,11 +543,3 @@ def _as_real(tensor: Tensor) -> Tensor:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return _as_real(tensor).view(-1).view(torch.uint8)
-
-
-def _average_into(out: Tensor, parts: tuple[Tensor, ...]) -> None:
-    """Sum in rank order, so that every run and every rank rounds alike."""
-    torch.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        out.add_(part)
-    out.div_(len(parts))

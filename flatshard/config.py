@@ -134,6 +134,10 @@ class BackwardPrefetch(enum.Enum):
     """Before this unit's gradients are computed: most overlap."""
     BACKWARD_POST = "BACKWARD_POST"
     """After this unit was freed: one unit less in memory."""
+    END_OF_FORWARD = "END_OF_FORWARD"
+    """As ``BACKWARD_PRE``; and the unit that forward ends with is kept for backward, and the next
+    one's gather starts, where forward ends. For slow networks, which had nothing to do meanwhile;
+    the gathers of one unit less. After a forward without backward they stay gathered."""
 
 
 @dataclass(frozen=True)
@@ -220,17 +224,51 @@ class Collectives(enum.Enum):
     """The backend's own collectives, one per unit and purpose."""
 
 
-def as_collectives(value: object) -> Collectives:
-    """Read ``collectives``.
+@dataclass(frozen=True)
+class Transport:
+    """How ranks move tensors, as the user chose.
+
+    Attributes:
+        collectives: which way.
+        wire_dtype: what wider floating point values are rounded to before they are sent; None:
+            they are sent as they are.
+    """
+
+    collectives: Collectives = Collectives.AUTO
+    wire_dtype: torch.dtype | None = None
+
+    def describe(self) -> str:
+        """What must be the same on every rank."""
+        return f"collectives={self.collectives.value}, wire_dtype={self.wire_dtype}"
+
+
+def as_transport(collectives: object, wire_dtype: object) -> Transport:
+    """Read ``collectives`` and ``wire_dtype``.
 
     Raises:
-        ValueError: it is none of them.
+        TypeError: ``wire_dtype`` is neither a dtype nor None.
+        ValueError: a value that is not known, or a wire dtype for the backend's own collectives.
     """
     try:
-        return Collectives(value)
+        chosen = Collectives(collectives)
     except ValueError:
         choices = ", ".join(f'"{one.value}"' for one in Collectives)
-        raise ValueError(f"collectives: expected one of {choices}, got {value!r}") from None
+        raise ValueError(f"collectives: expected one of {choices}, got {collectives!r}") from None
+    if wire_dtype is None:
+        return Transport(chosen)
+    if not isinstance(wire_dtype, torch.dtype):
+        raise TypeError(f"wire_dtype: expected torch.bfloat16 or None, got {wire_dtype!r}")
+    if wire_dtype is not torch.bfloat16:
+        raise ValueError(
+            f"wire_dtype: expected torch.bfloat16, which has the range of float32, or None; "
+            f"got {wire_dtype}"
+        )
+    if chosen is Collectives.NATIVE:
+        raise ValueError(
+            'wire_dtype: the backend\'s own collectives (collectives="native") send what they are '
+            "given. Use MixedPrecision(param_dtype, reduce_dtype) for them."
+        )
+    return Transport(chosen, wire_dtype)
 
 
 def as_cpu_offload(value: object) -> CPUOffload:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flatshard import agreement, checkpoint, inspection, materialise, plan_report, starting
+from flatshard.config import Transport
 from flatshard.handle import FlatParamHandle
 from flatshard.ignored import Ignored, find_ignored
 from flatshard.ownership import OwnedParam, find_owners
@@ -31,6 +32,11 @@ def check_module(module: nn.Module, policy: Policy | None) -> None:
     if policy is not None:
         check_policy(policy)
     inside = unit_modules(module)
+    if any(one._context.stepping.is_active for one in inside):
+        raise ValueError(
+            "ShardedWrapper: optimizers step in the backward of a part of the module. Call "
+            "step_in_backward() on the outermost wrapper, once it is made."
+        )
     if inside and policy is not None:
         raise ValueError(
             f"ShardedWrapper: auto_wrap_policy over a model that already contains {len(inside)} "
@@ -102,13 +108,13 @@ class Construction:
         units = [plan.module for plan in self._plans]
         self._owners = find_owners(module, units, self._left_alone)
 
-    def agree(self, collectives: str, sync: bool | None) -> starting.Start:
+    def agree(self, transport: Transport, sync: bool | None) -> starting.Start:
         """Compare with other ranks what is to be made, and give buffers their values.
 
         Collective: all ranks.
 
         Args:
-            collectives: the constructor's keyword.
+            transport: how ranks move tensors.
             sync: whether all ranks take rank 0's weights; see ``sync_module_states``.
 
         Returns:
@@ -121,7 +127,7 @@ class Construction:
         module, settings, ranks = self._module, self._settings, self._settings.ranks
         named = inspection.named_tensors(module, self._left_alone)
         if ranks.world.size > 1:
-            described = f"{settings.describe()}, collectives={collectives}"
+            described = f"{settings.describe()}, {transport.describe()}"
             units = [
                 f"{plan.name}: {self._of_unit[plan.module].describe()}" for plan in self._plans
             ]

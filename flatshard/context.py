@@ -31,6 +31,7 @@ from flatshard.recorder import SILENT, Recorder
 from flatshard.saved_tensors import SavedTensors
 from flatshard.schedule import ExecutionOrder, ReduceOrder
 from flatshard.spare import prepare_allocator
+from flatshard.step_in_backward import SteppedInBackward
 from flatshard.step_report import Kind, StepReport
 from flatshard.unit import Phase, Unit
 
@@ -39,6 +40,8 @@ _STALL_SECONDS = 1.0
 
 _POLL_SECONDS = 1e-4
 
+_BEFORE_BACKWARD = (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.END_OF_FORWARD)
+
 
 class RunContext:
     """What the units of one model share during training.
@@ -46,6 +49,8 @@ class RunContext:
     Attributes:
         units: every unit, the root last.
         syncs: per unit, what backward does with its gradients; read when a forward begins.
+        under_no_sync: whether forwards that begin now only accumulate, wherever that is.
+        stepping: the optimizers that step in backward.
         has_run: whether a forward has begun.
         expects_backward: whether the outermost forward began with gradients enabled.
         recorder: hears what the run does.
@@ -75,6 +80,7 @@ class RunContext:
         self.units = list(units)
         self.root = self.units[-1]
         self.syncs = [Sync.ALL] * len(self.units)
+        self.under_no_sync = False
         self.has_run = False
         self.recorder: Recorder = SILENT
         self.last_report: StepReport | None = None
@@ -93,6 +99,8 @@ class RunContext:
         self._in_flight: list[tuple[Unit, int]] = []
         self._budget = 0
         self._unsettled = Unsettled()
+        self.stepping = SteppedInBackward(self.units, self._unsettled)
+        self._graph_task = -1
         self._had_accumulated = False
         self._published: list[list[list[bool]]] = []
         for index, unit in enumerate(self.units):
@@ -114,6 +122,7 @@ class RunContext:
             for handle in unit.handles
         ]
         self._budget = max(sizes, default=0)
+        self._prefetch_budget = max((unit.buffer_bytes for unit in self.units), default=0)
         self._kept_from_afar = [
             handle for unit in self.units for handle in unit.handles if unit.topology.outer.size > 1
         ]
@@ -150,6 +159,8 @@ class RunContext:
         ):
             prepare_allocator()
         self.has_run = True
+        for unit in self.units:
+            unit.begin_run()
         self._order.begin_forward()
         self.expects_backward = torch.is_grad_enabled()
         if self.expects_backward:
@@ -171,6 +182,7 @@ class RunContext:
     def _plan_syncs(self) -> None:
         for unit, sync in zip(self.units, self.syncs, strict=True):
             unit.plan_sync(sync)
+        self.stepping.accumulates = self.under_no_sync
 
     @property
     def is_accumulating(self) -> bool:
@@ -197,14 +209,25 @@ class RunContext:
         self._depth -= 1
         self._saved.pop()
         self.recorder.leave(unit)
-        if self._depth == 0 and not self.in_backward:
-            self._drop_prefetched()
+        if self.in_backward:
+            return
+        if self._foresees_backward and not failed:
+            # The first one is kept.
+            self._prefetch(self._order.first_backward()[1:], "backward")
+        if self._depth == 0:
+            if failed or not self._order.is_complete:
+                self._drop_prefetched()
             with self.recorder.waiting(Kind.RANKS_WAIT):
                 for handle in self._kept_from_afar:
                     handle.finish_refresh()
                 if not failed:  # else the error on its way is the one to see
                     self._unsettled.settle()
             self.recorder.end_forward()
+
+    @property
+    def _foresees_backward(self) -> bool:
+        """Whether to keep and gather in forward what backward begins with."""
+        return self._backward_prefetch is BackwardPrefetch.END_OF_FORWARD and self.expects_backward
 
     @property
     def is_running_forward(self) -> bool:
@@ -216,28 +239,44 @@ class RunContext:
         return self._saved.owner(tensor) is not None
 
     def keeps_after_forward(self, unit: Unit) -> bool:
-        """The root's backward begins at once, so freeing it would only cost a gather."""
-        return unit is self.root
+        """Its backward begins at once, so freeing it would only cost a gather."""
+        if unit is self.root:
+            return True
+        return self._foresees_backward and self._order.first_backward()[:1] == [unit.index]
 
     def prefetch_forward(self) -> None:
-        """Begin the gather of the unit expected next."""
+        """Begin the gathers of the units expected next."""
         if self._forward_prefetch:
             self._prefetch(self._order.next_forward(), "forward")
 
     def prefetch_backward(self, unit: Unit) -> None:
-        """Begin the gather of the unit whose backward is expected after this one's."""
-        if self._backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+        """Begin the gathers of the units whose backward is expected after this one's."""
+        if self._backward_prefetch in _BEFORE_BACKWARD:
             self._prefetch(self._order.next_backward(unit.index), "backward")
 
     def freed_in_backward(self, unit: Unit) -> None:
         """A unit's backward is over."""
         self.recorder.leave_backward(unit)
+        self.stepping.advance()
         if self._backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch(self._order.next_backward(unit.index), "backward")
 
-    def _prefetch(self, index: int | None, purpose: str) -> None:
-        if index is not None:
-            self.units[index].begin_gather(purpose)
+    def _prefetch(self, coming: Sequence[int], purpose: str) -> None:
+        """Begin the gather of the unit that comes first.
+
+        Where it is on its way while this rank computes, also of those after it, as many as fit
+        into the memory of the largest unit: else the wires would be idle whenever one has come.
+        """
+        for index in coming:
+            unit = self.units[index]
+            if index != coming[0]:
+                ahead = [one for one in self.units if one.is_prefetched]
+                held = sum(one.buffer_bytes for one in {*ahead, unit})
+                if held > self._prefetch_budget or not unit.topology.inner.uses_sockets:
+                    return
+            # A unit that was stepped must not be gathered again.
+            if purpose == "forward" or not self.stepping.is_active or unit.num_awaited > 0:
+                unit.begin_gather(purpose)
 
     def _drop_prefetched(self) -> None:
         for unit in self.units:
@@ -283,13 +322,17 @@ class RunContext:
 
     def begin_backward(self) -> bool:
         """Prepare the end of the backward that runs now, once; False outside of a backward."""
-        if torch._C._current_graph_task_id() == -1:
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task == -1:
             return False
         if self._active and self._end_callback() is None:
             # Autograd dropped the callback with the backward that failed; this is another one.
             self._reset()
+        if self._active and graph_task != self._graph_task:
+            self.stepping.wait_for_end()
         if not self._active:
-            self._active = True
+            self.stepping.begin_backward()
+            self._active, self._graph_task = True, graph_task
             self.recorder.begin_backward()
             callback = partial(self._end_backward)
             self._end_callback = weakref.ref(callback)
@@ -311,6 +354,7 @@ class RunContext:
         for index in self._reduce_order.ready(unit.index):
             self._start_reduce(self.units[index])
         self._bound_in_flight()
+        self.stepping.advance()
 
     def _start_reduce(self, unit: Unit) -> None:
         if unit.sync is Sync.LOCAL:
@@ -319,6 +363,8 @@ class RunContext:
             held = sum(h.gradients.start_reduce(unit.sync) for h in unit.trainable_handles())
         if held:
             self._in_flight.append((unit, held))
+        else:
+            self.stepping.reduced(unit)
 
     def _bound_in_flight(self) -> None:
         """Finish old reductions while more bytes are under way than the budget allows."""
@@ -334,6 +380,7 @@ class RunContext:
                 return
             del self._in_flight[0]
             self._finish(unit)
+            self.stepping.reduced(unit)
 
     def _wait_until_reduced(self, unit: Unit) -> bool:
         with self.recorder.waiting(Kind.REDUCE_WAIT, unit, ends=False):
@@ -371,7 +418,12 @@ class RunContext:
         # After the release: other ranks wait for that likewise.
         with self.recorder.waiting(Kind.RANKS_WAIT):
             self._unsettled.settle()
+        has_gradients = any(any(flags) for of_unit in self._published for flags in of_unit)
         self._run_hooks()
+        if not self.is_running_forward:
+            for unit in self.units:
+                unit.end_run()
+            self.stepping.end_backward(has_gradients=has_gradients)
         for unit in self.units:
             if unit.sync is not Sync.ALL:
                 for handle in unit.handles:
@@ -398,6 +450,8 @@ class RunContext:
         self._published = used.parameters
         if not self._reduce_order_agreed and all(u.sync is Sync.ALL for u in self.units):
             self._agree_on_order()
+        # Now that nothing is under way that a rank would wait for.
+        self.stepping.check_not_late(used.stepped, [unit for unit, _ in used.left_over])
 
     def _agree_on_used(self) -> _Used:
         """Which parameters any rank used. Collective."""
@@ -409,6 +463,7 @@ class RunContext:
                 is_due = unit.sync is not Sync.LOCAL and handle not in to_come
                 flags.append(is_due and handle.gradients.waits_for(unit.sync))
                 flags.extend(i in handle.gradients.used for i in range(len(handle.full)))
+        flags.extend(self.stepping.flags())
         combined = torch.tensor(flags, dtype=torch.uint8, device=self._world.control_device)
         with self.recorder.waiting(Kind.RANKS_WAIT):
             label = "used parameters of all units, backward"
@@ -422,7 +477,7 @@ class RunContext:
                 if next(answers):
                     left_over.append((unit, handle))
                 parameters[-1].append([bool(next(answers)) for _ in handle.full])
-        return _Used(parameters, left_over)
+        return _Used(parameters, left_over, stepped=[bool(answer) for answer in answers])
 
     def _agree_on_order(self) -> None:
         """Take the order in which rank 0's units became ready. Collective, once."""
@@ -448,12 +503,14 @@ class RunContext:
     def recover(self) -> None:
         """Return to a state to start from, after a step that was left by an exception."""
         optim.restore_all()
+        self.stepping.drop_spent()
         if self._active and torch._C._current_graph_task_id() == -1:
             self._reset()
 
     def _reset(self) -> None:
         """Drop the backward that failed."""
         self._active = False
+        self.stepping.give_up()
         if self._had_accumulated:
             warnings.warn(
                 "a backward failed, and gradients accumulated before it are lost with it. "
@@ -476,12 +533,15 @@ class _Used:
         self,
         parameters: list[list[list[bool]]],
         left_over: list[tuple[Unit, FlatParamHandle]],
+        stepped: list[bool],
     ) -> None:
         self.parameters = parameters
         """Per unit, flat parameter and original parameter: whether any rank used it."""
         self.left_over = left_over
         """Flat parameters with gradients that no unit's turn takes along: they came after it, or
         were accumulated before the parameters were frozen."""
+        self.stepped = stepped
+        """Per unit, whether any rank stepped it before this; empty where none steps in backward."""
 
 
 def _reduced(unit: Unit) -> bool:

@@ -30,7 +30,8 @@ from flatshard.spare import Spare
 from flatshard.topology import Topology
 
 _IN_PLACE_BYTES = 1 << 20
-"""Of a flat parameter: below, one reading of a buffer is cheaper than many of gradients."""
+"""Of a flat parameter: below, one reading of a buffer is cheaper than many of gradients, and one
+copy of all gradients cheaper than many of each."""
 
 
 class Sync(enum.Enum):
@@ -109,12 +110,15 @@ class GradientBuffer:
         self._reduce_by_hook = None if comm_hook is None else comm_hook.reduce
         self._buffer: Tensor | None = None
         self._slots: dict[int, Tensor] = {}
+        is_small = layout.padded_numel * dtype.itemsize < _IN_PLACE_BYTES
         self._stay_in_place = (
             comm_hook is None
             and like.device.type == "cpu"
             and topology.inner.reads_parts(tags[0])
-            and layout.padded_numel * dtype.itemsize >= _IN_PLACE_BYTES
+            and not is_small
         )
+        # Whether slots are tensors of their own until the reduction begins.
+        self._stay = self._stay_in_place or is_small
         self._reduction: _Reduction | None = None
         self._reduced: Tensor | None = None
         self._given: list[Pending] = []
@@ -140,7 +144,7 @@ class GradientBuffer:
         with torch.no_grad():
             if index in self.filled:
                 self._slots[index].add_(grad)
-            elif self._stay_in_place and self._fits(index, grad):
+            elif self._stay and self._fits(index, grad):
                 self._slots[index] = grad
             else:
                 self._new_slot(index).copy_(grad)
@@ -154,7 +158,7 @@ class GradientBuffer:
 
     def _new_slot(self, index: int) -> Tensor:
         span = self._layout.spans[index]
-        if self._stay_in_place:
+        if self._stay:
             slot = torch.empty_strided(
                 span.shape, span.strides, dtype=self._dtype, device=self._device
             )
@@ -181,6 +185,11 @@ class GradientBuffer:
     def waits_for(self, sync: Sync) -> bool:
         """Whether there is something that ``start_reduce(sync)`` would reduce further."""
         return bool(self.filled) or (sync is Sync.ALL and self.held is not None)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing waits or is under way: there is a reduced gradient, or none at all."""
+        return self._reduction is None and not self.filled and self.held is None
 
     def shard_part(self) -> Tensor:
         """A copy of what waits of this rank's shard, in the shard's dtype."""
@@ -214,7 +223,20 @@ class GradientBuffer:
         for index, span in enumerate(spans):
             if index not in self.filled:
                 buffer[span.start : span.end].zero_()
+        if self._stay and self.filled:
+            pieces = self._split(buffer)
+            torch._foreach_copy_(
+                [pieces[index] for index in self.filled],
+                [_in_memory_order(self._slots[index]) for index in self.filled],
+            )
         return Whole.of(buffer)
+
+    def _split(self, buffer: Tensor) -> list[Tensor]:
+        """The original parameters' ranges of a buffer; in one call."""
+        bounds = [bound for span in self._layout.spans for bound in (span.start, span.end)]
+        ends = [*bounds, buffer.numel()]
+        sizes = [end - start for start, end in zip([0, *bounds], ends, strict=True)]
+        return list(buffer.split_with_sizes(sizes)[1::2])
 
     def forget(self, index: int) -> None:
         """Drop one gradient that was not reduced yet."""
@@ -294,7 +316,10 @@ class GradientBuffer:
     def new_part(self, comm: Communicator) -> Tensor:
         """Where this rank's part of a reduction over ``comm`` goes; only its padding has values."""
         numel = self._layout.padded_numel // comm.size
-        part = self.spare.take(numel, self._dtype, self._device)
+        if self._topology.outer.size > 1:  # a second stage makes something smaller of it
+            part = torch.empty(numel, dtype=self._dtype, device=self._device)
+        else:
+            part = self.spare.take(numel, self._dtype, self._device)
         if self._stay_in_place:
             self._zero_padding(part, comm.rank)
         return part
@@ -388,6 +413,7 @@ class _Reduction:
         """
         self.hold = hold
         self._topology, self._of, self._held = topology, of, held
+        self._read_behind: tuple[Whole, Tensor | None] | None = None
         inner = topology.inner
         self._pending = Pending([], of.label)
         if inner.size > 1:
@@ -403,6 +429,9 @@ class _Reduction:
         if self._must_cross:
             self._queue.append(self)
         if self._must_cross and (inner.size == 1 or self.out.is_cuda):
+            # A side stream waits for what reads these, the stream that they are freed on does not
+            # before `finish`: until then their memory must not become another tensor's.
+            self._read_behind = (whole, held)
             self._cross_behind()
 
     def _cross_behind(self) -> None:
@@ -451,6 +480,7 @@ class _Reduction:
         """Wait for the last stage and return its result."""
         self.cross()
         self._pending.wait(self._of.unsettled)
+        self._read_behind = None
         return self.out
 
 

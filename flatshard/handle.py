@@ -444,7 +444,7 @@ class FlatParamHandle:
         topology = self.topology
         if topology.outer.size == 1:
             return topology.inner.all_gather(
-                part, out, label=self.unit_name, tag=self._parts_tags[0], purpose=WHOLE
+                part, out, label=self.unit_name, tag=self._parts_tags[0], purpose=WHOLE, exact=True
             )
         return gather_in_two(
             part, out, topology.inner, topology.outer, self.unit_name, self._parts_tags

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flatshard.config import Collectives, Transport
 from flatshard.flat_param import FlatParameter
 from flatshard.ignored import Ignored
 
@@ -86,6 +87,27 @@ def find_device(
         if "cpu" not in types or (present and not devices):
             return torch.device("cuda", torch.cuda.current_device())
     return first
+
+
+def check_transport(device: torch.device, transport: Transport) -> None:
+    """Refuse a forced transport for a device of which it cannot move the tensors.
+
+    Raises:
+        ValueError: sockets, or a dtype for them, and an accelerator.
+    """
+    asked = {
+        "wire_dtype": transport.wire_dtype is not None,
+        f'collectives="{transport.collectives.value}"': (
+            transport.collectives is Collectives.SOCKETS
+        ),
+    }
+    for keyword, is_asked in asked.items():
+        if is_asked and device.type != "cpu":
+            raise ValueError(
+                f"{keyword} is for gloo and parameters in host memory; they are on {device}. "
+                "Leave it out, and the backend moves them; MixedPrecision(param_dtype, "
+                "reduce_dtype) makes that less."
+            )
 
 
 def check_offload(device: torch.device) -> None:

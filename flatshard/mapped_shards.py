@@ -18,19 +18,15 @@ does; the others need not know.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
-import sys
-from typing import Any
 
 import torch
 
+from flatshard import memory_file
 from flatshard.layout import PAGED_BYTES
 from flatshard.on_host import HostGroup, Offer
 from flatshard.pending import Pending
-
-_MADV_DONTNEED = 4
 
 
 class MappedShards:
@@ -55,12 +51,13 @@ class MappedShards:
         """
         self._group, self._tag, self._map_tag = group, tag, map_tag
         self._nbytes = numel * dtype.itemsize
-        self._file = _memory_file(self._nbytes)
+        self._file = memory_file.create(self._nbytes, reserve=True)
+        own = None
+        if self._file is not None:
+            own = memory_file.mapped(self._file, self._nbytes, write=True)
         # Where the file could not be had, memory that others copy from.
-        own = mmap.mmap(-1 if self._file is None else self._file, self._nbytes)
-        self.shard = torch.frombuffer(own, dtype=dtype)
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        everything = mmap.mmap(-1, self._nbytes * group.size, flags=private)
+        self.shard = torch.frombuffer(own or mmap.mmap(-1, self._nbytes), dtype=dtype)
+        everything = memory_file.reserve_range(self._nbytes * group.size)
         self.buffer = torch.frombuffer(everything, dtype=dtype)
         self._address = self.buffer.data_ptr()
         self._mapped: set[int] | None = None
@@ -74,7 +71,7 @@ class MappedShards:
         The same on all ranks, as long as they run the same kind of system.
         """
         nbytes = numel * dtype.itemsize
-        return _mmap is not None and nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
+        return memory_file.CAN_MAP and nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
 
     @property
     def copied_bytes(self) -> int:
@@ -117,24 +114,29 @@ class MappedShards:
         assert self._introduction is not None, "begin() comes first"
         mapped = set()
         for rank in range(self._group.size):
-            if rank == self._group.rank:
-                path, number = "/proc/self", -1 if self._file is None else self._file
-            else:
-                introduced = self._introduction.theirs[rank]
-                introduced.wait()
-                path, number = f"/proc/{self._group.memory.pid(rank)}", introduced.address
-            place = self._address + rank * self._nbytes
-            if number >= 0 and _map_file(f"{path}/fd/{number}", place, self._nbytes):
-                mapped.add(rank)
+            file = self._file_of(rank, self._introduction)
+            if file is not None:
+                place = self._address + rank * self._nbytes
+                if memory_file.map_privately(file, place, self._nbytes):
+                    mapped.add(rank)
+                if rank != self._group.rank:
+                    os.close(file)
         self._introduction.take()
         return mapped
+
+    def _file_of(self, rank: int, introduction: Offer) -> int | None:
+        if rank == self._group.rank:
+            return self._file
+        theirs = introduction.theirs[rank]
+        theirs.wait()
+        return memory_file.open_of(self._group.memory.pid(rank), theirs.address)
 
     def end(self) -> None:
         """The buffer is not needed any more: give its pages back. Does nothing the second time."""
         if self._offer is not None:
             self._offer.take()
             self._offer = None
-        _call(_madvise, self._address, self._nbytes * self._group.size, _MADV_DONTNEED)
+        memory_file.drop_pages(self._address, self._nbytes * self._group.size)
 
     def keep(self) -> None:
         """Turn the buffer into a copy, which outlives changes of the shards."""
@@ -149,54 +151,3 @@ class MappedShards:
         """Close the file where no second gather did."""
         if self.__dict__.get("_file") is not None:
             os.close(self._file)  # type: ignore[arg-type]
-
-
-def _memory_file(nbytes: int) -> int | None:
-    """A file of ``nbytes`` zeros in memory; None where there can be none."""
-    try:
-        number = os.memfd_create("flatshard")
-    except OSError:
-        return None
-    try:
-        # The pages too: without them a write would end the process where memory is short.
-        os.posix_fallocate(number, 0, nbytes)
-    except OSError:
-        os.close(number)
-        return None
-    return number
-
-
-def _map_file(path: str, place: int, nbytes: int) -> bool:
-    """Map a file privately at ``place``; says whether that worked."""
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
-        return bool(_mmap(place, nbytes, protection, flags, number, 0) == place)
-    finally:
-        os.close(number)
-
-
-def _call(function: Any, *args: int) -> None:
-    if function(*args) != 0:
-        number = ctypes.get_errno()
-        raise RuntimeError(f"{function.__name__}: {os.strerror(number)}")
-
-
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-
-
-def _find(name: str, result: Any, *arguments: Any) -> Any:
-    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
-        return None
-    function = getattr(ctypes.CDLL(None, use_errno=True), name)
-    function.restype, function.argtypes = result, list(arguments)
-    return function
-
-
-_address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-_mmap = _find("mmap", _address, _address, _size, _int, _int, _int, ctypes.c_long)
-_madvise = _find("madvise", _int, _address, _size, _int)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from torch.utils import hooks as torch_hooks
 from flatshard.flat_param import FlatParameter
 from flatshard.optim_runs import Run, apart, find_runs
 from flatshard.shard_tensor import FlatShardTensor
+from flatshard.spent_gradient import drop_spent
 
 _ELEMENTWISE: set[Any] = {
     inspect.unwrap(kind.step)
@@ -93,12 +95,9 @@ def restore_all() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Global hook: let the exchange be the optimizer's innermost hooks."""
     restore_all()
+    _drop_spent(optimizer)
     _check_reduced(optimizer)
-    watch(optimizer)
-    for group in optimizer.param_groups:
-        if _STAMP in group:
-            _check_stamp(optimizer, group[_STAMP])
-            del group[_STAMP]
+    check_state(optimizer)
     if not is_elementwise(optimizer):
         return
     before: Any = optimizer._optimizer_step_pre_hooks
@@ -108,6 +107,27 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             table[torch_hooks.RemovableHandle(table).id] = hook
     before.move_to_end(next(key for key, hook in before.items() if hook is _exchange))
     after.move_to_end(next(key for key, hook in after.items() if hook is _undo), last=False)
+
+
+def check_state(optimizer: torch.optim.Optimizer) -> None:
+    """See before a step that state which was loaded is this rank's.
+
+    Raises:
+        RuntimeError: it is another rank's, or another layout's.
+    """
+    watch(optimizer)
+    for group in optimizer.param_groups:
+        if _STAMP in group:
+            _check_stamp(optimizer, group[_STAMP])
+            del group[_STAMP]
+
+
+def _drop_spent(optimizer: torch.optim.Optimizer) -> None:
+    """What backward has stepped is not stepped again."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                drop_spent(param)
 
 
 def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
@@ -127,8 +147,7 @@ def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
 def _exchange(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if not _swap_in(optimizer):
-        return None
+    _swap_in(optimizer)
     # args[0] is the optimizer itself.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -137,6 +156,7 @@ def _exchange(
     def with_sharded_parameters() -> Any:
         _swap_out(optimizer)
         result = closure()  # where it raises, the step is over
+        _drop_spent(optimizer)
         _swap_in(optimizer)
         return result
 
@@ -147,6 +167,40 @@ def _exchange(
 
 def _undo(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _swap_out(optimizer)
+
+
+def step_parts(
+    optimizer: torch.optim.Optimizer, parts: Sequence[tuple[dict[str, Any], list[Any]]]
+) -> None:
+    """Step some parameters of an element-wise optimizer, to the bit as ``step()`` would.
+
+    Hooks of the optimizer are not called.
+
+    Args:
+        optimizer: whose.
+        parts: of a parameter group, some parameters that follow one another in it; disjoint.
+
+    Raises:
+        NotImplementedError: the optimizer keeps something per group that changes with every step.
+    """
+    # Groups of their own, so that what is not neighbours in ``step()`` is not joined here either.
+    narrow = [{**group, "params": list(params)} for group, params in parts]
+    step = inspect.unwrap(type(optimizer).step)
+    whole, optimizer.param_groups = optimizer.param_groups, narrow
+    try:
+        with torch.no_grad():
+            _swap_in(optimizer)
+            step(optimizer)
+    finally:
+        _swap_out(optimizer)
+        optimizer.param_groups = whole
+    for (group, _), after in zip(parts, narrow, strict=True):
+        changed = [key for key in after if key != "params" and after[key] is not group.get(key)]
+        if changed:
+            raise NotImplementedError(
+                f"{type(optimizer).__name__}.step() changes {changed[0]!r} of a parameter group, "
+                "and would do so once per unit. Step it after backward."
+            )
 
 
 class _Exchange:
@@ -172,7 +226,9 @@ class _Exchange:
                     stand_in[positions[0]] = pieces
                     joined.update(positions)
             for position, param in enumerate(params):
-                if position not in joined and isinstance(param, FlatShardTensor | FlatParameter):
+                is_ours = isinstance(param, FlatShardTensor | FlatParameter)
+                # What has no gradient is left alone: its state may be part of a run's.
+                if is_ours and position not in joined and param.grad is not None:
                     stand_in[position] = [self._replace(param)]
             if stand_in:
                 self._lists.append((params, list(params)))
@@ -182,11 +238,6 @@ class _Exchange:
                     if position in stand_in or position not in joined
                     for one in stand_in.get(position, [param])
                 ]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the optimizer has nothing that is sharded."""
-        return not self._lists
 
     def _join(
         self, members: list[FlatShardTensor | FlatParameter], known: dict[int, Run]
@@ -222,8 +273,7 @@ class _Exchange:
             # Plain already, only its gradient is not.
             twin = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
             twin.grad = getattr(param.grad, "_local", param.grad)
-        if twin.grad is not None:
-            torch.autograd.graph.increment_version(twin)
+        torch.autograd.graph.increment_version(twin)
         if param in self._state:
             self._state[twin] = apart(_local_state(param, self._state.pop(param)))
         self._twins.append((twin, param))
@@ -253,12 +303,11 @@ class _Exchange:
                     self._state[param] = part
 
 
-def _swap_in(optimizer: torch.optim.Optimizer) -> bool:
-    """Let twins stand in; says whether there was anything to exchange."""
+def _swap_in(optimizer: torch.optim.Optimizer) -> None:
+    """Let twins stand in."""
     _swapped[optimizer] = _Exchange(optimizer)  # first, so that a failure is undone
     with torch._C.DisableTorchFunctionSubclass():
         _swapped[optimizer].begin()
-    return not _swapped[optimizer].is_empty
 
 
 def _swap_out(optimizer: torch.optim.Optimizer) -> None:

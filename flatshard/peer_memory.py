@@ -10,8 +10,9 @@ Source: Cross Memory Attach (Linux 3.2), as MPI implementations use it between r
 [Note: the board]
 What ranks say to one another they write on a board in their own memory, which the others look at:
 "the n-th part of this tag lies there", and "I have taken all others' n-th parts of this tag". A
-part must not change, and no other be offered under its tag, until all have taken it. A look at the
-board costs about a microsecond, a message through a socket some thirty.
+part must not change, and no other be offered under its tag, until all have taken it. Boards are
+mapped by the others where they can be, and read like the rest where not: a look costs less than a
+microsecond or some ten, a message through a socket thirty and the attention of a thread.
 
 [Note: half written]
 A reader may see a record while it is being written, so every record carries a check word. What was
@@ -27,11 +28,13 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from flatshard import memory_file
 
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _PR_SET_PTRACER = 0x59616D61
@@ -43,15 +46,25 @@ _WORDS = (
     8  # of a tag: (number, address, check) of what is offered, (number, check) of what is taken
 )
 _TAKEN = 4
+_BOARD_BYTES = TAGS * _WORDS * 8
 _CHECK = 0x666C6174  # so that no record of zeros is valid
 
 
 class Card(NamedTuple):
-    """Where a process can be found: its host, its number there, its board, and what is on it."""
+    """Where a process can be found.
+
+    Attributes:
+        host: names it.
+        pid: the process's number there.
+        board: the address of its board.
+        file: the number of the file that the board is, or -1.
+        nonce: what is on it.
+    """
 
     host: str
     pid: int
     board: int
+    file: int
     nonce: int
 
 
@@ -60,14 +73,25 @@ class Board:
 
     def __init__(self) -> None:
         """An empty board; pages of it exist when they are written."""
-        memory = mmap.mmap(-1, TAGS * _WORDS * 8)
+        self._file = memory_file.create(_BOARD_BYTES, reserve=False)
+        memory = None
+        if self._file is not None:
+            memory = memory_file.mapped(self._file, _BOARD_BYTES, write=True)
+        memory = memory or mmap.mmap(-1, _BOARD_BYTES)
         self._words = (ctypes.c_int64 * (TAGS * _WORDS)).from_buffer(memory)
         # For ever: others may look at it when this rank is done with the group.
         _boards.append(self._words)
         nonce = int.from_bytes(os.urandom(7), "little")
         self.offer(0, nonce, 0)
         host = _host() if _readv is not None else ""
-        self.card = Card(host, os.getpid(), ctypes.addressof(self._words), nonce)
+        file = -1 if self._file is None else self._file
+        self.card = Card(host, os.getpid(), ctypes.addressof(self._words), file, nonce)
+
+    def close_file(self) -> None:
+        """All have met, and mapped the board if they could."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def offer(self, tag: int, number: int, address: int) -> None:
         """Say that the ``number``-th part of a tag lies at ``address``."""
@@ -91,6 +115,7 @@ class PeerMemory:
     def __init__(self, cards: Sequence[Card], timeout: float) -> None:
         """``cards`` are the ranks', all on this host; waits end after ``timeout`` seconds."""
         self._cards = list(cards)
+        self._boards = [_mapped_board(card) for card in cards]
         self._timeout = timeout
 
     def pid(self, rank: int) -> int:
@@ -115,14 +140,54 @@ class PeerMemory:
 
     def offered(self, rank: int, tag: int, number: int) -> Awaited:
         """The ``number``-th part that ``rank`` offers under a tag."""
-        card = self._cards[rank]
-        return Awaited(card.pid, card.board + tag * _WORDS * 8, 3, number, self._timeout)
+        return Awaited(self._record(rank, tag * _WORDS, 3), number, self._timeout)
 
     def taken(self, rank: int, tag: int, number: int) -> Awaited:
         """That ``rank`` has taken the ``number``-th parts of a tag."""
+        return Taken(self._record(rank, tag * _WORDS + _TAKEN, 2), number, self._timeout)
+
+    def _record(self, rank: int, first: int, length: int) -> _Record:
         card = self._cards[rank]
-        place = card.board + (tag * _WORDS + _TAKEN) * 8
-        return Taken(card.pid, place, 2, number, self._timeout)
+        return _Record(card.pid, self._boards[rank], card.board, first, length)
+
+
+class _Record(NamedTuple):
+    """Some words of another process's board.
+
+    Attributes:
+        pid: the process.
+        words: the board, if it is mapped.
+        board: its address there.
+        first: the first of the words.
+        length: how many.
+    """
+
+    pid: int
+    words: Any
+    board: int
+    first: int
+    length: int
+
+    def look(self) -> list[int]:
+        """What they say now.
+
+        Raises:
+            RuntimeError: the board is not mapped, and its process is gone.
+        """
+        if self.words is not None:
+            return list(self.words[self.first : self.first + self.length])
+        return self.look_there()
+
+    def look_there(self) -> list[int]:
+        """The same, always by way of the process.
+
+        Raises:
+            RuntimeError: the process is gone.
+        """
+        seen = (ctypes.c_int64 * self.length)()
+        place = self.board + self.first * 8
+        _read(self.pid, place, ctypes.addressof(seen), ctypes.sizeof(seen))
+        return list(seen)
 
 
 class Awaited:
@@ -132,10 +197,9 @@ class Awaited:
         address: what the record says, once it is there.
     """
 
-    def __init__(self, pid: int, place: int, length: int, number: int, timeout: float) -> None:
-        """Of process ``pid``, ``length`` words at ``place`` that begin with ``number``."""
-        self._pid, self._place, self._number, self._timeout = pid, place, number, timeout
-        self._seen = (ctypes.c_int64 * length)()
+    def __init__(self, record: _Record, number: int, timeout: float) -> None:
+        """It begins with ``number``."""
+        self._record, self._number, self._timeout = record, number, timeout
         self._is_over = False
         self._error: RuntimeError | None = None
         self.address = 0
@@ -143,18 +207,35 @@ class Awaited:
     def is_completed(self) -> bool:
         """Whether it is there, or never will be: then ``wait`` raises."""
         if not self._is_over:
-            try:
-                self._is_over = self._look()
-            except RuntimeError as error:
-                self._is_over, self._error = True, error
+            self._look(self._record.look)
         return self._is_over
 
-    def _look(self) -> bool:
-        seen = self._seen
-        _read(self._pid, self._place, ctypes.addressof(seen), ctypes.sizeof(seen))
-        number, *rest, check = seen
-        self.address = rest[0] if rest else 0
-        return number == self._number and number ^ self.address ^ _CHECK == check
+    def is_there(self) -> bool:
+        """Ask the process itself.
+
+        Raises:
+            RuntimeError: it may not be asked.
+        """
+        self._look(self._record.look_there)
+        if self._error is not None:
+            raise self._error
+        return self._is_over
+
+    def _look(self, look: Callable[[], list[int]]) -> None:
+        try:
+            number, *rest, check = look()
+        except RuntimeError as error:
+            self._is_over, self._error = True, self._told(error)
+            return
+        if number == self._number:
+            self.address = rest[0] if rest else 0
+            if number ^ self.address ^ _CHECK == check:
+                self._is_over = True
+                _order_memory()
+
+    def _told(self, error: RuntimeError) -> RuntimeError | None:
+        """What the end of the process means."""
+        return error
 
     def wait(self) -> None:
         """Wait until it is there.
@@ -163,12 +244,19 @@ class Awaited:
             RuntimeError: the process is gone, or nothing came in time.
         """
         looks = 0
-        began = time.monotonic()
+        began = asked = time.monotonic()
         while not self.is_completed():
             looks += 1
             if looks > _QUICK_LOOKS:
-                if time.monotonic() - began > self._timeout:
-                    raise RuntimeError(f"nothing from process {self._pid} in {self._timeout:g} s")
+                now = time.monotonic()
+                if now - began > self._timeout:
+                    raise RuntimeError(
+                        f"nothing from process {self._record.pid} in {self._timeout:g} s"
+                    )
+                if now - asked > _ALIVE_SECONDS:
+                    # A mapped board outlives its process.
+                    self._look(self._record.look_there)
+                    asked = now
                 time.sleep(_PAUSE_SECONDS)
         if self._error is not None:
             raise self._error
@@ -177,11 +265,8 @@ class Awaited:
 class Taken(Awaited):
     """The same of what was taken: a process that has ended wants nothing any more."""
 
-    def _look(self) -> bool:
-        try:
-            return super()._look()
-        except ProcessGone:
-            return True
+    def _told(self, error: RuntimeError) -> RuntimeError | None:
+        return None if isinstance(error, ProcessGone) else error
 
 
 class ProcessGone(RuntimeError):
@@ -191,6 +276,7 @@ class ProcessGone(RuntimeError):
 _boards: list[Any] = []
 _QUICK_LOOKS = 20
 _PAUSE_SECONDS = 5e-5
+_ALIVE_SECONDS = 0.05
 
 
 def meet(board: Board, cards: Sequence[Card], timeout: float) -> PeerMemory | None:
@@ -207,11 +293,21 @@ def meet(board: Board, cards: Sequence[Card], timeout: float) -> PeerMemory | No
     memory = PeerMemory(cards, timeout)
     try:
         can_read = all(
-            memory.offered(rank, 0, card.nonce)._look() for rank, card in enumerate(cards)
+            memory.offered(rank, 0, card.nonce).is_there() for rank, card in enumerate(cards)
         )
     except RuntimeError:
         return None
     return memory if can_read else None
+
+
+def _mapped_board(card: Card) -> Any:
+    """The words of a process's board, mapped for reading; None where that is not possible."""
+    file = memory_file.open_of(card.pid, card.file) if card.file >= 0 else None
+    if file is None:
+        return None
+    words = memory_file.mapped(file, _BOARD_BYTES, write=False)
+    os.close(file)
+    return None if words is None else memoryview(words).cast("q")
 
 
 def _host() -> str:

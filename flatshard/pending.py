@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from flatshard.watchdog import watched
 
 
@@ -103,6 +105,14 @@ class Pending:
         self.settle()
         return True
 
+    def keeps(self, tensor: Tensor) -> bool:
+        """Whether it keeps the memory of ``tensor`` alive."""
+        storage = tensor.untyped_storage()._cdata
+        return any(
+            isinstance(one, Tensor) and one.untyped_storage()._cdata == storage
+            for one in self._kept
+        )
+
     def settle(self) -> None:
         """Wait until the others have taken everything.
 
@@ -158,6 +168,11 @@ class Unsettled:
         """
         while self._pending:
             self._pending.pop(0).settle()
+
+    def is_giving(self, tensor: Tensor) -> bool:
+        """Whether other ranks may still be taking what lies in the memory of ``tensor``."""
+        self.drop_settled()
+        return any(pending.keeps(tensor) for pending in self._pending)
 
     def drop_settled(self) -> None:
         """Give back what other ranks have taken meanwhile."""

@@ -67,6 +67,7 @@ class UnitRow:
         strategy: the strategy's name.
         ranks: how many ranks share it.
         reason: why it is a unit.
+        moved_by: what moves its parameters and gradients between ranks.
     """
 
     name: str
@@ -75,6 +76,7 @@ class UnitRow:
     strategy: str
     ranks: int
     reason: str
+    moved_by: str
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def describe(rows: Sequence[UnitRow]) -> str:
     """Tabulate units, with a line of totals."""
     header = (
         *("unit", "class", "elements", "padding", "segments", "gathered"),
-        *("strategy", "ranks", "why"),
+        *("strategy", "ranks", "moved by", "why"),
     )
     return tabulate([header, *map(_cells, rows), _totals(rows)], numbers={2, 3, 5, 7})
 
@@ -133,6 +135,7 @@ def _cells(row: UnitRow) -> tuple[str, ...]:
         show_bytes(sum(segment.gathered_bytes for segment in segments)),
         row.strategy,
         str(row.ranks),
+        row.moved_by,
         row.reason,
     )
 
@@ -146,7 +149,7 @@ def _totals(rows: Sequence[UnitRow]) -> tuple[str, ...]:
         f"{sum(segment.padding_numel for segment in segments):,}",
         "",
         show_bytes(sum(segment.gathered_bytes for segment in segments)),
-        *("", "", ""),
+        *("", "", "", ""),
     )
 
 

@@ -253,11 +253,21 @@ HANDLERS.update(
 # ---------------------------------------------------------------- autograd
 
 
+class OutsideUses:
+    """How often something differentiable was made of sharded tensors outside of a forward.
+
+    Of all models: what combines parameters of two knows only one of them.
+    """
+
+    count = 0
+
+
 class _Sum(torch.autograd.Function):
     """The sum of all elements."""
 
     @staticmethod
     def forward(ctx: Any, tensor: FlatShardTensor) -> Tensor:  # type: ignore[override]
+        OutsideUses.count += 1
         ctx.spec, ctx.like = tensor._spec, tensor._local.new_empty(0)
         return _sum(aten.sum.default, (tensor,), {})
 
@@ -273,6 +283,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: FlatShardTensor, order: float) -> Tensor:  # type: ignore[override]
+        OutsideUses.count += 1
         norm = norms([tensor], order)[0]
         ctx.spec, ctx.order = tensor._spec, order
         ctx.save_for_backward(tensor._local, norm)

@@ -24,25 +24,35 @@ class ExecutionOrder:
         """Note that ``unit`` runs now."""
         self._current.append(unit)
 
-    def next_forward(self) -> int | None:
-        """The unit expected after the one recorded last, or None when there is no prediction."""
+    def next_forward(self) -> list[int]:
+        """The units expected after the one recorded last, in order; none without a prediction."""
         position = len(self._current)
         previous = self._previous
-        if position == 0 or position >= len(previous):
-            return None
         # A forward that left the recorded order gets no guesses until it is recorded whole.
-        if previous[position - 1] != self._current[-1]:
-            return None
-        return previous[position]
+        if position == 0 or previous[position - 1 : position] != self._current[-1:]:
+            return []
+        return previous[position:]
 
-    def next_backward(self, unit: int) -> int | None:
-        """The unit whose backward is expected after that of ``unit``, or None."""
+    def next_backward(self, unit: int) -> list[int]:
+        """The units whose backward is expected after that of ``unit``, in order."""
         order = self._current or self._previous
         for position in range(len(order) - 1, 0, -1):
             if order[position] == unit:
-                before = order[position - 1]
-                return before if before != unit else None
-        return None
+                return _until(unit, order[position - 1 :: -1])
+        return []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this forward ran all the units of the one before, in the same order."""
+        return bool(self._current) and self._current == self._previous
+
+    def first_backward(self) -> list[int]:
+        """The units whose backward comes first, in order; none while more may come in forward."""
+        return self._current[::-1] if self.is_complete else []
+
+
+def _until(unit: int, units: list[int]) -> list[int]:
+    return units[: units.index(unit)] if unit in units else units
 
 
 class ReduceOrder:

@@ -127,5 +127,5 @@ def gather_in_two(
     """
     with torch.no_grad():
         part = source.new_empty(source.numel() * outer.size)
-        outer.all_gather(source, part, label=label, tag=tags[1], purpose=WHOLE).finish()
-        return inner.all_gather(part, out, label=label, tag=tags[0], purpose=WHOLE)
+        outer.all_gather(source, part, label=label, tag=tags[1], purpose=WHOLE, exact=True).finish()
+        return inner.all_gather(part, out, label=label, tag=tags[0], purpose=WHOLE, exact=True)

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import config
 from flatshard.config import (
     BackwardPrefetch,
-    Collectives,
     MixedPrecision,
     Placement,
     ShardingStrategy,
+    Transport,
 )
 from flatshard.topology import Ranks, Topology, read_ranks
 from flatshard.wrap import UnitPlan
@@ -84,7 +84,7 @@ class Settings:
 
 
 def ranks_or_alone(
-    process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, mode: Collectives
+    process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, mode: Transport
 ) -> Ranks:
     """The ranks that train the model; alone, with a warning, where there is no process group."""
     if process_group is None and device_mesh is None:

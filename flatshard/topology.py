@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard.collectives import ALONE, Communicator, communicator, subgroup
-from flatshard.config import Collectives, Placement
+from flatshard.config import Placement, Transport
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,14 @@ class Topology:
         """Whether gradients are reduced beyond the inner group."""
         return self.outer.size > 1 or self.replicate.size > 1
 
+    @property
+    def moved_by(self) -> str:
+        """What moves its parameters and gradients, in words."""
+        ways = [group.moved_by for group in (self.inner, self.outer) if group.size > 1]
+        if self.replicate.size > 1:
+            ways.append(self.replicate.backend)  # all-reduces
+        return " + ".join(dict.fromkeys(ways)) or "nothing"
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -65,7 +73,7 @@ class Ranks:
     world: Communicator
     grid: tuple[Communicator, Communicator] | None
     ranks_per_node: int | None
-    mode: Collectives
+    mode: Transport
     _known: dict[Placement, Topology] = field(default_factory=dict, repr=False)
 
     def describe(self) -> str:
@@ -81,10 +89,19 @@ class Ranks:
         Collective at the first call for a placement.
 
         Raises:
-            ValueError: the ranks do not divide as the placement asks.
+            ValueError: the ranks do not divide as the placement asks, or it averages over
+                replicas and there is a wire dtype.
         """
         if placement not in self._known:
-            self._known[placement] = self._resolve(placement)
+            found = self._resolve(placement)
+            if self.mode.wire_dtype is not None and found.replicate.size > 1:
+                raise ValueError(
+                    f"wire_dtype={self.mode.wire_dtype}: gradients are averaged over "
+                    f"{found.replicate.size} replicas by the backend, which sends them as they "
+                    "are. Use a strategy that shards over all ranks (FULL_SHARD, "
+                    "HYBRID_SHARD_OP), or wire_dtype=None."
+                )
+            self._known[placement] = found
         return self._known[placement]
 
     def _resolve(self, placement: Placement) -> Topology:
@@ -151,7 +168,7 @@ def _rows_and_columns(
 # ---------------------------------------------------------------- what the user says
 
 
-def read_ranks(process_group: Any, device_mesh: Any, *, mode: Collectives) -> Ranks:
+def read_ranks(process_group: Any, device_mesh: Any, *, mode: Transport) -> Ranks:
     """Read ``process_group`` and ``device_mesh``; without either, the default group is meant.
 
     Collective at the first call for a process group, and whenever a pair or a 2-D mesh is given.
@@ -213,7 +230,7 @@ def _groups_of_mesh(mesh: Any) -> Any:
     return mesh.get_group(shard_dim), mesh.get_group(1 - shard_dim)
 
 
-def _world_of_grid(shard: Communicator, replicate: Communicator, mode: Collectives) -> Communicator:
+def _world_of_grid(shard: Communicator, replicate: Communicator, mode: Transport) -> Communicator:
     """The ranks of a grid, of which every rank knows its row and its column.
 
     Collective: along rows and columns.

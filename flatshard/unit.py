@@ -50,10 +50,11 @@ class Phase(enum.Enum):
 class Call:
     """One run of a unit's forward: the gradients of its inputs that backward must still make."""
 
-    __slots__ = ("num_inputs",)
+    __slots__ = ("has_begun", "num_inputs")
 
     def __init__(self) -> None:
         self.num_inputs = 0
+        self.has_begun = False  # its backward
 
 
 class _ModuleHook:
@@ -130,6 +131,8 @@ class Unit:
         placement: what is freed when.
         sync: what the backward of the forward begun last does with the gradients.
         state_dict_options: what its part of state dicts is.
+        num_awaited: how often it ran in the last outermost forward, less the backwards of it that
+            began since; alike on all ranks, also where an earlier forward failed on some.
     """
 
     context: Context
@@ -153,6 +156,9 @@ class Unit:
         self.topology = topology
         self.sync = Sync.ALL
         self.state_dict_options = StateDictOptions()
+        self.num_awaited = 0
+        self._num_awaited_before = 0
+        self._ends_unseen = False  # whether no input tells when a backward of it is over
         self._compute_dtype = compute_dtype
         self._running: list[Call] = []
         self._waiting_for: dict[Call, int] = {}
@@ -199,6 +205,11 @@ class Unit:
     def trainable_handles(self) -> list[FlatParamHandle]:
         """Flat parameters with something to reduce."""
         return [h for h, count in zip(self.handles, self._num_trainable, strict=True) if count]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What its unsharded buffers take while they exist."""
+        return sum(handle.buffer_bytes for handle in self.handles)
 
     @property
     def gradient_bytes(self) -> int:
@@ -289,6 +300,16 @@ class Unit:
             handle.gradients.seen.clear()
 
     @property
+    def is_done(self) -> bool:
+        """Whether no forward since the last backward is expected to need the parameters yet."""
+        return (
+            self.phase is Phase.IDLE
+            and self.num_awaited + self._num_awaited_before <= 0
+            and not self._ends_unseen
+            and not self._is_sticky
+        )
+
+    @property
     def _version(self) -> int:
         return sum(handle.version for handle in self.handles)
 
@@ -324,6 +345,7 @@ class Unit:
         else:
             self.gather("forward")
             self.phase = Phase.FORWARD
+            self.num_awaited += self.context.expects_backward
             self._count_trainable()
             self.context.prefetch_forward()
         changed = None
@@ -413,16 +435,31 @@ class Unit:
 
     # ------------------------------------------------------------ backward
 
+    def begin_run(self) -> None:
+        """An outermost forward begins."""
+        self._num_awaited_before += self.num_awaited
+        self.num_awaited = 0
+
+    def end_run(self) -> None:
+        """A backward of the model is over, or failed."""
+        self.num_awaited = self._num_awaited_before = 0
+
     def begin_backward(self) -> None:
         """A backward of the model begins; forget the last one's counts."""
         self._waiting_for.clear()
+        self._ends_unseen = False
         for handle in self.handles:
             handle.begin_backward()
 
     def _pre_backward(self, call: Call) -> None:
         self.context.begin_backward()
+        if not call.has_begun:
+            call.has_begun = True
+            self.num_awaited -= 1
         if call.num_inputs:
             self._waiting_for[call] = call.num_inputs
+        else:
+            self._ends_unseen = True
         self.context.recorder.enter_backward(self)
         self._enter_backward()
         self.context.prefetch_backward(self)
@@ -483,6 +520,7 @@ class Unit:
         """Return to IDLE after a step that failed; drops its gradients."""
         self._running.clear()
         self._sticky_version = -1
+        self.end_run()
         for handle in self.handles:
             handle.drop_grads()
         self.free()

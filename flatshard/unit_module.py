@@ -200,7 +200,7 @@ class UnitModule(StandIn):
 
         A line has the unit's name and class, elements of its parameters and of padding, dtype and
         whether frozen of each flat parameter, bytes that a gather fills on every rank, strategy,
-        ranks that share it, and why it is a unit.
+        ranks that share it, what moves its tensors between them, and why it is a unit.
         """
         return plan_report.describe([wrapper._row() for wrapper in unit_modules(self)])
 
@@ -214,6 +214,7 @@ class UnitModule(StandIn):
             strategy=self._settings.strategy.name,
             ranks=topology.shard.size,
             reason=self._reason or ("by hand" if unit.name else f"root: {rest}"),
+            moved_by=topology.moved_by,
         )
 
 

@@ -46,6 +46,7 @@ from flatshard.settings import (
     read_strategy,
 )
 from flatshard.shard_tensor import FlatShardTensor
+from flatshard.step_in_backward import StepInBackward
 from flatshard.step_report import StepReport
 from flatshard.unit_module import UnitModule, outermost_unit_modules, unit_modules, units_at_rest
 from flatshard.wrap import Policy
@@ -73,7 +74,8 @@ class ShardedWrapper(PeerNames):
         cpu_offload: see ``CPUOffload``.
         auto_wrap_policy: which submodules become units: ``"auto"`` or a policy of
             ``flatshard.wrap``. None: one unit.
-        backward_prefetch: when the next unit's gather starts in backward; None: never early.
+        backward_prefetch: when the next unit's gather starts in backward, see
+            ``BackwardPrefetch``; None: never early.
         mixed_precision: see ``MixedPrecision``.
         device_mesh: instead of ``process_group``: a 1-D mesh, or a 2-D one for HYBRID strategies,
             (replicate, shard) unless the names of its dimensions say the opposite.
@@ -103,6 +105,11 @@ class ShardedWrapper(PeerNames):
         collectives: ``"auto"``: what fits the backend best; ``"sockets"``: on gloo, send and
             receive even where ranks on one host could read each other's memory; ``"native"``: one
             collective of the backend per unit and purpose, for comparison.
+        wire_dtype: ``torch.bfloat16``: over gloo's sockets, wider floating point parameters are
+            rounded to it before forward and backward gather them, alike on all ranks, and
+            gradients before they are sent; shards, computation and sums stay in their own dtypes,
+            and state dicts are exact. Ranks on one host then use sockets too. None: nothing is
+            rounded.
         ignored_modules: modules to leave alone: their parameters stay plain ones that are neither
             sharded nor moved, compared or synchronised between ranks, and their gradients are this
             rank's own. So are their buffers. A parameter that also stands elsewhere is ignored
@@ -140,6 +147,7 @@ class ShardedWrapper(PeerNames):
         use_orig_params: bool = True,
         broadcast_buffers: bool | None = None,
         collectives: str = "auto",
+        wire_dtype: torch.dtype | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
         **extra: Any,
@@ -166,10 +174,12 @@ class ShardedWrapper(PeerNames):
         construction.check_module(module, auto_wrap_policy)
         ignored = construction.read_ignored(module, ignored_modules, ignored_states)
         inspection.check_params(module, construction.left_alone(module, ignored))
-        ranks = ranks_or_alone(process_group, device_mesh, mode=config.as_collectives(collectives))
+        transport = config.as_transport(collectives, wire_dtype)
+        ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
         check_grid_is_used(ranks, placement, strategy)
         device = inspection.find_device(module, device_id, ranks.world.group, ignored)
+        inspection.check_transport(device, transport)
         if offload.offload_params:
             inspection.check_offload(device)
         settings = Settings(
@@ -184,7 +194,7 @@ class ShardedWrapper(PeerNames):
             device=device,
         )
         built = Construction(module, auto_wrap_policy, settings, ignored, param_init_fn)
-        start = built.agree(collectives, sync_module_states)
+        start = built.agree(transport, sync_module_states)
         if ranks.world.rank == 0:
             if given.notes:
                 warnings.warn(f"ShardedWrapper ignores {'; '.join(given.notes)}", stacklevel=2)
@@ -221,12 +231,20 @@ class ShardedWrapper(PeerNames):
         self._check_between_steps("no_sync()", context)
         if max_bytes is not None and max_bytes < 0:
             raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}")
-        before = context.syncs
+        before = context.syncs, context.under_no_sync
         context.syncs = context.plan_accumulation(max_bytes, replicas_only)
+        context.under_no_sync = True
         try:
             yield
         finally:
-            context.syncs = before
+            context.syncs, context.under_no_sync = before
+
+    def free_buffers(self) -> None:
+        """Give back memory that is kept for the next step: of gradients that nobody holds.
+
+        A forward without gradients does the same. No communication.
+        """
+        self._context.give_back()
 
     @contextlib.contextmanager
     def record_steps(
@@ -325,6 +343,52 @@ class ShardedWrapper(PeerNames):
         )
         context.refresh()
 
+    def step_in_backward(self, optimizer: torch.optim.Optimizer) -> StepInBackward:
+        """Let ``optimizer`` step in each backward, every unit once its gradients are reduced.
+
+        The same numbers, to the bit, as ``optimizer.step()`` and ``zero_grad()`` after backward.
+        The gradients of the whole model never exist together, which saves up to the size of the
+        shards. Every backward that reduces steps, and a backward under ``no_sync`` does not: what
+        it accumulates is in the step of the first backward after. Learning rates and other options
+        are those in ``optimizer.param_groups`` when backward begins.
+
+        A training loop can stay as it is. ``optimizer.step()`` steps what backward did not: other
+        models' parameters, ignored ones. Until it, ``zero_grad()`` or the next forward, ``.grad``
+        of what was stepped holds a stand-in that raises when it is used: there is nothing to clip
+        by a norm, to unscale or to log. A parameter's post-accumulate hooks run before its step,
+        the optimizer's own step hooks only in ``optimizer.step()``.
+
+        Units are stepped at the end of backward, exactly as well but without the saving, where
+        more may come of them or they may still be needed: the root, and units none of whose
+        inputs has a gradient; those with parameters that this rank did not use, or that have
+        post-accumulate hooks; all in a backward over checkpoints with ``use_reentrant=True`` or a
+        penalty on parameters outside of forward, and often in the first backward, which finds the
+        order of units. A backward that fails may leave some units stepped and others not; the
+        next step warns.
+
+        Of an inner wrapper: for the whole model. ``copy.deepcopy`` gives a model without it.
+
+        Collective: all ranks that train the model; the same optimizer on each.
+
+        Args:
+            optimizer: over any of the model's parameters, made before or after wrapping; one that
+                updates every element from that element's own gradient and state: torch's own that
+                do, and those given to ``declare_elementwise``.
+
+        Returns:
+            Its ``remove()`` undoes this.
+
+        Raises:
+            TypeError: not an optimizer.
+            ValueError: it is not element-wise, holds no parameter of the model or some that are
+                stepped in backward already; ranks pass different ones.
+            RuntimeError: a forward or backward of the model is running.
+        """
+        context = self._context
+        context.recover()
+        self._check_between_steps("step_in_backward()", context)
+        return context.stepping.register(optimizer, self._settings.ranks.world)
+
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -354,8 +418,9 @@ class ShardedWrapper(PeerNames):
 
         Raises:
             RuntimeError: gradients accumulated under ``no_sync`` are not reduced yet; the norm is
-                not finite and ``error_if_nonfinite`` is set.
+                not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward.
         """
+        self._context.stepping.refuse("clip_grad_norm_()")
         handles = [h for wrapper in sharded_modules(self) for h in wrapper._unit.handles]
         grad_norm.check_reduced(
             handles, self._settings.topology.world, is_reducing=self._context.is_reducing

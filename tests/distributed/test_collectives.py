@@ -1,18 +1,23 @@
 """The exact sequence of collectives in a step, and what they do to memory."""
 
 import datetime
+import time
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatshard import ShardedWrapper, collectives, sharded_modules
+from flatshard import ShardedWrapper, collectives, sharded_modules, wire
 from flatshard.collectives import CollectiveError, communicator
+from flatshard.config import Collectives, Transport
 from flatshard.on_host import Whole
+from flatshard.pending import Pending, Unsettled
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
 
+SOCKETS = Transport(Collectives.SOCKETS)
 LAYERS = ("0", "1", "2")
 
 
@@ -59,6 +64,56 @@ def _sequence(rank: int, world_size: int, strategy: str) -> None:
             *EXPECTED[strategy],
             ("scalars", "used parameters of all units, backward"),
         ]
+
+
+def test_prefetch_at_the_end_of_forward() -> None:
+    run_ranks(_end_of_forward, 2)
+
+
+def _end_of_forward(rank: int, world_size: int) -> None:
+    """Backward begins with what forward ended with, and its gathers begin in forward."""
+    model = _wrapped("FULL_SHARD", backward_prefetch="END_OF_FORWARD")
+    unit_bytes = (8 * 8 + 8) * 4
+    reductions = [("gather", "1"), ("reduce", "2"), ("gather", "0"), ("reduce", "1")]
+    scalars = ("scalars", "used parameters of all units, backward")
+    _step(model)
+    for _ in range(2):
+        gathers = [("gather", n) for n in LAYERS]
+        assert _step(model) == [*gathers, *reductions, ("reduce", "0"), scalars]
+    with collectives.record() as events:
+        model(torch.ones(2, 8))
+    assert [(e.kind, e.label) for e in events] == [*gathers, ("gather", "1")]
+    assert _live_bytes(model) == 2 * unit_bytes
+    with torch.no_grad():  # what was gathered for a backward that did not come is used, and freed
+        model(torch.ones(2, 8))
+    assert _live_bytes(model) == 0
+
+
+def test_prefetch_goes_as_far_as_the_largest_unit() -> None:
+    run_ranks(_prefetch_far, 2)
+
+
+def _prefetch_far(rank: int, world_size: int) -> None:
+    for mode, ahead in (("sockets", 3), ("native", 1)):
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 24), nn.Linear(24, 8), *(nn.Linear(8, 8) for _ in range(4))]
+        model = ShardedWrapper(
+            nn.Sequential(*layers),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            collectives=mode,
+        )
+        on_the_way: list[int] = []
+        for layer in model.module:
+            layer.module.register_forward_hook(
+                lambda *_, seen=on_the_way, of=model: seen.append(
+                    sum(wrapper._unit.is_prefetched for wrapper in sharded_modules(of))
+                )
+            )
+        _step(model)
+        on_the_way.clear()
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+        assert max(on_the_way) == ahead  # 8 x 24 elements are three times 8 x 8
 
 
 def test_prefetch_can_be_turned_off() -> None:
@@ -187,6 +242,176 @@ def _reduce(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     return results[0], results[1]
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_averages_in_pieces(world_size: int) -> None:
+    run_ranks(_in_pieces, world_size, fresh=True)
+
+
+def _in_pieces(rank: int, world_size: int) -> None:
+    """Bit by bit what one piece gives, whatever their number and when each rank comes."""
+    wire.PIECE_BYTES = 64
+    wire._ADDED_AT_ONCE = 6
+    comm = communicator(dist.group.WORLD, mode=SOCKETS)
+    cases = [
+        (numel, dtype)
+        for numel in (0, 1, 15, 16, 17, 70)
+        for dtype in (torch.float32, torch.float64, torch.complex64)
+    ]
+    started: list[tuple[Pending, Tensor, Tensor]] = []
+    for tag, (numel, dtype) in enumerate(cases):
+        values = [
+            torch.randn(numel * world_size, dtype=dtype, generator=_seeded(100 * tag + other))
+            for other in range(world_size)
+        ]
+        expected = _sum_in_order([one.chunk(world_size)[rank] for one in values] if numel else [])
+        out = torch.full((numel,), torch.nan, dtype=dtype)
+        if tag % world_size == rank:
+            time.sleep(0.01)
+        started.append(
+            (comm.reduce_scatter(Whole.of(values[rank]), out, label="test", tag=tag), out, expected)
+        )
+    unsettled = Unsettled()
+    for pending, out, expected in started:
+        deadline = time.monotonic() + 10
+        while not pending.done():  # without a wait, which another rank may never answer
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+        pending.wait(unsettled)
+        assert torch.equal(out, expected.to(out.dtype))
+    unsettled.settle()
+    idle = comm._sockets._scratch._idle
+    assert sum(one.numel() for one in idle) <= (world_size - 2) * 70 * 8
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _sum_in_order(parts: list[Tensor]) -> Tensor:
+    total = torch.zeros(0) if not parts else parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total / max(len(parts), 1)
+
+
+def test_a_reduction_that_another_rank_starts_late() -> None:
+    run_ranks(_late, 2)
+
+
+def _late(rank: int, world_size: int) -> None:
+    comm = communicator(dist.group.WORLD, mode=SOCKETS)
+    out = torch.empty(5)
+    if rank == 0:
+        pending = comm.reduce_scatter(Whole.of(torch.ones(10)), out, label="test", tag=1)
+        time.sleep(0.05)
+        assert not pending.done()
+        comm.gather_objects(None, label="not before")
+    else:
+        comm.gather_objects(None, label="not before")
+        pending = comm.reduce_scatter(Whole.of(torch.ones(10)), out, label="test", tag=1)
+    pending.finish()
+    assert out.tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_narrow_on_the_wire(world_size: int) -> None:
+    run_ranks(_narrow, world_size, fresh=True)
+
+
+def _narrow(rank: int, world_size: int) -> None:
+    """Gathered alike on all ranks; sums of what came in bfloat16 and of what is one's own."""
+    wire.PIECE_BYTES = 600
+    comm = communicator(dist.group.WORLD, mode=Transport(wire_dtype=torch.bfloat16))
+    assert comm.moved_by == "sockets, bfloat16"
+    tag = 0
+    for dtype in (torch.float32, torch.float64, torch.complex64, torch.float16, torch.int64):
+        for numel in (1, 7, 300, 1025):
+            tag += 1
+            values = [
+                (100 * torch.randn(numel * world_size, generator=_seeded(r))).to(dtype)
+                for r in range(world_size)
+            ]
+            is_narrow = dtype in (torch.float32, torch.float64)
+            sent = [one.to(torch.bfloat16).to(dtype) if is_narrow else one for one in values]
+            for exact, parts in ((False, sent), (True, values)):
+                out = torch.empty(numel * world_size, dtype=dtype)
+                mine = values[rank][:numel].clone()
+                comm.all_gather(
+                    mine, out, label="test", tag=tag, purpose="test", exact=exact
+                ).finish()
+                assert torch.equal(out, torch.cat([part[:numel] for part in parts]))
+                assert torch.equal(mine, values[rank][:numel])
+            if not is_narrow:
+                continue
+            parts = [(values if r == rank else sent)[r] for r in range(world_size)]
+            expected = _sum_in_order([part.chunk(world_size)[rank] for part in parts])
+            out = torch.empty(numel, dtype=dtype)
+            comm.reduce_scatter(Whole.of(values[rank].clone()), out, label="test", tag=tag).finish()
+            assert torch.equal(out, expected)
+
+
+def test_training_with_a_wire_dtype() -> None:
+    results = run_ranks(_train_narrow, 2)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def _train_narrow(rank: int, world_size: int) -> list[Tensor]:
+    ends = []
+    for wire_dtype in (torch.bfloat16, torch.bfloat16, None):
+        model = _wrapped("FULL_SHARD", wire_dtype=wire_dtype)
+        seen: list[Tensor] = []
+        model.module[0].module.register_forward_pre_hook(
+            lambda module, *_, seen=seen: seen.append(module.weight.detach().clone())
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(5):
+            exact = model.state_dict()["0.weight"]
+            x = torch.randn(4, 8, generator=_seeded(10 * step + rank))
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch.equal(seen[-1], exact.to(wire_dtype or exact.dtype).float())
+        ends.append((torch.cat([p.flatten() for p in model.state_dict().values()]), seen[-1]))
+    assert "sockets, bfloat16" not in model.unit_report()
+    narrow, again, plain = ends
+    assert torch.equal(narrow[0], again[0])
+    assert not torch.equal(narrow[0], plain[0])
+    torch.testing.assert_close(narrow[0], plain[0], rtol=0.0, atol=2e-2)
+    assert torch.isfinite(narrow[0]).all()
+    return [narrow[0], narrow[1]]
+
+
+def test_transports_that_cannot_be_had() -> None:
+    run_ranks(_no_such_transport, 2)
+    run_ranks(_other_backend, 1, init_group=False)
+
+
+def _no_such_transport(rank: int, world_size: int) -> None:
+    with pytest.raises(TypeError, match=r"wire_dtype: expected torch\.bfloat16 or None"):
+        _wrapped("FULL_SHARD", wire_dtype="bfloat16")
+    for dtype in (torch.float16, torch.int8):
+        with pytest.raises(ValueError, match=r"wire_dtype: expected torch\.bfloat16"):
+            _wrapped("FULL_SHARD", wire_dtype=dtype)
+    with pytest.raises(ValueError, match="own collectives"):
+        _wrapped("FULL_SHARD", wire_dtype=torch.bfloat16, collectives="native")
+    with pytest.raises(ValueError, match="averaged over 2 replicas"):
+        _wrapped("NO_SHARD", wire_dtype=torch.bfloat16)
+    model = _wrapped("FULL_SHARD", collectives="sockets", wire_dtype=torch.bfloat16)
+    assert model.unit_report().count("sockets, bfloat16") == 4
+    assert _wrapped("NO_SHARD").unit_report().count("  gloo  ") == 4
+
+
+def _other_backend(rank: int, world_size: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    for keywords in ({"collectives": "sockets"}, {"wire_dtype": torch.bfloat16}):
+        with pytest.raises(ValueError, match=r"backend is gloo, this one's is .*fake"):
+            _wrapped("FULL_SHARD", **keywords)
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.int8])
 def test_gather_any_dtype(dtype: torch.dtype) -> None:
     run_ranks(_gather, 3, dtype)
@@ -225,7 +450,10 @@ def test_native_collectives(world_size: int) -> None:
 
 
 def _native(rank: int, world_size: int) -> None:
-    """The path of back ends other than gloo: the same sequence, and the same gradients."""
+    """The path of back ends other than gloo: the same sequence, and the same gradients.
+
+    And one collective of the backend per unit and purpose.
+    """
     with pytest.raises(ValueError, match=r'"auto", "sockets", "native"'):
         _wrapped("FULL_SHARD", collectives="mpi")
     for strategy, expected in EXPECTED.items():
@@ -239,3 +467,12 @@ def _native(rank: int, world_size: int) -> None:
         for one, other in zip(*(model.parameters() for model in models), strict=True):
             grads = [getattr(p.grad, "_local", p.grad) for p in (one, other)]
             torch.testing.assert_close(*grads)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            _step(models[1])
+        asked = [e.name for e in profile.events() if e.name.startswith("c10d::")]
+        counts = Counter(kind for kind, _ in expected)
+        assert sum("gather" in name for name in asked) == counts["gather"]
+        assert sum("reduce_scatter" in name for name in asked) == counts["reduce"]
+        # One more tells who used what.
+        assert sum("allreduce" in name for name in asked) == counts["all_reduce"] + 1
+        assert len(asked) == len(expected) + 1, asked

@@ -1,21 +1,32 @@
 """Ranks on one host read one another's memory: the same numbers as through sockets, bit for bit."""
 
+import copy
 import ctypes
 import errno
+import gc
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from flatshard import CollectiveError, collectives, peer_memory
+from flatshard import (
+    CollectiveError,
+    gradients,
+    layout,
+    mapped_shards,
+    memory_file,
+    on_host,
+    peer_memory,
+)
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Case, Mlp, vectors
 from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
@@ -67,10 +78,29 @@ def counting_reads() -> Iterator[list[int]]:
         read(pid, source, destination, nbytes)
 
     with (
-        mock.patch.object(collectives, "_PIECE_NUMEL", 7),
+        mock.patch.object(on_host, "_PIECE_NUMEL", 7),
         mock.patch.object(peer_memory, "_read", counted),
     ):
         yield sizes
+
+
+@contextmanager
+def mapping() -> Iterator[list[Any]]:
+    """Small shards are mapped, and small gradients read in place; yields what was mapped."""
+    made: list[Any] = []
+    init = mapped_shards.MappedShards.__init__
+
+    def counted(self: Any, *args: Any, **keywords: Any) -> None:
+        init(self, *args, **keywords)
+        made.append(type(self))
+
+    with (
+        mock.patch.object(layout, "PAGED_BYTES", 1),
+        mock.patch.object(mapped_shards, "PAGED_BYTES", 1),
+        mock.patch.object(gradients, "_IN_PLACE_BYTES", 0),
+        mock.patch.object(mapped_shards.MappedShards, "__init__", counted),
+    ):
+        yield made
 
 
 def trained(case: Case, rank: int, world_size: int, **keywords: Any) -> Any:
@@ -90,6 +120,11 @@ def same_as_sockets(rank: int, world_size: int, settings: dict[str, Any], names:
                 with counting_reads() as sizes:
                     actual = trained(case, rank, world_size, **keywords)
                 assert sizes, "nothing was read"
+                torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+                with mapping() as made, counting_reads():
+                    actual = trained(case, rank, world_size, **keywords)
+                    assert made or what in ON_NODES, "nothing was mapped"
+                    expected = expected if made else actual
                 torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
@@ -134,10 +169,10 @@ class Slow(Mlp):
         return super().forward(x)
 
 
-def edited_after_forward(rank: int, world_size: int) -> None:
+def edited_after_forward(rank: int, world_size: int, maps: bool) -> None:
     case = Case("slow", Slow, vectors, (nn.Linear,))
     x = case.batch(0, 2)[0]
-    with torch.no_grad():
+    with torch.no_grad(), mapping() if maps else nullcontext():
         expected = case.model()(x)
         with counting_reads():
             model = case.wrap(case.model())
@@ -147,8 +182,98 @@ def edited_after_forward(rank: int, world_size: int) -> None:
     torch.testing.assert_close(actual, expected)
 
 
-def test_parameters_stay_until_all_have_them() -> None:
-    run_ranks(edited_after_forward, 2)
+@pytest.mark.parametrize("maps", [False, True])
+def test_parameters_stay_until_all_have_them(maps: bool) -> None:
+    run_ranks(edited_after_forward, 2, maps)
+
+
+# ---------------------------------------------------------------- mapped shards
+
+
+class Writing(Mlp):
+    """Edits its weights while they are gathered, which must not reach anybody's shard."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self.modules():
+            if type(module) is nn.Linear:  # not its wrapper, where edits are meant
+                module.register_forward_pre_hook(_halve)
+        return super().forward(x)
+
+
+def _halve(module: nn.Module, _: Any) -> None:
+    with torch.no_grad():
+        module.weight.data.mul_(0.5)
+
+
+def mapped_for_long(rank: int, world_size: int) -> None:
+    case = Case("writing", Writing, vectors, (nn.Linear,))
+    with mapping() as made:
+        # What a module writes into gathered parameters is gone with them.
+        model = case.wrap(case.model())
+        before = model.state_dict()
+        with torch.no_grad():
+            model(case.batch(rank, world_size)[0])
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+        # Where files or the others' cannot be had, ranks copy, each for itself.
+        case = CASES["mlp"]
+        expected = trained(case, rank, world_size)
+        for rank_without, name in ((0, "create"), (1, "open_of"), (1, "map_privately")):
+            fails = mock.Mock(return_value=None) if rank == rank_without else None
+            original = getattr(memory_file, name)
+            with mock.patch.object(memory_file, name, fails or original):
+                torch.testing.assert_close(
+                    trained(case, rank, world_size), expected, rtol=0, atol=0
+                )
+            assert fails is None or fails.called
+
+        # Copies and conversions have files of their own; files are closed once all have met.
+        model = case.wrap(case.model())
+        twin = copy.deepcopy(model)
+        model.float()
+        for one, scale in ((model, 2.0), (twin, 3.0)):
+            with torch.no_grad():
+                for param in one.parameters():
+                    param.fill_(scale)
+        for one, scale in ((model, 2.0), (twin, 3.0)):
+            assert all((v == scale).all() for v in one.state_dict().values())
+            train_steps(
+                one.double(), OPTIMIZERS["sgd"](trainable(one)), case, rank, world_size, steps=2
+            )
+        gc.collect()
+        open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in _files()]
+        assert made
+        assert not any("memfd:flatshard" in name for name in open_files)
+
+
+def _files() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+
+
+def test_mapped_shards() -> None:
+    run_ranks(mapped_for_long, 2, fresh=True)
+
+
+def kept_for_a_second_backward(rank: int, world_size: int) -> None:
+    """A differentiable backward keeps what others may then write."""
+    case = CASES["mlp"]
+    x = case.batch(rank, world_size)[0].requires_grad_()
+    with mapping():
+        model, plain = case.wrap(case.model()), case.model()
+        for one in (plain, model):
+            (grad,) = torch.autograd.grad(one(x).sum(), x, create_graph=True)
+            grad.pow(2).sum().backward()
+        expected = [p.grad for p in plain.parameters()]
+        for param, grad in zip(model.parameters(), expected, strict=True):
+            if grad is None:
+                continue
+            average = grad.clone()
+            dist.all_reduce(average, op=dist.ReduceOp.AVG)
+            torch.testing.assert_close(param.grad.full_tensor(), average)
+
+
+def test_kept_for_a_second_backward() -> None:
+    run_ranks(kept_for_a_second_backward, 2)
 
 
 def dies(rank: int, world_size: int) -> str:

@@ -113,6 +113,7 @@ def _report(rank: int, world_size: int) -> None:
         Wide(),
         auto_wrap_policy="auto",
         mixed_precision=fsdp.MixedPrecision(param_dtype=torch.bfloat16),
+        collectives="sockets",
     )
     reason = "policy 'auto': one of 2 repeated Layer"
     layer = 2 * 256 * 768 + 256 + 768
@@ -121,14 +122,18 @@ def _report(rank: int, world_size: int) -> None:
     frozen = 256 * 768 + 768
     kinds = f"float32 frozen {frozen:,} + float32 {layer - frozen:,}"
     rest = 7 * 256 + 256 + 256 * 3 + 3
+    ways = ["FULL_SHARD", "2", "sockets", reason]
     assert table(model) == {
-        "unit": "class elements padding segments gathered strategy ranks why".split(),
+        "unit": [
+            *"class elements padding segments gathered strategy ranks".split(),
+            *("moved by", "why"),
+        ],
         "(root)": [
             *("Wide", f"{rest:,}", "5", "float32", f"{2 * (rest + 5) / 1024:.1f} KiB"),
-            *("FULL_SHARD", "2", "root: what is left"),
+            *("FULL_SHARD", "2", "sockets", "root: what is left"),
         ],
-        "layers.0": ["Layer", f"{layer:,}", "0", "float32", size, "FULL_SHARD", "2", reason],
-        "layers.1": ["Layer", f"{layer:,}", "0", kinds, size, "FULL_SHARD", "2", reason],
+        "layers.0": ["Layer", f"{layer:,}", "0", "float32", size, *ways],
+        "layers.1": ["Layer", f"{layer:,}", "0", kinds, size, *ways],
         "total": ["3 units", f"{2 * layer + rest:,}", "5", "1.5 MiB"],
     }
     assert "repeated" not in repr(model)  # `print(model)` stays as short as the model
@@ -140,14 +145,15 @@ def test_report_of_units_made_in_other_ways(use_orig_params: bool) -> None:
 
 
 def _report_otherwise(rank: int, world_size: int, use_orig_params: bool) -> None:
-    keywords = {"use_orig_params": use_orig_params}
+    keywords = {"use_orig_params": use_orig_params, "collectives": "native"}
     plain = Mlp()
     plain.fc1 = ShardedWrapper(plain.fc1, sharding_strategy="SHARD_GRAD_OP", **keywords)
     plain.fc2 = ShardedWrapper(plain.fc2, sharding_strategy="NO_SHARD", **keywords)
     assert table(plain.fc1)["(root)"][-1] == "root: the whole model"
     found = table(ShardedWrapper(plain, **keywords))
-    assert found["fc1"][1:] == ["40", "8", "float32", "192 B", "SHARD_GRAD_OP", "2", "by hand"]
-    assert found["fc2"][-4:] == ["0 B", "NO_SHARD", "1", "by hand"]
+    assert found["fc1"][1:5] == ["40", "8", "float32", "192 B"]
+    assert found["fc1"][5:] == ["SHARD_GRAD_OP", "2", "gloo", "by hand"]
+    assert found["fc2"][-5:] == ["0 B", "NO_SHARD", "1", "gloo", "by hand"]
     policy = ModuleWrapPolicy({nn.Linear})
     model = ShardedWrapper(Mlp(), auto_wrap_policy=policy, **keywords)
     reason = "policy ModuleWrapPolicy({Linear})"

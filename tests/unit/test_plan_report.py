@@ -25,24 +25,29 @@ def test_the_table() -> None:
     weights = Segment(torch.float32, True, 1_000_000, 24, 4_000_096)
     frozen = Segment(torch.bfloat16, False, 500, 0, 1000)
     rows = [
-        UnitRow("", "Net", (), "FULL_SHARD", 2, "root: what is left"),
-        UnitRow("blocks.0", "Block", (weights,), "FULL_SHARD", 2, "by hand"),
-        UnitRow("head", "Linear", (weights, frozen), "SHARD_GRAD_OP", 16, "policy p"),
+        UnitRow("", "Net", (), "FULL_SHARD", 2, "root: what is left", "sockets"),
+        UnitRow("blocks.0", "Block", (weights,), "FULL_SHARD", 2, "by hand", "sockets"),
+        UnitRow(
+            "head", "Linear", (weights, frozen), "SHARD_GRAD_OP", 16, "policy p", "peer memory"
+        ),
     ]
     lines = describe(rows).splitlines()
     assert lines == [line.rstrip() for line in lines]
     cells = [[cell for cell in line.split("  ") if cell] for line in lines]
-    header = "unit class elements padding segments gathered strategy ranks why"
-    assert [cell.strip() for cell in cells[0]] == header.split()
+    header = "unit,class,elements,padding,segments,gathered,strategy,ranks,moved by,why"
+    assert [cell.strip() for cell in cells[0]] == header.split(",")
     assert [[cell.strip() for cell in line] for line in cells[1:]] == [
-        ["(root)", "Net", "0", "0", "none", "0 B", "FULL_SHARD", "2", "root: what is left"],
+        [
+            *("(root)", "Net", "0", "0", "none", "0 B"),
+            *("FULL_SHARD", "2", "sockets", "root: what is left"),
+        ],
         [
             *("blocks.0", "Block", "1,000,000", "24", "float32", "3.8 MiB"),
-            *("FULL_SHARD", "2", "by hand"),
+            *("FULL_SHARD", "2", "sockets", "by hand"),
         ],
         [
             *("head", "Linear", "1,000,500", "24", "float32 1,000,000 + bfloat16 frozen 500"),
-            *("3.8 MiB", "SHARD_GRAD_OP", "16", "policy p"),
+            *("3.8 MiB", "SHARD_GRAD_OP", "16", "peer memory", "policy p"),
         ],
         ["total", "3 units", "2,000,500", "48", "7.6 MiB"],
     ]

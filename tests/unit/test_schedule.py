@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from flatshard.schedule import ExecutionOrder, ReduceOrder
 
 
-def _run(order: ExecutionOrder, units: list[int]) -> list[int | None]:
+def _run(order: ExecutionOrder, units: list[int]) -> list[list[int]]:
     """One forward; returns what was predicted after each unit."""
     order.begin_forward()
     predictions = []
@@ -19,32 +19,47 @@ def _run(order: ExecutionOrder, units: list[int]) -> list[int | None]:
 
 
 def test_first_forward_predicts_nothing() -> None:
-    assert _run(ExecutionOrder(), [2, 0, 1]) == [None, None, None]
+    order = ExecutionOrder()
+    assert _run(order, [2, 0, 1]) == [[], [], []]
+    assert order.first_backward() == []
 
 
 def test_second_forward_predicts_the_first() -> None:
     order = ExecutionOrder()
     _run(order, [2, 0, 1, 0])
-    assert _run(order, [2, 0, 1, 0]) == [0, 1, 0, None]
+    assert _run(order, [2, 0, 1, 0]) == [[0, 1, 0], [1, 0], [0], []]
 
 
 def test_a_broken_order_is_not_guessed_and_recorded_afresh() -> None:
     order = ExecutionOrder()
     _run(order, [0, 1, 2, 3])
-    assert _run(order, [0, 2, 3]) == [1, None, None]
-    assert _run(order, [0, 2, 3]) == [2, 3, None]
+    assert _run(order, [0, 2, 3]) == [[1, 2, 3], [], []]
+    assert _run(order, [0, 2, 3]) == [[2, 3], [3], []]
 
 
 def test_backward_is_the_reverse_of_this_forward() -> None:
     order = ExecutionOrder()
     _run(order, [0, 1, 2])
-    assert [order.next_backward(unit) for unit in (2, 1, 0)] == [1, 0, None]
+    assert [order.next_backward(unit) for unit in (2, 1, 0)] == [[1, 0], [0], []]
+
+
+def test_backward_is_foreseen_once_forward_ran_as_before() -> None:
+    order = ExecutionOrder()
+    _run(order, [0, 1, 2])
+    _run(order, [0, 1])
+    assert order.first_backward() == []  # there may be more to come
+    order.record(2)
+    assert order.first_backward() == [2, 1, 0]
+    order.record(3)
+    assert order.first_backward() == []
 
 
 def test_a_unit_run_twice_in_a_row_does_not_prefetch_itself() -> None:
     order = ExecutionOrder()
     _run(order, [0, 1, 1])
-    assert order.next_backward(1) is None
+    assert order.next_backward(1) == []
+    _run(order, [1, 2, 0, 2])
+    assert order.next_backward(2) == [0]
 
 
 @given(st.permutations(range(5)), st.permutations(range(5)))

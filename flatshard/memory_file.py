@@ -1,0 +1,101 @@
+"""Files in memory, without a name, which other processes on this host map.
+
+There is nothing to clean up: a file ends with the last process that has it. They are not in
+``/dev/shm`` and not subject to its size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from typing import Any
+
+_MADV_DONTNEED = 4
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+
+
+def create(nbytes: int, *, reserve: bool) -> int | None:
+    """A file of ``nbytes`` zeros; None where there can be none.
+
+    Args:
+        nbytes: its length.
+        reserve: have the pages too: without them a write ends the process where memory is short.
+    """
+    if not CAN_MAP:
+        return None
+    try:
+        number = os.memfd_create("flatshard")
+    except OSError:
+        return None
+    try:
+        os.ftruncate(number, nbytes)
+        if reserve:
+            os.posix_fallocate(number, 0, nbytes)
+    except OSError:
+        os.close(number)
+        return None
+    return number
+
+
+def open_of(pid: int, number: int) -> int | None:
+    """Open, for reading, file ``number`` of another process; None where that is not permitted."""
+    try:
+        return os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def reserve_range(nbytes: int) -> mmap.mmap:
+    """A range of addresses, of zeros that take no memory until they are written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return mmap.mmap(-1, nbytes, flags=flags)
+
+
+def map_privately(number: int, place: int, nbytes: int) -> bool:
+    """Map an open file over addresses that this process has; says whether that worked.
+
+    What is written there stays there, and is gone after ``drop_pages``.
+    """
+    return _map(number, place, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
+
+
+def mapped(number: int, nbytes: int, *, write: bool) -> mmap.mmap | None:
+    """A range in which an open file is seen, and written; None where that is not possible."""
+    # Python's own mapping of a file would keep it open.
+    found = reserve_range(nbytes)
+    protection = mmap.PROT_READ | mmap.PROT_WRITE if write else mmap.PROT_READ
+    return found if _map(number, address_of(found), nbytes, protection, mmap.MAP_SHARED) else None
+
+
+def address_of(found: mmap.mmap) -> int:
+    """Where a range begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(found))
+
+
+def _map(number: int, place: int, nbytes: int, protection: int, kind: int) -> bool:
+    flags = kind | _MAP_FIXED | _MAP_NORESERVE
+    return bool(_mmap(place, nbytes, protection, flags, number, 0) == place)
+
+
+def drop_pages(place: int, nbytes: int) -> None:
+    """Give the memory of a range back; what is mapped there is read again when it is needed."""
+    if _madvise(place, nbytes, _MADV_DONTNEED) != 0:
+        raise RuntimeError(f"madvise: {os.strerror(ctypes.get_errno())}")
+
+
+CAN_MAP = sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+def _find(name: str, result: Any, *arguments: Any) -> Any:
+    if not CAN_MAP:
+        return None
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.restype, function.argtypes = result, list(arguments)
+    return function
+
+
+_address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_mmap = _find("mmap", _address, _address, _size, _int, _int, _int, ctypes.c_long)
+_madvise = _find("madvise", _int, _address, _size, _int)

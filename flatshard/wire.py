@@ -1,0 +1,390 @@
+"""``Sockets``: gathers and averages by sends and receives, for ``collectives``.
+
+[Note: receives first]
+A message waits for its receive, and that the receive is there is said over the same connection as
+the data. Behind data that are on their way already, it reaches the other rank when these have
+passed: both directions then take turns. So every receive of a gather or an average is posted, for
+all of it, before anything is sent.
+
+[Note: who waits]
+gloo's sends and receives are over only for somebody who waits for them, and a wait cannot be given
+up. Averages have a thread for it, which also adds what comes in, piece by piece; so one can ask
+whether an average is done, and go on without it. To begin a message can take as long as to pass
+one, since gloo then waits for its own thread, or writes into the socket itself: another thread
+begins them all.
+
+[Note: narrow]
+With a wire dtype, floating point values that are wider travel in it. They are narrowed and widened
+in the memory where they lie: what is sent takes the first bytes of its place, what is received
+the last bytes of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PIECE_BYTES = 2 << 20
+"""Averages are received and added in pieces of so many bytes, while the next are on their way."""
+
+_ADDED_AT_ONCE = 1 << 14
+"""Elements that are added at a time: they stay in the cache, and torch starts no threads for so
+few, of which a thread like ours would get a pool of its own."""
+
+
+class Told:
+    """Something that another thread does; has the methods of a backend's work."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        """Wait until it is over; raises what ended it."""
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def tell(self, error: BaseException | None = None) -> None:
+        """It is over."""
+        self._error = error
+        self._over.set()
+
+
+class _Messages(Told):
+    """Receives and sends of one gather or average; told when all have begun."""
+
+    def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
+        super().__init__()
+        self._group, self._tag = group, tag
+        self._to_begin: list[tuple[Callable[..., Any], Tensor, int]] = []
+        self.works: list[Any] = []
+
+    def receive(self, out: Tensor, peer: int) -> _Message:
+        """Fill ``out`` with what ``peer`` sends."""
+        return self._add(self._group.recv, out, peer)
+
+    def send(self, source: Tensor, peer: int) -> _Message:
+        """Send ``source`` to ``peer``; it must stay as it is until that is over."""
+        return self._add(self._group.send, source, peer)
+
+    def _add(self, begin: Callable[..., Any], tensor: Tensor, peer: int) -> _Message:
+        self._to_begin.append((begin, as_bytes(tensor), peer))
+        return _Message(self, len(self._to_begin) - 1)
+
+    def run(self) -> None:
+        """Begin them in the order in which they were asked for."""
+        try:
+            for begin, tensor, peer in self._to_begin:
+                self.works.append(begin([tensor], peer, self._tag))
+            self._to_begin.clear()
+            self.tell()
+        except BaseException as error:
+            self.tell(error)
+
+
+class _Message:
+    """One of them; has the methods of a backend's work."""
+
+    def __init__(self, of: _Messages, number: int) -> None:
+        self._of, self._number = of, number
+        self._is_over = False
+
+    def is_completed(self) -> bool:
+        """Whether somebody has waited for it."""
+        return self._is_over
+
+    def wait(self) -> None:
+        """Wait until it is over; only once, and on one thread."""
+        self._of.wait()
+        self._of.works[self._number].wait()
+        self._is_over = True
+
+
+class Sockets:
+    """Moves tensors in host memory between the ranks of gloo groups."""
+
+    def __init__(
+        self,
+        gathers: dist.ProcessGroup,
+        reductions: dist.ProcessGroup,
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        """Communicates nothing.
+
+        Args:
+            gathers: the ranks, for gathers.
+            reductions: the same ranks, for averages.
+            wire_dtype: what wider floating point values are rounded to before they are sent.
+        """
+        self._gathers, self._reductions = gathers, reductions
+        self._wire_dtype = wire_dtype
+        self.rank, self.size = gathers.rank(), gathers.size()
+        # The next one first: so all connections are in use at once.
+        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self._scratch = Scratch()
+        self._begins = _Thread("flatshard messages")
+        self._adds = _Thread("flatshard averages")
+
+    def gather(self, shard: Tensor, out: Tensor, tag: int, *, exact: bool) -> Gathering:
+        """Begin filling ``out`` with every rank's shard. Collective: in any order under ``tag``.
+
+        Args:
+            shard: ``(shard_numel,)``; must not be written before the sends are over.
+            out: ``(shard_numel * size,)``, same dtype.
+            tag: tells what is sent from all else in the group of gathers.
+            exact: send values as they are whatever the wire dtype.
+        """
+        messages, slots = _Messages(self._gathers, tag), out.chunk(self.size)
+        narrow = None if exact else self._narrow(shard)
+        places = slots if narrow is None else [_last(slot, narrow) for slot in slots]
+        receives = {peer: messages.receive(places[peer], peer) for peer in self._peers}
+        source = shard if narrow is None else shard.to(narrow)
+        sends = [messages.send(source, peer) for peer in self._peers]
+        self._begins.put(messages)
+        if slots[self.rank].data_ptr() != source.data_ptr():
+            slots[self.rank].copy_(source)  # rounded like the others' copies of it
+        to_widen = [] if narrow is None else [slots[peer] for peer in self._peers]
+        return Gathering(receives, sends, source, to_widen, narrow)
+
+    def average(self, buffer: Tensor, out: Tensor, tag: int) -> tuple[Told, Told]:
+        """Begin averaging this rank's part of all ranks' buffers, added up in rank order.
+
+        Collective: all ranks start their averages in the same order.
+
+        Args:
+            buffer: ``(shard_numel * size,)``; used up.
+            out: ``(shard_numel,)``, same dtype.
+            tag: tells what is sent from all else in the group of reductions.
+
+        Returns:
+            What says that ``out`` has the average, and what says that ``buffer`` is sent.
+        """
+        messages, narrow = _Messages(self._reductions, tag), self._narrow(buffer)
+        dtype = buffer.dtype if narrow is None else narrow
+        parts = buffer.chunk(self.size)
+        first, *others = sorted(self._peers)
+        step = max(PIECE_BYTES // dtype.itemsize, 1)
+        scratch = self._scratch.take(len(others) * out.numel() * dtype.itemsize)
+        rows = scratch[: len(others) * out.numel() * dtype.itemsize].view(dtype)
+        pieces = []
+        for start in range(0, max(out.numel(), 1), step):
+            end = min(start + step, out.numel())
+            places = {first: out[start:end] if narrow is None else _last(out[start:end], narrow)}
+            for row, peer in enumerate(others):
+                places[peer] = rows[row * out.numel() + start : row * out.numel() + end]
+            receives = {peer: messages.receive(place, peer) for peer, place in places.items()}
+            pieces.append(_Piece(out[start:end], parts[self.rank][start:end], places, receives))
+        sends = []
+        leaving = {
+            p: parts[p] if narrow is None else narrow_(parts[p], narrow) for p in self._peers
+        }
+        for start in range(0, max(out.numel(), 1), step):
+            for peer in self._peers:
+                sends.append(messages.send(leaving[peer][start : start + step], peer))
+        self._begins.put(messages)
+        average = _Average(
+            self.rank, self.size, first, narrow, pieces, sends, scratch, self._scratch
+        )
+        self._adds.put(average)
+        return average.averaged, average.sent
+
+    def _narrow(self, tensor: Tensor) -> torch.dtype | None:
+        """The dtype in which a tensor's values travel, if it is not their own."""
+        wire = self._wire_dtype
+        if wire is None or not tensor.is_floating_point() or tensor.element_size() <= wire.itemsize:
+            return None
+        return wire
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """A gather under way.
+
+    Attributes:
+        receives: what fills each other rank's slot, by rank.
+        sends: what gives them this rank's.
+        source: what they send; must stay as it is.
+    """
+
+    receives: dict[int, _Message]
+    sends: list[_Message]
+    source: Tensor
+    _to_widen: Sequence[Tensor]
+    _narrow: torch.dtype | None
+
+    def finish(self) -> None:
+        """After the receives: bring what came to the dtype of the buffer."""
+        for slot in self._to_widen:
+            assert self._narrow is not None, "it came in another dtype"
+            widen_(slot, self._narrow)
+
+
+# ---------------------------------------------------------------- averages
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of an average: where it goes, this rank's values, and where those of others arrive."""
+
+    out: Tensor
+    own: Tensor
+    places: dict[int, Tensor]
+    receives: dict[int, _Message]
+
+
+@dataclass(frozen=True)
+class _Average:
+    """What the thread does for one average."""
+
+    rank: int
+    size: int
+    first: int
+    """Whose values arrive in the result's own memory: the others' are added there."""
+    narrow: torch.dtype | None
+    pieces: list[_Piece]
+    sends: list[_Message]
+    scratch: Tensor
+    idle: Scratch
+    averaged: Told = field(default_factory=Told)
+    sent: Told = field(default_factory=Told)
+
+    def run(self) -> None:
+        """Wait and add until it is over; errors are for those who wait for it."""
+        try:
+            for piece in self.pieces:
+                for receive in piece.receives.values():
+                    receive.wait()
+                self._add(piece)
+            self.idle.give_back(self.scratch)
+            self.averaged.tell()
+            for send in self.sends:
+                send.wait()
+            self.sent.tell()
+        except BaseException as error:
+            self.averaged.tell(error)
+            self.sent.tell(error)
+
+    def _add(self, piece: _Piece) -> None:
+        if self.narrow is not None:
+            widen_(piece.out, self.narrow)
+        for start in range(0, piece.out.numel(), _ADDED_AT_ONCE):
+            end = start + _ADDED_AT_ONCE
+            total = piece.out[start:end]
+            # The first sum of two is the same in either order.
+            for rank in range(self.size):
+                if rank != self.first:
+                    place = piece.own if rank == self.rank else piece.places[rank]
+                    total.add_(place[start:end])
+            total.div_(self.size)
+
+
+class _Thread:
+    """Runs one task after another in the background; started by the first one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: SimpleQueue[_Messages | _Average | None] | None = None
+
+    def put(self, task: _Messages | _Average) -> None:
+        """Have ``task`` run after those before."""
+        if self._tasks is None:
+            self._tasks = SimpleQueue()
+            threading.Thread(
+                target=_serve, args=(self._tasks,), name=self._name, daemon=True
+            ).start()
+            weakref.finalize(self, self._tasks.put, None)
+        self._tasks.put(task)
+
+
+def _serve(tasks: SimpleQueue[_Messages | _Average | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task  # or its tensors would live until the next
+
+
+class Scratch:
+    """Memory that is kept to be used again: as much as the largest request, when nobody uses it."""
+
+    def __init__(self) -> None:
+        self._idle: list[Tensor] = []
+        self._largest = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Tensor:
+        """At least ``nbytes`` bytes, uint8; belongs to the caller until it is given back."""
+        with self._lock:
+            self._largest = max(self._largest, nbytes)
+            fitting = [one for one in self._idle if one.numel() >= nbytes]
+            if fitting:
+                best = min(fitting, key=Tensor.numel)
+                self._idle = [one for one in self._idle if one is not best]
+                return best
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def give_back(self, memory: Tensor) -> None:
+        """Keep it for the next one, or drop something."""
+        with self._lock:
+            self._idle.append(memory)
+            self._idle.sort(key=Tensor.numel)
+            while sum(one.numel() for one in self._idle) > self._largest:
+                del self._idle[0]
+
+
+# ---------------------------------------------------------------- narrow values
+
+
+def widen_(slot: Tensor, narrow: torch.dtype) -> None:
+    """Spread values that lie in a narrower dtype in the last bytes of a contiguous tensor."""
+    source, ratio = _last(slot, narrow), slot.element_size() // narrow.itemsize
+    start = 0
+    while start < slot.numel():
+        left = slot.numel() - start
+        # So many lie, widened, before the first of those that are still to be read.
+        end = start + left * (ratio - 1) // ratio
+        if left <= _FEW:
+            slot[start:] = source[start:].clone()
+            return
+        slot[start:end].copy_(source[start:end])
+        start = end
+
+
+def narrow_(wide: Tensor, narrow: torch.dtype) -> Tensor:
+    """Round the values of a contiguous tensor into its first bytes, and return these."""
+    out, ratio = wide.view(narrow)[: wide.numel()], wide.element_size() // narrow.itemsize
+    start = min(_FEW, wide.numel())
+    out[:start] = wide[:start].to(narrow)
+    while start < wide.numel():
+        # So many, narrowed, lie before the first of those that are still to be read.
+        end = min(start * ratio, wide.numel())
+        out[start:end].copy_(wide[start:end])
+        start = end
+    return out
+
+
+_FEW = 256
+"""Elements that are not worth another round, and take the way over a copy."""
+
+
+def _last(slot: Tensor, narrow: torch.dtype) -> Tensor:
+    """The last bytes of a slot, as many as its values take in a narrower dtype."""
+    as_narrow = slot.view(narrow)
+    return as_narrow[as_narrow.numel() - slot.numel() :]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, ``(nbytes,)`` uint8."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(-1).view(torch.uint8)

@@ -1,0 +1,76 @@
+"""The check of GPUs, scripts/gpu_check.py, as far as it goes on a CPU."""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "gpu_check.py"
+
+pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))  # it imports its neighbour
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "gpu_check", module)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_real_ranks_equal_the_plain_model(script: ModuleType) -> None:
+    outcome = script.part_ranks(script.Place("cpu", "gloo", 2), argparse.Namespace(quick=True))
+    assert outcome.result == "pass", outcome.text
+    assert outcome.text.startswith("2 ranks, gloo on cpu: 8 cases")
+    assert len(outcome.figures) == 8
+
+
+def test_a_part_that_breaks_is_named_and_others_go_on(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--parts", "nccl,sync"])
+    nowhere = script.Place("nowhere", "gloo", 2)
+    monkeypatch.setattr(
+        script, "place_of_part", lambda name, args: nowhere if name == "nccl" else None
+    )
+    with pytest.raises(SystemExit) as stopped:
+        script.main()
+    assert stopped.value.code == 1
+    out = capsys.readouterr().out
+    assert "nccl      FAIL    ProcessRaisedException: RuntimeError: Expected one of cpu" in out
+    assert "sync      skip    there is no GPU" in out
+
+
+def test_overlap_counts_time_that_both_share_once(script: ModuleType) -> None:
+    trace = {
+        "traceEvents": [
+            {"cat": "kernel", "name": "ncclDevKernel_AllGather_RING_LL", "ts": 0, "dur": 10},
+            {"cat": "kernel", "name": "ncclDevKernel_ReduceScatter", "ts": 5, "dur": 10},
+            {"cat": "kernel", "name": "gemm", "ts": 8, "dur": 4},
+            {"cat": "kernel", "name": "gelu", "ts": 10, "dur": 2},
+            {"cat": "kernel", "name": "adamw", "ts": 20, "dur": 5},
+            {"cat": "gpu_user_annotation", "name": "nccl:all_gather", "ts": 0, "dur": 30},
+        ]
+    }
+    collectives, others = script.kernels(trace)
+    assert script.length(script.union(collectives)) == 15
+    assert script.overlap(collectives, others) == 4
+
+
+def test_a_deviation_of_any_kind_is_found(script: ModuleType) -> None:
+    torch = script.torch
+    one, two = torch.ones(2), torch.full((2,), 2.0)
+    expected = script.Trained([one[0]], [one[0]], {"weight": one})
+    start = {"weight": torch.zeros(2)}
+    same = script.compare(expected, expected, start)
+    assert same == script.Limits(0, 0, 0)
+    other = script.compare(script.Trained([two[0]], [two[0]], {"weight": two}), expected, start)
+    assert other == script.Limits(1, 1, 1)
