@@ -371,11 +371,10 @@ class RunContext:
     def _bound_in_flight(self) -> None:
         """Finish old reductions while more bytes are under way than the budget allows."""
         self._unsettled.drop_settled()
-        for unit, _ in self._in_flight:
-            with self.recorder.starting("reduce", unit):
-                advanced = _advance(unit)
-            if not advanced:  # second stages begin in the order of the first
-                break
+        with self.recorder.starting("reduce", None):
+            for unit, _ in self._in_flight:
+                if not _advance(unit):  # second stages begin in the order of the first
+                    break
         while self._in_flight:
             unit, _ = self._in_flight[0]
             over = sum(held for _, held in self._in_flight) > self._budget

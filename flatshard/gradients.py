@@ -134,6 +134,11 @@ class GradientBuffer:
         storages = [one.untyped_storage() for one in held if isinstance(one, Tensor)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
+    @property
+    def is_given(self) -> bool:
+        """Whether a reduction is under way, or other ranks are still taking from this one's."""
+        return any(pending.kept for pending in self._given)
+
     def receive(self, index: int, grad: Tensor) -> None:
         """Put a gradient, which nobody else holds, into its slot, or add it to what is there."""
         with torch.no_grad():

@@ -41,10 +41,16 @@ class MemoryTimeline:
 
     def totals(self) -> list[tuple[float, int, int]]:
         """After each sample: its time, and all units' gathered and gradient bytes."""
-        gathered, gradients = self._of_units()
-        times = [sample.seconds for sample in self.samples]
-        sums = ([sum(now) for now in zip(*bytes_, strict=True)] for bytes_ in (gathered, gradients))
-        return list(zip(times, *sums, strict=True))
+        held: dict[int, MemorySample] = {}
+        gathered = gradients = 0
+        found = []
+        for sample in self.samples:
+            before = held.get(sample.unit)
+            gathered += sample.gathered_bytes - (before.gathered_bytes if before else 0)
+            gradients += sample.gradient_bytes - (before.gradient_bytes if before else 0)
+            held[sample.unit] = sample
+            found.append((sample.seconds, gathered, gradients))
+        return found
 
     def peak_bytes(self) -> tuple[int, int, int]:
         """The most that was gathered, that gradients took, and that both took at one time."""

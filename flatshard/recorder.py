@@ -9,13 +9,12 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
 
-from flatshard import collectives
 from flatshard.collectives import Event
 from flatshard.memory_timeline import MemorySample, MemoryTimeline
 from flatshard.step_report import Kind, Range, StepRecord, StepReport, sum_up
@@ -34,6 +33,10 @@ class RecordedUnit(Protocol):
     @property
     def held_gradient_bytes(self) -> int:
         """What its gradients take now."""
+
+    @property
+    def gives_gradients(self) -> bool:
+        """Whether other ranks may be taking them."""
 
 
 class Recorder:
@@ -91,6 +94,29 @@ class _Doing(NamedTuple):
     is_call: bool = False  # of a unit's forward
 
 
+class _Span:
+    """A stretch of one thing that the thread does; all of it goes to the recorder."""
+
+    def __init__(
+        self,
+        recorder: StepRecorder,
+        kind: Kind,
+        unit: RecordedUnit | None,
+        purpose: str,
+        ends: bool = True,
+    ) -> None:
+        self._recorder = recorder
+        self.doing = _Doing(kind, None if unit is None else unit.index)
+        self.unit, self.purpose, self.ends = unit, purpose, ends
+        self.num_before = 0  # collectives that had begun
+
+    def __enter__(self) -> None:
+        self._recorder._begin_span(self)
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder._end_span(self)
+
+
 _UNDER_WAY = {Kind.GATHER_WAIT: Kind.GATHER, Kind.REDUCE_WAIT: Kind.REDUCE}
 
 
@@ -101,16 +127,24 @@ class StepRecorder(Recorder):
         reports: of the steps that are over.
     """
 
-    def __init__(self, units: Sequence[RecordedUnit], *, rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        units: Sequence[RecordedUnit],
+        events: list[Event],
+        *,
+        rank: int,
+        device: torch.device,
+    ) -> None:
         """Begin to record.
 
         Args:
             units: the model's, the root last.
+            events: what ``collectives.record`` lists meanwhile; taken out.
             rank: this rank's number among those that train it.
             device: where it computes.
         """
         self.reports: list[StepReport] = []
-        self._units = units
+        self._units, self._events = units, events
         # A wrapper around nothing but another one has its name, and no parameters; it comes later.
         self._by_name = {unit.name: unit.index for unit in reversed(units)}
         self._rank, self._device = rank, device
@@ -130,6 +164,7 @@ class StepRecorder(Recorder):
         self._pass: tuple[Kind, float] | None = None
         self._under_way: dict[tuple[Kind, int | None], float] = {}
         self._held: dict[int, tuple[int, int]] = {}
+        self._events.clear()  # what began outside of the model's steps
         self._is_over = False  # all of it but what lies between it and the next one
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -250,52 +285,56 @@ class StepRecorder(Recorder):
 
     # ------------------------------------------------------------ collectives
 
-    @contextlib.contextmanager
-    def starting(self, purpose: str, unit: RecordedUnit | None) -> Iterator[None]:
+    def starting(self, purpose: str, unit: RecordedUnit | None) -> AbstractContextManager[object]:
         """See ``Recorder``."""
-        begin = self._clock()
-        with self._noting(Kind.STARTING, unit, purpose) as events:
-            yield
-        way = Kind.REDUCE if purpose == "reduce" else Kind.GATHER
-        for index in {self._by_name.get(event.label) for event in events} - {None}:
-            self._under_way.setdefault((way, index), begin)
-        if unit is not None and way is Kind.REDUCE:
-            self._reducing[unit.index] = unit
+        return _Span(self, Kind.STARTING, unit, purpose)
 
-    @contextlib.contextmanager
     def waiting(
         self, kind: Kind, unit: RecordedUnit | None = None, *, ends: bool = True
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[object]:
         """See ``Recorder``."""
         # Second stages of reductions start in waits for the first.
-        with self._noting(kind, unit, "reduce" if unit is not None else "other"):
-            yield
-        if unit is None or not ends:
-            return
-        way = _UNDER_WAY[kind], unit.index
-        begin = self._under_way.pop(way, None)
-        if begin is not None:
-            self._ranges.append(Range(*way, begin, self._clock()))
+        return _Span(self, kind, unit, "other" if unit is None else "reduce", ends)
 
-    @contextlib.contextmanager
-    def _noting(self, kind: Kind, unit: RecordedUnit | None, purpose: str) -> Iterator[list[Event]]:
-        doing = _Doing(kind, None if unit is None else unit.index)
-        self._begin(doing)
-        try:
-            with collectives.record() as events:
-                yield events
-        finally:
-            self._end(doing)
+    def _begin_span(self, span: _Span) -> None:
+        self._begin(span.doing)
+        span.num_before = len(self._events)
+
+    def _end_span(self, span: _Span) -> None:
+        self._end(span.doing)
+        events = self._events[span.num_before :]
+        del self._events[span.num_before :]
+        if events:
+            self._note(events, span.purpose, self._since)
+        unit = span.unit
+        if span.doing.kind is Kind.STARTING:
+            if unit is not None and span.purpose == "reduce":
+                self._reducing[unit.index] = unit
+        elif unit is not None and span.ends:
+            self._end_under_way(_UNDER_WAY[span.doing.kind], unit)
+        if unit is not None and span.doing.kind is not Kind.GATHER_WAIT:
+            self.look(unit)
+        if span.purpose == "reduce":
+            # Others' memory goes back whenever their ranks have taken what they gave.
+            for one in list(self._reducing.values()):
+                self.look(one)
+                if not one.gives_gradients:
+                    del self._reducing[one.index]
+
+    def _note(self, events: list[Event], purpose: str, now: float) -> None:
+        """Note collectives that have just begun."""
+        way = Kind.REDUCE if purpose == "reduce" else Kind.GATHER
         for event in events:
             # Other models' where second stages of reductions share a queue.
-            index = None if purpose == "other" else self._by_name.get(event.label)
-            self._moved[index, purpose] += event.nbytes
-        if unit is not None:
-            self.look(unit)
-        if purpose == "reduce":
-            # Others' memory goes back whenever their ranks have taken what they gave.
-            for one in self._reducing.values():
-                self.look(one)
+            unit = None if purpose == "other" else self._by_name.get(event.label)
+            self._moved[unit, purpose] += event.nbytes
+            if unit is not None:
+                self._under_way.setdefault((way, unit), now)
+
+    def _end_under_way(self, kind: Kind, unit: RecordedUnit) -> None:
+        begin = self._under_way.pop((kind, unit.index), None)
+        if begin is not None:
+            self._ranges.append(Range(kind, unit.index, begin, self._clock()))
 
     def look(self, unit: RecordedUnit) -> None:
         """See ``Recorder``."""

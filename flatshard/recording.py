@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from flatshard import collectives
 from flatshard.agreement import raise_everywhere
 from flatshard.collectives import Communicator
 from flatshard.context import RunContext
@@ -36,14 +37,15 @@ def recording(
     files = {"trace": _text(trace), "memory": _text(memory)}
     raise_everywhere(_problem(context, world, files), world)
     _check_same(files, world)
-    recorder = StepRecorder(context.units, rank=world.rank, device=device)
-    context.recorder = recorder
-    try:
-        yield recorder.reports
-    finally:
-        context.recorder = SILENT
-        recorder.end_step()
-        context.last_report = recorder.reports[-1] if recorder.reports else context.last_report
+    with collectives.record() as events:
+        recorder = StepRecorder(context.units, events, rank=world.rank, device=device)
+        context.recorder = recorder
+        try:
+            yield recorder.reports
+        finally:
+            context.recorder = SILENT
+            recorder.end_step()
+            context.last_report = [context.last_report, *recorder.reports][-1]
     _write_trace(files["trace"], recorder.reports, world)
     _write_memory(files["memory"], recorder.reports[-1:], world)
 

@@ -230,6 +230,11 @@ class Unit:
         """What gradients take now that are not in ``.grad``."""
         return sum(handle.gradients.nbytes for handle in self.handles)
 
+    @property
+    def gives_gradients(self) -> bool:
+        """Whether gradients are being reduced, or other ranks are still taking them."""
+        return any(handle.gradients.is_given for handle in self.handles)
+
     def plan_sync(self, wanted: Sync) -> None:
         """Take what ``wanted`` means for the groups of this unit."""
         if wanted is Sync.WITHIN:
