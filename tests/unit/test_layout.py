@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatshard.layout import ALIGNMENT_BYTES, FlatLayout, memory_order, strides_of
+from flatshard.layout import ALIGNMENT_BYTES, PAGE_BYTES, FlatLayout, memory_order, strides_of
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), max_size=8)
 WORLDS = st.integers(1, 9)
@@ -150,6 +150,15 @@ def test_fewer_elements_than_ranks() -> None:
         [1, 0, 0, 0],
         [0, 1, 0, 0],
     ]
+
+
+def test_large_shards_fill_pages() -> None:
+    numel = (2 << 20) // 4 + 1
+    for world_size, whole_pages in ((1, False), (2, True), (4, False)):
+        layout = FlatLayout.build([("p", (numel,))], world_size=world_size, itemsize=4)
+        assert (layout.shard_numel * 4 % PAGE_BYTES == 0) is whole_pages
+        assert layout.padded_numel - numel < world_size * PAGE_BYTES // 4
+    assert FlatLayout.build([("p", (numel,))], world_size=2, itemsize=4).shard_numel * 4 > 1 << 20
 
 
 def test_nothing_at_all() -> None:
