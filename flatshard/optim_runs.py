@@ -28,7 +28,8 @@ from flatshard.layout import ALIGNMENT_BYTES
 from flatshard.shard_tensor import FlatShardTensor
 
 _PIECE_NUMEL = 1 << 17
-"""Elements of a piece: of the few arrays that a step works on, one each fits into the cache."""
+"""Elements of a piece: of the few arrays that a step works on, one each fits into the cache. Whole
+vectors, too: kernels may round what is left over of them differently."""
 
 
 class Part(dict[str, Any]):
