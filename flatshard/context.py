@@ -417,9 +417,11 @@ class RunContext:
                 # A forward that runs a backward inside, for forces say, goes on afterwards.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.release()
-        # After the release: other ranks wait for that likewise.
-        with self.recorder.waiting(Kind.RANKS_WAIT):
-            self._unsettled.settle()
+        # After the release: other ranks wait for that likewise. What a forward around this backward
+        # still needs is released at its end.
+        if not self.is_running_forward:
+            with self.recorder.waiting(Kind.RANKS_WAIT):
+                self._unsettled.settle()
         has_gradients = any(any(flags) for of_unit in self._published for flags in of_unit)
         self._run_hooks()
         if not self.is_running_forward:

@@ -254,6 +254,33 @@ def test_mapped_shards() -> None:
     run_ranks(mapped_for_long, 2, fresh=True)
 
 
+class Forces(Mlp):
+    """Runs a backward inside its forward, in which it still needs parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        energy = super().forward(x + self.shift)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy + (force * self.shift).sum(-1, keepdim=True)
+
+
+def backward_inside_forward(rank: int, world_size: int) -> None:
+    case = Case("forces", Forces, vectors, (nn.Linear,))
+    expected = trained(case, rank, world_size, collectives="sockets")
+    with mapping() as made:
+        actual = trained(case, rank, world_size)
+    assert made
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_backward_inside_forward() -> None:
+    run_ranks(backward_inside_forward, 2)
+
+
 def kept_for_a_second_backward(rank: int, world_size: int) -> None:
     """A differentiable backward keeps what others may then write."""
     case = CASES["mlp"]
