@@ -25,7 +25,7 @@ from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle
-from flatshard.pending import Unsettled
+from flatshard.pending import CollectiveError, Unsettled
 from flatshard.profiling import profiled
 from flatshard.recorder import SILENT, Recorder
 from flatshard.saved_tensors import SavedTensors
@@ -216,7 +216,7 @@ class RunContext:
             self._prefetch(self._order.first_backward()[1:], "backward")
         if self._depth == 0:
             if failed or not self._order.is_complete:
-                self._drop_prefetched()
+                self._drop_prefetched(failed=failed)
             with self.recorder.waiting(Kind.RANKS_WAIT):
                 for handle in self._kept_from_afar:
                     handle.finish_refresh()
@@ -259,7 +259,7 @@ class RunContext:
         self.recorder.leave_backward(unit)
         self.stepping.advance()
         if self._backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-            self._prefetch(self._order.next_backward(unit.index), "backward")
+            self._prefetch(self._order.next_backward(unit.index)[:1], "backward")
 
     def _prefetch(self, coming: Sequence[int], purpose: str) -> None:
         """Begin the gather of the unit that comes first.
@@ -278,11 +278,15 @@ class RunContext:
             if purpose == "forward" or not self.stepping.is_active or unit.num_awaited > 0:
                 unit.begin_gather(purpose)
 
-    def _drop_prefetched(self) -> None:
+    def _drop_prefetched(self, *, failed: bool) -> None:
         for unit in self.units:
-            if unit.is_prefetched:
-                with self.recorder.waiting(Kind.GATHER_WAIT, unit):
-                    unit.free()
+            while unit.is_prefetched:
+                try:
+                    with self.recorder.waiting(Kind.GATHER_WAIT, unit):
+                        unit.free()
+                except CollectiveError:
+                    if not failed:  # else the error on its way is the one to see
+                        raise
 
     def _broadcast_buffers(self) -> None:
         """Give every rank rank 0's buffers, one collective per dtype and device."""

@@ -63,6 +63,15 @@ class Told:
         self._over.set()
 
 
+def _tell(told: Told, do: Callable[[], None]) -> None:
+    try:
+        do()
+    except BaseException as error:
+        told.tell(error)
+    else:
+        told.tell()
+
+
 class _Messages(Told):
     """Receives and sends of one gather or average; told when all have begun."""
 
@@ -86,13 +95,12 @@ class _Messages(Told):
 
     def run(self) -> None:
         """Begin them in the order in which they were asked for."""
-        try:
-            for begin, tensor, peer in self._to_begin:
-                self.works.append(begin([tensor], peer, self._tag))
-            self._to_begin.clear()
-            self.tell()
-        except BaseException as error:
-            self.tell(error)
+        _tell(self, self._begin)
+
+    def _begin(self) -> None:
+        for begin, tensor, peer in self._to_begin:
+            self.works.append(begin([tensor], peer, self._tag))
+        self._to_begin.clear()
 
 
 class _Message:
@@ -196,7 +204,7 @@ class Sockets:
                 sends.append(messages.send(leaving[peer][start : start + step], peer))
         self._begins.put(messages)
         average = _Average(
-            self.rank, self.size, first, narrow, pieces, sends, scratch, self._scratch
+            self.rank, self.size, first, narrow, pieces, sends, [scratch], self._scratch
         )
         self._adds.put(average)
         return average.averaged, average.sent
@@ -256,26 +264,31 @@ class _Average:
     narrow: torch.dtype | None
     pieces: list[_Piece]
     sends: list[_Message]
-    scratch: Tensor
+    scratch: list[Tensor]
     idle: Scratch
     averaged: Told = field(default_factory=Told)
     sent: Told = field(default_factory=Told)
 
     def run(self) -> None:
         """Wait and add until it is over; errors are for those who wait for it."""
-        try:
-            for piece in self.pieces:
-                for receive in piece.receives.values():
-                    receive.wait()
-                self._add(piece)
-            self.idle.give_back(self.scratch)
-            self.averaged.tell()
-            for send in self.sends:
-                send.wait()
-            self.sent.tell()
-        except BaseException as error:
-            self.averaged.tell(error)
-            self.sent.tell(error)
+        _tell(self.averaged, self._receive)
+        _tell(self.sent, self._see_sent)
+
+    # Whoever is told may count on the memory: nothing here refers to it any more.
+
+    def _receive(self) -> None:
+        for piece in self.pieces:
+            for receive in piece.receives.values():
+                receive.wait()
+            self._add(piece)
+        self.pieces.clear()
+        self.idle.give_back(self.scratch.pop())
+
+    def _see_sent(self) -> None:
+        self.averaged.wait()  # what made that fail is the end of this, too
+        for send in self.sends:
+            send.wait()
+        self.sends.clear()
 
     def _add(self, piece: _Piece) -> None:
         if self.narrow is not None:
@@ -316,17 +329,17 @@ def _serve(tasks: SimpleQueue[_Messages | _Average | None]) -> None:
 
 
 class Scratch:
-    """Memory that is kept to be used again: as much as the largest request, when nobody uses it."""
+    """Memory that is used again by averages that overlap; given up when none is under way."""
 
     def __init__(self) -> None:
         self._idle: list[Tensor] = []
-        self._largest = 0
+        self._num_used = 0
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Tensor:
         """At least ``nbytes`` bytes, uint8; belongs to the caller until it is given back."""
         with self._lock:
-            self._largest = max(self._largest, nbytes)
+            self._num_used += 1
             fitting = [one for one in self._idle if one.numel() >= nbytes]
             if fitting:
                 best = min(fitting, key=Tensor.numel)
@@ -335,12 +348,12 @@ class Scratch:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def give_back(self, memory: Tensor) -> None:
-        """Keep it for the next one, or drop something."""
+        """Let the next one have it."""
         with self._lock:
+            self._num_used -= 1
             self._idle.append(memory)
-            self._idle.sort(key=Tensor.numel)
-            while sum(one.numel() for one in self._idle) > self._largest:
-                del self._idle[0]
+            if not self._num_used:
+                self._idle.clear()
 
 
 # ---------------------------------------------------------------- narrow values

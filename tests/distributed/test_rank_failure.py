@@ -70,15 +70,26 @@ def test_in_the_middle_of_a_step(
         assert re.search(NAMED, messages[rank]), messages[rank]
 
 
+def test_a_prefetch_that_failed_too() -> None:
+    """Dropping what was prefetched raised a second error, which python reported as a warning."""
+    args = "FULL_SHARD", _in_forward, _die, "sockets"
+    messages = run_ranks(
+        _step_with_a_bad_rank, 3, *args, group_timeout=GROUP_TIMEOUT, expendable=[BAD_RANK]
+    )
+    for rank in (0, 2):
+        assert re.search(NAMED, messages[rank]), messages[rank]
+
+
 def _step_with_a_bad_rank(
     rank: int,
     world_size: int,
     strategy: str,
     where: Callable[[nn.Module, Callable[[], None]], None],
     fail: Callable[[], None],
+    collectives: str = "auto",
 ) -> str:
     case = CASES["mlp"]
-    model = case.wrap(case.model(), sharding_strategy=strategy)
+    model = case.wrap(case.model(), sharding_strategy=strategy, collectives=collectives)
     optimizer = OPTIMIZERS["sgd"](trainable(model))
 
     def step(number: int) -> None:
