@@ -426,10 +426,6 @@ class Communicator:
             trailing=gathering.sends,
         )
 
-    def _others(self) -> list[int]:
-        """The other ranks of the group, the next one first."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
-
 
 _communicators: dict[dist.ProcessGroup, dict[Transport, Communicator]] = {}
 """Kept as long as the group, also between models: the groups made for it live as long."""
