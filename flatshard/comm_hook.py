@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.collectives import Communicator
-from flatshard.config import MixedPrecision
 from flatshard.gradients import CommHook
 from flatshard.handle import FlatParamHandle
+from flatshard.precision import MixedPrecision
 from flatshard.unit import Unit
 from flatshard.watchdog import watched
 

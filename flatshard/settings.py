@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import config
 from flatshard.config import (
     BackwardPrefetch,
-    MixedPrecision,
     Placement,
     ShardingStrategy,
     Transport,
 )
+from flatshard.precision import MixedPrecision, as_mixed_precision
 from flatshard.topology import Ranks, Topology, read_ranks
 from flatshard.wrap import UnitPlan
 
@@ -71,7 +71,7 @@ class Settings:
             )
         precision = self.precision
         if "mixed_precision" in keywords:
-            precision = config.as_mixed_precision(keywords.pop("mixed_precision"))
+            precision = as_mixed_precision(keywords.pop("mixed_precision"))
         if keywords:
             raise ValueError(
                 f"auto_wrap_policy: for unit {plan.name!r} it sets {', '.join(sorted(keywords))}; "

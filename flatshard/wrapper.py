@@ -30,14 +30,11 @@ from flatshard import (
     recording,
     summon,
 )
-from flatshard.config import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from flatshard.config import BackwardPrefetch, ShardingStrategy
 from flatshard.construction import Construction
+from flatshard.offload import CPUOffload, as_cpu_offload
 from flatshard.peer_names import PeerNames
+from flatshard.precision import MixedPrecision, as_mixed_precision
 from flatshard.settings import (
     ProcessGroups,
     Settings,
@@ -166,7 +163,7 @@ class ShardedWrapper(PeerNames):
         sync_module_states = given.ours.get("sync_module_states", sync_module_states)
         device_id = given.ours.get("device_id", device_id)
         prefetch = config.as_backward_prefetch(backward_prefetch)
-        offload = config.as_cpu_offload(cpu_offload)
+        offload = as_cpu_offload(cpu_offload)
         if param_init_fn is not None and not callable(param_init_fn):
             raise TypeError(
                 f"param_init_fn: expected a function of a module, got {param_init_fn!r}"
@@ -186,7 +183,7 @@ class ShardedWrapper(PeerNames):
             ranks=ranks,
             strategy=strategy,
             placement=placement,
-            precision=config.as_mixed_precision(mixed_precision),
+            precision=as_mixed_precision(mixed_precision),
             backward_prefetch=prefetch,
             forward_prefetch=forward_prefetch is not False,
             use_orig_params=use_orig_params,

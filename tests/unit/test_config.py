@@ -7,7 +7,8 @@ import torch
 from torch.distributed import fsdp
 
 from flatshard import MixedPrecision, ShardingStrategy
-from flatshard.config import as_mixed_precision, as_strategy, resharding
+from flatshard.config import as_strategy, resharding
+from flatshard.precision import as_mixed_precision
 
 BF16 = torch.bfloat16
 

@@ -12,6 +12,8 @@ LAYERS = [
         "layout",
         "schedule",
         "config",
+        "precision",
+        "offload",
         "profiling",
         "watchdog",
         "wire",
