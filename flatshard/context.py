@@ -269,14 +269,18 @@ class RunContext:
         """
         for index in coming:
             unit = self.units[index]
-            if index != coming[0]:
-                ahead = [one for one in self.units if one.is_prefetched]
-                held = sum(one.buffer_bytes for one in {*ahead, unit})
-                if held > self._prefetch_budget or not unit.topology.inner.uses_sockets:
-                    return
+            if index != coming[0] and not self._fits_ahead(unit):
+                return
             # A unit that was stepped must not be gathered again.
             if purpose == "forward" or not self.stepping.is_active or unit.num_awaited > 0:
                 unit.begin_gather(purpose)
+
+    def _fits_ahead(self, unit: Unit) -> bool:
+        """Whether to begin a gather for which no rank waits next."""
+        if not unit.topology.inner.uses_sockets:
+            return False
+        ahead = [one for one in self.units if one.is_prefetched]
+        return sum(one.buffer_bytes for one in {*ahead, unit}) <= self._prefetch_budget
 
     def _drop_prefetched(self, *, failed: bool) -> None:
         for unit in self.units:
