@@ -211,7 +211,9 @@ class ShardedWrapper(PeerNames):
         """Accumulate gradients locally: backwards of forwards begun inside reduce nothing.
 
         The first backward after it reduces the sum. Until then every rank holds whole gradients,
-        ``padded_numel`` elements of every unit in the reduce dtype. Two arguments bound that:
+        ``padded_numel`` elements of every unit; from the second backward on in the parameters' own
+        dtype where the reduce dtype is narrower: sums are rounded only to be sent. Two arguments
+        bound that:
 
         Args:
             max_bytes: keep whole gradients of the smallest units, so many bytes of them together;
