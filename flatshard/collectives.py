@@ -17,8 +17,14 @@ What moves gathered parameters and gradients, unless the user says it:
                    all-reduces over replicas.
 
 No transport is better for small tensors and worse for large ones (1 MB: 0.4 ms by any), so the size
-decides only how many pieces an average has, and whether shards are mapped. All but the last add in
-rank order, which makes the sum the same in every run.
+decides only how many pieces an average has, and whether shards are mapped.
+
+[Note: sums]
+All but the last add here, in rank order and in no less than fp32, whatever the gradients travel in:
+the average is the same in every run. A backend adds as it likes, in the dtype that it is given.
+Where a fixed order is asked for, it only exchanges the parts, by an all-to-all, and they are added
+here. An all-reduce, in a fixed order or of gradients narrower than fp32, is such an average of one
+part per rank and then a gather of the parts.
 
 [Note: groups]
 Collectives on one group match by order. Reductions start when gradients are there, gathers when
@@ -35,6 +41,7 @@ import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +54,7 @@ from flatshard.mapped_shards import MappedShards
 from flatshard.on_host import HostGroup, Whole
 from flatshard.peer_memory import Board
 from flatshard.pending import CollectiveError, Pending
+from flatshard.rank_order import average, sum_dtype
 from flatshard.watchdog import watched
 from flatshard.wire import Sockets
 
@@ -62,7 +70,8 @@ class Event(NamedTuple):
         kind: ``"gather"``, ``"reduce"`` (a reduce-scatter), ``"all_reduce"``, ``"scalars"``,
             ``"broadcast"`` or ``"send"``.
         label: names the unit, or the purpose.
-        nbytes: bytes of the whole: of a gather's result, of what every rank puts into a reduction.
+        nbytes: bytes of the whole: of a gather's result, of what every rank puts into a reduction;
+            of an all-reduce in two stages the mean of both, whose dtypes may differ.
         ranks: who takes part, by their numbers in the default group.
     """
 
@@ -277,9 +286,11 @@ class Communicator:
             work = _all_gather_single(out, shard, group=self._gather_group, async_op=True)
         return Pending([work], what, shard, out)
 
-    def _note(self, kind: str, label: str, tensor: Tensor, times: int = 1) -> None:
+    def _note(self, kind: str, label: str, tensor: Tensor) -> None:
+        self._note_bytes(kind, label, tensor.numel() * tensor.element_size())
+
+    def _note_bytes(self, kind: str, label: str, nbytes: int) -> None:
         for events in _recorders:
-            nbytes = tensor.numel() * tensor.element_size() * times
             events.append(Event(kind, label, nbytes, tuple(self.ranks)))
 
     def _what(self, label: str, action: str) -> str:
@@ -296,7 +307,33 @@ class Communicator:
         """
         return self._on_host is not None and HostGroup.takes(tag)
 
-    def reduce_scatter(self, whole: Whole, out: Tensor, *, label: str, tag: int) -> Pending:
+    def sum_dtype(
+        self, dtype: torch.dtype, device: torch.device, *, fixed_order: bool
+    ) -> torch.dtype:
+        """In which reduce-scatters add up, and give, what they get in ``dtype``."""
+        if self.size == 1:
+            return dtype
+        adds_here = fixed_order or (self._sends_cpu_directly and device.type == "cpu")
+        return sum_dtype(dtype) if adds_here else dtype
+
+    def adds_all_reduces(
+        self, dtype: torch.dtype, device: torch.device, *, fixed_order: bool
+    ) -> bool:
+        """Whether an all-reduce is a ``reduce_scatter`` and ``gather_reduced``; see the notes."""
+        return self.size > 1 and (
+            fixed_order or self.sum_dtype(dtype, device, fixed_order=False) is not dtype
+        )
+
+    def reduce_scatter(
+        self,
+        whole: Whole,
+        out: Tensor,
+        *,
+        label: str,
+        tag: int,
+        fixed_order: bool = False,
+        kind: str = "reduce",
+    ) -> Pending:
         """Begin averaging over the ranks, each receiving its part in ``out``.
 
         Collective: all ranks of the group, in the same order of calls.
@@ -304,13 +341,20 @@ class Communicator:
         Args:
             whole: ``shard_numel * size`` elements, in one part unless ``reads_parts``; used up:
                 what is in it afterwards is undefined.
-            out: ``(shard_numel,)``, same dtype and device; valid after the wait. What ``whole``
-                has no range for is left as it is.
+            out: ``(shard_numel,)``, on the same device, in the dtype that ``sum_dtype`` says; valid
+                after the wait. What ``whole`` has no range for is left as it is.
             label: names the unit in errors and recordings.
             tag: the flat parameter's number from ``new_tag``.
+            fixed_order: whether to add in rank order also where the backend would add.
+            kind: "all_reduce" where ``gather_reduced`` follows.
         """
-        self._note("reduce", label, out, times=self.size)
-        what = self._what(label, "reduce-scattering gradients in backward")
+        nbytes = out.numel() * self.size * whole.dtype.itemsize
+        action = "reduce-scattering"
+        if kind == "all_reduce":
+            nbytes = (nbytes + out.numel() * self.size * out.element_size()) // 2
+            action = "all-reducing"
+        self._note_bytes(kind, label, nbytes)
+        what = self._what(label, f"{action} gradients in backward")
         with _named(what):
             if self._direct(out) and self._on_host is not None and HostGroup.takes(tag):
                 return self._on_host.reduce_scatter(whole, out, tag, what)
@@ -319,6 +363,8 @@ class Communicator:
             if self._direct(buffer):
                 averaged, sent = self._sockets.average(buffer, out, tag)
                 return Pending([averaged], what, buffer, out, trailing=[sent])
+            if fixed_order:
+                return self._reduce_in_order(buffer, out, what)
             work = _reduce_scatter_single(
                 _as_real(out),
                 _as_real(buffer),
@@ -328,6 +374,39 @@ class Communicator:
             )
         # gloo's own reduce-scatter never says that it is over.
         return Pending([work], what, buffer, out, tells=not self._is_gloo)
+
+    def _reduce_in_order(self, buffer: Tensor, out: Tensor, what: str) -> Pending:
+        """Have the backend exchange the parts only, and add them up."""
+        came = torch.empty_like(buffer)
+        # As bytes: not every backend knows every dtype.
+        work = dist.all_to_all_single(
+            _as_bytes(came), _as_bytes(buffer), group=self._reduce_group, async_op=True
+        )
+        add = partial(average, came.chunk(self.size), out)
+        return Pending([work], what, buffer, came, out, then=add, tells=not self._is_gloo)
+
+    def gather_reduced(self, part: Tensor, out: Tensor, *, label: str, tag: int) -> Pending:
+        """Begin the second half of an all-reduce, whose first was a ``reduce_scatter``.
+
+        Collective: all ranks of the group; among reductions in the same order of calls, where the
+        backend moves the tensors.
+
+        Args:
+            part: what that gave, ``(shard_numel,)``; must not be written before the wait.
+            out: ``(shard_numel * size,)``, same dtype and device.
+            label: as in ``reduce_scatter``.
+            tag: likewise.
+        """
+        what = self._what(label, "all-reducing gradients in backward")
+        with _named(what):
+            if self._direct(part):
+                if self._on_host is not None and HostGroup.takes(tag):
+                    return self._on_host.all_gather(_as_real(part), _as_real(out), tag, what)
+                return self._exchange(part, out, tag, what, exact=True)
+            work = _all_gather_single(
+                _as_real(out), _as_real(part), group=self._reduce_group, async_op=True
+            )
+        return Pending([work], what, part, out, tells=not self._is_gloo)
 
     def all_reduce(self, buffer: Tensor, *, label: str) -> Pending:
         """Begin averaging ``buffer`` over the ranks, in place.

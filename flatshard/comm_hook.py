@@ -24,7 +24,7 @@ from torch import Tensor
 from flatshard.collectives import Communicator
 from flatshard.gradients import CommHook
 from flatshard.handle import FlatParamHandle
-from flatshard.precision import MixedPrecision
+from flatshard.precision import MixedPrecision, ReduceMode
 from flatshard.unit import Unit
 from flatshard.watchdog import watched
 
@@ -128,6 +128,8 @@ def _plan(
         for unit, precision in units:
             _check_same_dtype(unit, precision, dtype, hook)
         return [(handle, CommHook(dtype)) for unit, _ in units for handle in unit.handles]
+    for unit, precision in units:
+        _check_order_is_free(unit, precision, hook)
     signature = _signature(hook)
     planned = []
     for unit, _ in units:
@@ -197,6 +199,15 @@ def _check_same_dtype(
 
 
 # ---------------------------------------------------------------- hooks that are called
+
+
+def _check_order_is_free(unit: Unit, precision: MixedPrecision, hook: Any) -> None:
+    if precision.reduce_mode is ReduceMode.FIXED_ORDER:
+        raise ValueError(
+            f"register_comm_hook: {_name(hook)} adds gradients in an order of its own, but "
+            f"{_describe(unit.name)} was wrapped with MixedPrecision(reduce_mode="
+            '"fixed_order"). Choose one.'
+        )
 
 
 def _signature(hook: Any) -> inspect.Signature | None:

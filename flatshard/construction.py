@@ -14,6 +14,7 @@ from flatshard.config import Transport
 from flatshard.handle import FlatParamHandle
 from flatshard.ignored import Ignored, find_ignored
 from flatshard.ownership import OwnedParam, find_owners
+from flatshard.precision import ReduceMode
 from flatshard.settings import Settings
 from flatshard.unit import Unit
 from flatshard.unit_module import UnitModule, named_unit_modules, unit_modules
@@ -238,6 +239,7 @@ class Construction:
                 start=start,
                 compute_dtype=precision.param_dtype,
                 reduce_dtype=precision.reduce_dtype,
+                fixed_order=precision.reduce_mode is ReduceMode.FIXED_ORDER,
                 use_orig_params=settings.use_orig_params,
                 on_grad=unit.on_grad,
                 on_outside_grad=unit.on_outside_grad,

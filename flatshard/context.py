@@ -25,6 +25,7 @@ from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle
+from flatshard.non_finite import NonFiniteWatch
 from flatshard.pending import CollectiveError, Unsettled
 from flatshard.profiling import profiled
 from flatshard.recorder import SILENT, Recorder
@@ -54,6 +55,7 @@ class RunContext:
         has_run: whether a forward has begun.
         expects_backward: whether the outermost forward began with gradients enabled.
         recorder: hears what the run does.
+        non_finite: looks for gradients that are not finite, or None.
         last_report: of the last step that was recorded, once its recording is over; or None.
     """
 
@@ -83,6 +85,7 @@ class RunContext:
         self.under_no_sync = False
         self.has_run = False
         self.recorder: Recorder = SILENT
+        self.non_finite: NonFiniteWatch | None = None
         self.last_report: StepReport | None = None
         self._world = world
         self._buffers = buffers
@@ -340,6 +343,8 @@ class RunContext:
             self.stepping.wait_for_end()
         if not self._active:
             self.stepping.begin_backward()
+            if self.non_finite is not None:
+                self.non_finite.begin_backward()
             self._active, self._graph_task = True, graph_task
             self.recorder.begin_backward()
             callback = partial(self._end_backward)
@@ -441,6 +446,11 @@ class RunContext:
                 for handle in unit.handles:
                     handle.grads.show_unreduced()
         self.recorder.end_backward()
+        # Last: where warnings are errors, the other ranks have nothing to wait for.
+        if self.non_finite is not None:
+            watch, self.non_finite = self.non_finite, None
+            if not watch.end_backward():
+                self.non_finite = watch
 
     def _settle(self) -> None:
         """Agree with the other ranks on what was used, reduce the rest, publish gradients."""

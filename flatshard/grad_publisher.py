@@ -105,8 +105,12 @@ class GradPublisher:
             self.gradients.forget(index)
         self._on_grad(self, index, grad)
 
-    def receive(self, index: int, grad: Tensor) -> None:
-        """Put a gradient that autograd accumulated into its slot."""
+    def name_of(self, index: int) -> str:
+        """An original parameter's name in the unwrapped model."""
+        return self._params.specs[index].name
+
+    def receive(self, index: int, grad: Tensor, *, more_to_come: bool) -> None:
+        """Put a gradient that autograd accumulated into its slot; see ``GradientBuffer``."""
         if grad.requires_grad:
             raise RuntimeError(
                 f"parameter {self._params.specs[index].name!r}: backward(create_graph=True) gives "
@@ -115,7 +119,7 @@ class GradPublisher:
             )
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        self.gradients.receive(index, grad)
+        self.gradients.receive(index, grad, more_to_come=more_to_come)
 
     # ------------------------------------------------------------ reduced gradients
 

@@ -5,10 +5,18 @@ concatenation, no second full-size gradient. Where other ranks read them from th
 anyway, large ones stay in the tensors that autograd made. Buffer or tensors exist from the first
 gradient to the end of the reduction.
 
+[Note: accumulation]
+Sums are not kept in a reduce dtype narrower than the shard's. Where more gradients are to come
+(``no_sync``), the first one stays as autograd made it, or becomes as wide as the shard's, in a
+tensor of its own; when another is added, the slot becomes so wide. All are cast when the reduction
+begins.
+
 [Note: two stages]
 Gradients are averaged within the inner group, each rank keeping its part, and then, where there
 are more ranks, across: split further over the outer group, or averaged over replicas. The second
 stage can wait for a later backward (``Sync.WITHIN``): what the first gave is held and added up.
+What travels in either is in the reduce dtype, sums may be wider (``collectives``): they are rounded
+only to cross. Where replicas' averages are added up in parts, a third stage gathers the parts.
 """
 
 from __future__ import annotations
@@ -67,7 +75,10 @@ class GradientBuffer:
         filled: original parameters whose gradient lies in the buffer, by index.
         seen: those whose gradient came since the unit was last gathered for backward.
         used: those that got a gradient since the last ``take``.
-        tags: the flat parameter's numbers in the inner and the outer group.
+        tags: the flat parameter's numbers in the inner, the outer and the replicate group.
+        dtype: in which gradients travel.
+        accumulate_dtype: in which they are added up before that.
+        fixed_order: whether to add in rank order also where the backend would add.
         unsettled: what other ranks may still be taking from this one.
         spare: memory of reduced gradients that users have dropped.
         held: the sum of what ``Sync.WITHIN`` reduced, ``(padded_numel / inner.size,)``; or None.
@@ -81,9 +92,10 @@ class GradientBuffer:
         topology: Topology,
         dtype: torch.dtype,
         like: Tensor,
-        tags: tuple[int, int],
+        tags: tuple[int, int, int],
         unsettled: Unsettled,
         comm_hook: CommHook | None = None,
+        fixed_order: bool = False,
     ) -> None:
         """Plan; allocates nothing.
 
@@ -91,11 +103,12 @@ class GradientBuffer:
             layout: where each original parameter lies.
             label: the unit's name.
             topology: the ranks that gradients are averaged over.
-            dtype: in which gradients are collected and reduced.
+            dtype: in which gradients are collected and travel.
             like: the shard, whose dtype and device the reduced gradient gets.
-            tags: the flat parameter's, in the inner and the outer group.
+            tags: the flat parameter's, in the inner, the outer and the replicate group.
             unsettled: takes what other ranks may still be taking.
             comm_hook: what reduces, if it is not this; only where there is one stage.
+            fixed_order: whether to add in rank order also where the backend would add.
         """
         self.label = label
         self.filled: set[int] = set()
@@ -106,10 +119,13 @@ class GradientBuffer:
         self.unsettled = unsettled
         self._layout, self.tags = layout, tags
         self._topology = topology
-        self._dtype, self._out_dtype, self._device = dtype, like.dtype, like.device
+        self.dtype, self._out_dtype, self._device = dtype, like.dtype, like.device
+        self.accumulate_dtype = like.dtype if like.itemsize > dtype.itemsize else dtype
+        self.fixed_order = fixed_order
         self._reduce_by_hook = None if comm_hook is None else comm_hook.reduce
         self._buffer: Tensor | None = None
         self._slots: dict[int, Tensor] = {}
+        self._apart: set[int] = set()  # those that are tensors of their own
         is_small = layout.padded_numel * dtype.itemsize < _IN_PLACE_BYTES
         self._stay_in_place = (
             comm_hook is None
@@ -117,7 +133,7 @@ class GradientBuffer:
             and topology.inner.reads_parts(tags[0])
             and not is_small
         )
-        # Whether slots are tensors of their own until the reduction begins.
+        # Whether all slots are tensors of their own until the reduction begins.
         self._stay = self._stay_in_place or is_small
         self._reduction: _Reduction | None = None
         self._reduced: Tensor | None = None
@@ -139,36 +155,48 @@ class GradientBuffer:
         """Whether a reduction is under way, or other ranks are still taking from this one's."""
         return any(pending.kept for pending in self._given)
 
-    def receive(self, index: int, grad: Tensor) -> None:
-        """Put a gradient, which nobody else holds, into its slot, or add it to what is there."""
+    def receive(self, index: int, grad: Tensor, *, more_to_come: bool = False) -> None:
+        """Put a gradient, which nobody else holds, into its slot, or add it to what is there.
+
+        Args:
+            index: the original parameter's.
+            grad: in its true shape, in any dtype.
+            more_to_come: whether nothing is reduced at the end of this backward.
+        """
         with torch.no_grad():
             if index in self.filled:
-                self._slots[index].add_(grad)
-            elif self._stay and self._fits(index, grad):
-                self._slots[index] = grad
+                self._add(index, grad)
             else:
-                self._new_slot(index).copy_(grad)
+                self._fill(index, grad, more_to_come)
         for marks in (self.filled, self.seen, self.used):
             marks.add(index)
 
-    def _fits(self, index: int, grad: Tensor) -> bool:
-        """Whether a gradient lies in memory as its slot would."""
-        span = self._layout.spans[index]
-        return grad.dtype is self._dtype and grad.stride() == span.strides
+    def _add(self, index: int, grad: Tensor) -> None:
+        slot = self._slots[index]
+        if slot.dtype is not self.accumulate_dtype:
+            slot = self._slots[index] = slot.to(self.accumulate_dtype)
+            self._apart.add(index)
+        slot.add_(grad)
 
-    def _new_slot(self, index: int) -> Tensor:
-        span = self._layout.spans[index]
-        if self._stay:
-            slot = torch.empty_strided(
-                span.shape, span.strides, dtype=self._dtype, device=self._device
-            )
-        else:
-            slot = view_of(self._allocate() if self._buffer is None else self._buffer, span)
-        self._slots[index] = slot
-        return slot
+    def _fill(self, index: int, grad: Tensor, more_to_come: bool) -> None:
+        """See the note on accumulation."""
+        span, dtype = self._layout.spans[index], self.dtype
+        may_widen = more_to_come and self.accumulate_dtype is not dtype
+        if may_widen and grad.dtype is not dtype and grad.itemsize >= dtype.itemsize:
+            dtype = self.accumulate_dtype  # the other would round it
+        if not (self._stay or may_widen):
+            buffer = self._allocate() if self._buffer is None else self._buffer
+            self._slots[index] = view_of(buffer, span).copy_(grad)
+            self._apart.discard(index)
+            return
+        if grad.dtype is not dtype or grad.stride() != span.strides:
+            slot = torch.empty_strided(span.shape, span.strides, dtype=dtype, device=self._device)
+            grad = slot.copy_(grad)
+        self._slots[index] = grad
+        self._apart.add(index)
 
     def _allocate(self) -> Tensor:
-        buffer = torch.empty(self._layout.padded_numel, dtype=self._dtype, device=self._device)
+        buffer = torch.empty(self._layout.padded_numel, dtype=self.dtype, device=self._device)
         # Padding is summed and stepped like the rest, so it must stay zero.
         for start, end in self._layout.gaps:
             buffer[start:end].zero_()
@@ -214,20 +242,23 @@ class GradientBuffer:
         spans = self._layout.spans
         if self._stay_in_place:
             parts = [
-                _in_memory_order(self._slots[index]) if index in self.filled else None
+                _in_memory_order(self._slots[index]).to(self.dtype)
+                if index in self.filled
+                else None
                 for index in range(len(spans))
             ]
             ranges = [(span.start, span.end) for span in spans]
-            return Whole(parts, ranges, self._layout.padded_numel)
+            return Whole(parts, ranges, self._layout.padded_numel, self.dtype)
         buffer = self._allocate() if self._buffer is None else self._buffer
         for index, span in enumerate(spans):
             if index not in self.filled:
                 buffer[span.start : span.end].zero_()
-        if self._stay and self.filled:
+        apart = self._apart & self.filled
+        if apart:
             pieces = self._split(buffer)
             torch._foreach_copy_(
-                [pieces[index] for index in self.filled],
-                [_in_memory_order(self._slots[index]) for index in self.filled],
+                [pieces[index] for index in apart],
+                [_in_memory_order(self._slots[index]) for index in apart],
             )
         return Whole.of(buffer)
 
@@ -265,7 +296,7 @@ class GradientBuffer:
             mine |= theirs
         with torch.no_grad():
             for index in other.filled:
-                self._new_slot(index).copy_(other.slot(index))
+                self._fill(index, other.slot(index), more_to_come=True)
             if other.held is not None:
                 self.held = other.held.to(self._device, self._out_dtype)
 
@@ -285,7 +316,7 @@ class GradientBuffer:
         assert self._reduction is None, "the reduction before was not finished"
         with torch.no_grad():
             whole = self._whole()
-            self._buffer, self._slots = None, {}
+            self._buffer, self._slots, self._apart = None, {}, set()
             self.filled.clear()
             if self._reduce_by_hook is not None:
                 assert sync is Sync.ALL, "units with a hook have one stage"
@@ -299,7 +330,7 @@ class GradientBuffer:
             self._given = self._reduction.stages
             if sync is Sync.ALL:
                 self.held = None
-        return 2 * whole.numel * self._dtype.itemsize
+        return 2 * whole.numel * self.dtype.itemsize
 
     def _without_padding(self, reduced: Tensor) -> Tensor:
         """Zero the padding in this rank's part: a hook may have put noise there."""
@@ -316,13 +347,25 @@ class GradientBuffer:
     def new_part(self, comm: Communicator) -> Tensor:
         """Where this rank's part of a reduction over ``comm`` goes; only its padding has values."""
         numel = self._layout.padded_numel // comm.size
-        if self._topology.outer.size > 1:  # a second stage makes something smaller of it
-            part = torch.empty(numel, dtype=self._dtype, device=self._device)
+        dtype = self.sum_dtype(comm)
+        # What a later stage makes something else of will not be published.
+        if self._topology.outer.size > 1 or self.adds_replicas:
+            part = torch.empty(numel, dtype=dtype, device=self._device)
         else:
-            part = self.spare.take(numel, self._dtype, self._device)
+            part = self.spare.take(numel, dtype, self._device)
         if self._stay_in_place:
             self._zero_padding(part, comm.rank)
         return part
+
+    def sum_dtype(self, comm: Communicator) -> torch.dtype:
+        """In which a reduction over ``comm`` adds up and gives its part."""
+        return comm.sum_dtype(self.dtype, self._device, fixed_order=self.fixed_order)
+
+    @property
+    def adds_replicas(self) -> bool:
+        """Whether replicas' averages are added up in parts, which are then gathered."""
+        replicate = self._topology.replicate
+        return replicate.adds_all_reduces(self.dtype, self._device, fixed_order=self.fixed_order)
 
     def _add_reduced(self, reduced: Tensor) -> None:
         out = reduced.to(self._out_dtype)
@@ -378,8 +421,8 @@ class GradientBuffer:
             reduction, self._reduction = self._reduction, None
             with contextlib.suppress(CollectiveError):
                 reduction.finish()
-        self._buffer, self._slots, self._reduced, self.held = None, {}, None, None
-        self._given = []
+        self._buffer, self._slots, self._apart = None, {}, set()
+        self._reduced, self.held, self._given = None, None, []
         for marks in (self.filled, self.seen, self.used):
             marks.clear()
 
@@ -413,16 +456,18 @@ class _Reduction:
         """
         self.hold = hold
         self._topology, self._of, self._held = topology, of, held
-        self._read_behind: tuple[Whole, Tensor | None] | None = None
+        self._read_behind: list[object] = []
         inner = topology.inner
         self._pending = Pending([], of.label)
         if inner.size > 1:
             self.out = of.new_part(inner)
-            self._pending = inner.reduce_scatter(whole, self.out, label=of.label, tag=of.tags[0])
+            self._pending = self._reduce_scatter(inner, whole, of.tags[0])
         else:
             (self.out,) = [part for part in whole.parts if part is not None]
         self.stages = [self._pending]
         self._must_cross = topology.crosses and not hold
+        self._part: Tensor | None = None  # of the replicas' average, until that is gathered
+        self._replicated_numel = 0
         across = topology.outer if topology.outer.size > 1 else topology.replicate
         # Of all models: which first stage is over first may differ between ranks.
         self._queue = across.second_stages
@@ -431,14 +476,29 @@ class _Reduction:
         if self._must_cross and (inner.size == 1 or self.out.is_cuda):
             # A side stream waits for what reads these, the stream that they are freed on does not
             # before `finish`: until then their memory must not become another tensor's.
-            self._read_behind = (whole, held)
+            self._read_behind = [whole, held, *self._pending.kept]
             self._cross_behind()
 
+    def _reduce_scatter(
+        self, comm: Communicator, whole: Whole, tag: int, kind: str = "reduce"
+    ) -> Pending:
+        """Begin to fill ``out`` with this rank's part of the average over ``comm``."""
+        label, fixed_order = self._of.label, self._of.fixed_order
+        return comm.reduce_scatter(
+            whole, self.out, label=label, tag=tag, fixed_order=fixed_order, kind=kind
+        )
+
     def _cross_behind(self) -> None:
-        """Queue the second stage behind the first at once, where neither holds up the host."""
-        side = _side_stream(self.out) if self._topology.inner.size > 1 else None
+        """Queue the later stages behind the first at once, where none holds up the host."""
+        if not self.out.is_cuda:
+            self.cross()
+            return
+        waits = self._topology.inner.size > 1 or self._of.adds_replicas
+        side = _side_stream(self.out) if waits else None
         with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
             self.cross()
+            self._read_behind += self._pending.kept
+            self._gather_replicas()
 
     def cross(self) -> None:
         """See ``GradientBuffer.cross``; those that began before come first."""
@@ -449,28 +509,55 @@ class _Reduction:
         self._pending.wait(self._of.unsettled)
         self._queue.popleft()
         self._must_cross = False
-        topology, out = self._topology, self.out
+        topology, of = self._topology, self._of
         if self._held is not None:
-            out.add_(self._held)
+            self.out.add_(self._held)
             self._held = None
+        self.out = out = self.out.to(of.dtype)
         if topology.outer.size > 1:
-            self.out = out.new_empty(out.numel() // topology.outer.size)
-            self._pending = topology.outer.reduce_scatter(
-                Whole.of(out), self.out, label=self._of.label, tag=self._of.tags[1]
-            )
+            numel, dtype = out.numel() // topology.outer.size, of.sum_dtype(topology.outer)
+            self.out = out.new_empty(numel, dtype=dtype)
+            self._pending = self._reduce_scatter(topology.outer, Whole.of(out), of.tags[1])
+        elif of.adds_replicas:
+            self._pending = self._average_replicas(out)
         else:
-            self._pending = topology.replicate.all_reduce(out, label=self._of.label)
+            self._pending = topology.replicate.all_reduce(out, label=of.label)
+        self.stages.append(self._pending)
+
+    def _average_replicas(self, values: Tensor) -> Pending:
+        """Begin to fill this rank's part of the replicas' average."""
+        replicate = self._topology.replicate
+        whole = Whole.of(_padded(values, replicate.size))
+        dtype = self._of.sum_dtype(replicate)
+        self._part = self.out = values.new_empty(whole.numel // replicate.size, dtype=dtype)
+        self._replicated_numel = values.numel()
+        return self._reduce_scatter(replicate, whole, self._of.tags[2], kind="all_reduce")
+
+    def _gather_replicas(self) -> None:
+        """Wait for this rank's part of the replicas' average and begin the third stage, if any."""
+        part, self._part = self._part, None
+        if part is None:
+            return
+        self._pending.wait(self._of.unsettled)
+        replicate, of = self._topology.replicate, self._of
+        whole = of.spare.take(part.numel() * replicate.size, part.dtype, part.device)
+        self.out = whole[: self._replicated_numel]
+        self._pending = replicate.gather_reduced(part, whole, label=of.label, tag=of.tags[2])
         self.stages.append(self._pending)
 
     def advance(self) -> bool:
         """See ``GradientBuffer.advance``."""
         while self._must_cross and self._queue[0]._pending.done():
             self._queue[0]._begin_second()
+        # Not where it is by chance that a rank sees that the second is over: the backend's own
+        # collectives must begin in one order.
+        if not self._must_cross and self._pending.tells and self._pending.done():
+            self._gather_replicas()
         return not self._must_cross
 
     def done(self) -> bool:
         """Whether ``finish`` would return at once."""
-        return not self._must_cross and self._pending.done()
+        return not self._must_cross and self._part is None and self._pending.done()
 
     def tells_when_done(self) -> bool:
         """Whether ``done`` can become true by itself."""
@@ -479,14 +566,21 @@ class _Reduction:
     def finish(self) -> Tensor:
         """Wait for the last stage and return its result."""
         self.cross()
+        self._gather_replicas()
         self._pending.wait(self._of.unsettled)
-        self._read_behind = None
+        self._read_behind = []
         return self.out
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """A dense tensor's elements as they lie, ``(numel,)``; a view."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _padded(values: Tensor, size: int) -> Tensor:
+    """With as many zeros behind them as make them divide by ``size``; themselves if they do."""
+    missing = -values.numel() % size
+    return torch.cat([values, values.new_zeros(missing)]) if missing else values
 
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}

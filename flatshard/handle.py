@@ -79,6 +79,7 @@ class FlatParamHandle:
         start: Start,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
+        fixed_order: bool,
         use_orig_params: bool,
         on_grad: Callable[[GradPublisher, int, Tensor], None],
         on_outside_grad: Callable[[], object],
@@ -95,6 +96,7 @@ class FlatParamHandle:
             device: where the shard lives and the unit computes.
             compute_dtype: dtype of the full parameters; None keeps the parameters' own.
             reduce_dtype: dtype in which gradients are reduced; None takes ``compute_dtype``.
+            fixed_order: whether to add them up in rank order, whatever the backend.
             use_orig_params: whether users see original parameters or one ``FlatParameter``.
             on_grad: called with ``grads``, an original parameter's index and its gradient when
                 that has come; calls ``grads.receive``.
@@ -107,6 +109,7 @@ class FlatParamHandle:
         self._take_tags()
         self._secondary = self._plan_secondary()
         self._compute_dtype, self._reduce_dtype = compute_dtype, reduce_dtype
+        self._fixed_order = fixed_order
         self.unsettled = Unsettled()
         self.summoned: Any = None
         self.comm_hook: CommHook | None = None
@@ -150,6 +153,7 @@ class FlatParamHandle:
         """Numbers that tell this one's messages from others'."""
         topology = self.topology
         self._tag, self._outer_tag = topology.inner.new_tag(), topology.outer.new_tag()
+        self._replicate_tag = topology.replicate.new_tag()
         # Apart from those of a step: a state_dict() on one rank alone must not take what another
         # rank sends for its forward.
         self._parts_tags = topology.inner.new_tag(), topology.outer.new_tag()
@@ -254,8 +258,9 @@ class FlatParamHandle:
             dtype=self.reduce_dtype,
             like=self.shard,
             comm_hook=self.comm_hook,
-            tags=(self._tag, self._outer_tag),
+            tags=(self._tag, self._outer_tag, self._replicate_tag),
             unsettled=self.unsettled,
+            fixed_order=self._fixed_order,
         )
 
     def share_unsettled(self, unsettled: Unsettled) -> None:

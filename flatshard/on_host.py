@@ -32,16 +32,18 @@ class Whole:
         parts: ``(end - start,)`` each, contiguous, of one dtype; None: zeros.
         ranges: their ``[start, end)``, in elements; ascending, the same on all ranks.
         numel: of all, padding included.
+        dtype: theirs.
     """
 
     parts: Sequence[Tensor | None]
     ranges: Sequence[tuple[int, int]]
     numel: int
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, buffer: Tensor) -> Whole:
         """One piece of memory, ``(numel,)``."""
-        return cls([buffer], [(0, buffer.numel())], buffer.numel())
+        return cls([buffer], [(0, buffer.numel())], buffer.numel(), buffer.dtype)
 
 
 class HostGroup:
@@ -101,7 +103,7 @@ class HostGroup:
                 self.memory.read_into(rank, offer.theirs[rank].address, place, nbytes)
             addresses.append(list(table))
         first = self.rank * out.numel()
-        scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=out.dtype)
+        scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=whole.dtype)
         for index, (start, end) in enumerate(whole.ranges):
             begin, stop = max(start, first), min(end, first + out.numel())
             for piece in range(begin, stop, _PIECE_NUMEL):
@@ -110,7 +112,7 @@ class HostGroup:
                 self._average_piece(
                     None if own is None else own[piece - start : piece - start + numel],
                     [table[index] for table in addresses],
-                    (piece - start) * out.element_size(),
+                    (piece - start) * whole.dtype.itemsize,
                     out[piece - first : piece - first + numel],
                     scratch[:numel],
                 )
@@ -124,22 +126,22 @@ class HostGroup:
             own: this rank's values; None: zeros.
             addresses: where each rank has the part; 0: it has zeros, or is this rank.
             offset: of the piece in the part, in bytes.
-            out: where the average goes.
-            scratch: as long as ``out``.
+            out: where the average goes; in the dtype to add in.
+            scratch: as long as ``out``, in the dtype of the values.
         """
         total: Tensor | None = None
         for rank, address in enumerate(addresses):
             if rank == self.rank:
                 values = own
             elif address:
-                values = out if total is None else scratch
+                values = out if total is None and out.dtype is scratch.dtype else scratch
                 self.memory.read(rank, address + offset, values)
             else:
                 values = None
             if values is None:
                 continue
             if total is None:
-                total = values
+                total = values if values.dtype is out.dtype else out.copy_(values)
             else:
                 total = torch.add(total, values, out=out)
         if total is None:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import torch
+
+
+class ReduceMode(enum.Enum):
+    """Who adds up the ranks' gradients, and in which order."""
+
+    AUTO = "auto"
+    """What fits: on gloo, here, as ``FIXED_ORDER``, but for all-reduces in fp32 or wider; else the
+    backend, in ``reduce_dtype`` and in an order of its own."""
+    FIXED_ORDER = "fixed_order"
+    """Here, in rank order and in no less than fp32, whatever the backend."""
 
 
 @dataclass(frozen=True)
@@ -17,18 +28,24 @@ class MixedPrecision:
     Attributes:
         param_dtype: dtype of the gathered parameters, and of the floating point inputs of every
             unit. None: the parameter's own.
-        reduce_dtype: dtype in which gradients are reduced. None: ``param_dtype``.
+        reduce_dtype: dtype in which gradients travel when they are reduced. None: ``param_dtype``.
+        reduce_mode: who adds them up: a ``ReduceMode`` or its value, ``"auto"`` or
+            ``"fixed_order"``, which makes gradients the same, bit for bit, in every run with as
+            many ranks, by whatever transport or backend.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    reduce_mode: ReduceMode | str = ReduceMode.AUTO
 
     def __post_init__(self) -> None:
         """Check the dtypes.
 
         Raises:
             TypeError: a field is neither None nor a floating point dtype.
+            ValueError: an unknown ``reduce_mode``.
         """
+        object.__setattr__(self, "reduce_mode", _as_reduce_mode(self.reduce_mode))
         for name in ("param_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (
@@ -38,6 +55,14 @@ class MixedPrecision:
                     f"MixedPrecision: {name} must be a floating point torch.dtype or None, "
                     f"got {dtype!r}"
                 )
+
+
+def _as_reduce_mode(value: object) -> ReduceMode:
+    try:
+        return ReduceMode(value)
+    except ValueError:
+        choices = " or ".join(f'"{one.value}"' for one in ReduceMode)
+        raise ValueError(f"MixedPrecision: reduce_mode must be {choices}, got {value!r}") from None
 
 
 def as_mixed_precision(value: object) -> MixedPrecision:

@@ -33,6 +33,7 @@ from flatshard.config import Placement
 from flatshard.grad_publisher import GradPublisher
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle, ShardState
+from flatshard.non_finite import NonFiniteWatch
 from flatshard.profiling import profiled
 from flatshard.recorder import Recorder
 from flatshard.state_dict_options import StateDictOptions
@@ -86,6 +87,9 @@ class Context(Protocol):
 
     recorder: Recorder
     """Hears what the run does."""
+
+    non_finite: NonFiniteWatch | None
+    """Looks for gradients that are not finite."""
 
     @property
     def in_backward(self) -> bool:
@@ -214,9 +218,9 @@ class Unit:
 
     @property
     def gradient_bytes(self) -> int:
-        """What whole gradients of the unit take."""
+        """What whole gradients of the unit take while they are added up."""
         return sum(
-            handle.layout.padded_numel * handle.reduce_dtype.itemsize
+            handle.layout.padded_numel * handle.gradients.accumulate_dtype.itemsize
             for handle in self.trainable_handles()
         )
 
@@ -486,7 +490,9 @@ class Unit:
     def on_grad(self, grads: GradPublisher, index: int, grad: Tensor) -> None:
         """A gradient has come."""
         self.context.begin_backward()
-        grads.receive(index, grad)
+        if self.context.non_finite is not None:
+            self.context.non_finite.look(self.name, grads.name_of(index), grad)
+        grads.receive(index, grad, more_to_come=self.sync is Sync.LOCAL)
         self.context.recorder.look(self)
         if self._complete():
             self.context.gradients_complete(self)

@@ -174,7 +174,7 @@ class Sockets:
 
         Args:
             buffer: ``(shard_numel * size,)``; used up.
-            out: ``(shard_numel,)``, same dtype.
+            out: ``(shard_numel,)``, in the same dtype or the wider one in which to add.
             tag: tells what is sent from all else in the group of reductions.
 
         Returns:
@@ -182,6 +182,7 @@ class Sockets:
         """
         messages, narrow = _Messages(self._reductions, tag), self._narrow(buffer)
         dtype = buffer.dtype if narrow is None else narrow
+        to_widen = None if dtype is out.dtype else dtype
         parts = buffer.chunk(self.size)
         first, *others = sorted(self._peers)
         step = max(PIECE_BYTES // dtype.itemsize, 1)
@@ -190,7 +191,8 @@ class Sockets:
         pieces = []
         for start in range(0, max(out.numel(), 1), step):
             end = min(start + step, out.numel())
-            places = {first: out[start:end] if narrow is None else _last(out[start:end], narrow)}
+            place = out[start:end]
+            places = {first: place if to_widen is None else _last(place, to_widen)}
             for row, peer in enumerate(others):
                 places[peer] = rows[row * out.numel() + start : row * out.numel() + end]
             receives = {peer: messages.receive(place, peer) for peer, place in places.items()}
@@ -204,7 +206,7 @@ class Sockets:
                 sends.append(messages.send(leaving[peer][start : start + step], peer))
         self._begins.put(messages)
         average = _Average(
-            self.rank, self.size, first, narrow, pieces, sends, [scratch], self._scratch
+            self.rank, self.size, first, to_widen, pieces, sends, [scratch], self._scratch
         )
         self._adds.put(average)
         return average.averaged, average.sent
@@ -261,7 +263,8 @@ class _Average:
     size: int
     first: int
     """Whose values arrive in the result's own memory: the others' are added there."""
-    narrow: torch.dtype | None
+    to_widen: torch.dtype | None
+    """In which values arrive, if that is not the result's."""
     pieces: list[_Piece]
     sends: list[_Message]
     scratch: list[Tensor]
@@ -291,8 +294,8 @@ class _Average:
         self.sends.clear()
 
     def _add(self, piece: _Piece) -> None:
-        if self.narrow is not None:
-            widen_(piece.out, self.narrow)
+        if self.to_widen is not None:
+            widen_(piece.out, self.to_widen)
         for start in range(0, piece.out.numel(), _ADDED_AT_ONCE):
             end = start + _ADDED_AT_ONCE
             total = piece.out[start:end]

@@ -32,6 +32,7 @@ from flatshard import (
 )
 from flatshard.config import BackwardPrefetch, ShardingStrategy
 from flatshard.construction import Construction
+from flatshard.non_finite import NonFiniteWatch
 from flatshard.offload import CPUOffload, as_cpu_offload
 from flatshard.peer_names import PeerNames
 from flatshard.precision import MixedPrecision, as_mixed_precision
@@ -210,7 +211,9 @@ class ShardedWrapper(PeerNames):
         """Accumulate gradients locally: backwards of forwards begun inside reduce nothing.
 
         The first backward after it reduces the sum. Until then every rank holds whole gradients,
-        ``padded_numel`` elements of every unit in the reduce dtype. Two arguments bound that:
+        ``padded_numel`` elements of every unit; from the second backward on in the parameters' own
+        dtype where the reduce dtype is narrower: sums are rounded only to be sent. Two arguments
+        bound that:
 
         Args:
             max_bytes: keep whole gradients of the smallest units, so many bytes of them together;
@@ -284,6 +287,20 @@ class ShardedWrapper(PeerNames):
             RuntimeError: none was recorded.
         """
         return recording.last_report(self._context)
+
+    def warn_non_finite(self, enabled: bool = True) -> None:
+        """Warn, once, at the first gradient that is inf or NaN; of an inner wrapper: of the model.
+
+        Looks at what autograd gives this rank, before it is averaged, so the rank that warns is
+        one that it comes from. Costs a reading of each gradient, and on an accelerator a wait for
+        it at the end of each backward; nothing any more after the warning. Under ``GradScaler``
+        overflows are ordinary. No communication.
+
+        Args:
+            enabled: False: no more.
+        """
+        rank = self._settings.ranks.world.global_rank
+        self._context.non_finite = NonFiniteWatch(rank) if enabled else None
 
     def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.

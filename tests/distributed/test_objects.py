@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     apply_activation_checkpointing,
 )
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from flatshard import FlatShardTensor, ShardedWrapper
+from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 from tests.distributed.test_training import WAYS, Run
 from tests.harness import allow_warnings, naming, run_ranks
@@ -132,6 +134,49 @@ def _scaler(rank: int, world_size: int) -> None:
     scaler.update()
     assert scaler.get_scale() == 4.0
     assert_same_state(snapshot(run.model), before, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
+def test_scalers_under_an_fp16_policy(kind: str) -> None:
+    """Torch's own scaler, and the one that FSDP1 needs, which talks to the other ranks itself."""
+    results = run_ranks(_fp16_scaler, 2, kind)
+    assert results[0] == results[1]
+    scales, skipped = results[0]
+    # Halved by two overflows, the first of fp16 itself on all ranks; doubled by two good steps.
+    assert scales == [2.0**19, 2.0**19, 2.0**20, 2.0**19, 2.0**19, 2.0**20]
+    assert skipped == [0, 3]
+
+
+def _fp16_scaler(rank: int, world_size: int, kind: str) -> tuple[list[float], list[int]]:
+    case, precision = CASES["mlp"], MixedPrecision(torch.float16)
+    model = case.wrap(case.model(torch.float32), mixed_precision=precision)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    start = {"init_scale": 2.0**20, "growth_interval": 2}
+    if kind == "plain":
+        scaler: Any = torch.amp.GradScaler("cpu", **start)
+    else:
+        scaler = ShardedGradScaler("cpu", **start)
+    scales, skipped = [], []
+    for step in range(6):
+        before = snapshot(model)
+        inputs, target = case.batch(step, ROWS * world_size, torch.float32)
+        rows = slice(ROWS * rank, ROWS * (rank + 1))
+        loss = 1e-4 * F.mse_loss(model(inputs[rows]).float(), target[rows])
+        if step == 0 or (step == 3 and rank == 1):  # what gradients overflow on
+            loss = loss * 1e6
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = model.clip_grad_norm_(1e-5)
+        total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        assert bool(norm.isfinite()) is (step not in (0, 3))
+        assert total <= 1.001e-5 or not norm.isfinite()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        if all(torch.equal(value, before[name]) for name, value in snapshot(model).items()):
+            skipped.append(step)
+    return scales, skipped
 
 
 def test_hooks_see_what_they_see_under_ddp() -> None:

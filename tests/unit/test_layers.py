@@ -16,6 +16,8 @@ LAYERS = [
         "offload",
         "profiling",
         "watchdog",
+        "non_finite",
+        "rank_order",
         "wire",
         "pending",
         "peer_memory",

@@ -1,0 +1,335 @@
+"""Measures what gathering parameters and reducing gradients in bf16 costs in accuracy and saves.
+
+    python scripts/measure_precision.py --world-sizes 2,3,4 --steps 30 --json figures.json
+
+Starts its own ranks on this machine's CPU (gloo) and trains a small transformer, from the same
+weights and on the same batches, in several precisions: plain fp32 in one process on all ranks'
+rows, flatshard in fp32 and with bf16 policies, torch's FSDP2 with the same policies. Prints how far
+the losses of each are from the plain model's; the bytes that a step gathers and reduces; and
+whether two runs with `reduce_mode="fixed_order"`, and runs by other transports, end bit-equal.
+Nothing is timed.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from rich import print as rich_print
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from flatshard import MixedPrecision, ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+
+ROWS, LENGTH = 4, 32  # of a rank's batch
+VOCABULARY = 256
+BATCHES = 4  # that are repeated, so that there is something to learn
+LEARNING_RATE = 1e-3
+BF16, FP32 = torch.bfloat16, torch.float32
+TRANSPORTS = ("auto", "sockets", "native")
+
+# ------------------------------------------------------------------------------------------- model
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        # Without biases: the gradient of a key's is zero but for rounding, which AdamW would scale
+        # up to whole steps, and no two summation orders would agree.
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        heads = self.qkv(self.norm1(x)).view(rows, length, 3, 4, width // 4)
+        mixed = F.scaled_dot_product_attention(*heads.permute(2, 0, 3, 1, 4), is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """Each block is a unit; embeddings, the last norm and the head are the root's."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(LENGTH, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1])
+        return self.head(self.norm(self.blocks(self.embed(tokens) + self.positions(places))))
+
+
+def build(args: argparse.Namespace) -> Transformer:
+    torch.manual_seed(0)  # the same weights on every rank
+    return Transformer(args.width, args.depth)
+
+
+def text(step: int, world_size: int) -> Tensor:
+    """All ranks' rows of a step."""
+    generator = torch.Generator().manual_seed(step % BATCHES)
+    return torch.randint(VOCABULARY, (ROWS * world_size, LENGTH + 1), generator=generator)
+
+
+# --------------------------------------------------------------------------------- implementations
+
+POLICIES = {
+    "fp32": (FP32, FP32),
+    "bf16, reduced in fp32": (BF16, FP32),
+    "bf16": (BF16, BF16),
+}
+"""By name: the dtypes of gathered parameters and of gradients on their way."""
+
+
+def flatshard(
+    args: argparse.Namespace, policy: str, reduce_mode: str = "auto", collectives: str = "auto"
+) -> ShardedWrapper:
+    return ShardedWrapper(
+        build(args),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=MixedPrecision(*POLICIES[policy], reduce_mode=reduce_mode),
+        collectives=collectives,
+    )
+
+
+def fsdp2(args: argparse.Namespace, policy: str) -> nn.Module:
+    model = build(args)
+    dtypes = dict(zip(("param_dtype", "reduce_dtype"), POLICIES[policy], strict=True))
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(**dtypes))
+    return model
+
+
+IMPLEMENTATIONS: dict[str, Callable[[argparse.Namespace, str], nn.Module]] = {
+    "flatshard": flatshard,
+    "FSDP2": fsdp2,
+}
+
+
+def train(model: nn.Module, steps: int, rows: slice, world_size: int) -> list[float]:
+    """The loss of every step, on these rows."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for step in range(steps):
+        tokens = text(step, world_size)[rows]
+        logits = model(tokens[:, :-1]).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_rank(model: nn.Module, steps: int) -> list[float]:
+    """The same on this rank's rows; the losses are averages over ranks. Collective."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mine = train(model, steps, slice(ROWS * rank, ROWS * (rank + 1)), world_size)
+    losses = torch.tensor(mine, dtype=torch.float64)
+    dist.all_reduce(losses)
+    return (losses / world_size).tolist()
+
+
+# --------------------------------------------------------------------------------------- measuring
+
+
+def measure_losses(args: argparse.Namespace) -> list[dict[str, Any]]:
+    plain = train(build(args), args.steps, slice(None), dist.get_world_size())
+    rows = [{"name": "plain", "policy": "fp32", "losses": plain}]
+    for name, wrap in IMPLEMENTATIONS.items():
+        for policy in POLICIES:
+            losses = train_rank(wrap(args, policy), args.steps)
+            rows.append({"name": name, "policy": policy, "losses": losses})
+    for row in rows:
+        apart = [abs(mine - theirs) for mine, theirs in zip(row["losses"], plain, strict=True)]
+        row |= {"largest": max(apart), "mean": sum(apart) / len(apart), "last": apart[-1]}
+    return rows
+
+
+def measure_bytes(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What a step gathers and reduces, as the recorder counts it."""
+    rows = []
+    for policy in POLICIES:
+        model = flatshard(args, policy)
+        train_rank(model, 1)
+        with model.record_steps() as reports:
+            train_rank(model, 1)
+        units = reports[-1].units
+        gathered = sum(one.gathered_forward_bytes + one.gathered_backward_bytes for one in units)
+        reduced = sum(one.reduced_bytes for one in units)
+        rows.append({"policy": policy, "gathered": gathered, "reduced": reduced})
+    return rows
+
+
+def measure_determinism(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Weights after training twice by each transport: their digests."""
+    rows = []
+    for policy in POLICIES:
+        for reduce_mode in ("auto", "fixed_order"):
+            runs = {}
+            for transport in TRANSPORTS:
+                runs[transport] = [
+                    digest(args, flatshard(args, policy, reduce_mode, transport)) for _ in range(2)
+                ]
+            rows.append({"policy": policy, "reduce_mode": reduce_mode, "digests": runs})
+    return rows
+
+
+def digest(args: argparse.Namespace, model: ShardedWrapper) -> str:
+    train_rank(model, args.steps)
+    found = hashlib.sha256()
+    for value in model.state_dict().values():
+        found.update(bytes(value.contiguous().view(-1).view(torch.uint8).tolist()))
+    return found.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def table(title: str, *columns: str) -> Table:
+    made = Table(title=title)
+    for position, column in enumerate(columns):
+        made.add_column(column, justify="left" if position == 0 else "right")
+    return made
+
+
+def losses_table(figures: dict[str, Any]) -> Table:
+    steps = len(figures["losses"][0]["losses"])
+    made = table(
+        f"Loss over {steps} steps, {figures['world_size']} ranks; difference from plain fp32",
+        *("Implementation", "Policy", "First", "Last", "Largest", "Mean", "Of the last"),
+    )
+    for row in figures["losses"]:
+        first, last = row["losses"][0], row["losses"][-1]
+        made.add_row(
+            *(row["name"], row["policy"], f"{first:.4f}", f"{last:.4f}"),
+            *(f"{row[column]:.1e}" for column in ("largest", "mean", "last")),
+        )
+    return made
+
+
+def bytes_table(figures: dict[str, Any]) -> Table:
+    made = table(
+        f"Bytes of the collectives of a step, {figures['world_size']} ranks",
+        *("Policy", "Gathered", "Of fp32's", "Reduced", "Of fp32's"),
+    )
+    full = figures["bytes"][0]
+    for row in figures["bytes"]:
+        cells = []
+        for kind in ("gathered", "reduced"):
+            cells += [f"{row[kind]:,}", f"{row[kind] / full[kind]:.3f}"]
+        made.add_row(row["policy"], *cells)
+    return made
+
+
+def determinism_table(figures: dict[str, Any]) -> Table:
+    made = table(
+        f"Weights after training, {figures['world_size']} ranks",
+        *("Policy", "reduce_mode", *(f"{one}: two runs" for one in TRANSPORTS), "All transports"),
+    )
+    for row in figures["determinism"]:
+        runs = row["digests"]
+        everything = {one for pair in runs.values() for one in pair}
+        made.add_row(
+            *(row["policy"], row["reduce_mode"]),
+            *(told(len(set(runs[one])) == 1) for one in TRANSPORTS),
+            told(len(everything) == 1),
+        )
+    return made
+
+
+def told(equal: bool) -> str:
+    return "equal" if equal else "differ"
+
+
+TABLES = (losses_table, bytes_table, determinism_table)
+
+# --------------------------------------------------------------------------------------------- job
+
+
+def run_rank(rank: int, args: argparse.Namespace, world_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # FSDP2's deprecations
+    store = f"file://{folder}/store{world_size}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    figures = {
+        "world_size": world_size,
+        "losses": measure_losses(args),
+        "bytes": measure_bytes(args),
+        "determinism": measure_determinism(args),
+    }
+    if rank == 0:
+        Path(folder, f"{world_size}.json").write_text(json.dumps(figures))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def world_sizes(value: str) -> list[int]:
+    sizes = [int(one) for one in value.split(",")]
+    if min(sizes) < 2 or max(sizes) > 16:
+        raise ValueError
+    return sizes
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--world-sizes", default="2", metavar="N,...", help="ranks to start, one run for each (2)")
+    add("--width", type=int, default=64, help="of the model; a multiple of 4 (64)")
+    add("--depth", type=int, default=2, help="its blocks (2)")
+    add("--steps", type=int, default=30, help="to train (30)")
+    add("--json", type=Path, metavar="PATH", help="write all figures there")
+    args = parser.parse_args(arguments)
+    try:
+        args.world_sizes = world_sizes(args.world_sizes)
+    except ValueError:
+        parser.error(f"--world-sizes must be numbers from 2 to 16, got {args.world_sizes!r}")
+    if args.width < 4 or args.width % 4 or args.depth < 1 or args.steps < 1:
+        parser.error("--width must be a multiple of 4, --depth and --steps at least 1")
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {str(args.json.parent)!r}")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    everything = []
+    with tempfile.TemporaryDirectory() as folder:
+        for world_size in args.world_sizes:
+            try:
+                mp.spawn(run_rank, (args, world_size, folder), nprocs=world_size)
+            except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+                sys.exit(
+                    f"{error}\nerror: rank {error.error_index} failed, the others were stopped"
+                )
+            everything.append(json.loads(Path(folder, f"{world_size}.json").read_text()))
+            for make in TABLES:
+                rich_print(make(everything[-1]))
+    if args.json:
+        figures = {"torch": torch.__version__, "runs": everything}
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
