@@ -6,7 +6,8 @@ the masters. On two ranks nothing may differ by a bit: a sum of two has one orde
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +26,11 @@ from tests.oracle import ROWS, assert_same_state, snapshot
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 DtypeOf = Callable[[str], torch.dtype]
+OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def momentum_sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
 def trained_by_hand(
@@ -35,10 +41,13 @@ def trained_by_hand(
     *,
     steps: int,
     world_size: int = 2,
+    optimizer_of: OptimizerOf = momentum_sgd,
+    keeps: bool = False,
+    autocast: bool = False,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Train ``model`` with masters; returns its state, and an output in evaluation after that."""
     masters = dict(model.named_parameters())
-    optimizer = torch.optim.SGD(masters.values(), lr=0.05, momentum=0.9)
+    optimizer = optimizer_of(masters.values())
     first = dtype_of(next(iter(masters)))
     for step in range(steps):
         sums: dict[str, Tensor] = {}
@@ -48,8 +57,10 @@ def trained_by_hand(
             copies = _cast(masters, dtype_of)
             buffers = {name: buffer.clone() for name, buffer in before.items()}
             inputs, target = _rows(case, step, rank, world_size)
-            output = functional_call(model, {**copies, **buffers}, _float_to(inputs, first))
-            _loss(output, target).backward()
+            with torch.autocast("cpu", BF16, enabled=autocast):
+                output = functional_call(model, {**copies, **buffers}, _float_to(inputs, first))
+                loss = _loss(output, target)
+            loss.backward()
             for name, cast in copies.items():
                 grad = cast.grad.to(reduce_dtype_of(name))
                 sums[name] = sums[name] + grad if name in sums else grad
@@ -57,9 +68,12 @@ def trained_by_hand(
         for name, buffer in model.named_buffers():
             buffer.copy_(after[name])
         for name, master in masters.items():
-            master.grad = (sums[name] / world_size).to(master.dtype)
+            grad = sums[name] / world_size
+            if keeps:
+                master.grad_dtype = grad.dtype
+            master.grad = grad if keeps else grad.to(master.dtype)
         optimizer.step()
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", BF16, enabled=autocast):
         model.eval()
         inputs, _ = case.batch(100, 3, FP32)
         output = functional_call(model, _cast(masters, dtype_of), _float_to(inputs, first))
@@ -87,24 +101,37 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def trained(
-    case: Case, model: nn.Module, rank: int, world_size: int, *, steps: int
+    case: Case,
+    model: nn.Module,
+    rank: int,
+    world_size: int,
+    *,
+    steps: int,
+    optimizer_of: OptimizerOf = momentum_sgd,
+    grad_dtype: torch.dtype | None = None,
+    autocast: bool = False,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The same with a wrapped model, of which a forward gathers what the policy says."""
     bytes_to_gather = sum(h.layout.padded_numel * h.compute_dtype.itemsize for h in _handles(model))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = optimizer_of(model.parameters())
     for step in range(steps):
         inputs, target = _rows(case, step, rank, world_size)
-        with collectives.record() as events:
+        with collectives.record() as events, torch.autocast("cpu", BF16, enabled=autocast):
             output = model(inputs)
+            loss = _loss(output, target)
         gathered = [event.nbytes for event in events if event.kind == "gather"]
         if gathered:
             assert sum(gathered) == bytes_to_gather
-        _loss(output, target).backward()
-        assert all(p.grad.dtype == p.dtype for p in model.parameters())
+        loss.backward()
+        assert all(p.grad.dtype == (grad_dtype or p.dtype) for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
     # A reentrant checkpoint has something to say about evaluation.
-    with torch.no_grad(), allow_warnings(UserWarning, "None of the inputs"):
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", BF16, enabled=autocast),
+        allow_warnings(UserWarning, "None of the inputs"),
+    ):
         model.eval()
         output = model(case.batch(100, 3, FP32)[0])
     return snapshot(model), output
@@ -253,8 +280,8 @@ def _norms_and_routers(rank: int, world_size: int) -> None:
             if twin is not model:
                 assert_same(trained(ROUTED, twin, rank, world_size, steps=3), expected)
     compiled = ROUTED.model(FP32)
-    for layer in compiled.layers:
-        layer.compile(backend="eager")
+    layer = compiled.layers[0]
+    layer.forward = torch.compile(layer.forward, backend="eager", fullgraph=True)
     model = ROUTED.wrap(compiled, mixed_precision=POLICY)
     with allow_warnings():  # torch's own
         assert_same(trained(ROUTED, model, rank, world_size, steps=3), expected)
@@ -278,6 +305,41 @@ def _norms_and_routers(rank: int, world_size: int) -> None:
     by_hand.load_state_dict(ROUTED.model(FP32).state_dict())
     model = ROUTED.wrap(by_hand.train(), mixed_precision=policy)
     assert_same(trained(ROUTED, model, rank, world_size, steps=3), expected)
+
+
+# ---------------------------------------------------------------- autocast
+
+
+def test_autocast() -> None:
+    run_ranks(_autocast, 2)
+
+
+def _autocast(rank: int, world_size: int) -> None:
+    """Around forward and loss, as of the plain model, with a policy and without."""
+    for name in ("mlp", "tied-in-unit", "checkpointed", "checkpointed-reentrant", "nested"):
+        case = CASES[name]
+        plain = CASES["transformer"] if "checkpointed" in name else case
+        for policy in (None, MixedPrecision(BF16, FP32), MixedPrecision(FP32, BF16)):
+            compute = policy.param_dtype if policy else FP32
+            reduce = policy.reduce_dtype if policy else FP32
+            expected = trained_by_hand(
+                plain,
+                plain.model(FP32),
+                lambda _, to=compute: to,
+                lambda _, to=reduce: to,
+                steps=2,
+                autocast=True,
+            )
+            for way in ("full", "full-flat", "no_shard"):
+                model = case.wrap(
+                    case.model(FP32),
+                    sharding_strategy=WAYS[way][0],
+                    use_orig_params=WAYS[way][1],
+                    mixed_precision=policy,
+                )
+                with naming((name, way, policy)):
+                    actual = trained(case, model, rank, world_size, steps=2, autocast=True)
+                    assert_same(actual, expected)
 
 
 # ---------------------------------------------------------------- inputs, outputs, buffers
@@ -362,6 +424,79 @@ def _inputs_outputs_and_buffers(rank: int, world_size: int) -> None:
         with pytest.raises(RuntimeError, match="dtype"):
             model(inputs, scale=scale)
         assert model.dtypes[:2] == [expected] * 2
+
+
+# ---------------------------------------------------------------- gradients in low precision
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch lacks grad_dtype")
+def test_low_precision_gradients() -> None:
+    run_ranks(_low_precision_gradients, 2)
+
+
+TAKES_LOW: list[OptimizerOf] = [
+    partial(torch.optim.SGD, lr=0.05),
+    partial(torch.optim.RMSprop, lr=0.01),
+    partial(torch.optim.Adagrad, lr=0.05),
+]
+REFUSES_LOW: list[OptimizerOf] = [
+    momentum_sgd,
+    partial(torch.optim.SGD, lr=0.05, fused=True),
+    partial(torch.optim.AdamW, foreach=True),
+    partial(torch.optim.AdamW, fused=True),
+    torch.optim.Adafactor,
+]
+
+
+def _low_precision_gradients(rank: int, world_size: int) -> None:
+    case, policy = CASES["mlp"], MixedPrecision(BF16, keep_low_precision_grads=True)
+    for way, (strategy, use_orig_params) in WAYS.items():
+        for optimizer_of in TAKES_LOW:
+            expected = trained_by_hand(
+                case,
+                case.model(FP32),
+                lambda _: BF16,
+                lambda _: BF16,
+                steps=3,
+                optimizer_of=optimizer_of,
+                keeps=True,
+            )
+            model = case.wrap(
+                case.model(FP32),
+                sharding_strategy=strategy,
+                use_orig_params=use_orig_params,
+                mixed_precision=policy,
+            )
+            with naming((way, optimizer_of)):
+                actual = trained(
+                    case,
+                    model,
+                    rank,
+                    world_size,
+                    steps=3,
+                    optimizer_of=optimizer_of,
+                    grad_dtype=BF16,
+                )
+                assert_same(actual, expected)
+
+        model.train()
+        for optimizer_of in REFUSES_LOW:
+            optimizer = optimizer_of(model.parameters())
+            before = snapshot(model)
+            _loss(model(_rows(case, 0, rank, 2)[0]), _rows(case, 0, rank, 2)[1]).backward()
+            with naming((way, optimizer_of)):
+                with pytest.raises(RuntimeError, match="keep_low_precision_grads out, or use an"):
+                    optimizer.step()
+                assert_same_state(snapshot(model), before, rtol=0, atol=0)
+                # Upcast by hand, they are as good as any.
+                norm = model.clip_grad_norm_(1e9)
+                assert norm.dtype == BF16
+                for param in model.parameters():
+                    param.grad = param.grad.float()
+                if not isinstance(optimizer, torch.optim.Adafactor):  # not element-wise
+                    optimizer.step()
+                    assert not torch.equal(snapshot(model)["fc1.weight"], before["fc1.weight"])
+            model.zero_grad()
 
 
 # ---------------------------------------------------------------- what is said

@@ -36,6 +36,7 @@ LAYERS = [
         "stand_in",
         "step_report",
         "casting",
+        "grad_dtypes",
         "overrides",
     },
     {
