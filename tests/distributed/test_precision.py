@@ -316,10 +316,10 @@ def test_autocast() -> None:
 
 def _autocast(rank: int, world_size: int) -> None:
     """Around forward and loss, as of the plain model, with a policy and without."""
-    for name in ("mlp", "tied-in-unit", "checkpointed", "checkpointed-reentrant", "nested"):
+    for name in ("tied-in-unit", "checkpointed", "checkpointed-reentrant"):
         case = CASES[name]
         plain = CASES["transformer"] if "checkpointed" in name else case
-        for policy in (None, MixedPrecision(BF16, FP32), MixedPrecision(FP32, BF16)):
+        for policy in (None, MixedPrecision(BF16, FP32)):
             compute = policy.param_dtype if policy else FP32
             reduce = policy.reduce_dtype if policy else FP32
             expected = trained_by_hand(
@@ -330,7 +330,7 @@ def _autocast(rank: int, world_size: int) -> None:
                 steps=2,
                 autocast=True,
             )
-            for way in ("full", "full-flat", "no_shard"):
+            for way in ("full", "grad_op-flat"):
                 model = case.wrap(
                     case.model(FP32),
                     sharding_strategy=WAYS[way][0],
