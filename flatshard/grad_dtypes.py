@@ -55,5 +55,6 @@ def check_dtype(
             f"{named}its gradient is {grad.dtype} and it is {param.dtype}, as "
             "MixedPrecision(keep_low_precision_grads=True) asks for, but "
             f"{type(optimizer).__name__} {why}. Leave keep_low_precision_grads out, or use an "
-            "optimizer that takes them: Adadelta, Adagrad, ASGD, RMSprop, SGD without momentum, or one of your own."
+            "optimizer that takes them: Adadelta, Adagrad, ASGD, RMSprop, SGD without momentum, or "
+            "one of your own."
         )
