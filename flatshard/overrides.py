@@ -7,7 +7,7 @@ modules get hooks that cast at their boundary (``casting``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -25,6 +25,13 @@ class Override:
     """Another dtype than the policy's; None: the parameter's own."""
 
     dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, params: Iterable[nn.Parameter]) -> Override:
+        """What a ``dtype`` means for ``params``."""
+        # Where it is their own, they share a flat parameter with others that keep their own.
+        own = {param.dtype for param in params if param.is_floating_point()}
+        return cls(None if own == {dtype} else dtype)
 
 
 @dataclass(frozen=True)
@@ -99,15 +106,17 @@ class PrecisionPlan:
         """What a policy says of a module itself."""
         if isinstance(module, tuple(policy.module_classes_to_ignore)):
             return Override(None)
-        return self._by_name(self._names[module], policy)
+        return self._by_name(self._names[module], policy, list(module.parameters()))
 
-    def _by_name(self, names: list[str], policy: MixedPrecision) -> Override | None:
+    def _by_name(
+        self, names: list[str], policy: MixedPrecision, params: list[nn.Parameter]
+    ) -> Override | None:
         if policy.overrides is None or callable(policy.overrides):
             return None
         for pattern, dtype in policy.overrides.items():
             if any(fnmatchcase(name, pattern) for name in names):
                 self._matched.add(pattern)
-                return Override(dtype)
+                return Override.of(dtype, params)
         return None
 
     def _plan_param(self, module: nn.Module, attribute: str, param: nn.Parameter) -> None:
@@ -117,7 +126,8 @@ class PrecisionPlan:
             if policy.param_dtype is not None or policy.reduce_dtype is not None:
                 self._untouched[names[0]] = param.dtype
             return
-        override = self._by_name(names, policy) or self._by_call(names[0], param, policy)
+        override = self._by_name(names, policy, [param])
+        override = override or self._by_call(names[0], param, policy)
         override = override or self._override_of[module]
         first, before = self._params.setdefault(id(param), (names[0], override))
         if before != override:
@@ -139,7 +149,7 @@ class PrecisionPlan:
                 f"None, got {dtype!r}"
             )
         self._by_function[name] = dtype
-        return Override(dtype)
+        return Override.of(dtype, [param])
 
     # ------------------------------------------------------------ the plan
 

@@ -145,6 +145,23 @@ def assert_same(actual: tuple[Any, Tensor], expected: tuple[Any, Tensor]) -> Non
 # ---------------------------------------------------------------- one policy
 
 
+SMALL = [
+    ("mlp", MixedPrecision(BF16)),
+    ("mlp", MixedPrecision(BF16, FP32)),
+    ("mlp", fsdp.MixedPrecision(FP16, FP32)),
+    ("mlp", MixedPrecision(FP64)),
+    ("mlp", MixedPrecision(None, BF16)),
+    ("lstm", MixedPrecision(FP16, FP32)),
+]
+LARGE = [
+    ("tied-across-units", fsdp.MixedPrecisionPolicy(BF16, FP32)),
+    ("checkpointed", MixedPrecision(BF16, FP32)),
+    ("checkpointed-reentrant", MixedPrecision(BF16, FP32)),
+    ("checkpointed-in-unit-reentrant", MixedPrecision(BF16, FP32)),
+    ("nested", MixedPrecision(BF16, FP32)),
+]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_like_casts_by_hand(way: str) -> None:
     run_ranks(_like_casts_by_hand, 2, way)
@@ -152,19 +169,7 @@ def test_like_casts_by_hand(way: str) -> None:
 
 def _like_casts_by_hand(rank: int, world_size: int, way: str) -> None:
     strategy, use_orig_params = WAYS[way]
-    for name, policy in (
-        ("mlp", MixedPrecision(BF16)),
-        ("mlp", MixedPrecision(BF16, FP32)),
-        ("mlp", fsdp.MixedPrecision(FP16, FP32)),
-        ("mlp", MixedPrecision(FP64)),
-        ("mlp", MixedPrecision(None, BF16)),
-        ("tied-across-units", fsdp.MixedPrecisionPolicy(BF16, FP32)),
-        ("checkpointed", MixedPrecision(BF16, FP32)),
-        ("checkpointed-reentrant", MixedPrecision(BF16, FP32)),
-        ("checkpointed-in-unit-reentrant", MixedPrecision(BF16, FP32)),
-        ("lstm", MixedPrecision(FP16, FP32)),
-        ("nested", MixedPrecision(BF16, FP32)),
-    ):
+    for name, policy in [*SMALL, *(LARGE if way.startswith("full") else [])]:
         case, compute = CASES[name], policy.param_dtype or FP32
         reduce = policy.reduce_dtype or compute
         plain = CASES["transformer"] if "checkpointed" in name else case
@@ -273,6 +278,8 @@ def _norms_and_routers(rank: int, world_size: int) -> None:
             mixed_precision=POLICY,
         )
         assert list(model.state_dict()) == list(by_hand.state_dict())
+        # One flat parameter for what is in bfloat16, one for all that is not.
+        assert [h.compute_dtype for h in model.layers[0]._unit.handles] == [FP32, BF16]
         twin = copy.deepcopy(model) if use_orig_params else model
         with naming((strategy, use_orig_params)):
             assert_same(trained(ROUTED, model, rank, world_size, steps=3), expected)
