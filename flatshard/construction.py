@@ -13,6 +13,7 @@ from flatshard import agreement, checkpoint, inspection, materialise, plan_repor
 from flatshard.config import Transport
 from flatshard.handle import FlatParamHandle
 from flatshard.ignored import Ignored, find_ignored
+from flatshard.overrides import ParamPrecision, PrecisionPlan
 from flatshard.ownership import OwnedParam, find_owners
 from flatshard.precision import ReduceMode
 from flatshard.settings import Settings
@@ -108,6 +109,10 @@ class Construction:
         self._of_unit = {plan.module: settings.override(plan) for plan in self._plans}
         units = [plan.module for plan in self._plans]
         self._owners = find_owners(module, units, self._left_alone)
+        policies = {unit: one.precision for unit, one in self._of_unit.items()}
+        self._precision = PrecisionPlan(
+            module, {module: settings.precision, **policies}, self._left_alone
+        )
 
     def agree(self, transport: Transport, sync: bool | None) -> starting.Start:
         """Compare with other ranks what is to be made, and give buffers their values.
@@ -128,7 +133,7 @@ class Construction:
         module, settings, ranks = self._module, self._settings, self._settings.ranks
         named = inspection.named_tensors(module, self._left_alone)
         if ranks.world.size > 1:
-            described = f"{settings.describe()}, {transport.describe()}"
+            described = f"{settings.describe()}, {transport.describe()}{self._precision.describe()}"
             units = [
                 f"{plan.name}: {self._of_unit[plan.module].describe()}" for plan in self._plans
             ]
@@ -145,7 +150,7 @@ class Construction:
     def remarks(self) -> list[str]:
         """What may not be as the user meant it, for rank 0 to say."""
         module, policy, ignored = self._module, self._policy, self._ignored
-        found = []
+        found = self._precision.remarks()
         # "auto" finds a small model to be one unit.
         if policy not in (None, "auto") and not self._plans:
             found.append(explain_no_match(module, policy, **_left_out(ignored)))
@@ -204,6 +209,7 @@ class Construction:
         _replace_children(self._module, wrappers)
         self._take(root, self._module, "", self._settings, start)
         self._make_values(start, root, [root, *wrappers.values()])
+        self._precision.install()
         root._become_root()
 
     def _take(
@@ -225,11 +231,13 @@ class Construction:
             name,
             placement=settings.placement,
             topology=topology,
-            compute_dtype=precision.param_dtype,
+            casts=self._precision.of_unit(module, precision),
         )
-        segments: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
+        segments: dict[tuple[torch.dtype, bool, ParamPrecision], list[OwnedParam]] = {}
         for one in self._owners[module]:
-            segments.setdefault((one.param.dtype, one.param.requires_grad), []).append(one)
+            param = one.param
+            kind = (param.dtype, param.requires_grad, self._precision.of_param(param, precision))
+            segments.setdefault(kind, []).append(one)
         unit.own(
             FlatParamHandle(
                 params,
@@ -237,14 +245,15 @@ class Construction:
                 topology=topology,
                 device=settings.device,
                 start=start,
-                compute_dtype=precision.param_dtype,
-                reduce_dtype=precision.reduce_dtype,
+                compute_dtype=kind[2].compute_dtype,
+                reduce_dtype=kind[2].reduce_dtype,
+                keep_reduce_dtype=precision.keep_low_precision_grads,
                 fixed_order=precision.reduce_mode is ReduceMode.FIXED_ORDER,
                 use_orig_params=settings.use_orig_params,
                 on_grad=unit.on_grad,
                 on_outside_grad=unit.on_outside_grad,
             )
-            for params in segments.values()
+            for kind, params in segments.items()
         )
         wrapper._unit = unit
         flat = [] if settings.use_orig_params else [h.sharded[0] for h in unit.handles]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.flat_param import FlatParameter, view_of
+from flatshard.grad_dtypes import set_grad
 from flatshard.gradients import GradientBuffer
 from flatshard.param_views import ParamViews
 from flatshard.shard_tensor import FlatShardTensor
@@ -141,7 +142,7 @@ class GradPublisher:
                 if reduced is not None and used[index]:
                     _add_grad(param, self._view(reduced, index), earlier)
                 elif earlier is not None:
-                    param.grad = earlier
+                    set_grad(param, earlier)
         self._earlier = []
 
     def published(self) -> list[Tensor]:
@@ -226,7 +227,7 @@ class GradPublisher:
                 param = params.sharded[index]
                 is_view = param.grad is None
                 if is_view:
-                    param.grad = self._unreduced_view(index, part)
+                    set_grad(param, self._unreduced_view(index, part))
                 grad: Any = param.grad
                 grad._unreduced_of = params.unit_name
                 self._unreduced[index] = (grad, getattr(grad, "_local", grad)._version, is_view)
@@ -311,9 +312,9 @@ class GradPublisher:
         for index, (param, grad) in enumerate(zip(params.sharded, grads, strict=True)):
             if isinstance(grad, FlatShardTensor):
                 spec = params.specs[index] if params.use_orig_params else params.flat_spec
-                param.grad = FlatShardTensor(fn(grad._local), spec)
+                set_grad(param, FlatShardTensor(fn(grad._local), spec))
             elif grad is not None:
-                param.grad = fn(grad)
+                set_grad(param, fn(grad))
 
     def replace_buffer(self, gradients: GradientBuffer) -> None:
         """Collect in another buffer from now on, with what the present one has accumulated."""
@@ -327,4 +328,4 @@ def _add_grad(param: nn.Parameter, grad: Tensor, earlier: Tensor | None = None) 
     for present in (param.grad, earlier):
         if present is not None:
             grad.add_(present)
-    param.grad = grad
+    set_grad(param, grad)

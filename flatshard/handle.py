@@ -79,6 +79,7 @@ class FlatParamHandle:
         start: Start,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
+        keep_reduce_dtype: bool,
         fixed_order: bool,
         use_orig_params: bool,
         on_grad: Callable[[GradPublisher, int, Tensor], None],
@@ -96,6 +97,7 @@ class FlatParamHandle:
             device: where the shard lives and the unit computes.
             compute_dtype: dtype of the full parameters; None keeps the parameters' own.
             reduce_dtype: dtype in which gradients are reduced; None takes ``compute_dtype``.
+            keep_reduce_dtype: whether reduced gradients stay in it.
             fixed_order: whether to add them up in rank order, whatever the backend.
             use_orig_params: whether users see original parameters or one ``FlatParameter``.
             on_grad: called with ``grads``, an original parameter's index and its gradient when
@@ -109,7 +111,7 @@ class FlatParamHandle:
         self._take_tags()
         self._secondary = self._plan_secondary()
         self._compute_dtype, self._reduce_dtype = compute_dtype, reduce_dtype
-        self._fixed_order = fixed_order
+        self._keep_reduce_dtype, self._fixed_order = keep_reduce_dtype, fixed_order
         self.unsettled = Unsettled()
         self.summoned: Any = None
         self.comm_hook: CommHook | None = None
@@ -251,12 +253,13 @@ class FlatParamHandle:
             self._free_buffer()
 
     def _make_gradients(self) -> GradientBuffer:
+        kept = self.reduce_dtype if self._keep_reduce_dtype else self.shard.dtype
         return GradientBuffer(
             self.layout,
             self.unit_name,
             topology=self.topology,
             dtype=self.reduce_dtype,
-            like=self.shard,
+            like=self.shard.new_empty(0, dtype=kept),
             comm_hook=self.comm_hook,
             tags=(self._tag, self._outer_tag, self._replicate_tag),
             unsettled=self.unsettled,

@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import hooks as torch_hooks
 
 from flatshard.flat_param import FlatParameter
+from flatshard.grad_dtypes import check_dtype, set_grad
 from flatshard.optim_runs import Run, apart, find_runs
 from flatshard.shard_tensor import FlatShardTensor
 from flatshard.spent_gradient import drop_spent
@@ -96,7 +97,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Global hook: let the exchange be the optimizer's innermost hooks."""
     restore_all()
     _drop_spent(optimizer)
-    _check_reduced(optimizer)
+    _check_grads(optimizer)
     check_state(optimizer)
     if not is_elementwise(optimizer):
         return
@@ -130,13 +131,17 @@ def _drop_spent(optimizer: torch.optim.Optimizer) -> None:
                 drop_spent(param)
 
 
-def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a step on gradients that only this rank has."""
+def _check_grads(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a step on gradients that only this rank has, or that the optimizer can't take."""
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
             for param in group["params"]:
+                grad = param.grad
+                if grad is None:
+                    continue
+                check_dtype(optimizer, group, param, grad)
                 # An earlier, reduced gradient is marked too while more waits for its reduction.
-                unit = getattr(param.grad, "_unreduced_of", None)
+                unit = getattr(grad, "_unreduced_of", None)
                 if unit is not None:
                     raise RuntimeError(
                         f"unit {unit!r}: step() on gradients that were accumulated under no_sync "
@@ -189,6 +194,7 @@ def step_parts(
     whole, optimizer.param_groups = optimizer.param_groups, narrow
     try:
         with torch.no_grad():
+            _check_grads(optimizer)
             _swap_in(optimizer)
             step(optimizer)
     finally:
@@ -268,11 +274,11 @@ class _Exchange:
     def _replace(self, param: FlatShardTensor | FlatParameter) -> nn.Parameter:
         if isinstance(param, FlatShardTensor):
             twin = _twin(param)
-            twin.grad = _local_grad(param)
+            set_grad(twin, _local_grad(param))
         else:
             # Plain already, only its gradient is not.
             twin = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
-            twin.grad = getattr(param.grad, "_local", param.grad)
+            set_grad(twin, getattr(param.grad, "_local", param.grad))
         torch.autograd.graph.increment_version(twin)
         if param in self._state:
             self._state[twin] = apart(_local_state(param, self._state.pop(param)))

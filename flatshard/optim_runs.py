@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.flat_param import FlatParameter
+from flatshard.grad_dtypes import set_grad
 from flatshard.layout import ALIGNMENT_BYTES
 from flatshard.shard_tensor import FlatShardTensor
 
@@ -154,7 +155,7 @@ class Run:
         grad: Any = self.members[0].grad
         grads = _pieces(_stretched(grad._local, self._numel))
         for piece, part in zip(self.pieces, grads, strict=True):
-            piece.grad = part
+            set_grad(piece, part)
 
     def hand_out(self, whole: dict[str, Any]) -> list[dict[str, Any]]:
         """Each piece's state, of the run's."""

@@ -45,7 +45,9 @@ DDP_KEYWORDS: dict[str, Entry] = {
     "init_sync": Entry(Fate.OTHER_NAME, "`sync_module_states`; True compares, and sends if needed"),
     "process_group": Entry(Fate.SAME, "the ranks that train the model"),
     "device_mesh": Entry(Fate.SAME, "the same as a mesh"),
-    "mixed_precision": Entry(Fate.SAME, "read by the names of its fields"),
+    "mixed_precision": Entry(
+        Fate.SAME, "torch's dataclasses are understood, field by field: docs/precision.md"
+    ),
     "bucket_cap_mb": Entry(Fate.IGNORED, "there are no buckets; auto_wrap_policy makes units"),
     "bucket_cap_mb_list": Entry(Fate.IGNORED, "there are no buckets; auto_wrap_policy makes units"),
     "find_unused_parameters": Entry(Fate.IGNORED, "unused parameters are always found", False),
@@ -187,7 +189,9 @@ FSDP_KEYWORDS: dict[str, Entry] = {
     "cpu_offload": Entry(Fate.SAME, "torch's dataclass is understood; see the limits"),
     "auto_wrap_policy": Entry(Fate.SAME, "torch's own policies too"),
     "backward_prefetch": Entry(Fate.SAME, "torch's enum is understood"),
-    "mixed_precision": Entry(Fate.SAME, "read by the names of its fields"),
+    "mixed_precision": Entry(
+        Fate.SAME, "torch's dataclasses are understood, field by field: docs/precision.md"
+    ),
     "ignored_modules": Entry(Fate.SAME, "left alone"),
     "ignored_states": Entry(Fate.SAME, "parameters or modules that are left alone"),
     "param_init_fn": Entry(Fate.SAME, "left out: modules' `reset_parameters()`"),

@@ -49,7 +49,7 @@ class Settings:
         # Elsewhere the nodes take no part, and need not have equally many ranks.
         groups = f"{self.ranks.describe()}, " if self.placement.hybrid else ""
         return (
-            f"{self.strategy}, {self.placement}, {groups}{self.precision}, "
+            f"{self.strategy}, {self.placement}, {groups}{self.precision.describe()}, "
             f"use_orig_params={self.use_orig_params}, broadcast_buffers={self.broadcast_buffers}"
         )
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.collectives import Communicator
+from flatshard.grad_dtypes import set_grad
 from flatshard.handle import FlatParamHandle
 from flatshard.shard_tensor import FlatShardTensor
 from flatshard.whole import gather_flat, split
@@ -227,7 +228,7 @@ class Summoned:
             for value, asks in zip(values, requires_grad, strict=True)
         ]
         for param, grad in zip(self.params, grads, strict=True):
-            param.grad = grad
+            set_grad(param, grad)
         self._handle.params.put(self.params)
         self._shows = True
 
@@ -342,7 +343,7 @@ class Summoned:
                 if grad is None:
                     sharded.grad = None
                 elif handle.is_whole:
-                    sharded.grad = grad.to(handle.shard.device, copy=True)
+                    set_grad(sharded, grad.to(handle.shard.device, copy=True))
                 else:
                     part = spec.slice(grad).to(handle.shard.device, copy=True)
                     sharded.grad = FlatShardTensor(part, spec)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from flatshard.casting import UnitCasts
 from flatshard.config import Placement
 from flatshard.grad_publisher import GradPublisher
 from flatshard.gradients import Sync
@@ -134,6 +135,7 @@ class Unit:
         index: its number in the run.
         phase: see ``Phase``.
         placement: what is freed when.
+        is_root: whether it is the outermost one.
         sync: what the backward of the forward begun last does with the gradients.
         state_dict_options: what its part of state dicts is.
         num_awaited: how often it ran in the last outermost forward, less the backwards of it that
@@ -149,7 +151,7 @@ class Unit:
         *,
         placement: Placement,
         topology: Topology,
-        compute_dtype: torch.dtype | None,
+        casts: UnitCasts,
     ) -> None:
         """Hook ``module``'s forward. The flat parameters are added by ``own``."""
         self.module = module
@@ -164,7 +166,8 @@ class Unit:
         self.num_awaited = 0
         self._num_awaited_before = 0
         self._ends_unseen = False  # whether no input tells when a backward of it is over
-        self._compute_dtype = compute_dtype
+        self.is_root = True
+        self._casts = casts
         self._running: list[Call] = []
         self._waiting_for: dict[Call, int] = {}
         self._num_trainable: list[int] = []
@@ -353,20 +356,10 @@ class Unit:
             self.num_awaited += self.context.expects_backward
             self._count_trainable()
             self.context.prefetch_forward()
-        changed = None
-        if self._compute_dtype is not None:
-            changed = args, kwargs = self._cast(args), self._cast(kwargs)
+        changed = self._casts.cast_inputs(args, kwargs, is_root=self.is_root)
         if torch.is_grad_enabled():
-            self._hook_inputs(call, (args, kwargs))
+            self._hook_inputs(call, (args, kwargs) if changed is None else changed)
         return changed
-
-    def _cast(self, values: Any) -> Any:
-        dtype = self._compute_dtype
-
-        def cast(value: Any) -> Any:
-            return value.to(dtype) if value.is_floating_point() else value
-
-        return pytree.tree_map_only(Tensor, cast, values)
 
     def _hook_inputs(self, call: Call, inputs: Any) -> None:
         def hook(_: Tensor) -> None:
@@ -383,12 +376,12 @@ class Unit:
         if not self._running:
             return None
         call = self._running.pop()
-        changed = None
+        changed = output
         try:
-            if output is not None and torch.is_grad_enabled():
-                changed = self._hook_outputs(call, output)
-            elif output is not None:
-                changed = self._protect(output)
+            if output is not None:
+                changed = self._protect(self._casts.cast_output(output))
+                if torch.is_grad_enabled():
+                    self._hook_outputs(call, changed)
         finally:
             if self.phase is Phase.FORWARD and not self._running:
                 self._end_forward(output is not None)
@@ -414,9 +407,9 @@ class Unit:
         return not self.placement.reshard_after_forward or self.context.keeps_after_forward(self)
 
     def _protect(self, output: Any) -> Any:
-        """Copy outputs that look into a buffer which is about to be freed; None if none does."""
+        """Copy outputs that look into a buffer which is about to be freed."""
         if not any(self.context.views_parameters(tensor) for tensor in _tensors(output)):
-            return None
+            return output
         output = pytree.tree_map_only(
             Tensor, lambda t: t.clone() if self.context.views_parameters(t) else t, output
         )
@@ -427,16 +420,13 @@ class Unit:
             )
         return output
 
-    def _hook_outputs(self, call: Call, output: Any) -> Any:
-        changed = self._protect(output)
-
+    def _hook_outputs(self, call: Call, output: Any) -> None:
         def hook(_: Tensor) -> None:
             self._pre_backward(call)
 
-        for tensor in _tensors(output if changed is None else changed):
+        for tensor in _tensors(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(hook)
-        return changed
 
     # ------------------------------------------------------------ backward
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import materialise, plan_report
+from flatshard.casting import convert_buffers
 from flatshard.config import ShardingStrategy
 from flatshard.context import RunContext
 from flatshard.handle import FlatParamHandle
@@ -39,7 +40,7 @@ class UnitModule(StandIn):
         units = []
         for name, wrapper in named_unit_modules(self):
             before = wrapper._unit.name
-            wrapper._unit.name = name
+            wrapper._unit.name, wrapper._unit.is_root = name, wrapper is self
             for handle in wrapper._unit.handles:
                 handle.rename(name, _Renaming(before, name))
             units.append(wrapper._unit)
@@ -102,7 +103,7 @@ class UnitModule(StandIn):
         hidden_flat = dict(self._parameters)
         self._parameters.clear()
         try:
-            super()._apply(fn, recurse)
+            convert_buffers(self.modules(), lambda: super(UnitModule, self)._apply(fn, recurse), fn)
         finally:
             self._parameters.update(hidden_flat)
             for parameters, attribute, param in hidden:

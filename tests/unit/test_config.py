@@ -1,34 +1,56 @@
 """What users pass is read, or refused by name."""
 
-from typing import Any
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed import fsdp
+from torch.nn.parallel.distributed import _MixedPrecision as DDPMixedPrecision
 
-from flatshard import MixedPrecision, ShardingStrategy
+from flatshard import MixedPrecision, ShardingStrategy, precision
 from flatshard.config import as_strategy, resharding
 from flatshard.precision import as_mixed_precision
 
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 
 
-@pytest.mark.parametrize("kind", [fsdp.MixedPrecision, fsdp.MixedPrecisionPolicy])
-def test_torch_precision(kind: Any) -> None:
-    assert as_mixed_precision(kind(param_dtype=BF16)) == MixedPrecision(BF16)
-    assert as_mixed_precision(kind(cast_forward_inputs=False)) == MixedPrecision()
+def test_torch_precision() -> None:
+    """Each of torch's three dataclasses, and what its defaults mean."""
+    assert as_mixed_precision(fsdp.MixedPrecision(BF16, FP16, BF16)) == MixedPrecision(
+        BF16, FP16, BF16, cast_forward_inputs=False
+    )
+    ignoring = fsdp.MixedPrecision(_module_classes_to_ignore=[nn.LayerNorm])
+    assert as_mixed_precision(ignoring).module_classes_to_ignore == (nn.LayerNorm,)
+    policy = fsdp.MixedPrecisionPolicy(BF16, output_dtype=FP16)
+    assert as_mixed_precision(policy) == MixedPrecision(BF16, output_dtype=FP16)
+    uncast = as_mixed_precision(fsdp.MixedPrecisionPolicy(cast_forward_inputs=False))
+    assert not uncast.cast_root_forward_inputs
+    of_ddp = DDPMixedPrecision(BF16, buffer_dtype=FP16)
+    assert as_mixed_precision(of_ddp) == MixedPrecision(BF16, buffer_dtype=FP16)
 
 
-def test_inputs_are_always_cast() -> None:
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
-    with pytest.raises(NotImplementedError, match="cast_forward_inputs=False"):
-        as_mixed_precision(policy)
-
-
-def test_fields_without_support() -> None:
-    for field in ({"buffer_dtype": BF16}, {"cast_root_forward_inputs": False}):
-        with pytest.raises(NotImplementedError, match=next(iter(field))):
-            as_mixed_precision(fsdp.MixedPrecision(param_dtype=BF16, **field))
+def test_bad_precision() -> None:
+    for field, value in (
+        ("param_dtype", torch.int8),
+        ("buffer_dtype", "bf16"),
+        ("keep_low_precision_grads", 1),
+        ("module_classes_to_ignore", nn.Linear(1, 1)),
+        ("overrides", [("norm", BF16)]),
+        ("overrides", {"norm": torch.int8}),
+    ):
+        with pytest.raises(TypeError, match=f"MixedPrecision: {field} must .*, got"):
+            MixedPrecision(**{field: value})
+    with pytest.raises(TypeError, match="expected a MixedPrecision"):
+        as_mixed_precision(BF16)
+    with pytest.raises(NotImplementedError, match="param_type='low' is not supported"):
+        as_mixed_precision(SimpleNamespace(param_dtype=BF16, param_type="low"))
+    with (
+        mock.patch.object(precision, "HAS_GRAD_DTYPE", new=False),
+        pytest.raises(NotImplementedError, match=r"needs Tensor\.grad_dtype"),
+    ):
+        MixedPrecision(BF16, keep_low_precision_grads=True)
 
 
 @pytest.mark.parametrize("strategy", fsdp.ShardingStrategy)
