@@ -62,16 +62,18 @@ def trained_by_hand(
                 loss = _loss(output, target)
             loss.backward()
             for name, cast in copies.items():
+                # Rounded to what they travel in, and added in no less than fp32.
                 grad = cast.grad.to(reduce_dtype_of(name))
+                grad = grad.to(torch.promote_types(grad.dtype, FP32))
                 sums[name] = sums[name] + grad if name in sums else grad
             after = after or buffers  # rank 0's
         for name, buffer in model.named_buffers():
             buffer.copy_(after[name])
         for name, master in masters.items():
-            grad = sums[name] / world_size
+            grad = (sums[name] / world_size).to(reduce_dtype_of(name) if keeps else master.dtype)
             if keeps:
                 master.grad_dtype = grad.dtype
-            master.grad = grad if keeps else grad.to(master.dtype)
+            master.grad = grad
         optimizer.step()
     with torch.no_grad(), torch.autocast("cpu", BF16, enabled=autocast):
         model.eval()
