@@ -53,6 +53,7 @@ LAYERS = [
         "whole",
         "materialise",
         "recorder",
+        "memory_plan",
     },
     {
         "unit",
