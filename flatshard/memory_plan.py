@@ -14,8 +14,9 @@ others were reduced to. Ranks on one host that map one another's shards hold les
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -127,13 +128,15 @@ class MemoryPlan:
     def _without_gradients(self) -> int:
         return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes
 
+    @cached_property
+    def _by_name(self) -> dict[str, UnitMemory]:
+        return {unit.name: unit for unit in self.units}
+
     def _around(self, inner: Sequence[UnitMemory]) -> list[UnitMemory]:
         """The units around these, without them."""
-        return [
-            unit
-            for unit in self.units
-            if unit not in inner and any(_is_around(unit.name, one.name) for one in inner)
-        ]
+        names = {name for one in inner for name in _names_around(one.name)}
+        names -= {one.name for one in inner}
+        return [self._by_name[name] for name in names if name in self._by_name]
 
     def _gathered_at_once(self, units: Sequence[UnitMemory]) -> int:
         around = [unit for unit in self._around(units) if unit.is_freed]
@@ -338,8 +341,11 @@ def _lowered(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
     return to if to is not None and dtype.is_floating_point else dtype
 
 
-def _is_around(outer: str, inner: str) -> bool:
-    return outer != inner and (not outer or inner.startswith(f"{outer}."))
+def _names_around(name: str) -> Iterator[str]:
+    """Of the modules around a module."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _runs(units: Sequence[UnitMemory], length: int) -> list[Sequence[UnitMemory]]:

@@ -99,7 +99,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     spread("--collectives", choices=["auto", "sockets", "native"], default="auto")
     add("--save", type=output_file, metavar="PATH", help="write model, optimizer and step there")
     add("--resume", type=Path, metavar="PATH", help="go on from there, with its model's sizes")
-    add("--log", type=output_file, metavar="PATH", help="write a line of JSON there for each step")
+    add(
+        "--log-file",
+        type=output_file,
+        metavar="PATH",
+        help="write a line of JSON there for each step",
+    )
     add("--sample", type=at_least(0), default=0, metavar="N", help="write N bytes at the end")
     add("--prompt", default="The ", help="what the sample begins with ('The ')")
     add("--compare", action="store_true", help="instead: every strategy for --steps steps each")
@@ -384,7 +389,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
     rank, rows_per_rank = dist.get_rank(), args.batch_size // args.world_size
     hide = rank != 0 or (False if args.progress else None)  # None: shown in a terminal only
-    with log_to(args.log) as log, tqdm(total=args.steps, initial=first, disable=hide) as bar:
+    with log_to(args.log_file) as log, tqdm(total=args.steps, initial=first, disable=hide) as bar:
         log({"settings": vars(args), "parameters": numel, "torch": torch.__version__})
         for step in range(first, args.steps):
             start = time.perf_counter()

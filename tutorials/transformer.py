@@ -105,7 +105,7 @@ HALF, ALL = ("2", "4") if TOY else ("150", "300")
 SAMPLE = "8" if TOY else "300"
 job = [*SMALL, "--bf16", "--accumulate", "2", "--clip", "1.0"]
 
-files = ["--save", str(results / "half.pt"), "--log", str(results / "two.jsonl")]
+files = ["--save", str(results / "half.pt"), "--log-file", str(results / "two.jsonl")]
 print(torchrun(2, *job, "--steps", HALF, *files))
 
 # %% [markdown]
@@ -115,7 +115,7 @@ print(torchrun(2, *job, "--steps", HALF, *files))
 # documentation is read from where training left it: batches depend on the seed and the step alone.
 
 # %%
-files = ["--resume", str(results / "half.pt"), "--log", str(results / "three.jsonl")]
+files = ["--resume", str(results / "half.pt"), "--log-file", str(results / "three.jsonl")]
 text = torchrun(3, *job, "--steps", ALL, "--sample", SAMPLE, *files)
 print(text[: text.index("The ")])
 
@@ -130,7 +130,7 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# The log (`--log`) has a line of JSON for each step:
+# The log (`--log-file`) has a line of JSON for each step:
 
 # %%
 print(json.dumps(log_of("three.jsonl")[1]))
