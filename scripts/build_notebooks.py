@@ -51,8 +51,22 @@ def execute(name: str, timeout: float | None = None) -> Any:
     client.execute()
     for cell in notebook.cells:
         cell["metadata"] = {}  # when it ran
+        if cell.cell_type == "code":
+            cell["outputs"] = joined(cell.outputs)
     notebook.metadata["language_info"] = {"name": "python"}
     return notebook
+
+
+def joined(outputs: list[Any]) -> list[Any]:
+    """Outputs with pieces of one stream put together: where it is cut is a matter of time."""
+    found: list[Any] = []
+    for output in outputs:
+        is_stream = output.output_type == "stream" and found and found[-1].get("name")
+        if is_stream and found[-1]["name"] == output["name"]:
+            found[-1]["text"] += output["text"]
+        else:
+            found.append(output)
+    return found
 
 
 def main() -> None:
