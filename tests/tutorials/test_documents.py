@@ -49,7 +49,7 @@ def fences(path: Path) -> list[Fence]:
     found = []
     heading = ""
     for title, language, text in re.findall(
-        r"^#+ (.*)$|^```(\w*)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL
+        r"^#+ ([^\n]*)$|^```(\w*)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL
     ):
         heading = title or heading
         if not title:
