@@ -32,14 +32,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from rich import print as rich_print
-from rich.table import Table
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
-from tqdm import tqdm
+
+try:
+    from rich import print as rich_print
+    from rich.table import Table
+    from tqdm import tqdm
+except ModuleNotFoundError as missing:
+    print(f'error: {missing.name} is not installed: pip install ".[examples]"', file=sys.stderr)
+    sys.exit(2)
 
 from flatshard import CPUOffload, ShardedWrapper, ShardingStrategy
 from flatshard.wrap import size_based_auto_wrap_policy
@@ -207,6 +212,14 @@ def prepare_mnist(root: Path, download: bool) -> None:
     import_mnist()
 
 
+def looked_for(root: Path) -> str:
+    return (
+        f"Looked for {MNIST_FILES[0]} and three others, packed (.gz) or not, in "
+        f"{root / 'MNIST' / 'raw'}: --data-root says where they are, --download fetches them, "
+        "--data digits does without"
+    )
+
+
 def choose_data(args: argparse.Namespace) -> tuple[str, str]:
     """Returns which data to load, and where they come from or why they were taken."""
     source = ""
@@ -216,10 +229,13 @@ def choose_data(args: argparse.Namespace) -> tuple[str, str]:
             return "mnist", f" from {args.data_root}"
         except DataError as error:
             if args.data == "mnist" or args.download:
-                raise
+                raise DataError(f"{error}. {looked_for(args.data_root)}") from error
             source = f": {error}"
     if importlib.util.find_spec("sklearn") is None:
-        raise DataError("scikit-learn, whose digits are the data without MNIST, is not installed")
+        raise DataError(
+            "scikit-learn, whose digits are the data without MNIST, is not installed: "
+            'pip install ".[examples]"'
+        )
     return "digits", source
 
 

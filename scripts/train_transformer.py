@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flatshard import MixedPrecision, ShardedWrapper, ShardingStrategy
+from flatshard import MixedPrecision, ShardedWrapper, ShardingStrategy, collectives
 from flatshard.wrap import ModuleWrapPolicy
 
 VOCABULARY = 256  # bytes
@@ -429,6 +429,10 @@ WAYS: dict[str, dict[str, Any]] = {
 """HYBRID strategies are compared where ranks make two nodes, or can pretend to."""
 
 
+WEIGHTS = {"gather": 1, "reduce": 1, "all_reduce": 2}
+"""Volume as the ZeRO paper counts it: an all-reduce is a reduce-scatter and a gather."""
+
+
 def held_bytes(tensors: Iterable[Any]) -> int:
     """Returns the bytes that this rank holds of them: of a sharded one, its own part."""
     parts = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
@@ -462,7 +466,9 @@ def measure(args: argparse.Namespace, text: Tensor, device: torch.device) -> dic
             step(args.steps)
         held_at_most = max(report.peak_held_bytes for report in reports)
         gathered = max(report.peak_gathered_bytes for report in reports)
-        moved = sum(volume(report, args) for report in reports)
+        with collectives.record() as events:
+            step(args.steps + 1)
+        moved = sum(WEIGHTS.get(event.kind, 0) * event.nbytes for event in events)
         gathered_now = reports[-1].memory.totals()[-1][1]
     else:
         gathered_now = 0
@@ -485,12 +491,6 @@ def measure(args: argparse.Namespace, text: Tensor, device: torch.device) -> dic
         "peak_bytes": max(between, parameters + optimizer_bytes + held_at_most),
         "moved_bytes": moved,
     }
-
-
-def volume(report: Any, args: argparse.Namespace) -> int:
-    """Returns what a step moved per rank; an all-reduce is a reduce-scatter and a gather."""
-    reduced = sum(unit.reduced_bytes for unit in report.units)
-    return report.moved_bytes + (reduced if args.strategy == "NO_SHARD" else 0)
 
 
 def compare(args: argparse.Namespace, device: torch.device) -> None:

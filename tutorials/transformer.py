@@ -101,7 +101,7 @@ show(train_transformer.save, train_transformer.resume)
 
 # %%
 SMALL = ["--width", "32", "--depth", "2", "--batch-size", "12"] if TOY else ["--batch-size", "24"]
-HALF, ALL = ("2", "4") if TOY else ("150", "300")
+HALF, ALL = ("2", "4") if TOY else ("80", "160")
 SAMPLE = "8" if TOY else "300"
 job = [*SMALL, "--bf16", "--accumulate", "2", "--clip", "1.0"]
 
@@ -151,11 +151,12 @@ print(text[text.index("The ") :])
 
 # %%
 RANKS = 4
-SIZES = ["--width", "32", "--depth", "3"] if TOY else ["--width", "256", "--depth", "12"]
-STEPS = "2" if TOY else "6"
+SIZES = ["--width", "32", "--depth", "3"] if TOY else ["--width", "256", "--depth", "8"]
+STEPS = "2" if TOY else "4"
 comparison = results / "comparison.json"
-options = ["--compare", "--collectives", "sockets", "--json", str(comparison), "--steps", STEPS]
-print(torchrun(RANKS, *options, *SIZES).split("\n\n")[-1])
+options = ["--compare", "--collectives", "sockets", "--json", str(comparison)]
+options += ["--steps", STEPS, "--batch-size", "8", *SIZES]
+print(torchrun(RANKS, *options).split("\n\n")[-1])
 
 # %% [markdown]
 # *held*: parameters, gradients and optimizer state between steps, on each rank. *at most*: with
