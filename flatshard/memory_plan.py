@@ -46,7 +46,8 @@ class UnitMemory:
         gathered_bytes: of the parameters while they are gathered, in the dtype that computes; 0
             where the shard is all of them.
         whole_gradient_bytes: of gradients before they are reduced, in the dtype that is reduced.
-        reduced_bytes: of what the reduction within the shard group leaves of them.
+        crossing_bytes: of what their reduction within a node, or over all ranks, leaves of them.
+        reduced_bytes: of what is left once they are reduced over all ranks.
         is_freed: whether it is freed between forward and backward.
         secondary_bytes: of the part that backward gathers from, between forward and backward.
     """
@@ -60,6 +61,7 @@ class UnitMemory:
     kept_bytes: int
     gathered_bytes: int
     whole_gradient_bytes: int
+    crossing_bytes: int
     reduced_bytes: int
     is_freed: bool
     secondary_bytes: int
@@ -147,7 +149,8 @@ class MemoryPlan:
         filling = sum(unit.whole_gradient_bytes for unit in self._around(units))
         # An all-reduce of what every rank has whole takes place where it is.
         under_way = [unit for unit in units if unit.reduced_bytes < unit.whole_gradient_bytes]
-        return filling + 2 * sum(unit.whole_gradient_bytes for unit in under_way)
+        results = sum(unit.crossing_bytes - unit.reduced_bytes for unit in under_way)
+        return filling + results + 2 * sum(unit.whole_gradient_bytes for unit in under_way)
 
     def __str__(self) -> str:
         header = ("unit", "elements", "parameters", "gradients", "optimizer", "gathered")
@@ -296,9 +299,8 @@ def _plan_unit(
     precision: MixedPrecision,
     optimizer_bytes: float | None,
 ) -> UnitMemory:
-    total = dict.fromkeys(
-        ("parameter", "gradient", "optimizer", "kept", "gathered", "whole_gradient", "reduced"), 0
-    )
+    kinds = ("parameter", "gradient", "optimizer", "kept", "gathered")
+    total = dict.fromkeys((*kinds, "whole_gradient", "crossing", "reduced"), 0)
     secondary = 0
     is_freed = placement.sharded and placement.reshard_after_forward and name != ""
     for owned in segments:
@@ -326,6 +328,7 @@ def _plan_unit(
             total["gradient"] += shard * param.element_size()
             total["optimizer"] += math.ceil(shard * each)
             total["whole_gradient"] += layout.padded_numel * reduces.itemsize
+            total["crossing"] += layout.padded_numel * reduces.itemsize // group.inner
             total["reduced"] += shard * reduces.itemsize
     return UnitMemory(
         name=name,
