@@ -186,7 +186,7 @@ plt.show()
 # gathered; `predict` is given the same keywords.
 
 # %%
-RANKS, NODE = 4, 2
+RANKS, NODE = 2 if TOY else 4, 2
 SIZES = {"width": 32, "depth": 3} if TOY else {"width": 256, "depth": 8}
 options = [item for name, size in SIZES.items() for item in (f"--{name}", str(size))]
 with tempfile.TemporaryDirectory() as folder:

@@ -116,7 +116,7 @@ print(torchrun(2, *job, "--steps", HALF, *files))
 
 # %%
 files = ["--resume", str(results / "half.pt"), "--log-file", str(results / "three.jsonl")]
-text = torchrun(3, *job, "--steps", ALL, "--sample", SAMPLE, *files)
+text = torchrun(1 if TOY else 3, *job, "--steps", ALL, "--sample", SAMPLE, *files)
 print(text[: text.index("The ")])
 
 # %%
@@ -150,7 +150,7 @@ print(text[text.index("The ") :])
 # ranks two at a time play a node, for the HYBRID strategies.
 
 # %%
-RANKS = 4
+RANKS = 2 if TOY else 4
 SIZES = ["--width", "32", "--depth", "3"] if TOY else ["--width", "256", "--depth", "8"]
 STEPS = "2" if TOY else "4"
 comparison = results / "comparison.json"
