@@ -338,9 +338,9 @@ def test_quickstart(tmp_path: Path) -> None:
 
 
 SHORTER = {
-    "bash scripts/demo.sh": "--max-steps 1 --data digits",
-    "python scripts/benchmark.py": "--preset tiny --rounds 1 --steps 1 --impl compute",
-    "python scripts/train_transformer.py": "--world-size 2 --steps 2 --width 16 --depth 1",
+    "bash scripts/demo.sh": "--world-size 1 --max-steps 1 --data digits",
+    "python scripts/benchmark.py": "--preset tiny --world-size 1 --rounds 1 --impl compute",
+    "python scripts/train_transformer.py": "--world-size 1 --width 16 --depth 1",
 }
 """What makes a command small; of an option that is given twice, the last one counts."""
 
