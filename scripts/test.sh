@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh
 
-setup dev examples
+setup dev examples tutorials
 # Several ranks share the cores: one thread each.
 export OMP_NUM_THREADS=1
 "$python" -m ruff check

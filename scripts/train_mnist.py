@@ -32,13 +32,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from rich import print as rich_print
-from rich.table import Table
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
-from tqdm import tqdm
+
+try:
+    from rich import print as rich_print
+    from rich.table import Table
+    from tqdm import tqdm
+except ModuleNotFoundError as missing:
+    print(f'error: {missing.name} is not installed: pip install ".[examples]"', file=sys.stderr)
+    sys.exit(2)
 
 from flatshard import CPUOffload, ShardedWrapper, ShardingStrategy
 from flatshard.wrap import size_based_auto_wrap_policy
@@ -109,12 +115,24 @@ def parse_args() -> argparse.Namespace:
     )
     add("--cpu-offload", action="store_true", help="keep the shards in CPU memory")
     add("--ddp", action="store_true", help="replicate with DistributedDataParallel instead")
+    add(
+        "--collectives",
+        choices=["auto", "sockets", "native"],
+        default="auto",
+        help="how ranks move tensors (auto: ranks on one host share memory where they can)",
+    )
     # What goes in and comes out.
     add("--data", choices=["auto", "mnist", "digits"], default="auto")
     add("--data-root", type=Path, default=Path("data"), help="MNIST is in ROOT/MNIST/raw (data)")
     add("--download", action="store_true", help="download MNIST to the data root")
     add("--save", type=output_file, metavar="PATH", help="write the trained weights there")
     add("--json", type=output_file, metavar="PATH", help="write the results there")
+    add(
+        "--record",
+        type=output_file,
+        metavar="PATH",
+        help="after training, write there what one more step of rank 0 held and did over its time",
+    )
     add("--progress", action="store_true", help="show the progress bar also outside a terminal")
     args = parser.parse_args()
 
@@ -194,6 +212,14 @@ def prepare_mnist(root: Path, download: bool) -> None:
     import_mnist()
 
 
+def looked_for(root: Path) -> str:
+    return (
+        f"Looked for {MNIST_FILES[0]} and three others, packed (.gz) or not, in "
+        f"{root / 'MNIST' / 'raw'}: --data-root says where they are, --download fetches them, "
+        "--data digits does without"
+    )
+
+
 def choose_data(args: argparse.Namespace) -> tuple[str, str]:
     """Returns which data to load, and where they come from or why they were taken."""
     source = ""
@@ -203,10 +229,13 @@ def choose_data(args: argparse.Namespace) -> tuple[str, str]:
             return "mnist", f" from {args.data_root}"
         except DataError as error:
             if args.data == "mnist" or args.download:
-                raise
+                raise DataError(f"{error}. {looked_for(args.data_root)}") from error
             source = f": {error}"
     if importlib.util.find_spec("sklearn") is None:
-        raise DataError("scikit-learn, whose digits are the data without MNIST, is not installed")
+        raise DataError(
+            "scikit-learn, whose digits are the data without MNIST, is not installed: "
+            'pip install ".[examples]"'
+        )
     return "digits", source
 
 
@@ -281,6 +310,7 @@ def wrap_model(model: nn.Module, args: argparse.Namespace, device: torch.device)
         sharding_strategy=ShardingStrategy[args.strategy],
         auto_wrap_policy=policy if args.min_num_params else None,
         cpu_offload=CPUOffload(offload_params=True) if args.cpu_offload else None,
+        collectives=args.collectives,
         device_id=device if device.type == "cuda" else None,
     )
 
@@ -387,6 +417,94 @@ def memory_table(ranks: list[dict[str, int]], ddp: dict[str, int]) -> Table:
     for name, report in [*((str(i), report) for i, report in enumerate(ranks)), ("DDP", ddp)]:
         table.add_row(name, *(f"{value / 2**20:,.2f}" for value in report.values()))
     return table
+
+
+# ------------------------------------------------------------------------------------- one step
+
+Sample = tuple[float, int, int]
+"""Seconds since the step began; bytes of gathered parameters and of gradients from then on."""
+
+
+class GradientSamples:
+    """What a replicated model's gradients take, seen whenever one of them is ready.
+
+    DistributedDataParallel's gradients are views of buckets that it keeps, also while no `.grad`
+    shows them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.samples: list[Sample] = []
+        self._params = list(model.parameters())
+        self._memory: dict[int, StorageWeakRef] = {}
+        self._sizes: dict[int, int] = {}
+        self._began = 0.0
+        for param in self._params:
+            param.register_post_accumulate_grad_hook(self.look)
+
+    def begin(self) -> None:
+        self.samples.clear()
+        self._began = time.perf_counter()
+
+    def look(self, *_: Any) -> None:
+        for storage in (p.grad.untyped_storage() for p in self._params if p.grad is not None):
+            self._memory[storage.data_ptr()] = StorageWeakRef(storage)
+            self._sizes[storage.data_ptr()] = storage.nbytes()
+        alive = (at for at, memory in self._memory.items() if not memory.expired())
+        held = sum(self._sizes[at] for at in alive)
+        self.samples.append((time.perf_counter() - self._began, 0, held))
+
+
+def record_step(
+    model: nn.Module,
+    dataset: TensorDataset,
+    optimizer: torch.optim.Optimizer,
+    batch_size: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Does a few more steps; returns what this rank held and did during the last of them.
+
+    Bytes over time are in `samples`, what was gathered or reduced when in `ranges`.
+    """
+    images, labels = (part[:batch_size].to(device) for part in dataset.tensors)
+    sharded = isinstance(model, ShardedWrapper)
+    gradients = None if sharded else GradientSamples(model)
+    model.train()
+    with model.record_steps() if sharded else contextlib.nullcontext():
+        for _ in range(4):  # the first ones also fill caches
+            optimizer.zero_grad()
+            start = time.perf_counter()
+            if gradients is not None:
+                gradients.begin()
+                gradients.look()
+            output = model(images)
+            forward_end = time.perf_counter() - start
+            F.nll_loss(output, labels, reduction="sum").backward()
+            backward_end = time.perf_counter() - start
+            optimizer.step()
+            step_end = time.perf_counter() - start
+    samples, ranges, moved = [], [], 2 * held_bytes(model.parameters())
+    if gradients is not None:
+        samples = [*gradients.samples]
+    else:
+        report = model.step_report()
+        samples = [one for one in report.memory.totals() if one[0] <= backward_end]
+        # From here on they are in `.grad`.
+        grads = held_bytes(p.grad for p in model.parameters() if p.grad is not None)
+        samples.append((backward_end, 0, grads))
+        ranges = [
+            (one.kind.value, "" if one.unit is None else report.units[one.unit].name, *one[2:])
+            for one in report.ranges
+        ]
+        moved = report.moved_bytes
+    return {
+        **memory_report(model, optimizer, device),
+        "samples": samples,
+        "ranges": ranges,
+        "moved_bytes": moved,
+        "forward_end": forward_end,
+        "backward_end": backward_end,
+        "step_end": step_end,
+    }
 
 
 # --------------------------------------------------------------------------------------------- job
@@ -507,6 +625,11 @@ def run_job(args: argparse.Namespace, init_method: str) -> None:
         results = {**about, **results, "memory": memory, "ddp_memory": ddp_memory}
         with replacing(args.json) as part:
             part.write_text(json.dumps(results, indent=2, default=str) + "\n")
+    if args.record:
+        step = record_step(model, data.train, optimizer, args.batch_size // args.world_size, device)
+        if dist.get_rank() == 0:
+            with replacing(args.record) as part:
+                part.write_text(json.dumps(step) + "\n")
     if args.save:
         # Collective: every rank takes part in gathering the full tensors; rank 0 writes them.
         state = (model.module if args.ddp else model).state_dict()

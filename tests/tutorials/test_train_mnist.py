@@ -265,7 +265,9 @@ def test_missing_data_end_every_rank(tmp_path: Path) -> None:
     process = start(SCRIPT, "--world-size", "2", "--data", "mnist", cwd=tmp_path)
     status, out, err = finish(process)
     assert (status, out) == (2, [])
-    assert "train_mnist.py: error: MNIST files not found in data" in err
+    (said,) = [line for line in err if line.startswith("train_mnist.py: error: ")]
+    assert "MNIST files not found in data. Looked for train-images-idx3-ubyte" in said
+    assert "in data/MNIST/raw: --data-root says where" in said
     assert not any("Traceback" in line for line in err)
 
 

@@ -66,6 +66,7 @@ LAYERS = [
         "whole",
         "materialise",
         "recorder",
+        "memory_plan",
     },
     {
         "unit",

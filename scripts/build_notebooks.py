@@ -1,0 +1,103 @@
+"""Runs the scripts in tutorials/ and writes what they show beside them, as notebooks.
+
+    python scripts/build_notebooks.py [NAME...]
+
+Each tutorials/NAME.py is the source of tutorials/NAME.ipynb, in jupytext's percent format. Without
+a name, all are run. It needs `pip install -e ".[tutorials]"`.
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parents[1] / "tutorials"
+NEEDED = ("ipykernel", "jupytext", "matplotlib", "nbclient", "nbformat", "rich", "tqdm")
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.py"))
+
+
+def read(name: str) -> Any:
+    """The notebook that a script is the source of, without outputs."""
+    import jupytext
+
+    notebook = jupytext.read(FOLDER / f"{name}.py")
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for number, cell in enumerate(notebook.cells):
+        cell["id"], cell["metadata"] = f"{name}-{number}", {}
+    return notebook
+
+
+def execute(name: str, timeout: float | None = None) -> Any:
+    """The notebook with its outputs.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell failed.
+    """
+    from nbclient import NotebookClient
+
+    notebook = read(name)
+    client = NotebookClient(
+        notebook, timeout=timeout, resources={"metadata": {"path": str(FOLDER)}}
+    )
+    client.execute()
+    for cell in notebook.cells:
+        cell["metadata"] = {}  # when it ran
+        if cell.cell_type == "code":
+            cell["outputs"] = joined(cell.outputs)
+    notebook.metadata["language_info"] = {"name": "python"}
+    return notebook
+
+
+def joined(outputs: list[Any]) -> list[Any]:
+    """Outputs with pieces of one stream put together: where it is cut is a matter of time."""
+    found: list[Any] = []
+    for output in outputs:
+        is_stream = output.output_type == "stream" and found and found[-1].get("name")
+        if is_stream and found[-1]["name"] == output["name"]:
+            found[-1]["text"] += output["text"]
+        else:
+            found.append(output)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names())}")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="where to write (tutorials/)")
+    args = parser.parse_args()
+    missing = [one for one in NEEDED if importlib.util.find_spec(one) is None]
+    if missing:
+        print(
+            f'error: {missing[0]} is not installed: pip install -e ".[tutorials]"', file=sys.stderr
+        )
+        sys.exit(2)
+    if unknown := sorted(set(args.names) - set(names())):
+        print(f"error: {unknown[0]}: choose from {', '.join(names())}", file=sys.stderr)
+        sys.exit(2)
+    if not args.out.is_dir():
+        print(f"error: --out: there is no folder {args.out}", file=sys.stderr)
+        sys.exit(2)
+    import nbformat
+
+    # Warnings of tools that run the notebook are no part of it.
+    os.environ["PYTHONWARNINGS"] = "ignore:::zmq,ignore:::ipykernel"
+    for name in args.names or names():
+        start = time.perf_counter()
+        notebook = execute(name)
+        nbformat.write(notebook, args.out / f"{name}.ipynb")
+        print(f"{name}.ipynb: {time.perf_counter() - start:.0f} seconds")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,615 @@
+"""Trains a small decoder-only transformer on text, its parameters sharded over the ranks.
+
+    torchrun --standalone --nproc-per-node 2 scripts/train_transformer.py
+    python scripts/train_transformer.py --world-size 2
+
+The second form starts the ranks itself, on this machine. A rank takes a GPU and NCCL where every
+local rank has its own, else the CPU and gloo. The text is Python's own documentation
+(pydoc_data.topics), or any file by `--text`; a token is a byte. Batches depend on `--seed` and the
+step alone, so the losses are the same on any number of ranks, and after `--save` and `--resume` on
+another number. `--compare` trains a few steps under every strategy and tabulates what each takes.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flatshard import MixedPrecision, ShardedWrapper, ShardingStrategy, collectives
+from flatshard.wrap import ModuleWrapPolicy
+
+VOCABULARY = 256  # bytes
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+# ---------------------------------------------------------------------------------------- settings
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}, got {value}")
+        return value
+
+    return integer
+
+
+def positive_number(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {value}")
+    return value
+
+
+def output_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"not a file in an existing directory: {text}")
+    return path
+
+
+def stop(message: str) -> NoReturn:
+    """Ends this rank with exit status 2; one rank per machine says why."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        stop(message)
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    job = parser.add_argument_group("the job").add_argument
+    job("--text", type=Path, metavar="FILE", help="train on it (Python's documentation)")
+    job("--steps", type=at_least(0), default=200, help="optimizer steps in all (200)")
+    job("--batch-size", type=at_least(1), default=16, help="rows per step, over all ranks (16)")
+    job("--accumulate", type=at_least(1), default=1, metavar="N", help="micro-batches a step (1)")
+    job("--clip", type=positive_number, metavar="NORM", help="largest norm of the gradients")
+    job("--lr", type=positive_number, default=1e-3, help="AdamW's learning rate (0.001)")
+    job("--seed", type=int, default=1)
+    model = parser.add_argument_group("the model").add_argument
+    model("--width", type=at_least(1), default=128)
+    model("--depth", type=at_least(1), default=4, help="blocks (4)")
+    model("--heads", type=at_least(1), default=4)
+    model("--context", type=at_least(2), default=128, help="bytes of a row (128)")
+    spread = parser.add_argument_group("how it is spread").add_argument
+    spread("--world-size", type=at_least(1), help="ranks to start here (one per GPU, or 1)")
+    spread("--strategy", choices=list(ShardingStrategy.__members__), default="FULL_SHARD")
+    spread("--bf16", action="store_true", help="compute in bfloat16, keep and reduce in float32")
+    spread("--ddp", action="store_true", help="replicate with DistributedDataParallel instead")
+    spread("--collectives", choices=["auto", "sockets", "native"], default="auto")
+    add("--save", type=output_file, metavar="PATH", help="write model, optimizer and step there")
+    add("--resume", type=Path, metavar="PATH", help="go on from there, with its model's sizes")
+    add(
+        "--log-file",
+        type=output_file,
+        metavar="PATH",
+        help="write a line of JSON there for each step",
+    )
+    add("--sample", type=at_least(0), default=0, metavar="N", help="write N bytes at the end")
+    add("--prompt", default="The ", help="what the sample begins with ('The ')")
+    add("--compare", action="store_true", help="instead: every strategy for --steps steps each")
+    add("--json", type=output_file, metavar="PATH", help="write the comparison there")
+    add("--plot", type=output_file, metavar="PATH", help="draw the comparison's bytes there")
+    add("--progress", action="store_true", help="show the progress bar also outside a terminal")
+    args = parser.parse_args(arguments)
+    check(args)
+    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuses what cannot work, before any rank starts."""
+    if "LOCAL_RANK" in os.environ:  # torchrun has started the ranks
+        world_size = int(os.environ["WORLD_SIZE"])
+        if args.world_size not in (None, world_size):
+            stop(f"--world-size {args.world_size}, but torchrun has started {world_size} ranks")
+        args.world_size = world_size
+    elif args.world_size is None:
+        args.world_size = max(1, torch.cuda.device_count())
+    if args.batch_size % (args.world_size * args.accumulate):
+        stop(
+            f"--batch-size {args.batch_size} cannot be split over {args.world_size} ranks with "
+            f"--accumulate {args.accumulate}"
+        )
+    if args.width % args.heads:
+        stop(f"--width {args.width} cannot be split into --heads {args.heads}")
+    if args.ddp and args.bf16:
+        stop("--bf16 is for sharded parameters: leave out --ddp")
+    for name in ("json", "plot"):
+        if getattr(args, name) and not args.compare:
+            stop(f"--{name} is for --compare")
+    if args.compare and args.steps < 2:
+        stop(f"--compare needs --steps of at least 2, got {args.steps}")
+    for name in ("text", "resume"):
+        path = getattr(args, name)
+        if path and not path.is_file():
+            stop(f"--{name}: there is no file {path}")
+    if not args.prompt:
+        stop("--prompt: a sample must begin with something")
+    needed = {"tqdm": not args.compare, "matplotlib": args.plot}
+    for package, is_needed in needed.items():
+        if is_needed and importlib.util.find_spec(package) is None:
+            stop(f'{package} is not installed: pip install ".[examples]"')
+
+
+# -------------------------------------------------------------------------------------------- data
+
+
+def read_text(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """Returns the bytes to train on, and the last tenth, to test on."""
+    if args.text:
+        data = args.text.read_bytes()
+    else:
+        from pydoc_data.topics import topics
+
+        data = "\n".join(topics[name] for name in sorted(topics)).encode()
+    if len(data) < 20 * (args.context + 1):
+        stop(f"--text: {len(data)} bytes are too few for --context {args.context}")
+    text = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
+    return text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
+
+
+def rows_of(text: Tensor, seed: int, count: int, context: int) -> Tensor:
+    """Returns `count` pieces of the text, the same for a seed on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - context, (count, 1), generator=generator)
+    return text[starts + torch.arange(context + 1)]
+
+
+# ------------------------------------------------------------------------------------------- model
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, width // self.heads)
+        mixed = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int, depth: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.context = context
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embed(tokens) + self.positions(places)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+SIZES = ("width", "depth", "heads", "context")
+
+
+def build(args: argparse.Namespace) -> Transformer:
+    torch.manual_seed(args.seed)  # the same weights on every rank
+    return Transformer(**{name: getattr(args, name) for name in SIZES})
+
+
+def wrap_model(model: nn.Module, args: argparse.Namespace, device: torch.device) -> nn.Module:
+    if args.ddp:
+        return DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
+    return ShardedWrapper(
+        model,
+        sharding_strategy=args.strategy,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),  # each block is a unit
+        mixed_precision=BF16 if args.bf16 else None,
+        collectives=args.collectives,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+# ---------------------------------------------------------------------------------------- training
+
+
+def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+    logits = model(rows[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rows: Tensor,
+    accumulate: int,
+    clip: float | None,
+) -> tuple[Tensor, float | None]:
+    """Returns this rank's loss, and the norm of the gradients where they are clipped."""
+    losses = []
+    for number, micro_batch in enumerate(rows.chunk(accumulate)):
+        # Only the last backward sends gradients: those of the others wait in this rank's memory.
+        is_last = number == accumulate - 1
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            loss = loss_of(model, micro_batch) / accumulate
+            loss.backward()
+        losses.append(loss.detach())
+    norm = None
+    if clip is not None:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses).sum(), norm
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    total = value.double()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+@torch.no_grad()
+def test_loss(model: nn.Module, text: Tensor, args: argparse.Namespace, device: Any) -> float:
+    """Returns the loss on the same rows after every training. Collective."""
+    model.eval()
+    count = 4 * args.world_size
+    rows = rows_of(text, 0, count, args.context).to(device)
+    mean = mean_over_ranks(loss_of(model, rows.chunk(args.world_size)[dist.get_rank()]))
+    model.train()
+    return mean
+
+
+@torch.no_grad()
+def sample(model: nn.Module, args: argparse.Namespace, device: torch.device) -> str:
+    """Returns the prompt and what the model makes of it. Collective: all ranks draw alike."""
+    model.eval()
+    generator = torch.Generator().manual_seed(args.seed)
+    text = list(args.prompt.encode())
+    for _ in range(args.sample):
+        tokens = torch.tensor([text[-args.context :]], device=device)
+        chances = model(tokens)[0, -1].float().div(0.8).softmax(0).cpu()
+        text.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return bytes(text).decode(errors="replace")
+
+
+# --------------------------------------------------------------------------------- save and resume
+
+
+def save(model: nn.Module, optimizer: Any, step: int, args: argparse.Namespace) -> None:
+    """Writes whole tensors by name, so that any number of ranks can go on. Collective."""
+    plain = model.module if args.ddp else model
+    state = {
+        "model": plain.state_dict(),
+        "optimizer": ShardedWrapper.optim_state_dict(plain, optimizer),
+        "step": step,
+        "sizes": {name: getattr(args, name) for name in SIZES},
+    }
+    if dist.get_rank() == 0:
+        part = args.save.with_name(f".{args.save.name}.part")
+        torch.save(state, part)
+        os.replace(part, args.save)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(path, map_location="cpu")
+        missing = {"model", "optimizer", "step", "sizes"} - set(state)
+    except Exception as error:
+        stop(f"--resume: {path} cannot be read ({type(error).__name__})")
+    if missing:
+        stop(f"--resume: {path} is no checkpoint of this script: it has no {min(missing)!r}")
+    return state
+
+
+def resume(model: nn.Module, optimizer: Any, state: dict[str, Any], ddp: bool) -> None:
+    """Gives every rank its part of a checkpoint. Collective."""
+    plain = model.module if ddp else model
+    plain.load_state_dict(state["model"])
+    ShardedWrapper.optim_state_dict_to_load(
+        plain, optimizer, state["optimizer"], load_directly=True
+    )
+
+
+# --------------------------------------------------------------------------------------------- job
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def connect(init_method: str) -> torch.device:
+    """Joins the process group; returns this rank's device."""
+    rank, world_size, local_rank, local_size = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    group = {"init_method": init_method, "rank": rank, "world_size": world_size}
+    if torch.cuda.device_count() >= local_size:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, **group)
+        return device
+    dist.init_process_group("gloo", **group)
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def log_to(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields what writes a line of JSON; on rank 0 alone it does."""
+    if path is None or dist.get_rank() != 0:
+        yield lambda line: None
+        return
+    with path.open("w") as file:
+        yield lambda line: print(json.dumps(line, default=str), file=file, flush=True)
+
+
+def train(args: argparse.Namespace, device: torch.device) -> None:
+    from tqdm import tqdm
+
+    state = read_checkpoint(args.resume) if args.resume else None
+    first = 0
+    if state:
+        first = state["step"]
+        vars(args).update(state["sizes"])
+    train_text, test_text = read_text(args)
+    plain = build(args)
+    numel = sum(param.numel() for param in plain.parameters())
+    model = wrap_model(plain, args, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    if state:
+        resume(model, optimizer, state, args.ddp)
+    how = "DDP" if args.ddp else f"{args.strategy}{', bf16' if args.bf16 else ''}"
+    say(f"{numel:,} parameters, {args.world_size} ranks, {device.type}, {how}")
+    if first:
+        say(f"Resumed after step {first}")
+
+    rank, rows_per_rank = dist.get_rank(), args.batch_size // args.world_size
+    hide = rank != 0 or (False if args.progress else None)  # None: shown in a terminal only
+    with log_to(args.log_file) as log, tqdm(total=args.steps, initial=first, disable=hide) as bar:
+        log({"settings": vars(args), "parameters": numel, "torch": torch.__version__})
+        for step in range(first, args.steps):
+            start = time.perf_counter()
+            rows = rows_of(train_text, 1000 * args.seed + step, args.batch_size, args.context)
+            rows = rows[rank * rows_per_rank : (rank + 1) * rows_per_rank].to(device)
+            loss, norm = train_step(model, optimizer, rows, args.accumulate, args.clip)
+            mean = mean_over_ranks(loss)
+            seconds = time.perf_counter() - start
+            log({"step": step + 1, "loss": mean, "grad_norm": norm, "seconds": seconds})
+            bar.update()
+            bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
+            if bar.disable and (step + 1) % max(1, args.steps // 4) == 0:
+                say(f"step {step + 1}: loss {mean:.4f}")
+        tested = test_loss(model, test_text, args, device)
+        log({"test_loss": tested})
+    say(f"Test loss: {tested:.4f}")
+    if args.save:
+        save(model, optimizer, max(first, args.steps), args)
+        say(f"Saved {args.save.name} after step {max(first, args.steps)}")
+    if args.sample:
+        say(sample(model, args, device))
+
+
+# -------------------------------------------------------------------------------------- comparison
+
+WAYS: dict[str, dict[str, Any]] = {
+    "DDP": {"ddp": True},
+    "NO_SHARD": {"strategy": "NO_SHARD"},
+    "SHARD_OP": {"strategy": "SHARD_OP"},
+    "SHARD_GRAD_OP": {"strategy": "SHARD_GRAD_OP"},
+    "FULL_SHARD": {"strategy": "FULL_SHARD"},
+    "FULL_SHARD, bf16": {"strategy": "FULL_SHARD", "bf16": True},
+    "HYBRID_SHARD": {"strategy": "HYBRID_SHARD"},
+    "HYBRID_SHARD_ZERO2": {"strategy": "HYBRID_SHARD_ZERO2"},
+    "HYBRID_SHARD_OP": {"strategy": "HYBRID_SHARD_OP"},
+}
+"""HYBRID strategies are compared where ranks make two nodes, or can pretend to."""
+
+
+WEIGHTS = {"gather": 1, "reduce": 1, "all_reduce": 2}
+"""Volume as the ZeRO paper counts it: an all-reduce is a reduce-scatter and a gather."""
+
+
+def held_bytes(tensors: Iterable[Any]) -> int:
+    """Returns the bytes that this rank holds of them: of a sharded one, its own part."""
+    parts = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def measure(args: argparse.Namespace, text: Tensor, device: torch.device) -> dict[str, Any]:
+    """Returns time, bytes and the last loss of a few steps. Collective."""
+    model = wrap_model(build(args), args, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    rank, count = dist.get_rank(), args.batch_size // args.world_size
+    seconds, loss = [], torch.zeros(())
+
+    def step(number: int) -> Tensor:
+        rows = rows_of(text, 1000 * args.seed + number, args.batch_size, args.context)
+        mine = rows[rank * count : (rank + 1) * count].to(device)
+        return train_step(model, optimizer, mine, args.accumulate, args.clip)[0]
+
+    for number in range(args.steps):
+        dist.barrier()
+        start = time.perf_counter()
+        loss = step(number)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    last_loss = mean_over_ranks(loss)
+    gathered = gradients = 0
+    held_at_most, moved = 0, 2 * held_bytes(model.parameters())
+    if not args.ddp:
+        with model.record_steps() as reports:
+            step(args.steps)
+        held_at_most = max(report.peak_held_bytes for report in reports)
+        gathered = max(report.peak_gathered_bytes for report in reports)
+        with collectives.record() as events:
+            step(args.steps + 1)
+        moved = sum(WEIGHTS.get(event.kind, 0) * event.nbytes for event in events)
+        gathered_now = reports[-1].memory.totals()[-1][1]
+    else:
+        gathered_now = 0
+    rows = rows_of(text, 0, args.batch_size, args.context)[rank * count : (rank + 1) * count]
+    loss_of(model, rows.to(device)).backward()
+    gradients = held_bytes(p.grad for p in model.parameters() if p.grad is not None)
+    states = (value for state in optimizer.state.values() for value in state.values())
+    optimizer_bytes = held_bytes(value for value in states if isinstance(value, Tensor))
+    parameters = held_bytes(model.parameters())
+    between = parameters + optimizer_bytes + gradients + gathered_now
+    return {
+        "seconds": statistics.median(seconds[1:]),
+        "loss": last_loss,
+        "parameter_bytes": parameters,
+        "gradient_bytes": gradients,
+        "optimizer_bytes": optimizer_bytes,
+        "kept_gathered_bytes": gathered_now,
+        "peak_gathered_bytes": gathered,
+        "between_bytes": between,
+        "peak_bytes": max(between, parameters + optimizer_bytes + held_at_most),
+        "moved_bytes": moved,
+    }
+
+
+def compare(args: argparse.Namespace, device: torch.device) -> None:
+    text, _ = read_text(args)
+    world_size = args.world_size
+    # What HYBRID strategies take for a node.
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    if per_node == world_size and world_size % 2 == 0 and world_size > 2:
+        per_node = 2
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+    results = {}
+    for name, settings in WAYS.items():
+        if name.startswith("HYBRID") and not 1 < per_node < world_size:
+            continue
+        way = argparse.Namespace(**{**vars(args), "ddp": False, "bf16": False, **settings})
+        results[name] = measure(way, text, device)
+        say(f"{name}: {1000 * results[name]['seconds']:.0f} ms")
+    if dist.get_rank() != 0:
+        return
+    numel = sum(param.numel() for param in build(args).parameters())
+    about = {
+        "torch": torch.__version__,
+        "parameters": numel,
+        "world_size": world_size,
+        "per_node": per_node,
+        "ways": results,
+    }
+    print(f"\n{numel:,} parameters, {world_size} ranks, {args.steps} steps, {device.type}")
+    print(table(results))
+    if args.json:
+        args.json.write_text(json.dumps(about, indent=2) + "\n")
+    if args.plot:
+        draw(about, args.plot)
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    lines = [f"{'':20}{'ms a step':>10}{'held, MiB':>11}{'at most':>9}{'moved':>9}{'loss':>9}"]
+    for name, row in results.items():
+        sizes = (row[key] / 2**20 for key in ("between_bytes", "peak_bytes", "moved_bytes"))
+        held, peak, moved = sizes
+        lines.append(
+            f"{name:20}{1000 * row['seconds']:10.0f}{held:11.1f}{peak:9.1f}{moved:9.1f}"
+            f"{row['loss']:9.4f}"
+        )
+    return "\n".join(lines)
+
+
+def draw(about: dict[str, Any], path: Path) -> None:
+    """Draws bytes per rank: what stays between steps, and what a step needs besides."""
+    from matplotlib.figure import Figure
+
+    ways = about["ways"]
+    figure = Figure(figsize=(8, 0.8 + 0.42 * len(ways)), layout="constrained")
+    axes = figure.subplots()
+    kinds = {
+        "parameters": "parameter_bytes",
+        "optimizer state": "optimizer_bytes",
+        "gradients": "gradient_bytes",
+        "gathered, kept": "kept_gathered_bytes",
+    }
+    left = [0.0] * len(ways)
+    names = list(ways)
+    for label, key in kinds.items():
+        sizes = [row[key] / 2**20 for row in ways.values()]
+        if any(sizes):
+            axes.barh(names, sizes, left=left, label=label)
+        left = [before + size for before, size in zip(left, sizes, strict=True)]
+    rest = [row["peak_bytes"] / 2**20 - at for row, at in zip(ways.values(), left, strict=True)]
+    axes.barh(names, rest, left=left, label="more, during a step", color="0.85", hatch="///")
+    for index, row in enumerate(ways.values()):
+        axes.text(
+            row["peak_bytes"] / 2**20, index, f" {row['peak_bytes'] / 2**20:.0f}", va="center"
+        )
+    axes.invert_yaxis()
+    size = f"{about['parameters'] / 1e6:.1f} M parameters"
+    axes.set_xlabel(f"MiB on each of {about['world_size']} ranks; {size}, fp32 AdamW")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=5, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+# ------------------------------------------------------------------------------------------ launch
+
+
+def run_job(args: argparse.Namespace, init_method: str) -> None:
+    device = connect(init_method)
+    (compare if args.compare else train)(args, device)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_rank(rank: int, args: argparse.Namespace, init_method: str) -> None:
+    ranks = {"RANK": rank, "LOCAL_RANK": rank}
+    sizes = {"WORLD_SIZE": args.world_size, "LOCAL_WORLD_SIZE": args.world_size}
+    os.environ.update({name: str(value) for name, value in (ranks | sizes).items()})
+    run_job(args, init_method)
+
+
+def launch(args: argparse.Namespace) -> None:
+    """Starts the ranks on this machine; when one dies, ends the others and says which it was."""
+    threads = max(1, (os.cpu_count() or 1) // args.world_size)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.spawn(run_rank, (args, f"file://{folder}/store"), nprocs=args.world_size)
+        except mp.ProcessRaisedException as error:
+            sys.exit(f"{error}\nerror: rank {error.error_index} failed, the job was stopped")
+        except mp.ProcessExitedException as error:
+            if error.exit_code == 2:  # the rank has said why
+                sys.exit(2)
+            how = error.signal_name or f"exit status {error.exit_code}"
+            sys.exit(f"error: rank {error.error_index} ended by {how}, the job was stopped")
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    if "LOCAL_RANK" in os.environ:
+        run_job(args, "env://")
+    else:
+        launch(args)

@@ -1,0 +1,439 @@
+"""What README and docs say runs: every block of Python and shell, and every message they quote.
+
+A block of Python runs on two ranks, in a folder of its own, with the names that `surroundings`
+gives it: what its reader has by then. Recipes are besides compared with the unwrapped model.
+"""
+
+import ast
+import contextlib
+import copy
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing import assert_close
+
+import flatshard
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, wrap
+from tests.harness import naming, run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(240)]
+
+
+class Fence(NamedTuple):
+    """A block of code in a document."""
+
+    document: str
+    language: str
+    heading: str
+    text: str
+
+
+def fences(path: Path) -> list[Fence]:
+    found = []
+    heading = ""
+    for title, language, text in re.findall(
+        r"^#+ ([^\n]*)$|^```(\w*)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL
+    ):
+        heading = title or heading
+        if not title:
+            found.append(Fence(path.name, language, heading, text))
+    return found
+
+
+BLOCKS = [fence for path in DOCUMENTS for fence in fences(path)]
+PYTHON = [fence for fence in BLOCKS if fence.language == "python"]
+PROGRAMS = [fence for fence in PYTHON if "torchrun" in fence.text.splitlines()[0]]
+PIECES = [fence for fence in PYTHON if fence not in PROGRAMS]
+SHELL = [fence for fence in BLOCKS if fence.language in ("bash", "sh", "shell", "console")]
+
+
+def test_every_block_is_of_a_known_kind() -> None:
+    kinds = {"python", "bash", "diff", "text", "mermaid"}
+    assert not [fence for fence in BLOCKS if fence.language not in kinds]
+    assert len(PROGRAMS) == 1
+
+
+# ---------------------------------------------------------------- pieces of Python
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens).mean(dim=1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def data(rank: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        (
+            torch.randint(11, (3, 4), generator=generator),
+            torch.randint(5, (3,), generator=generator),
+        )
+        for _ in range(3)
+    ]
+
+
+def surroundings(text: str, rank: int) -> dict[str, Any]:
+    """The names that a block finds."""
+    model: nn.Module = build()
+    if "leave_empty" in text:
+        torch.save(model.state_dict(), "model.pt")
+        with torch.device("meta"):
+            model = Model()
+    elif not re.search(r"ShardedWrapper\(\s*(model|planned)\b", text):
+        model = ShardedWrapper(model, auto_wrap_policy=wrap.ModuleWrapPolicy({Block}))
+    batches = data(rank)
+    mesh = functools.partial(_mesh, init_device_mesh)
+    return {
+        **{name: getattr(wrap, name) for name in ("CustomPolicy", "ModuleWrapPolicy")},
+        "torch": torch,
+        "nn": nn,
+        "dist": dist,
+        "flatshard": flatshard,
+        "contextlib": contextlib,
+        "functools": functools,
+        "copy": copy,
+        "ShardedWrapper": ShardedWrapper,
+        "MixedPrecision": MixedPrecision,
+        "CPUOffload": CPUOffload,
+        "init_device_mesh": mesh,
+        "Block": Block,
+        "Model": Model,
+        "batches": batches,
+        "micro_batches": batches,
+        "group": dist.group.WORLD,
+        "inputs": batches[0][0],
+        "labels": batches[0][1],
+        "loss_fn": nn.functional.cross_entropy,
+        "loss_of": nn.functional.cross_entropy,
+        "shard": dist.group.WORLD,
+        "replicate": _alone(rank),
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
+    }
+
+
+def _mesh(make: Callable[..., Any], device: str, shape: tuple[int, ...], **names: Any) -> Any:
+    """The mesh that a document asks for, as far as two ranks on a CPU go."""
+    return make("cpu", tuple(2 if size == max(shape) else 1 for size in shape), **names)
+
+
+def _alone(rank: int) -> Any:
+    return [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
+
+
+def _run_pieces(rank: int, world_size: int, pieces: list[Fence], folder: str) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+    has_vision = importlib.util.find_spec("torchvision") is not None
+    # Compiling for real takes a compiler, and half a minute.
+    eager = functools.partialmethod(nn.Module.compile, backend="eager")
+    for number, fence in enumerate(pieces):
+        if "import torchvision" in fence.text and not has_vision:
+            continue
+        place = Path(folder) / str(number)
+        place.mkdir(exist_ok=True)
+        with contextlib.chdir(place), naming(fence), mock.patch.object(nn.Module, "compile", eager):
+            for text in _alternatives(fence.text):
+                names = surroundings(text, rank)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    exec(compile(text, f"{fence.document}: {fence.heading}", "exec"), names)
+                    if check := CHECKS.get((fence.document, fence.heading)):
+                        check(names, rank)
+        dist.barrier()
+
+
+def _alternatives(text: str) -> list[str]:
+    """Lines that each wrap anew are run one by one."""
+    tree = ast.parse(text)
+    if all(isinstance(node, ast.Expr) for node in tree.body):
+        return [ast.unparse(node) for node in tree.body]
+    return [text]
+
+
+def test_every_piece_runs_on_two_ranks(tmp_path: Path) -> None:
+    run_ranks(_run_pieces, 2, PIECES, str(tmp_path), timeout=200.0, fresh=True)
+
+
+# ---------------------------------------------------------------- what recipes come to
+
+
+def _plain_steps(
+    steps: int, prepare: Callable[[Model], object] = lambda model: None, lr: float = 1e-3
+) -> tuple[Model, torch.optim.Optimizer]:
+    """The unwrapped model after steps on the ranks' batches together."""
+    model = build()
+    prepare(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    for (inputs, labels), (others, their_labels) in list(zip(data(0), data(1), strict=True))[
+        :steps
+    ]:
+        optimizer.zero_grad()
+        output = model(torch.cat([inputs, others]))
+        nn.functional.cross_entropy(output, torch.cat([labels, their_labels])).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def _check_same_gradients(names: dict[str, Any], rank: int) -> None:
+    """The wrapped model's gradients are the plain one's."""
+    model, plain = names["model"], build()
+    inputs, labels = names["batches"][0]
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    for both in (0, 1):
+        inputs, labels = data(both)[0]
+        (nn.functional.cross_entropy(plain(inputs), labels) / 2).backward()
+    expected = [param.grad for param in plain.parameters()]
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        assert_close(param.grad.full_tensor(), grad)
+
+
+def _check_accumulated(names: dict[str, Any], rank: int) -> None:
+    plain = build()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    for both in (0, 1):
+        for inputs, labels in data(both):
+            (nn.functional.cross_entropy(plain(inputs), labels) / 6).backward()
+    optimizer.step()
+    # A first step of AdamW is as large for a small gradient as for a large one.
+    assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+def _check_average(names: dict[str, Any], rank: int) -> None:
+    expected: dict[str, Tensor] = {}
+    for steps in (1, 2, 3):
+        weights = _plain_steps(steps)[0].state_dict()
+        for name, value in weights.items():
+            expected[name] = expected[name].lerp(value, 0.01) if steps > 1 else value
+    assert_close(dict(names["weights"]), expected, rtol=1e-4, atol=1e-5)
+
+
+def _check_frozen(names: dict[str, Any], rank: int) -> None:
+    def freeze(model: Model) -> None:
+        model.requires_grad_(False)
+        model.head.requires_grad_(True)
+
+    expected, _ = _plain_steps(3, freeze)
+    assert_close(names["model"].state_dict(), dict(expected.state_dict()), rtol=1e-4, atol=1e-5)
+    assert len(names["optimizer"].state) == 2
+    assert all(p.grad is None for p in names["model"].parameters() if not p.requires_grad)
+
+
+def _check_ranges(names: dict[str, Any], rank: int) -> None:
+    if "ranges" in names:
+        for what in ("unshard", "wait_unshard", "reduce"):
+            assert f"flatshard::{what} (blocks.0)" in names["ranges"]
+    else:
+        assert len(names["reports"]) == 3
+        assert rank != 0 or Path("trace.json").exists()  # rank 0 writes it
+
+
+def _check_batch_norm(names: dict[str, Any], rank: int) -> None:
+    mean = names["resnet"].module.bn1.running_mean
+    assert mean.abs().sum() > 0
+    assert any(
+        isinstance(u.module, names["torchvision"].models.resnet.BasicBlock)
+        for u in flatshard.sharded_modules(names["resnet"])
+    )
+
+
+def _check_saved(names: dict[str, Any], rank: int) -> None:
+    saved = torch.load("checkpoint.pt")
+    plain = build()
+    plain.load_state_dict(saved["model"])
+    assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=0, atol=0)
+
+
+def _check_loaded(names: dict[str, Any], rank: int) -> None:
+    names["model"](names["inputs"])
+    assert_close(names["model"].state_dict(), dict(build().state_dict()), rtol=0, atol=0)
+
+
+def _check_plan(names: dict[str, Any], rank: int) -> None:
+    assert names["plan"].numel == sum(param.numel() for param in build().parameters())
+
+
+CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
+    ("recipes.md", "Activation checkpointing"): _check_same_gradients,
+    ("recipes.md", "Compiling blocks"): _check_same_gradients,
+    ("recipes.md", "What a step is made of"): _check_ranges,
+    ("recipes.md", "Accumulating gradients"): _check_accumulated,
+    ("strategies.md", "Accumulating gradients"): lambda names, rank: None,
+    ("recipes.md", "An average of the weights"): _check_average,
+    ("recipes.md", "Fine-tuning with frozen weights"): _check_frozen,
+    ("recipes.md", "A ResNet with BatchNorm"): _check_batch_norm,
+    ("recipes.md", "Saving, and going on with other ranks"): _check_saved,
+    ("guide.md", "Will it fit?"): _check_plan,
+}
+
+
+def test_every_recipe_is_checked() -> None:
+    recipes = {(one.document, one.heading) for one in PIECES if one.document == "recipes.md"}
+    assert not recipes - set(CHECKS)
+    assert not set(CHECKS) - {(one.document, one.heading) for one in PIECES}
+
+
+# ---------------------------------------------------------------- programs and commands
+
+
+def _environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def test_quickstart(tmp_path: Path) -> None:
+    (program,) = PROGRAMS
+    (tmp_path / "quickstart.py").write_text(program.text)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", "quickstart.py"],
+        cwd=tmp_path,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    plain = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    plain.load_state_dict(torch.load(tmp_path / "model.pt"))
+
+
+SHORTER = {
+    "bash scripts/demo.sh": "--world-size 1 --max-steps 1 --data digits",
+    "python scripts/benchmark.py": "--preset tiny --world-size 1 --rounds 1 --impl compute",
+    "python scripts/train_transformer.py": "--world-size 1 --width 16 --depth 1",
+}
+"""What makes a command small; of an option that is given twice, the last one counts."""
+
+RUNS_THESE = "bash scripts/test.sh"
+
+
+def commands() -> list[str]:
+    lines = [line.split("  #")[0].strip() for fence in SHELL for line in fence.text.splitlines()]
+    return sorted({line for line in lines if line} - {RUNS_THESE})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command(command: str, tmp_path: Path) -> None:
+    """Each in a copy of the repository's files, with an environment that is there already."""
+    short = [more for start, more in SHORTER.items() if command.startswith(start)]
+    assert short, f"say in SHORTER how to run it in a second: {command}"
+    for name in ("scripts", "flatshard", "pyproject.toml", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "docs").mkdir()
+    binaries = tmp_path / "venv" / "bin"
+    binaries.mkdir(parents=True)
+    for name in ("python", "pip"):  # to install is not what this is about
+        script = f'#!/bin/sh\n[ "$2" = pip ] && exit\nexec {sys.executable} "$@"\n'
+        (binaries / name).write_text(script)
+        (binaries / name).chmod(0o755)
+    done = subprocess.run(
+        f"{command} {short[0]}",
+        shell=True,
+        cwd=tmp_path,
+        env=_environment(
+            FLATSHARD_VENV=str(tmp_path / "venv"), PATH=f"{binaries}:{os.environ['PATH']}"
+        ),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_test_script_is_what_runs_this() -> None:
+    assert any(RUNS_THESE in fence.text for fence in SHELL)
+    bash = shutil.which("bash")
+    assert bash is not None
+    subprocess.run([bash, "-n", "scripts/test.sh"], cwd=ROOT, check=True)
+
+
+# ---------------------------------------------------------------- messages and links
+
+
+def _source_messages() -> str:
+    """All string literals of the package, with one sign for what is filled in."""
+    found = []
+    for path in sorted((ROOT / "flatshard").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%\w", "…", node.value))
+    return "\n".join(found)
+
+
+def test_quoted_messages_exist() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    parts = re.split(r"^## ", text, flags=re.MULTILINE)[1:-1]
+    quoted = [m for part in parts for m in re.findall(r"^\| `([^`]+)`", part, re.MULTILINE)]
+    assert len(quoted) > 25
+    source = _source_messages()
+    missing = [
+        message
+        for message in quoted
+        if not re.search(re.escape(message).replace("…", r"(?:…|[^\n]{1,40}?)"), source)
+    ]
+    assert not missing
+
+
+def test_links_lead_somewhere() -> None:
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text()):
+            name, _, anchor = target.partition("#")
+            there = (path.parent / name) if name else path
+            assert there.exists(), f"{path.name}: {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+                anchors = [re.sub(r"[^\w\- ]", "", h).lower().replace(" ", "-") for h in headings]
+                assert anchor in anchors, f"{path.name}: {target}"
+
+
+def test_reference_is_current() -> None:
+    spec = importlib.util.spec_from_file_location("build_api", ROOT / "scripts" / "build_api.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text() == module.page(), "run scripts/build_api.py"

@@ -1,0 +1,112 @@
+"""The notebooks run, and are what their scripts make."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "scripts" / "build_notebooks.py"
+NAMES = sorted(path.stem for path in (ROOT / "tutorials").glob("*.py"))
+
+pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(240)]
+for package in ("jupytext", "nbclient", "ipykernel", "matplotlib", "sklearn"):
+    pytest.importorskip(package, reason='needs pip install ".[tutorials]"')
+
+
+def build() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_notebooks", BUILD)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def committed(name: str) -> Any:
+    return json.loads((ROOT / "tutorials" / f"{name}.ipynb").read_text())
+
+
+def outputs(notebook: Any) -> list[Any]:
+    return [output for cell in notebook["cells"] for output in cell.get("outputs", ())]
+
+
+def kinds(notebook: Any) -> list[list[str]]:
+    """What each cell shows; not what matplotlib says when it is used for the first time."""
+    return [
+        [one["output_type"] for one in cell.get("outputs", ()) if one.get("name") != "stderr"]
+        for cell in notebook["cells"]
+    ]
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All notebooks at toy size, side by side: much of the time is starting ranks."""
+    folder = tmp_path_factory.mktemp("notebooks")
+    environment = {
+        **os.environ,
+        "TUTORIAL_TOY": "1",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, str(BUILD), name, "--out", str(folder)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in NAMES
+    }
+    deadline = time.monotonic() + 200
+    try:
+        for name, process in running.items():
+            _, err = process.communicate(timeout=deadline - time.monotonic())
+            assert process.returncode == 0, f"{name}: {err}"
+    finally:
+        for process in running.values():
+            process.kill()
+    return {name: json.loads((folder / f"{name}.ipynb").read_text()) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_at_toy_size(name: str, executed: dict[str, Any]) -> None:
+    assert [output for output in outputs(executed[name]) if output["output_type"] == "error"] == []
+    # As many outputs of each kind as in the one that is committed, so that no cell says nothing.
+    assert kinds(executed[name]) == kinds(committed(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_notebook_is_of_its_script(name: str) -> None:
+    again = "run scripts/build_notebooks.py"
+    source, notebook = build().read(name), committed(name)
+    for cell, of_script in zip(notebook["cells"], source.cells, strict=True):
+        assert "".join(cell["source"]) == of_script.source, again
+    for output in outputs(notebook):
+        text = json.dumps({k: v for k, v in output.items() if k != "data"})
+        text += "".join(output.get("data", {}).get("text/plain", ()))
+        found = re.search(r"Traceback|Warning|\\u001b|(?<![\w.])/(home|tmp|work|opt|root)/", text)
+        assert found is None, text
+    shown = [key for output in outputs(notebook) for key in output.get("data", ())]
+    assert shown.count("image/png") >= 1
+
+
+@pytest.mark.parametrize("arguments", [["unknown"], ["--out", "missing"]])
+def test_bad_options_are_one_line(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["build_notebooks.py", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        build().main()
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")

@@ -1,0 +1,338 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # From DistributedDataParallel to ShardedWrapper
+#
+# You have a training program that runs under `DistributedDataParallel` (DDP), and it runs out of
+# memory. This notebook takes the classic MNIST program, shards it with one line, then with two
+# units, and looks at what each step of this does to memory and communication.
+#
+# DDP copies everything to every rank: parameters, gradients, and the optimizer's state. `N` ranks
+# hold the same bytes `N` times. `ShardedWrapper` lets every rank keep one `N`th of each, and
+# *gathers* a layer's parameters only while that layer computes.
+#
+# The ranks here are real: each run below is a `torchrun` of
+# [scripts/train_mnist.py](../scripts/train_mnist.py) with two processes. (Functions defined in a
+# notebook cannot be sent to other processes, so the program is a file.) The cells show its parts.
+#
+# To run it yourself: `pip install -e ".[tutorials]"`, then open this file with Jupyter.
+
+# %%
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from IPython.display import Markdown
+
+from flatshard import CPUOffload, ShardedWrapper
+
+sys.path.insert(0, "../scripts")
+import train_mnist
+
+# MNIST's files are taken from ROOT/MNIST/raw where they are there, else scikit-learn's digits.
+ROOT = os.environ.get("MNIST_ROOT", "../data")
+TOY = "TUTORIAL_TOY" in os.environ  # as the tests run it: a few steps on the digits
+JOB = ["--max-steps", "2", "--data", "digits"] if TOY else ["--max-steps", "200"]
+results = Path(tempfile.mkdtemp())
+
+
+def show(*functions):
+    """Displays the source of parts of the program."""
+    text = "\n\n".join(inspect.getsource(function) for function in functions)
+    return Markdown(f"```python\n{text}```")
+
+
+def torchrun(name, *options):
+    """Trains on two ranks and keeps what the run records; returns what rank 0 printed."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    files = ["--json", results / f"{name}.json", "--record", results / f"{name}-step.json"]
+    # Ranks on one Linux host could share memory and would not need to send anything. As over a
+    # network, they are to send here.
+    program = ["../scripts/train_mnist.py", "--data-root", ROOT, "--collectives", "sockets"]
+    done = subprocess.run(
+        [*launcher, *program, *JOB, *files, *options],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "FORCE_COLOR": ""},  # Jupyter sets it
+    )
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr)
+    return done.stdout
+
+
+def load(name):
+    return json.loads((results / f"{name}.json").read_text())
+
+
+# %% [markdown]
+# ## The program
+#
+# The network is the one of every first tutorial: two convolutions, two linear layers, 1.2 million
+# parameters. Keep one number in mind: `fc1` alone has 9216 x 128 + 128 = 1,179,776 of them, 98 %.
+
+# %%
+show(train_mnist.Net)
+
+# %% [markdown]
+# Every rank joins a process group: gloo on CPUs, NCCL where each rank has its GPU.
+
+# %%
+show(train_mnist.connect)
+
+# %% [markdown]
+# The training loop does not know how the model is distributed. Each rank takes its own part of
+# every batch; what is different between DDP and `ShardedWrapper` happens inside `model(...)`,
+# `loss.backward()` and `optimizer.step()`.
+
+# %%
+show(train_mnist.train_epoch)
+
+# %% [markdown]
+# Testing has one rule to it: with sharded parameters a forward is *collective*. Every rank must
+# call it equally often, because every rank holds a part that the others need. So all ranks take
+# equally many batches, and what is too much is masked.
+
+# %%
+show(train_mnist.evaluate)
+
+# %% [markdown]
+# And this is all that wrapping takes. The first line is DDP, the last statement is flatshard; the
+# optimizer is made afterwards, from `model.parameters()`, in both cases.
+
+# %%
+show(train_mnist.wrap_model)
+
+# %% [markdown]
+# ## 1. DDP
+
+# %%
+print(torchrun("ddp", "--ddp"))
+
+# %% [markdown]
+# Three tensors for one: beside each parameter there are its gradient and the two averages that
+# Adadelta keeps. All four are on every rank.
+#
+# ## 2. Sharded, as one unit
+#
+# ```diff
+# -model = DistributedDataParallel(model)
+# +model = ShardedWrapper(model)
+# ```
+#
+# Without a wrap policy the whole model is one *unit*: its parameters are laid out in one flat
+# vector, of which each rank keeps one half.
+
+# %%
+print(torchrun("one", "--min-num-params", "0"))
+
+# %% [markdown]
+# Each rank now holds half of everything *between* steps, and the losses are the same (see below).
+# But a unit is gathered as a whole: *during* a step all parameters are there.
+#
+# ## 3. Sharded, as two units
+#
+# `size_based_auto_wrap_policy` makes a unit of every module that has at least `min_num_params`
+# parameters of its own:
+#
+# ```python
+# policy = functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)
+# model = ShardedWrapper(model, auto_wrap_policy=policy)
+# ```
+#
+# `conv2` has 18,496, so `fc1` alone becomes one, and the rest belongs to the outermost unit.
+
+# %%
+print(torchrun("two", "--min-num-params", "20000"))
+
+# %% [markdown]
+# The printed model shows both units, with their elements and padding.
+#
+# ## The accordion
+#
+# `model.record_steps()` tells what a rank held at each moment of a step. Here is one step of each
+# run on rank 0, drawn to the same scale. At the bottom is what stays: this rank's parameters and
+# optimizer state.
+
+
+# %%
+def draw_held(axes, name):
+    step = load(f"{name}-step")
+    times, gathered, gradients = zip((0.0, 0, 0), *step["samples"])
+    times, gathered = [*times, step["step_end"]], [*gathered, 0]
+    gradients = [*gradients, gradients[-1]]
+    mib, ms = 2**20, [1000 * time for time in times]
+    low = [step["parameter_bytes"] / mib] * len(ms)
+    axes.fill_between(ms, 0, low, step="post", label="parameters kept", color="tab:blue")
+    layers = {
+        "optimizer state": ([step["optimizer_bytes"]] * len(ms), "tab:purple"),
+        "gathered parameters": (gathered, "tab:orange"),
+        "gradients": (gradients, "tab:green"),
+    }
+    for label, (held, colour) in layers.items():
+        high = [below + value / mib for below, value in zip(low, held)]
+        axes.fill_between(ms, low, high, step="post", label=label, color=colour, lw=0)
+        low = high
+    for end in ("forward_end", "backward_end"):
+        axes.axvline(1000 * step[end], color="black", lw=0.8, ls=":")
+    axes.set_ylabel("MiB on rank 0")
+    axes.margins(x=0)
+
+
+titles = {"ddp": "DDP", "one": "flatshard, one unit", "two": "flatshard, two units"}
+figure, panels = plt.subplots(3, 1, figsize=(8, 7), sharey=True, layout="constrained")
+for axes, (name, title) in zip(panels, titles.items()):
+    draw_held(axes, name)
+    axes.set_title(title, loc="left")
+panels[-1].set_xlabel("ms since the step began (dotted: forward ends, backward ends)")
+handles, labels = panels[0].get_legend_handles_labels()
+figure.legend(handles, labels, loc="outside lower center", ncols=4)
+plt.show()
+
+# %% [markdown]
+# **DDP** holds four copies' worth all the time. Its gradients lie in buckets which it keeps from
+# step to step; what backward has just made is there besides, until it is copied to its bucket.
+#
+# **One unit**: half of it is left between steps. The accordion opens once: all parameters are
+# gathered when forward begins, and given back when backward is over. Gradients pile up whole next
+# to them and are reduced at the very end, each rank keeping the average of its own half.
+#
+# **Two units**: the accordion opens for `fc1` alone and closes again, in forward and once more in
+# backward: as soon as its gradients are there they are reduced, and its parameters given back,
+# while the convolutions still compute. The root (the other 2 %) stays gathered in between.
+#
+# With 98 % of this model in one layer, the most that a rank holds at one time hardly changes: a
+# unit is gathered whole, so nothing smaller than the largest unit can be the peak. Where layers are
+# many and alike, the saving is their number: see [transformer.ipynb](transformer.ipynb).
+#
+# ## What is sent, and when
+
+
+# %%
+def draw_ranges(axes, name):
+    step = load(f"{name}-step")
+    kinds = {
+        "compute forward": "tab:blue",
+        "compute backward": "tab:cyan",
+        "gather under way": "tab:orange",
+        "reduction under way": "tab:green",
+    }
+    units = sorted({unit for kind, unit, *_ in step["ranges"] if kind in kinds}, reverse=True)
+    rows = [(kind, unit) for unit in units for kind in kinds]
+    for kind, unit, begin, end in step["ranges"]:
+        if kind in kinds:
+            row = len(rows) - 1 - rows.index((kind, unit))
+            axes.barh(row, 1000 * (end - begin), left=1000 * begin, color=kinds[kind])
+    names = [f"{kind}, {unit or '(root)'}" for kind, unit in reversed(rows)]
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.set_xlim(0, 1000 * step["backward_end"])
+
+
+figure, panels = plt.subplots(
+    2, 1, figsize=(8, 5), height_ratios=[1, 2], sharex=True, layout="constrained"
+)
+for axes, name in zip(panels, ("one", "two")):
+    draw_ranges(axes, name)
+    axes.set_title(titles[name], loc="left")
+panels[-1].set_xlabel("ms since the step began")
+plt.show()
+
+# %% [markdown]
+# With two units there is something to overlap: `fc1` is gathered while the convolutions compute
+# (orange beside blue), and its gradients are reduced while the convolutions' backward runs (green
+# beside cyan). With one unit everything waits for everything.
+#
+# In bytes, counted as the ZeRO paper does (an all-reduce is a reduce-scatter and a gather):
+
+# %%
+rows = [("", "kept between steps", "held at most", "moved per step")]
+for name, title in titles.items():
+    step = load(f"{name}-step")
+    kept = step["parameter_bytes"] + step["optimizer_bytes"]
+    peak = max(gathered + gradients for _, gathered, gradients in step["samples"])
+    between = kept + step["gradient_bytes"]
+    rows.append(
+        (
+            title,
+            *(f"{size / 2**20:.2f} MiB" for size in (between, kept + peak, step["moved_bytes"])),
+        )
+    )
+for row in rows:
+    print(f"{row[0]:22}" + "".join(f"{cell:>20}" for cell in row[1:]))
+
+# %% [markdown]
+# Sharding costs communication: DDP all-reduces its gradients, 2P for P bytes of parameters. One
+# unit moves the same 2P: a gather and a reduce-scatter. Two units gather `fc1` a second time for
+# backward: 3P, but for the root. (`sharding_strategy="SHARD_GRAD_OP"` keeps units gathered between
+# forward and backward: 2P again, and the accordion stays open.)
+#
+# ## The same numbers
+#
+# Sharding changes where parameters are, not what they become:
+
+# %%
+figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
+for (name, title), style in zip(titles.items(), ("-", "--", ":")):
+    axes.plot(load(name)["step_losses"], style, lw=2, label=title)
+axes.set_xlabel("step")
+axes.set_ylabel("loss over all ranks")
+axes.legend()
+plt.show()
+reference = load("ddp")["step_losses"]
+for name in ("one", "two"):
+    apart = max(abs(a - b) / b for a, b in zip(load(name)["step_losses"], reference))
+    print(f"{titles[name]}: largest difference of a step's loss from DDP's {apart:.1e}, relative")
+
+# %% [markdown]
+# ## Offload
+#
+# `cpu_offload=CPUOffload(offload_params=True)` keeps shards, gradients and optimizer state in host
+# memory. On a CPU they are there already, so it changes nothing and says so (as does wrapping where
+# there are no other ranks, as in this notebook's own process):
+
+# %%
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    ShardedWrapper(train_mnist.Net(), cpu_offload=CPUOffload(offload_params=True))
+print(*(one.message for one in said), sep="\n")
+
+# %% [markdown]
+# ## Saving
+#
+# `model.state_dict()` has whole tensors under the plain model's names, on every rank. It gathers,
+# so every rank calls it, and one writes:
+#
+# ```python
+# weights = model.state_dict()
+# if dist.get_rank() == 0:
+#     torch.save(weights, "net.pt")
+# ```
+#
+# The file loads into the plain network. `--save net.pt` does this.
+#
+# ## What to take along
+#
+# | | |
+# |---|---|
+# | swap the wrapper, make the optimizer after it | `ShardedWrapper(model)` |
+# | call forward and `state_dict()` on every rank | also in evaluation |
+# | give large models units | `auto_wrap_policy="auto"`, by class, or by size |
+# | see what a step does | `with model.record_steps(): ...`, `print(model.step_report())` |
+#
+# Next: [transformer.ipynb](transformer.ipynb) compares all strategies on a model with many equal
+# units; [memory.ipynb](memory.ipynb) does the arithmetic.

@@ -1,0 +1,200 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # A transformer, sharded block by block
+#
+# A decoder-only transformer is the model that sharding was made for: many blocks, all alike, one
+# after the other. This notebook makes a unit of each block, trains in bfloat16 with accumulated and
+# clipped gradients, saves, goes on with another number of ranks, and compares all strategies.
+#
+# As in [mnist.ipynb](mnist.ipynb), every run is a real one: several processes that run
+# [scripts/train_transformer.py](../scripts/train_transformer.py). The text is Python's own
+# documentation, which comes with Python; `--text FILE` takes yours. A token is a byte.
+
+# %%
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from IPython.display import Markdown
+
+sys.path.insert(0, "../scripts")
+import train_transformer
+
+TOY = "TUTORIAL_TOY" in os.environ  # as the tests run it: small, and a few steps
+results = Path(tempfile.mkdtemp())
+
+
+def show(*functions):
+    """Displays the source of parts of the program."""
+    text = "\n\n".join(inspect.getsource(function) for function in functions)
+    return Markdown(f"```python\n{text}```")
+
+
+def torchrun(world_size, *options):
+    """Runs the script on so many ranks; returns what rank 0 printed."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program = [f"--nproc-per-node={world_size}", "../scripts/train_transformer.py", *options]
+    done = subprocess.run(
+        [*launcher, *program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr)
+    return done.stdout
+
+
+def log_of(name):
+    return [json.loads(line) for line in (results / name).read_text().splitlines()]
+
+
+# %% [markdown]
+# ## Units by class
+#
+# This is the repeated block. `ModuleWrapPolicy({Block})` makes a unit of each; embeddings, the last
+# norm and the head belong to the root.
+
+# %%
+show(train_transformer.Block, train_transformer.wrap_model)
+
+# %% [markdown]
+# `mixed_precision` says in which dtypes to gather and to reduce. The shards that the optimizer
+# updates stay float32:
+
+# %%
+train_transformer.BF16
+
+# %% [markdown]
+# ## Accumulating and clipping
+#
+# Under `model.no_sync()` a backward sends nothing; the first one outside sends the sum. Norms are
+# those of the whole model: torch's own `clip_grad_norm_` is right, on every rank.
+
+# %%
+show(train_transformer.train_step)
+
+# %% [markdown]
+# ## Training and saving
+#
+# Both state dicts are collective and hold whole tensors by name. They say nothing of ranks, units
+# or strategies.
+
+# %%
+show(train_transformer.save, train_transformer.resume)
+
+# %%
+SMALL = ["--width", "32", "--depth", "2", "--batch-size", "12"] if TOY else ["--batch-size", "24"]
+HALF, ALL = ("2", "4") if TOY else ("80", "160")
+SAMPLE = "8" if TOY else "300"
+job = [*SMALL, "--bf16", "--accumulate", "2", "--clip", "1.0"]
+
+files = ["--save", str(results / "half.pt"), "--log-file", str(results / "two.jsonl")]
+print(torchrun(2, *job, "--steps", HALF, *files))
+
+# %% [markdown]
+# ## Going on with another number of ranks
+#
+# The same checkpoint on one rank more, which must do its share of every batch. Python's
+# documentation is read from where training left it: batches depend on the seed and the step alone.
+
+# %%
+files = ["--resume", str(results / "half.pt"), "--log-file", str(results / "three.jsonl")]
+text = torchrun(1 if TOY else 3, *job, "--steps", ALL, "--sample", SAMPLE, *files)
+print(text[: text.index("The ")])
+
+# %%
+figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
+for name, label in {"two.jsonl": "2 ranks", "three.jsonl": "resumed on 3 ranks"}.items():
+    steps = [line for line in log_of(name) if "loss" in line]
+    axes.plot([line["step"] for line in steps], [line["loss"] for line in steps], label=label)
+axes.set_xlabel("step")
+axes.set_ylabel("loss, nats per byte")
+axes.legend()
+plt.show()
+
+# %% [markdown]
+# The log (`--log-file`) has a line of JSON for each step:
+
+# %%
+print(json.dumps(log_of("three.jsonl")[1]))
+
+# %% [markdown]
+# And this is what the model writes so far. Sampling is collective as well: every forward gathers,
+# so all ranks draw the same bytes.
+
+# %%
+print(text[text.index("The ") :])
+
+# %% [markdown]
+# ## All strategies
+#
+# `--compare` trains the same model for a few steps under each strategy. Here it has more blocks,
+# and the ranks send what they would send over a network (`--collectives sockets`). Of the four
+# ranks two at a time play a node, for the HYBRID strategies.
+
+# %%
+RANKS = 2 if TOY else 4
+SIZES = ["--width", "32", "--depth", "3"] if TOY else ["--width", "256", "--depth", "8"]
+STEPS = "2" if TOY else "4"
+comparison = results / "comparison.json"
+options = ["--compare", "--collectives", "sockets", "--json", str(comparison)]
+options += ["--steps", STEPS, "--batch-size", "8", *SIZES]
+print(torchrun(RANKS, *options).split("\n\n")[-1])
+
+# %% [markdown]
+# *held*: parameters, gradients and optimizer state between steps, on each rank. *at most*: with
+# what is gathered and reduced during a step. *moved*: of each step, as the ZeRO paper counts (an
+# all-reduce is a reduce-scatter and a gather). All without activations, which are alike. The losses
+# agree: with DDP, and with one another.
+
+# %%
+ways = json.loads(comparison.read_text())["ways"]
+columns = {
+    "ms a step": lambda row: 1000 * row["seconds"],
+    "MiB held between steps, at most": lambda row: row["between_bytes"] / 2**20,
+    "MiB moved per step": lambda row: row["moved_bytes"] / 2**20,
+}
+figure, panels = plt.subplots(1, 3, figsize=(10, 4), sharey=True, layout="constrained")
+for axes, (title, figure_of) in zip(panels, columns.items()):
+    values = [figure_of(row) for row in ways.values()]
+    axes.barh(list(ways), values, color="tab:blue")
+    if title.startswith("MiB held"):
+        more = [row["peak_bytes"] / 2**20 - held for row, held in zip(ways.values(), values)]
+        axes.barh(list(ways), more, left=values, color="0.85", hatch="///")
+    axes.set_title(title, fontsize="medium")
+panels[0].invert_yaxis()
+plt.show()
+
+# %% [markdown]
+# What to read from it:
+#
+# - `FULL_SHARD` holds a quarter of what DDP does between steps, and during a step the root and
+#   three blocks besides. It moves half as much again: each block is gathered twice.
+# - `SHARD_GRAD_OP` keeps blocks gathered between forward and backward: DDP's communication, but the
+#   whole model is in memory for a moment. `SHARD_OP` keeps them until the optimizer's step, which
+#   pays when gradients are accumulated over several micro-batches.
+# - bfloat16 halves what is gathered. Gradients are reduced in float32 here (`reduce_dtype`).
+# - The HYBRID strategies hold more, and move most of it within a node, which on four processes of
+#   one machine has no advantage. They are for clusters, where links between nodes are slower.
+#
+# Times are of four ranks on few cores, over sockets: on your network they will differ, bytes will
+# not. `python scripts/train_transformer.py --compare` tells.
+#
+# Next: [memory.ipynb](memory.ipynb) predicts these bytes without running anything.
