@@ -159,7 +159,7 @@ class PrecisionPlan:
 
     def describe(self) -> str:
         """What functions said, which must be the same on every rank."""
-        return f"overrides by function: {self._by_function}" if self._by_function else ""
+        return f", overrides by function: {self._by_function}" if self._by_function else ""
 
     def remarks(self) -> list[str]:
         """What has no effect."""
