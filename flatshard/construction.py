@@ -16,7 +16,7 @@ from flatshard.ignored import Ignored, find_ignored
 from flatshard.overrides import ParamPrecision, PrecisionPlan
 from flatshard.ownership import OwnedParam, find_owners
 from flatshard.precision import ReduceMode
-from flatshard.settings import Settings
+from flatshard.settings import Settings, check_quantised
 from flatshard.unit import Unit
 from flatshard.unit_module import UnitModule, named_unit_modules, unit_modules
 from flatshard.wrap import Policy, check_policy, explain_no_match, find_units
@@ -107,6 +107,9 @@ class Construction:
         self._left_alone = left_alone(module, ignored)
         self._plans = [] if policy is None else find_units(module, policy, **_left_out(ignored))
         self._of_unit = {plan.module: settings.override(plan) for plan in self._plans}
+        check_quantised("", settings)
+        for plan in self._plans:
+            check_quantised(plan.name, self._of_unit[plan.module])
         units = [plan.module for plan in self._plans]
         self._owners = find_owners(module, units, self._left_alone)
         policies = {unit: one.precision for unit, one in self._of_unit.items()}
@@ -249,6 +252,7 @@ class Construction:
                 reduce_dtype=kind[2].reduce_dtype,
                 keep_reduce_dtype=precision.keep_low_precision_grads,
                 fixed_order=precision.reduce_mode is ReduceMode.FIXED_ORDER,
+                gather_dtype=kind[2].gather_dtype,
                 use_orig_params=settings.use_orig_params,
                 on_grad=unit.on_grad,
                 on_outside_grad=unit.on_outside_grad,

@@ -31,7 +31,7 @@ def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
 
 
 def check_dtype(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter, grad: Tensor
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter
 ) -> None:
     """See before a step that an optimizer can step on a gradient in another dtype.
 
@@ -40,8 +40,10 @@ def check_dtype(
     Raises:
         RuntimeError: it cannot, or its state would have that dtype too.
     """
-    if grad.dtype == param.dtype:
-        return
+    with torch._C.DisableTorchFunctionSubclass():
+        grad = param.grad
+        if grad is None or grad.dtype == param.dtype:
+            return
     step = inspect.unwrap(type(optimizer).step)
     why = _NOT_IN_LOW_PRECISION.get(step)
     if group.get("fused"):

@@ -36,6 +36,7 @@ from flatshard.mapped_shards import MappedShards
 from flatshard.ownership import OwnedParam
 from flatshard.param_views import ParamViews
 from flatshard.pending import Pending, Unsettled
+from flatshard.quantised import QuantisedShard
 from flatshard.secondary import WHOLE, SecondaryShard, gather_in_two
 from flatshard.starting import RankZero, Start
 from flatshard.topology import Topology
@@ -81,6 +82,7 @@ class FlatParamHandle:
         reduce_dtype: torch.dtype | None,
         keep_reduce_dtype: bool,
         fixed_order: bool,
+        gather_dtype: torch.dtype | None,
         use_orig_params: bool,
         on_grad: Callable[[GradPublisher, int, Tensor], None],
         on_outside_grad: Callable[[], object],
@@ -99,6 +101,7 @@ class FlatParamHandle:
             reduce_dtype: dtype in which gradients are reduced; None takes ``compute_dtype``.
             keep_reduce_dtype: whether reduced gradients stay in it.
             fixed_order: whether to add them up in rank order, whatever the backend.
+            gather_dtype: float8 type in which the shard is sent; None: ``compute_dtype``.
             use_orig_params: whether users see original parameters or one ``FlatParameter``.
             on_grad: called with ``grads``, an original parameter's index and its gradient when
                 that has come; calls ``grads.receive``.
@@ -112,6 +115,7 @@ class FlatParamHandle:
         self._secondary = self._plan_secondary()
         self._compute_dtype, self._reduce_dtype = compute_dtype, reduce_dtype
         self._keep_reduce_dtype, self._fixed_order = keep_reduce_dtype, fixed_order
+        self._packed: Tensor | None = None
         self.unsettled = Unsettled()
         self.summoned: Any = None
         self.comm_hook: CommHook | None = None
@@ -126,6 +130,9 @@ class FlatParamHandle:
             itemsize=first.element_size(),
             orders=[memory_order(o.param.shape, o.param.stride()) for o in owned],
         )
+        self._quantised: QuantisedShard | None = None
+        if gather_dtype is not None and not self.is_whole:
+            self._quantised = QuantisedShard(gather_dtype, self.layout.shard_numel)
         self.params = ParamViews(
             owned,
             unit_name,
@@ -199,7 +206,8 @@ class FlatParamHandle:
     def _map_like(self, shard: Tensor) -> MappedShards | None:
         """Memory for a shard that gathers need not copy, where that is possible."""
         uncast = _lowered(shard.dtype, self._compute_dtype) == shard.dtype
-        if shard.device.type != "cpu" or self._secondary is not None or not uncast:
+        is_copied = self._secondary is not None or self._quantised is not None or not uncast
+        if shard.device.type != "cpu" or is_copied:
             return None
         return self.topology.inner.map_shards(
             shard.numel(), shard.dtype, tag=self._tag, map_tag=self._map_tag
@@ -326,9 +334,14 @@ class FlatParamHandle:
             self.begin_refresh()
             if self._secondary.is_current(self.version):
                 return self._secondary.gather(self.buffer, purpose)
+        if self._quantised is None:
+            source, out = self._source(), self.buffer
+        else:
+            source = self._quantised.pack(self.shard.detach())
+            self._packed = out = source.new_empty(source.numel() * self.topology.inner.size)
         return self.topology.inner.all_gather(
-            self._source(),
-            self.buffer,
+            source,
+            out,
             label=self.unit_name,
             tag=self._tag,
             purpose=purpose,
@@ -425,11 +438,20 @@ class FlatParamHandle:
                 # Autograd must not take the refill for an edit of what it saved.
                 with _unsafe_preserve_version_counter(self.buffer):
                     gather.wait(self.unsettled)
+                    self._unpack()
             except Exception:
                 self.state = ShardState.SHARDED
                 self._free_buffer()
                 raise
         self.state = ShardState.UNSHARDED
+
+    def _unpack(self) -> None:
+        """Fill the buffer with what came in float8."""
+        packed, self._packed = self._packed, None
+        if packed is not None:
+            assert self._quantised is not None, "it was packed"
+            with torch.inference_mode(False), torch.no_grad():
+                self._quantised.unpack(packed, self.buffer)
 
     def reshard(self) -> None:
         """Give back the unsharded buffer; does nothing when there is none.
@@ -561,6 +583,7 @@ class FlatParamHandle:
         self.absorb_replaced()
         twin = copy.copy(self)
         twin.state, twin._gather, twin._gathered_version = ShardState.SHARDED, None, -1
+        twin._packed = None
         twin.unfilled, twin.comm_hook = set(self.unfilled), None
         twin._take_tags()
         twin._secondary = twin._plan_secondary()

@@ -136,12 +136,9 @@ def _check_grads(optimizer: torch.optim.Optimizer) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
             for param in group["params"]:
-                grad = param.grad
-                if grad is None:
-                    continue
-                check_dtype(optimizer, group, param, grad)
+                check_dtype(optimizer, group, param)
                 # An earlier, reduced gradient is marked too while more waits for its reduction.
-                unit = getattr(grad, "_unreduced_of", None)
+                unit = getattr(param.grad, "_unreduced_of", None)
                 if unit is not None:
                     raise RuntimeError(
                         f"unit {unit!r}: step() on gradients that were accumulated under no_sync "
@@ -194,7 +191,9 @@ def step_parts(
     whole, optimizer.param_groups = optimizer.param_groups, narrow
     try:
         with torch.no_grad():
-            _check_grads(optimizer)
+            for group, params in parts:
+                for param in params:
+                    check_dtype(optimizer, group, param)
             _swap_in(optimizer)
             step(optimizer)
     finally:

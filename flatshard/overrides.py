@@ -40,6 +40,7 @@ class ParamPrecision:
 
     compute_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+    gather_dtype: torch.dtype | None = None
 
 
 class PrecisionPlan:
@@ -68,6 +69,7 @@ class PrecisionPlan:
         self._override_of: dict[nn.Module, Override | None] = {}
         self._casts: dict[nn.Module, ModuleCasts] = {}
         self._params: dict[int, tuple[str, Override | None]] = {}
+        self._not_linear: set[int] = set()
         self._by_function: dict[str, torch.dtype] = {}
         self._untouched: dict[str, torch.dtype] = {}
         self._matched: set[str] = set()
@@ -106,10 +108,10 @@ class PrecisionPlan:
         """What a policy says of a module itself."""
         if isinstance(module, tuple(policy.module_classes_to_ignore)):
             return Override(None)
-        return self._by_name(self._names[module], policy, list(module.parameters()))
+        return self._by_name(self._names[module], policy, module.parameters())
 
     def _by_name(
-        self, names: list[str], policy: MixedPrecision, params: list[nn.Parameter]
+        self, names: list[str], policy: MixedPrecision, params: Iterable[nn.Parameter]
     ) -> Override | None:
         if policy.overrides is None or callable(policy.overrides):
             return None
@@ -126,6 +128,8 @@ class PrecisionPlan:
             if policy.param_dtype is not None or policy.reduce_dtype is not None:
                 self._untouched[names[0]] = param.dtype
             return
+        if not (isinstance(module, nn.Linear) and attribute == "weight"):
+            self._not_linear.add(id(param))
         override = self._by_name(names, policy, [param])
         override = override or self._by_call(names[0], param, policy)
         override = override or self._override_of[module]
@@ -155,7 +159,7 @@ class PrecisionPlan:
 
     def describe(self) -> str:
         """What functions said, which must be the same on every rank."""
-        return f"overrides by function: {self._by_function}" if self._by_function else ""
+        return f", overrides by function: {self._by_function}" if self._by_function else ""
 
     def remarks(self) -> list[str]:
         """What has no effect."""
@@ -184,7 +188,8 @@ class PrecisionPlan:
             return ParamPrecision(None, None)
         _, override = self._params.get(id(param), ("", None))
         if override is None:
-            return ParamPrecision(policy.param_dtype, policy.reduce_dtype)
+            gather_dtype = None if id(param) in self._not_linear else policy.gather_dtype
+            return ParamPrecision(policy.param_dtype, policy.reduce_dtype, gather_dtype)
         if policy.reduce_dtype is None:
             return ParamPrecision(override.dtype, None)
         computed = override.dtype or param.dtype

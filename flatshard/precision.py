@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from flatshard.quantised import FLOAT8
+
 Overrides: TypeAlias = (
     Mapping[str, torch.dtype] | Callable[[nn.Parameter], torch.dtype | None] | None
 )
@@ -62,6 +64,9 @@ class MixedPrecision:
         reduce_mode: who adds gradients up: a ``ReduceMode`` or its value, ``"auto"`` or
             ``"fixed_order"``, which makes them the same, bit for bit, in every run with as many
             ranks, by whatever transport or backend.
+        gather_dtype: a float8 type, in which weights of ``nn.Linear`` are sent to the other ranks,
+            with a scale per 256 elements, to be gathered in ``param_dtype``. None: they are sent
+            in ``param_dtype``.
 
     Raises:
         TypeError: a dtype is not a floating point one, a flag no bool, a class no module's, or
@@ -81,6 +86,7 @@ class MixedPrecision:
     module_classes_to_ignore: Iterable[type[nn.Module]] = (_BatchNorm,)
     overrides: Overrides = None
     reduce_mode: ReduceMode | str = ReduceMode.AUTO
+    gather_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         """Check and tidy up; see the class."""
@@ -92,6 +98,11 @@ class MixedPrecision:
                     f"MixedPrecision: {name} must be a floating point torch.dtype or None, "
                     f"got {dtype!r}"
                 )
+        if self.gather_dtype is not None and self.gather_dtype not in FLOAT8:
+            raise TypeError(
+                f"MixedPrecision: gather_dtype must be None or one of {', '.join(map(str, FLOAT8))}"
+                f", got {self.gather_dtype!r}"
+            )
         for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(
@@ -133,7 +144,7 @@ class MixedPrecision:
     @property
     def changes_nothing(self) -> bool:
         """Whether parameters, gradients and buffers keep their own dtypes."""
-        dtypes = (self.param_dtype, self.reduce_dtype, self.buffer_dtype)
+        dtypes = (self.param_dtype, self.reduce_dtype, self.buffer_dtype, self.gather_dtype)
         return all(dtype is None for dtype in dtypes) and not self.overrides
 
     def describe(self) -> str:

@@ -83,6 +83,23 @@ class Settings:
         )
 
 
+def check_quantised(name: str, settings: Settings) -> None:
+    """Refuse float8 for parameters of which parts are kept to gather from.
+
+    Raises:
+        NotImplementedError: so it is.
+    """
+    placement = settings.placement
+    if settings.precision.gather_dtype is not None and (
+        placement.regather_size is not None or placement.over_all
+    ):
+        raise NotImplementedError(
+            f"unit {name!r}: mixed_precision: gather_dtype={settings.precision.gather_dtype} with "
+            "reshard_after_forward=k or HYBRID_SHARD_OP, which keep parts of gathered parameters, "
+            "is not supported. Leave one of them out."
+        )
+
+
 def ranks_or_alone(
     process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, mode: Transport
 ) -> Ranks:

@@ -35,6 +35,7 @@ def test_bad_precision() -> None:
     for field, value in (
         ("param_dtype", torch.int8),
         ("buffer_dtype", "bf16"),
+        ("gather_dtype", BF16),
         ("keep_low_precision_grads", 1),
         ("module_classes_to_ignore", nn.Linear(1, 1)),
         ("overrides", [("norm", BF16)]),

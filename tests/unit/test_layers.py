@@ -13,6 +13,7 @@ LAYERS = [
         "schedule",
         "config",
         "precision",
+        "quantised",
         "offload",
         "profiling",
         "watchdog",
@@ -84,6 +85,7 @@ LAYERS = [
     {"__init__"},
 ]
 NEIGHBOURS = {
+    "precision": {"quantised"},
     "pending": {"watchdog"},
     "on_host": {"peer_memory", "pending"},
     "peer_memory": {"memory_file"},
