@@ -63,8 +63,9 @@ class ReduceOrder:
     """
 
     def __init__(self, num_units: int) -> None:
-        # Registration order reversed is a good first guess; the first backward corrects it.
-        self.sequence: list[int] = list(range(num_units))[::-1]
+        # A first guess, which the first backward corrects: registration order reversed. But the
+        # outermost unit, numbered last, holds what forward begins with: embeddings, say.
+        self.sequence: list[int] = [*range(num_units - 1)[::-1], num_units - 1]
         self._ready: set[int] = set()
         self._position = 0
         self.observed: list[int] = []

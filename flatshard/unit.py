@@ -273,17 +273,20 @@ class Unit:
                 handle.keep()
             else:
                 handle.drop_secondary()
-                # A rank that holds everything saves nothing by keeping it, and sees no edits made
-                # through `p.data`.
-                if (
-                    self.placement.reshard_after_backward
-                    or self.topology.shard.size == 1
-                    or handle.is_mapped
-                ):
+                if self._frees_after_backward(handle):
                     handle.reshard()
                 elif handle.state is ShardState.UNSHARDING:
                     # The optimizer may write the shard next, so it must not be on its way.
                     handle.wait_unshard()
+
+    def _frees_after_backward(self, handle: FlatParamHandle) -> bool:
+        # A rank that holds everything saves nothing by keeping it, and sees no edits made through
+        # `p.data`.
+        return (
+            self.placement.reshard_after_backward
+            or self.topology.shard.size == 1
+            or handle.is_mapped
+        )
 
     def free(self) -> None:
         """The same, and free everything. State: any -> IDLE."""
@@ -397,10 +400,12 @@ class Unit:
         self.phase = Phase.IDLE
         # A reentrant checkpoint runs its units without gradients, and their backward all the same.
         backward_follows = has_output and (torch.is_grad_enabled() or self.context.expects_backward)
+        stays = backward_follows and self._stays_after_forward
         for handle in self.handles:
-            if self._is_sticky:
+            # What reduces nothing needs no other rank in backward either, and may run alone.
+            if self._is_sticky or (stays and self.sync is Sync.LOCAL):
                 handle.keep()
-            elif handle.is_mapped or not (backward_follows and self._stays_after_forward):
+            elif handle.is_mapped or not stays:
                 if backward_follows:
                     handle.keep_secondary()
                 handle.reshard()
@@ -440,6 +445,12 @@ class Unit:
         """An outermost forward begins."""
         self._num_awaited_before += self.num_awaited
         self.num_awaited = 0
+        # A backward that reduces nothing may have run on other ranks alone. What it freed there
+        # must not be left here: they would wait for a gather that this rank does without.
+        if self.sync is Sync.LOCAL and self.phase is Phase.IDLE and not self._is_sticky:
+            for handle in self.handles:
+                if self._frees_after_backward(handle):
+                    handle.reshard()
 
     def end_run(self) -> None:
         """A backward of the model is over, or failed."""
