@@ -136,22 +136,12 @@ class Communicator:
             self._reduce_group = _sibling(group)
             self._control_group = self._gather_group
             if _cpu_backend(group) is None:
-                self._find_control(group)
+                self._control_group, self.control_device = _control_of(group)
         if self._sends_cpu_directly:
             self._sockets = Sockets(self._gather_group, self._reduce_group, mode.wire_dtype)
         # With a wire dtype, results are the same wherever the ranks are.
         if self._sends_cpu_directly and mode == AUTO:
             self._on_host = self._meet_on_host()
-
-    def _find_control(self, group: dist.ProcessGroup) -> None:
-        """Where ranks say a few numbers to one another that the host wants to know.
-
-        Through host memory: to read them off an accelerator would wait for all of its work.
-        """
-        if dist.is_gloo_available():
-            self._control_group = _new_group(group, self.ranks, backend="gloo")
-        else:
-            self.control_device = torch.device("cuda", torch.cuda.current_device())
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
         """The group that moves what lies where ``tensor`` does."""
@@ -393,23 +383,8 @@ class Communicator:
         """
         if self.size == 1:
             return [value]
-        # Not all_gather_object, which needs numpy.
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        device, group = self.control_device, self._control_group
         with _named(f"{label}, rank {self.global_rank}"):
-            lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
-            mine = torch.tensor([data.numel()], device=device)
-            _all_gather_single(lengths, mine, group=group)
-            longest = int(lengths.max())
-            padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-            padded[: data.numel()] = data
-            everything = torch.zeros(self.size * longest, dtype=torch.uint8, device=device)
-            _all_gather_single(everything, padded, group=group)
-        rows = everything.cpu().view(self.size, longest)
-        return [
-            pickle.loads(ctypes.string_at(row.data_ptr(), length))
-            for row, length in zip(rows, lengths.tolist(), strict=True)
-        ]
+            return _gather_objects(value, self._control_group, self.control_device)
 
     def _direct(self, tensor: Tensor) -> bool:
         return self._sends_cpu_directly and tensor.device.type == "cpu"
@@ -427,6 +402,54 @@ class Communicator:
         )
 
 
+def _gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """Not ``all_gather_object``, which needs numpy."""
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    _all_gather_single(lengths, torch.tensor([data.numel()], device=device), group=group)
+    longest = int(lengths.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    everything = torch.zeros(group.size() * longest, dtype=torch.uint8, device=device)
+    _all_gather_single(everything, padded, group=group)
+    rows = everything.cpu().view(group.size(), longest)
+    return [
+        pickle.loads(ctypes.string_at(row.data_ptr(), length))
+        for row, length in zip(rows, lengths.tolist(), strict=True)
+    ]
+
+
+def gather_before(group: dist.ProcessGroup, value: Any, *, label: str) -> list[Any]:
+    """Every rank's ``value`` (picklable) over a group that has no communicator yet, perhaps.
+
+    Collective: all ranks of the group.
+    """
+    if group.size() == 1:
+        return [value]
+    with _named(f"{label}, rank {dist.get_rank()}"):
+        if _cpu_backend(group) is None:
+            return _gather_objects(value, *_control_of(group))
+        return _gather_objects(value, group, torch.device("cpu"))
+
+
+_controls: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, torch.device]] = {}
+
+
+def _control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.device]:
+    """Where ranks of a group without host memory say a few numbers that the host wants to know.
+
+    Through host memory: to read them off an accelerator would wait for all of its work. Collective
+    at the first call for a group.
+    """
+    if not dist.is_gloo_available():
+        return group, torch.device("cuda", torch.cuda.current_device())
+    if group not in _controls:
+        ranks = dist.get_process_group_ranks(group)
+        control = _new_group(group, ranks, backend="gloo")
+        _controls[group] = control, torch.device("cpu")
+    return _controls[group]
+
+
 _communicators: dict[dist.ProcessGroup, dict[Transport, Communicator]] = {}
 """Kept as long as the group, also between models: the groups made for it live as long."""
 
@@ -442,8 +465,9 @@ def communicator(group: dist.ProcessGroup | None, *, mode: Transport = AUTO) -> 
     if group is None:
         return ALONE
     if group not in _communicators:
-        for destroyed in [one for one in _communicators if not _exists(one)]:
-            del _communicators[destroyed]
+        for table in (_communicators, _controls):
+            for destroyed in [one for one in table if not _exists(one)]:
+                del table[destroyed]
     known = _communicators.setdefault(group, {})
     if mode not in known:
         known[mode] = Communicator(group, mode=mode)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from flatshard import agreement, checkpoint, inspection, materialise, plan_report, starting
-from flatshard.config import Transport
 from flatshard.handle import FlatParamHandle
 from flatshard.ignored import Ignored, find_ignored
 from flatshard.ownership import OwnedParam, find_owners
@@ -108,13 +107,12 @@ class Construction:
         units = [plan.module for plan in self._plans]
         self._owners = find_owners(module, units, self._left_alone)
 
-    def agree(self, transport: Transport, sync: bool | None) -> starting.Start:
+    def agree(self, sync: bool | None) -> starting.Start:
         """Compare with other ranks what is to be made, and give buffers their values.
 
         Collective: all ranks.
 
         Args:
-            transport: how ranks move tensors.
             sync: whether all ranks take rank 0's weights; see ``sync_module_states``.
 
         Returns:
@@ -127,11 +125,12 @@ class Construction:
         module, settings, ranks = self._module, self._settings, self._settings.ranks
         named = inspection.named_tensors(module, self._left_alone)
         if ranks.world.size > 1:
-            described = f"{settings.describe()}, {transport.describe()}"
             units = [
                 f"{plan.name}: {self._of_unit[plan.module].describe()}" for plan in self._plans
             ]
-            agreement.check_same_model(named, described, units, self._ignored.names, ranks.world)
+            agreement.check_same_model(
+                named, settings.describe(), units, self._ignored.names, ranks.world
+            )
         # Only now do all ranks agree on what to ask for.
         for one in (settings, *self._of_unit.values()):
             ranks.resolve(one.placement)

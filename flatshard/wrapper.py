@@ -191,7 +191,7 @@ class ShardedWrapper(PeerNames):
             device=device,
         )
         built = Construction(module, auto_wrap_policy, settings, ignored, param_init_fn)
-        start = built.agree(transport, sync_module_states)
+        start = built.agree(sync_module_states)
         if ranks.world.rank == 0:
             if given.notes:
                 warnings.warn(f"ShardedWrapper ignores {'; '.join(given.notes)}", stacklevel=2)
