@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class ExecutionOrder:
     """Records the order of units in a forward and predicts from it.
@@ -102,3 +104,27 @@ class ReduceOrder:
         """The order in which units became ready here, those that never did at the end."""
         seen = list(dict.fromkeys(self.observed))
         return seen + [unit for unit in self.sequence if unit not in set(seen)]
+
+
+class UnevenUnits:
+    """Units whose turn came in a backward on some ranks, and on others only at its end.
+
+    A rank of the latter kind lacks a gradient that others have. To wait for its part before the
+    end would be in vain; and as there is no other way to see that than by a clock, ranks go by
+    what happened of late.
+    """
+
+    REMEMBERED = 100
+    """Backwards after which a unit that was even in all of them is forgotten."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, int] = {}
+
+    def __contains__(self, unit: int) -> bool:
+        """Whether it was uneven of late."""
+        return unit in self._left
+
+    def note(self, uneven: Iterable[int]) -> None:
+        """A backward is over in which these units were uneven."""
+        self._left = {unit: left - 1 for unit, left in self._left.items() if left > 1}
+        self._left.update(dict.fromkeys(uneven, self.REMEMBERED))
