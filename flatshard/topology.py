@@ -50,6 +50,12 @@ class Topology:
         return self.outer.size > 1 or self.replicate.size > 1
 
     @property
+    def grid(self) -> tuple[list[int], list[int]]:
+        """The ranks that it is sharded over first, and those across."""
+        across = self.outer if self.outer.size > 1 else self.replicate
+        return self.inner.ranks, across.ranks
+
+    @property
     def moved_by(self) -> str:
         """What moves its parameters and gradients, in words."""
         ways = [group.moved_by for group in (self.inner, self.outer) if group.size > 1]

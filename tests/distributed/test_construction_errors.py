@@ -122,7 +122,7 @@ def _different_settings(rank: int, world_size: int, keyword: str) -> None:
         ShardedWrapper(Mlp(), **{keyword: values[keyword][rank]})
 
 
-def test_ranks_that_move_tensors_differently() -> None:
+def test_ranks_that_move_tensors_differently_and_transposed_groups() -> None:
     run_ranks(_different_transports, 4, group_timeout=5)
 
 
@@ -135,6 +135,10 @@ def _different_transports(rank: int, world_size: int) -> None:
             odd = keywords if rank == 1 else {}
             with pytest.raises(ValueError, match=r"rank 0 has .*; rank 1 has .* same collectives"):
                 ShardedWrapper(Mlp(), process_group, "FULL_SHARD", **odd)
+    model = Mlp()
+    model.fc2 = ShardedWrapper(model.fc2, tuple(reversed(pairs)), "HYBRID_SHARD")
+    with pytest.raises(ValueError, match=r"unit 'fc2' shards .* the other way round"):
+        ShardedWrapper(model, tuple(pairs), "HYBRID_SHARD")
     torch.manual_seed(0)
     ShardedWrapper(Mlp(), auto_wrap_policy=LINEARS)(torch.ones(2, 7))
 
