@@ -123,6 +123,7 @@ class Communicator:
         self._mode = mode
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
         self._num_tags = 0
+        self._apart_group: dist.ProcessGroup | None = None
         self._on_host: HostGroup | None = None
         self.second_stages: deque[Any] = deque()
         self.control_device = torch.device("cpu")
@@ -146,6 +147,19 @@ class Communicator:
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
         """The group that moves what lies where ``tensor`` does."""
         return self._control_group if tensor.device.type == "cpu" else self._gather_group
+
+    def set_apart(self) -> None:
+        """Make a group for what ranks say to one another in the midst of a backward.
+
+        Collective at the first call.
+        """
+        if self.group is None or self.size == 1 or self._apart_group is not None:
+            return
+        in_host_memory = not self._is_gloo and dist.is_gloo_available()
+        with _named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
+            self._apart_group = _new_group(
+                self.group, self.ranks, backend="gloo" if in_host_memory else None
+            )
 
     def _check_mode(self) -> None:
         if self._is_gloo:
@@ -332,17 +346,19 @@ class Communicator:
             )
         return Pending([work], what, buffer)
 
-    def reduce_scalars(self, values: Tensor, op: str, *, label: str) -> Tensor:
+    def reduce_scalars(self, values: Tensor, op: str, *, label: str, apart: bool = False) -> Tensor:
         """Combine a few numbers over the ranks, in place, and wait; ``op`` as in ``ReduceOp``.
 
-        Collective: all ranks of the group, in the same order of calls.
+        Collective: all ranks of the group, in the same order of calls, where those that are
+        ``apart``, after ``set_apart``, have an order of their own.
         """
         if self.size == 1:
             return values
         self._note("scalars", label, values)
         ranks = ", ".join(map(str, self.ranks))
         with _named(f"{label!r}, rank {self.global_rank}: combining values over ranks {ranks}"):
-            dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self._group_for(values))
+            group = self._apart_group if apart else self._group_for(values)
+            dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=group)
         return values
 
     def broadcast(self, tensor: Tensor, *, label: str, source: int = 0) -> None:

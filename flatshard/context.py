@@ -25,6 +25,7 @@ from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle
+from flatshard.hook_turns import HookTurns
 from flatshard.pending import CollectiveError, Unsettled
 from flatshard.profiling import profiled
 from flatshard.recorder import SILENT, Recorder
@@ -93,6 +94,7 @@ class RunContext:
         self._reduce_order = ReduceOrder(len(self.units))
         self._reduce_order_agreed = False
         self._uneven = UnevenUnits()
+        self._hook_turns = HookTurns(self.units, self._reduce_order)
         self._depth = 0
         self.expects_backward = False
         self._active = False
@@ -343,6 +345,7 @@ class RunContext:
             self._end_callback = weakref.ref(callback)
             torch.autograd.Variable._execution_engine.queue_callback(callback)
             self._reduce_order.begin_backward()
+            self._hook_turns.begin_backward()
             self._had_accumulated = False
             for unit in self.units:
                 unit.begin_backward()
@@ -358,10 +361,20 @@ class RunContext:
         """Start every reduction whose turn has come."""
         if unit.sync is Sync.LOCAL:
             return
-        for index in self._reduce_order.ready(unit.index):
-            self._start_reduce(self.units[index])
+        self._reduce_order.ready(unit.index)
+        self._take_turns()
         self._bound_in_flight()
         self.stepping.advance()
+
+    def will_gather_in_backward(self) -> None:
+        """A unit is about to be gathered for backward: let hooks reduce what all ranks have."""
+        if self.begin_backward():
+            self._hook_turns.agree()
+            self._take_turns()
+
+    def _take_turns(self) -> None:
+        for index in self._reduce_order.turns(self._hook_turns.allows):
+            self._start_reduce(self.units[index])
 
     def _start_reduce(self, unit: Unit) -> None:
         if unit.sync is Sync.LOCAL:
@@ -443,6 +456,7 @@ class RunContext:
 
     def _settle(self) -> None:
         """Agree with the other ranks on what was used, reduce the rest, publish gradients."""
+        self._hook_turns.agree(at_end=True)
         used = self._agree_on_used()
         for index in self._reduce_order.rest():
             if any(any(flags) for flags in used.parameters[index]):

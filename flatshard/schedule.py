@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 
 class ExecutionOrder:
@@ -83,18 +83,33 @@ class ReduceOrder:
         self._position = 0
         self.observed = []
 
-    def ready(self, unit: int) -> list[int]:
-        """Note that ``unit`` may be reduced; return the units whose turn has come, in order."""
+    def ready(self, unit: int) -> None:
+        """Note that ``unit`` may be reduced."""
         self.observed.append(unit)
         self._ready.add(unit)
-        turns = []
+
+    def turns(self, allows: Callable[[int], bool] = lambda _: True) -> Iterator[int]:
+        """The units whose turn has come, in order.
+
+        Args:
+            allows: asked about each, when those before have been started; False ends the turns.
+        """
         while self._position < len(self.sequence):
             head = self.sequence[self._position]
-            if head not in self._ready:
-                break
-            turns.append(head)
+            if head not in self._ready or not allows(head):
+                return
             self._position += 1
-        return turns
+            yield head
+
+    @property
+    def num_taken(self) -> int:
+        """How many units have had their turn."""
+        return self._position
+
+    def num_ready(self) -> int:
+        """How many units, from the first of the order on, could have had it."""
+        rest = (n for n, unit in enumerate(self.sequence) if unit not in self._ready)
+        return next(rest, len(self.sequence))
 
     def rest(self) -> list[int]:
         """The units that have not had their turn, in order."""

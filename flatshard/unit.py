@@ -103,6 +103,9 @@ class Context(Protocol):
     def begin_backward(self) -> bool:
         """Something of a backward ran; the first time in one, prepare its end."""
 
+    def will_gather_in_backward(self) -> None:
+        """Before a unit is gathered for backward, for which all ranks are needed."""
+
     def prefetch_backward(self, unit: Unit) -> None:
         """Begin the gather of the unit whose backward is expected after this one's."""
 
@@ -206,6 +209,14 @@ class Unit:
     def trainable_handles(self) -> list[FlatParamHandle]:
         """Flat parameters with something to reduce."""
         return [h for h, count in zip(self.handles, self._num_trainable, strict=True) if count]
+
+    @property
+    def calls_hook(self) -> bool:
+        """Whether a user's function reduces gradients of the unit whose sum is not held back."""
+        return self.sync is Sync.ALL and any(
+            handle.comm_hook is not None and handle.comm_hook.reduce is not None
+            for handle in self.trainable_handles()
+        )
 
     @property
     def buffer_bytes(self) -> int:
@@ -482,6 +493,7 @@ class Unit:
             # They are good until the parameters change, and so long the buffer stays.
             self._sticky_version = self._version
         if self.phase is not Phase.BACKWARD:
+            self.context.will_gather_in_backward()
             self.gather("backward")
             self._count_trainable()
             self.phase = Phase.BACKWARD

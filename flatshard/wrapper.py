@@ -301,8 +301,8 @@ class ShardedWrapper(PeerNames):
 
         Padding in them, whatever the hook makes of it, counts as zero. What a hook raises comes
         out of that rank's backward, with a note that names the unit; the other ranks wait for it
-        until the timeout of their own collective. So it is where a backward uses other parameters
-        of a unit with a hook on one rank than on another.
+        until the timeout of their own collective. Where ranks use different parameters of a unit
+        in a backward, its hook and those after it are called at the end of backward.
 
         torch's own hooks are not called: ``allreduce_hook`` and ``reduce_scatter_hook`` mean what
         is done anyway, ``fp16_compress_hook`` and ``bf16_compress_hook`` (DistributedDataParallel's
