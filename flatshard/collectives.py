@@ -132,6 +132,7 @@ class Communicator:
         self._mode = mode
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
         self._num_tags = 0
+        self._apart_group: dist.ProcessGroup | None = None
         self._on_host: HostGroup | None = None
         self.second_stages: deque[Any] = deque()
         self.control_device = torch.device("cpu")
@@ -145,26 +146,29 @@ class Communicator:
             self._reduce_group = _sibling(group)
             self._control_group = self._gather_group
             if _cpu_backend(group) is None:
-                self._find_control(group)
+                self._control_group, self.control_device = _control_of(group)
         if self._sends_cpu_directly:
             self._sockets = Sockets(self._gather_group, self._reduce_group, mode.wire_dtype)
         # With a wire dtype, results are the same wherever the ranks are.
         if self._sends_cpu_directly and mode == AUTO:
             self._on_host = self._meet_on_host()
 
-    def _find_control(self, group: dist.ProcessGroup) -> None:
-        """Where ranks say a few numbers to one another that the host wants to know.
-
-        Through host memory: to read them off an accelerator would wait for all of its work.
-        """
-        if dist.is_gloo_available():
-            self._control_group = _new_group(group, self.ranks, backend="gloo")
-        else:
-            self.control_device = torch.device("cuda", torch.cuda.current_device())
-
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
         """The group that moves what lies where ``tensor`` does."""
         return self._control_group if tensor.device.type == "cpu" else self._gather_group
+
+    def set_apart(self) -> None:
+        """Make a group for what ranks say to one another in the midst of a backward.
+
+        Collective at the first call.
+        """
+        if self.group is None or self.size == 1 or self._apart_group is not None:
+            return
+        in_host_memory = not self._is_gloo and dist.is_gloo_available()
+        with _named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
+            self._apart_group = _new_group(
+                self.group, self.ranks, backend="gloo" if in_host_memory else None
+            )
 
     def _check_mode(self) -> None:
         if self._is_gloo:
@@ -421,17 +425,19 @@ class Communicator:
             )
         return Pending([work], what, buffer)
 
-    def reduce_scalars(self, values: Tensor, op: str, *, label: str) -> Tensor:
+    def reduce_scalars(self, values: Tensor, op: str, *, label: str, apart: bool = False) -> Tensor:
         """Combine a few numbers over the ranks, in place, and wait; ``op`` as in ``ReduceOp``.
 
-        Collective: all ranks of the group, in the same order of calls.
+        Collective: all ranks of the group, in the same order of calls, where those that are
+        ``apart``, after ``set_apart``, have an order of their own.
         """
         if self.size == 1:
             return values
         self._note("scalars", label, values)
         ranks = ", ".join(map(str, self.ranks))
         with _named(f"{label!r}, rank {self.global_rank}: combining values over ranks {ranks}"):
-            dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self._group_for(values))
+            group = self._apart_group if apart else self._group_for(values)
+            dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=group)
         return values
 
     def broadcast(self, tensor: Tensor, *, label: str, source: int = 0) -> None:
@@ -472,23 +478,8 @@ class Communicator:
         """
         if self.size == 1:
             return [value]
-        # Not all_gather_object, which needs numpy.
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        device, group = self.control_device, self._control_group
         with _named(f"{label}, rank {self.global_rank}"):
-            lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
-            mine = torch.tensor([data.numel()], device=device)
-            _all_gather_single(lengths, mine, group=group)
-            longest = int(lengths.max())
-            padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-            padded[: data.numel()] = data
-            everything = torch.zeros(self.size * longest, dtype=torch.uint8, device=device)
-            _all_gather_single(everything, padded, group=group)
-        rows = everything.cpu().view(self.size, longest)
-        return [
-            pickle.loads(ctypes.string_at(row.data_ptr(), length))
-            for row, length in zip(rows, lengths.tolist(), strict=True)
-        ]
+            return _gather_objects(value, self._control_group, self.control_device)
 
     def _direct(self, tensor: Tensor) -> bool:
         return self._sends_cpu_directly and tensor.device.type == "cpu"
@@ -506,6 +497,54 @@ class Communicator:
         )
 
 
+def _gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """Not ``all_gather_object``, which needs numpy."""
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    _all_gather_single(lengths, torch.tensor([data.numel()], device=device), group=group)
+    longest = int(lengths.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    everything = torch.zeros(group.size() * longest, dtype=torch.uint8, device=device)
+    _all_gather_single(everything, padded, group=group)
+    rows = everything.cpu().view(group.size(), longest)
+    return [
+        pickle.loads(ctypes.string_at(row.data_ptr(), length))
+        for row, length in zip(rows, lengths.tolist(), strict=True)
+    ]
+
+
+def gather_before(group: dist.ProcessGroup, value: Any, *, label: str) -> list[Any]:
+    """Every rank's ``value`` (picklable) over a group that has no communicator yet, perhaps.
+
+    Collective: all ranks of the group.
+    """
+    if group.size() == 1:
+        return [value]
+    with _named(f"{label}, rank {dist.get_rank()}"):
+        if _cpu_backend(group) is None:
+            return _gather_objects(value, *_control_of(group))
+        return _gather_objects(value, group, torch.device("cpu"))
+
+
+_controls: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, torch.device]] = {}
+
+
+def _control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.device]:
+    """Where ranks of a group without host memory say a few numbers that the host wants to know.
+
+    Through host memory: to read them off an accelerator would wait for all of its work. Collective
+    at the first call for a group.
+    """
+    if not dist.is_gloo_available():
+        return group, torch.device("cuda", torch.cuda.current_device())
+    if group not in _controls:
+        ranks = dist.get_process_group_ranks(group)
+        control = _new_group(group, ranks, backend="gloo")
+        _controls[group] = control, torch.device("cpu")
+    return _controls[group]
+
+
 _communicators: dict[dist.ProcessGroup, dict[Transport, Communicator]] = {}
 """Kept as long as the group, also between models: the groups made for it live as long."""
 
@@ -521,8 +560,9 @@ def communicator(group: dist.ProcessGroup | None, *, mode: Transport = AUTO) -> 
     if group is None:
         return ALONE
     if group not in _communicators:
-        for destroyed in [one for one in _communicators if not _exists(one)]:
-            del _communicators[destroyed]
+        for table in (_communicators, _controls):
+            for destroyed in [one for one in table if not _exists(one)]:
+                del table[destroyed]
     known = _communicators.setdefault(group, {})
     if mode not in known:
         known[mode] = Communicator(group, mode=mode)

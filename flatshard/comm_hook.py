@@ -2,11 +2,8 @@
 
 [Note: two kinds]
 torch's own averaging and compressing hooks are known by identity and never called: they only say
-in which dtype gradients are reduced. Any other hook is called in the place of a reduction, at the
-moment at which that would start, and the reduction is over when it returns. While it waits for
-the other ranks its own backward waits with it, so what all ranks call in one order must be all
-that they need to get there: a rank that leaves out parameters of a unit calls the unit's hook only
-at the end of its backward, and may by then be waiting for those that are in the hook already.
+in which dtype gradients are reduced. Any other hook is called in the place of a reduction, which is
+over when it returns; see ``hook_turns`` for when.
 """
 
 from __future__ import annotations
@@ -82,6 +79,8 @@ def register(
     _agree(kinds, problem, world)
     for handle, its in planned:
         handle.set_comm_hook(its)
+    if any(its.reduce is not None for _, its in planned):
+        world.set_apart()
 
 
 def _agree(kinds: list[Any], problem: Exception | None, world: Communicator) -> None:

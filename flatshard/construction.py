@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from flatshard import agreement, checkpoint, inspection, materialise, plan_report, starting
-from flatshard.config import Transport
 from flatshard.handle import FlatParamHandle
 from flatshard.ignored import Ignored, find_ignored
 from flatshard.overrides import ParamPrecision, PrecisionPlan
@@ -117,13 +116,12 @@ class Construction:
             module, {module: settings.precision, **policies}, self._left_alone
         )
 
-    def agree(self, transport: Transport, sync: bool | None) -> starting.Start:
+    def agree(self, sync: bool | None) -> starting.Start:
         """Compare with other ranks what is to be made, and give buffers their values.
 
         Collective: all ranks.
 
         Args:
-            transport: how ranks move tensors.
             sync: whether all ranks take rank 0's weights; see ``sync_module_states``.
 
         Returns:
@@ -136,7 +134,7 @@ class Construction:
         module, settings, ranks = self._module, self._settings, self._settings.ranks
         named = inspection.named_tensors(module, self._left_alone)
         if ranks.world.size > 1:
-            described = f"{settings.describe()}, {transport.describe()}{self._precision.describe()}"
+            described = f"{settings.describe()}{self._precision.describe()}"
             units = [
                 f"{plan.name}: {self._of_unit[plan.module].describe()}" for plan in self._plans
             ]

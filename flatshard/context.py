@@ -20,17 +20,18 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from flatshard import optim
+from flatshard import grad_publisher, optim
 from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle
+from flatshard.hook_turns import HookTurns
 from flatshard.non_finite import NonFiniteWatch
 from flatshard.pending import CollectiveError, Unsettled
 from flatshard.profiling import profiled
 from flatshard.recorder import SILENT, Recorder
 from flatshard.saved_tensors import SavedTensors
-from flatshard.schedule import ExecutionOrder, ReduceOrder
+from flatshard.schedule import ExecutionOrder, ReduceOrder, UnevenUnits
 from flatshard.spare import prepare_allocator
 from flatshard.step_in_backward import SteppedInBackward
 from flatshard.step_report import Kind, StepReport
@@ -95,6 +96,8 @@ class RunContext:
         self._order = ExecutionOrder()
         self._reduce_order = ReduceOrder(len(self.units))
         self._reduce_order_agreed = False
+        self._uneven = UnevenUnits()
+        self._hook_turns = HookTurns(self.units, self._reduce_order)
         self._depth = 0
         self.expects_backward = False
         self._active = False
@@ -351,6 +354,7 @@ class RunContext:
             self._end_callback = weakref.ref(callback)
             torch.autograd.Variable._execution_engine.queue_callback(callback)
             self._reduce_order.begin_backward()
+            self._hook_turns.begin_backward()
             self._had_accumulated = False
             for unit in self.units:
                 unit.begin_backward()
@@ -366,10 +370,20 @@ class RunContext:
         """Start every reduction whose turn has come."""
         if unit.sync is Sync.LOCAL:
             return
-        for index in self._reduce_order.ready(unit.index):
-            self._start_reduce(self.units[index])
+        self._reduce_order.ready(unit.index)
+        self._take_turns()
         self._bound_in_flight()
         self.stepping.advance()
+
+    def will_gather_in_backward(self) -> None:
+        """A unit is about to be gathered for backward: let hooks reduce what all ranks have."""
+        if self.begin_backward():
+            self._hook_turns.agree()
+            self._take_turns()
+
+    def _take_turns(self) -> None:
+        for index in self._reduce_order.turns(self._hook_turns.allows):
+            self._start_reduce(self.units[index])
 
     def _start_reduce(self, unit: Unit) -> None:
         if unit.sync is Sync.LOCAL:
@@ -398,6 +412,8 @@ class RunContext:
             self.stepping.reduced(unit)
 
     def _wait_until_reduced(self, unit: Unit) -> bool:
+        if unit.index in self._uneven:
+            return False
         with self.recorder.waiting(Kind.REDUCE_WAIT, unit, ends=False):
             return _wait_until_reduced(unit)
 
@@ -454,6 +470,7 @@ class RunContext:
 
     def _settle(self) -> None:
         """Agree with the other ranks on what was used, reduce the rest, publish gradients."""
+        self._hook_turns.agree(at_end=True)
         used = self._agree_on_used()
         for index in self._reduce_order.rest():
             if any(any(flags) for flags in used.parameters[index]):
@@ -463,6 +480,8 @@ class RunContext:
             with self.recorder.starting("reduce", unit):
                 self._in_flight.append((unit, handle.gradients.start_reduce(unit.sync)))
         self._drain()
+        if used.edited:  # raised where nothing is under way that a rank would wait for
+            raise grad_publisher.edited(used.edited[0])
         for unit, flags in zip(self.units, used.parameters, strict=True):
             for handle, handle_flags in zip(unit.handles, flags, strict=True):
                 if unit.sync is Sync.ALL:
@@ -480,6 +499,8 @@ class RunContext:
         rest = set(self._reduce_order.rest())
         flags: list[int] = []
         for unit in self.units:
+            flags.extend((unit.index in rest, unit.index not in rest))
+            flags.append(any(handle.grads.was_edited for handle in unit.handles))
             to_come = unit.trainable_handles() if unit.index in rest else []
             for handle in unit.handles:
                 is_due = unit.sync is not Sync.LOCAL and handle not in to_come
@@ -493,13 +514,21 @@ class RunContext:
         answers = iter(combined.tolist())
         left_over: list[tuple[Unit, FlatParamHandle]] = []
         parameters: list[list[list[bool]]] = []
+        uneven: list[int] = []
+        edited: list[str] = []
         for unit in self.units:
+            if all([next(answers), next(answers)]):
+                uneven.append(unit.index)
+            if next(answers):
+                edited.append(unit.name)
             parameters.append([])
             for handle in unit.handles:
                 if next(answers):
                     left_over.append((unit, handle))
                 parameters[-1].append([bool(next(answers)) for _ in handle.full])
-        return _Used(parameters, left_over, stepped=[bool(answer) for answer in answers])
+        self._uneven.note(uneven)
+        stepped = [bool(answer) for answer in answers]
+        return _Used(parameters, left_over, stepped=stepped, edited=edited)
 
     def _agree_on_order(self) -> None:
         """Take the order in which rank 0's units became ready. Collective, once."""
@@ -556,6 +585,7 @@ class _Used:
         parameters: list[list[list[bool]]],
         left_over: list[tuple[Unit, FlatParamHandle]],
         stepped: list[bool],
+        edited: list[str],
     ) -> None:
         self.parameters = parameters
         """Per unit, flat parameter and original parameter: whether any rank used it."""
@@ -564,6 +594,8 @@ class _Used:
         were accumulated before the parameters were frozen."""
         self.stepped = stepped
         """Per unit, whether any rank stepped it before this; empty where none steps in backward."""
+        self.edited = edited
+        """Units of which some rank found accumulated gradients edited."""
 
 
 def _reduced(unit: Unit) -> bool:

@@ -25,6 +25,8 @@ class GradPublisher:
 
     Attributes:
         gradients: what backward brought and what became of it.
+        was_edited: whether accumulated gradients, which other ranks have theirs of, were edited
+            here. The ranks find that out together, when they would be reduced.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class GradPublisher:
                 when that has come; calls ``receive``.
         """
         self.gradients = gradients
+        self.was_edited = False
         self._params, self._on_grad = params, on_grad
         self._earlier: list[Tensor | None] = []
         # By index: what is shown of a gradient that is not reduced, its version when it was, and
@@ -204,6 +207,7 @@ class GradPublisher:
             full.grad = None
         # Not put back: the user may have called zero_grad() since, and would get them again.
         self._earlier = []
+        self.was_edited = False
         self.give_hooks_back()
 
     # ------------------------------------------------------------ gradients not yet reduced
@@ -257,8 +261,7 @@ class GradPublisher:
     def _collect_unreduced(self) -> None:
         """Take back what ``show_unreduced`` showed; what the user dropped is forgotten.
 
-        Raises:
-            RuntimeError: it was edited, which would not reach the other ranks' parts.
+        Sets ``was_edited``: what reached only this rank's part was not meant for all.
         """
         params = self._params
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -272,21 +275,18 @@ class GradPublisher:
                 local = getattr(shown, "_local", shown)
                 replaced = not dropped and param.grad is not shown
                 if replaced or (not dropped and local._version != version):
-                    if replaced or local.any():
-                        raise RuntimeError(
-                            f"unit {params.unit_name!r}: gradients accumulated under no_sync were "
-                            "edited before they were reduced. Edit them after a backward outside "
-                            "of no_sync."
-                        )
-                    dropped = True
+                    is_edited = replaced or bool(local.any())
+                    self.was_edited |= is_edited
+                    dropped = not is_edited
                 del shown._unreduced_of
-                if is_view:
+                if is_view and not replaced:
                     param.grad = None
                 if dropped:
                     for one in [index] if params.use_orig_params else everything:
                         self.gradients.forget(one)
                         if self._earlier:
                             self._earlier[one] = None
+            self.was_edited &= bool(self.gradients.accumulated)
 
     # ------------------------------------------------------------ conversion
 
@@ -298,8 +298,13 @@ class GradPublisher:
 
         Returns:
             For ``put_back``: what was in ``.grad``, not converted.
+
+        Raises:
+            RuntimeError: what was accumulated under ``no_sync`` was edited.
         """
         self._collect_unreduced()
+        if self.was_edited:
+            raise edited(self._params.unit_name)
         self._earlier = [None if g is None else fn(g) for g in self._earlier]
         grads = [param.grad for param in self._params.sharded]
         for param in self._params.sharded:
@@ -321,6 +326,14 @@ class GradPublisher:
         gradients.take_over(self.gradients)
         self.gradients = gradients
         self.show_unreduced()
+
+
+def edited(unit_name: str) -> RuntimeError:
+    """The error for accumulated gradients that were edited."""
+    return RuntimeError(
+        f"unit {unit_name!r}: gradients accumulated under no_sync were edited before they were "
+        "reduced. Edit them after a backward outside of no_sync."
+    )
 
 
 def _add_grad(param: nn.Parameter, grad: Tensor, earlier: Tensor | None = None) -> None:

@@ -63,6 +63,7 @@ class MappedShards:
         self._mapped: set[int] | None = None
         self._introduction: Offer | None = None
         self._offer: Offer | None = None
+        self._is_kept = False
 
     @staticmethod
     def fits(numel: int, dtype: torch.dtype) -> bool:
@@ -75,7 +76,9 @@ class MappedShards:
 
     @property
     def copied_bytes(self) -> int:
-        """Of the buffer, what is a copy in every gather, as it could not be mapped."""
+        """Of the buffer, what is a copy: all after ``keep``, else what could not be mapped."""
+        if self._is_kept:
+            return self._group.size * self._nbytes
         copied = 0 if self._mapped is None else self._group.size - len(self._mapped)
         return copied * self._nbytes
 
@@ -136,6 +139,7 @@ class MappedShards:
         if self._offer is not None:
             self._offer.take()
             self._offer = None
+        self._is_kept = False
         memory_file.drop_pages(self._address, self._nbytes * self._group.size)
 
     def keep(self) -> None:
@@ -146,6 +150,7 @@ class MappedShards:
             touched.copy_(touched.clone())  # a write makes the page this process's own
             self._offer.take()
             self._offer = None
+            self._is_kept = True
 
     def __del__(self) -> None:
         """Close the file where no second gather did."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+
 
 class ExecutionOrder:
     """Records the order of units in a forward and predicts from it.
@@ -63,8 +65,9 @@ class ReduceOrder:
     """
 
     def __init__(self, num_units: int) -> None:
-        # Registration order reversed is a good first guess; the first backward corrects it.
-        self.sequence: list[int] = list(range(num_units))[::-1]
+        # A first guess, which the first backward corrects: registration order reversed. But the
+        # outermost unit, numbered last, holds what forward begins with: embeddings, say.
+        self.sequence: list[int] = [*range(num_units - 1)[::-1], num_units - 1]
         self._ready: set[int] = set()
         self._position = 0
         self.observed: list[int] = []
@@ -80,18 +83,33 @@ class ReduceOrder:
         self._position = 0
         self.observed = []
 
-    def ready(self, unit: int) -> list[int]:
-        """Note that ``unit`` may be reduced; return the units whose turn has come, in order."""
+    def ready(self, unit: int) -> None:
+        """Note that ``unit`` may be reduced."""
         self.observed.append(unit)
         self._ready.add(unit)
-        turns = []
+
+    def turns(self, allows: Callable[[int], bool] = lambda _: True) -> Iterator[int]:
+        """The units whose turn has come, in order.
+
+        Args:
+            allows: asked about each, when those before have been started; False ends the turns.
+        """
         while self._position < len(self.sequence):
             head = self.sequence[self._position]
-            if head not in self._ready:
-                break
-            turns.append(head)
+            if head not in self._ready or not allows(head):
+                return
             self._position += 1
-        return turns
+            yield head
+
+    @property
+    def num_taken(self) -> int:
+        """How many units have had their turn."""
+        return self._position
+
+    def num_ready(self) -> int:
+        """How many units, from the first of the order on, could have had it."""
+        rest = (n for n, unit in enumerate(self.sequence) if unit not in self._ready)
+        return next(rest, len(self.sequence))
 
     def rest(self) -> list[int]:
         """The units that have not had their turn, in order."""
@@ -101,3 +119,27 @@ class ReduceOrder:
         """The order in which units became ready here, those that never did at the end."""
         seen = list(dict.fromkeys(self.observed))
         return seen + [unit for unit in self.sequence if unit not in set(seen)]
+
+
+class UnevenUnits:
+    """Units whose turn came in a backward on some ranks, and on others only at its end.
+
+    A rank of the latter kind lacks a gradient that others have. To wait for its part before the
+    end would be in vain; and as there is no other way to see that than by a clock, ranks go by
+    what happened of late.
+    """
+
+    REMEMBERED = 100
+    """Backwards after which a unit that was even in all of them is forgotten."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, int] = {}
+
+    def __contains__(self, unit: int) -> bool:
+        """Whether it was uneven of late."""
+        return unit in self._left
+
+    def note(self, uneven: Iterable[int]) -> None:
+        """A backward is over in which these units were uneven."""
+        self._left = {unit: left - 1 for unit, left in self._left.items() if left > 1}
+        self._left.update(dict.fromkeys(uneven, self.REMEMBERED))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flatshard.collectives import ALONE, Communicator, communicator, subgroup
+from flatshard.collectives import ALONE, Communicator, communicator, gather_before, subgroup
 from flatshard.config import Placement, Transport
 
 
@@ -48,6 +48,12 @@ class Topology:
     def crosses(self) -> bool:
         """Whether gradients are reduced beyond the inner group."""
         return self.outer.size > 1 or self.replicate.size > 1
+
+    @property
+    def grid(self) -> tuple[list[int], list[int]]:
+        """The ranks that it is sharded over first, and those across."""
+        across = self.outer if self.outer.size > 1 else self.replicate
+        return self.inner.ranks, across.ranks
 
     @property
     def moved_by(self) -> str:
@@ -191,6 +197,7 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: Transport) -> Rank
     if not isinstance(process_group, tuple | list):
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(f"process_group: expected a ProcessGroup, got {process_group!r}")
+        _check_same_mode([] if process_group is None else [process_group], mode)
         return Ranks(communicator(process_group, mode=mode), None, per_node, mode)
     groups = tuple(process_group)
     if len(groups) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in groups):
@@ -198,9 +205,31 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: Transport) -> Rank
             f"process_group: expected one group or a pair (shard group, replicate group), "
             f"got {process_group!r}"
         )
+    _check_same_mode(groups, mode)
     shard, replicate = (communicator(group, mode=mode) for group in groups)
     world = _world_of_grid(shard, replicate, mode)
     return Ranks(world, (shard, replicate), per_node, mode)
+
+
+def _check_same_mode(groups: Sequence[dist.ProcessGroup], mode: Transport) -> None:
+    """Compare how ranks move tensors, which decides what groups they make for it.
+
+    Collective: along the first groups, rows of a grid perhaps, then along the second.
+
+    Raises:
+        ValueError: on every rank that the groups reach, where they differ.
+    """
+    everyone = [(dist.get_rank() if groups else 0, mode.describe())]
+    for group in groups:
+        told = gather_before(group, everyone, label="ShardedWrapper: comparing collectives")
+        everyone = [one for theirs in told for one in theirs]
+    first, expected = everyone[0]
+    for rank, theirs in everyone:
+        if theirs != expected:
+            raise ValueError(
+                f"ShardedWrapper: rank {first} has {expected}; rank {rank} has {theirs}. Pass the "
+                "same collectives and wire_dtype on every rank."
+            )
 
 
 def _ranks_per_node() -> int | None:

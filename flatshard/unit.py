@@ -108,6 +108,9 @@ class Context(Protocol):
     def begin_backward(self) -> bool:
         """Something of a backward ran; the first time in one, prepare its end."""
 
+    def will_gather_in_backward(self) -> None:
+        """Before a unit is gathered for backward, for which all ranks are needed."""
+
     def prefetch_backward(self, unit: Unit) -> None:
         """Begin the gather of the unit whose backward is expected after this one's."""
 
@@ -215,6 +218,14 @@ class Unit:
         return [h for h, count in zip(self.handles, self._num_trainable, strict=True) if count]
 
     @property
+    def calls_hook(self) -> bool:
+        """Whether a user's function reduces gradients of the unit whose sum is not held back."""
+        return self.sync is Sync.ALL and any(
+            handle.comm_hook is not None and handle.comm_hook.reduce is not None
+            for handle in self.trainable_handles()
+        )
+
+    @property
     def buffer_bytes(self) -> int:
         """What its unsharded buffers take while they exist."""
         return sum(handle.buffer_bytes for handle in self.handles)
@@ -280,17 +291,20 @@ class Unit:
                 handle.keep()
             else:
                 handle.drop_secondary()
-                # A rank that holds everything saves nothing by keeping it, and sees no edits made
-                # through `p.data`.
-                if (
-                    self.placement.reshard_after_backward
-                    or self.topology.shard.size == 1
-                    or handle.is_mapped
-                ):
+                if self._frees_after_backward(handle):
                     handle.reshard()
                 elif handle.state is ShardState.UNSHARDING:
                     # The optimizer may write the shard next, so it must not be on its way.
                     handle.wait_unshard()
+
+    def _frees_after_backward(self, handle: FlatParamHandle) -> bool:
+        # A rank that holds everything saves nothing by keeping it, and sees no edits made through
+        # `p.data`.
+        return (
+            self.placement.reshard_after_backward
+            or self.topology.shard.size == 1
+            or handle.is_mapped
+        )
 
     def free(self) -> None:
         """The same, and free everything. State: any -> IDLE."""
@@ -394,10 +408,12 @@ class Unit:
         self.phase = Phase.IDLE
         # A reentrant checkpoint runs its units without gradients, and their backward all the same.
         backward_follows = has_output and (torch.is_grad_enabled() or self.context.expects_backward)
+        stays = backward_follows and self._stays_after_forward
         for handle in self.handles:
-            if self._is_sticky:
+            # What reduces nothing needs no other rank in backward either, and may run alone.
+            if self._is_sticky or (stays and self.sync is Sync.LOCAL):
                 handle.keep()
-            elif handle.is_mapped or not (backward_follows and self._stays_after_forward):
+            elif handle.is_mapped or not stays:
                 if backward_follows:
                     handle.keep_secondary()
                 handle.reshard()
@@ -434,6 +450,12 @@ class Unit:
         """An outermost forward begins."""
         self._num_awaited_before += self.num_awaited
         self.num_awaited = 0
+        # A backward that reduces nothing may have run on other ranks alone. What it freed there
+        # must not be left here: they would wait for a gather that this rank does without.
+        if self.sync is Sync.LOCAL and self.phase is Phase.IDLE and not self._is_sticky:
+            for handle in self.handles:
+                if self._frees_after_backward(handle):
+                    handle.reshard()
 
     def end_run(self) -> None:
         """A backward of the model is over, or failed."""
@@ -465,6 +487,7 @@ class Unit:
             # They are good until the parameters change, and so long the buffer stays.
             self._sticky_version = self._version
         if self.phase is not Phase.BACKWARD:
+            self.context.will_gather_in_backward()
             self.gather("backward")
             self._count_trainable()
             self.phase = Phase.BACKWARD

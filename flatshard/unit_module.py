@@ -239,6 +239,23 @@ def _check_one_world(units: list[Unit]) -> None:
                 f"ShardedWrapper: unit {unit.name!r} trains on ranks {unit.topology.world.ranks}, "
                 f"the module around it on {world.ranks}. Pass both the same ranks."
             )
+    _check_one_grid([unit for unit in units if unit.topology.inner.size > 1])
+
+
+def _check_one_grid(units: list[Unit]) -> None:
+    """Refuse units of which one is replicated where another is sharded, and the reverse.
+
+    The same on all ranks: a rank's row and column have no other rank in common.
+    """
+    grids = [(unit, *unit.topology.grid) for unit in units if unit.topology.crosses]
+    for unit, shard, replicate in grids:
+        outermost, its_shard, its_replicate = grids[-1]
+        if (shard, replicate) == (its_replicate, its_shard):
+            raise ValueError(
+                f"ShardedWrapper: unit {unit.name!r} shards over ranks {shard} and replicates over "
+                f"{replicate}, {outermost.name or 'the module around it'!r} the other way round. "
+                "Pass both the same pair of groups (shard group, replicate group)."
+            )
 
 
 def _segment(handle: FlatParamHandle, topology: Topology) -> plan_report.Segment:

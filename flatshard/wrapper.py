@@ -192,7 +192,7 @@ class ShardedWrapper(PeerNames):
             device=device,
         )
         built = Construction(module, auto_wrap_policy, settings, ignored, param_init_fn)
-        start = built.agree(transport, sync_module_states)
+        start = built.agree(sync_module_states)
         if ranks.world.rank == 0:
             if given.notes:
                 warnings.warn(f"ShardedWrapper ignores {'; '.join(given.notes)}", stacklevel=2)
@@ -318,8 +318,8 @@ class ShardedWrapper(PeerNames):
 
         Padding in them, whatever the hook makes of it, counts as zero. What a hook raises comes
         out of that rank's backward, with a note that names the unit; the other ranks wait for it
-        until the timeout of their own collective. So it is where a backward uses other parameters
-        of a unit with a hook on one rank than on another.
+        until the timeout of their own collective. Where ranks use different parameters of a unit
+        in a backward, its hook and those after it are called at the end of backward.
 
         torch's own hooks are not called: ``allreduce_hook`` and ``reduce_scatter_hook`` mean what
         is done anyway, ``fp16_compress_hook`` and ``bf16_compress_hook`` (DistributedDataParallel's

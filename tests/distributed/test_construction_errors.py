@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -119,6 +120,27 @@ def _different_settings(rank: int, world_size: int, keyword: str) -> None:
     }
     with pytest.raises(ValueError, match="settings"):
         ShardedWrapper(Mlp(), **{keyword: values[keyword][rank]})
+
+
+def test_ranks_that_move_tensors_differently_and_transposed_groups() -> None:
+    run_ranks(_different_transports, 4, group_timeout=5)
+
+
+def _different_transports(rank: int, world_size: int) -> None:
+    """They made different numbers of process groups before they compared, and waited."""
+    pairs = [dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]]
+    pairs.append(dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0])
+    for keywords in ({"collectives": "native"}, {"wire_dtype": torch.bfloat16}):
+        for process_group in (None, tuple(pairs)):
+            odd = keywords if rank == 1 else {}
+            with pytest.raises(ValueError, match=r"rank 0 has .*; rank 1 has .* same collectives"):
+                ShardedWrapper(Mlp(), process_group, "FULL_SHARD", **odd)
+    model = Mlp()
+    model.fc2 = ShardedWrapper(model.fc2, tuple(reversed(pairs)), "HYBRID_SHARD")
+    with pytest.raises(ValueError, match=r"unit 'fc2' shards .* the other way round"):
+        ShardedWrapper(model, tuple(pairs), "HYBRID_SHARD")
+    torch.manual_seed(0)
+    ShardedWrapper(Mlp(), auto_wrap_policy=LINEARS)(torch.ones(2, 7))
 
 
 def test_ranks_with_different_units() -> None:

@@ -76,6 +76,7 @@ LAYERS = [
         "settings",
         "inspection",
         "comm_hook",
+        "hook_turns",
         "recording",
         "step_in_backward",
     },
@@ -111,9 +112,10 @@ NEIGHBOURS = {
     "saved_tensors": {"handle"},
     "summon": {"handle", "whole"},
     "whole": {"handle"},
-    "context": {"step_in_backward", "unit"},
+    "context": {"hook_turns", "step_in_backward", "unit"},
     "step_in_backward": {"unit"},
     "comm_hook": {"unit"},
+    "hook_turns": {"unit"},
     "recording": {"context"},
 }
 FOLDER = Path(flatshard.__file__).parent
