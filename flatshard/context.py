@@ -277,8 +277,9 @@ class RunContext:
             unit = self.units[index]
             if index != coming[0] and not self._fits_ahead(unit):
                 return
-            # A unit that was stepped must not be gathered again.
-            if purpose == "forward" or not self.stepping.is_active or unit.num_awaited > 0:
+            # One whose backward has begun was perhaps freed here, and gathered again, and not yet
+            # freed on other ranks; or it was stepped.
+            if purpose == "forward" or unit.num_awaited > 0:
                 unit.begin_gather(purpose)
 
     def _fits_ahead(self, unit: Unit) -> bool:

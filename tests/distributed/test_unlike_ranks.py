@@ -162,3 +162,37 @@ def _counting_stalls() -> Iterator[list[Any]]:
         mock.patch.object(context, "_wait_until_reduced", counted),
     ):
         yield stalls
+
+
+class _Scaled(nn.Module):
+    """Two units, and a parameter of the root's own that some ranks use, after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, is_scaled: bool = True) -> Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        return x * self.scale.prod() if is_scaled else x
+
+
+_SCALED = Case("scaled", _Scaled, vectors, (nn.Linear,))
+
+
+def test_a_root_that_is_over_early_on_some_ranks() -> None:
+    """The others still had it, and did not take part when it was gathered for nothing."""
+    run_ranks(_over_early, 2, group_timeout=5)
+
+
+def _over_early(rank: int, world_size: int) -> None:
+    plain = Run(_SCALED.model(), _SCALED, rank, world_size)
+    sharded = Run(_SCALED.wrap(_SCALED.model(), collectives="sockets"), _SCALED, rank, world_size)
+    for run in (plain, sharded):
+        for step in range(3):
+            for number in [rank] if run.is_sharded else range(world_size):
+                inputs = _SCALED.batch(step, world_size * ROWS)[0].chunk(world_size)[number]
+                loss = run.model(inputs, number != 1).pow(2).mean()
+                (loss if run.is_sharded else loss / world_size).backward()
+            run.step()
+    _assert_same_model(sharded, plain)
