@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flatshard.collectives import Communicator
 from flatshard.flat_param import part_of, view_of
+from flatshard.home import Home, Landing
 from flatshard.layout import FlatLayout
 from flatshard.on_host import Whole
 from flatshard.pending import CollectiveError, Pending, Unsettled
@@ -80,7 +81,9 @@ class GradientBuffer:
         *,
         topology: Topology,
         dtype: torch.dtype,
-        like: Tensor,
+        out_dtype: torch.dtype,
+        device: torch.device,
+        home: Home | None,
         tags: tuple[int, int],
         unsettled: Unsettled,
         comm_hook: CommHook | None = None,
@@ -92,7 +95,9 @@ class GradientBuffer:
             label: the unit's name.
             topology: the ranks that gradients are averaged over.
             dtype: in which gradients are collected and reduced.
-            like: the shard, whose dtype and device the reduced gradient gets.
+            out_dtype: of the reduced gradient.
+            device: where gradients come and are reduced.
+            home: where the reduced gradient lives; None: there.
             tags: the flat parameter's, in the inner and the outer group.
             unsettled: takes what other ranks may still be taking.
             comm_hook: what reduces, if it is not this; only where there is one stage.
@@ -106,14 +111,15 @@ class GradientBuffer:
         self.unsettled = unsettled
         self._layout, self.tags = layout, tags
         self._topology = topology
-        self._dtype, self._out_dtype, self._device = dtype, like.dtype, like.device
+        self._dtype, self._out_dtype, self._device = dtype, out_dtype, device
+        self._landing = Landing(home)
         self._reduce_by_hook = None if comm_hook is None else comm_hook.reduce
         self._buffer: Tensor | None = None
         self._slots: dict[int, Tensor] = {}
         is_small = layout.padded_numel * dtype.itemsize < _IN_PLACE_BYTES
         self._stay_in_place = (
             comm_hook is None
-            and like.device.type == "cpu"
+            and device.type == "cpu"
             and topology.inner.reads_parts(tags[0])
             and not is_small
         )
@@ -126,7 +132,9 @@ class GradientBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes of gradients here, also of those that other ranks are still taking from."""
-        held: list[object] = [self._buffer, self._reduced, self.held, *self._slots.values()]
+        held: list[object] = [self._buffer, self.held, *self._slots.values()]
+        if not self._landing.is_apart:
+            held.append(self._reduced)
         if self._reduction is not None:
             held.append(self._reduction.out)
         for pending in self._given:
@@ -316,7 +324,8 @@ class GradientBuffer:
     def new_part(self, comm: Communicator) -> Tensor:
         """Where this rank's part of a reduction over ``comm`` goes; only its padding has values."""
         numel = self._layout.padded_numel // comm.size
-        if self._topology.outer.size > 1:  # a second stage makes something smaller of it
+        # A second stage makes something smaller of it, and what goes home is free then.
+        if self._topology.outer.size > 1 or self._landing.is_apart:
             part = torch.empty(numel, dtype=self._dtype, device=self._device)
         else:
             part = self.spare.take(numel, self._dtype, self._device)
@@ -325,8 +334,8 @@ class GradientBuffer:
         return part
 
     def _add_reduced(self, reduced: Tensor) -> None:
-        out = reduced.to(self._out_dtype)
-        self._reduced = out if self._reduced is None else self._reduced.add_(out)
+        out = self._landing.land(reduced.to(self._out_dtype))
+        self._reduced = out if self._reduced is None else self._landing.add(self._reduced, out)
 
     def advance(self) -> bool:
         """Begin the second stage if the first is over; False while that must wait."""
@@ -366,6 +375,7 @@ class GradientBuffer:
 
     def take(self) -> Tensor | None:
         """Hand over the reduced gradient of this rank's shard; None when nothing was reduced."""
+        self._landing.settle()
         self.used.clear()
         self._given = []
         reduced, self._reduced = self._reduced, None

@@ -28,9 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from flatshard import disk_memory, memory_file
 from flatshard.flat_param import part_of, view_of
 from flatshard.grad_publisher import GradPublisher
 from flatshard.gradients import CommHook, GradientBuffer
+from flatshard.home import Homes, Lift
 from flatshard.layout import FlatLayout, memory_order, strides_of
 from flatshard.mapped_shards import MappedShards
 from flatshard.ownership import OwnedParam
@@ -57,6 +59,7 @@ class FlatParamHandle:
         layout: where each original parameter lies.
         shard: this rank's part, ``(layout.shard_numel,)``; what the optimizer updates.
         buffer: the unsharded buffer, ``(layout.padded_numel,)``; empty storage while SHARDED.
+        device: where the unit computes; the shard may live elsewhere.
         params: the sharded and the full parameters, and where in the modules they stand.
         grads: takes their gradients, and publishes them.
         local_spans: which range of ``shard`` is of which original parameter.
@@ -76,6 +79,7 @@ class FlatParamHandle:
         *,
         topology: Topology,
         device: torch.device,
+        homes: Homes,
         start: Start,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
@@ -92,7 +96,8 @@ class FlatParamHandle:
             unit_name: the unit's name in the unwrapped model.
             topology: the ranks that share the flat parameter.
             start: whose values count. What has none yet is ``unfilled``.
-            device: where the shard lives and the unit computes.
+            device: where the unit computes.
+            homes: where the shard, its gradient and its optimizer state live.
             compute_dtype: dtype of the full parameters; None keeps the parameters' own.
             reduce_dtype: dtype in which gradients are reduced; None takes ``compute_dtype``.
             use_orig_params: whether users see original parameters or one ``FlatParameter``.
@@ -106,6 +111,8 @@ class FlatParamHandle:
         self.is_whole = topology.shard.size == 1
         self._take_tags()
         self._secondary = self._plan_secondary()
+        self.device, self._homes = device, homes
+        self._lift = Lift(device, homes)
         self._compute_dtype, self._reduce_dtype = compute_dtype, reduce_dtype
         self.unsettled = Unsettled()
         self.summoned: Any = None
@@ -188,15 +195,28 @@ class FlatParamHandle:
 
     def _adopt_shard(self, shard: Tensor) -> None:
         self._mapped = self._map_like(shard)
-        self.shard = shard if self._mapped is None else self._mapped.shard.copy_(shard)
+        if self._mapped is None:
+            self.shard = self._homes.house(shard)
+        else:
+            self.shard = self._mapped.shard.copy_(shard)
+        self.rest()
+
+    def rest(self) -> None:
+        """Nobody reads or writes the shard for a while: on a disk it need not be in memory."""
+        disk_memory.release(self.shard)
 
     def _map_like(self, shard: Tensor) -> MappedShards | None:
         """Memory for a shard that gathers need not copy, where that is possible."""
         uncast = _lowered(shard.dtype, self._compute_dtype) == shard.dtype
-        if shard.device.type != "cpu" or self._secondary is not None or not uncast:
+        if self.device.type != "cpu" or self._secondary is not None or not uncast:
             return None
+        files = self._homes.disk if self._homes.shard is not None else None
         return self.topology.inner.map_shards(
-            shard.numel(), shard.dtype, tag=self._tag, map_tag=self._map_tag
+            shard.numel(),
+            shard.dtype,
+            tag=self._tag,
+            map_tag=self._map_tag,
+            files=memory_file if files is None else files,
         )
 
     @property
@@ -217,7 +237,8 @@ class FlatParamHandle:
     @property
     def _aliased(self) -> bool:
         """Whether the shard is the unsharded buffer."""
-        return self.is_whole and self.compute_dtype == self.shard.dtype
+        is_there = self.shard.device.type == self.device.type
+        return self.is_whole and is_there and self.compute_dtype == self.shard.dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -240,9 +261,10 @@ class FlatParamHandle:
                 self.buffer = self._mapped.buffer
             else:
                 self.buffer = torch.empty(
-                    self.layout.padded_numel, dtype=self.compute_dtype, device=self.shard.device
+                    self.layout.padded_numel, dtype=self.compute_dtype, device=self.device
                 )
         self.params.make_full(self.buffer, is_shard=self._aliased, grad_hook=self.grads.hook)
+        self.params.keep_state_at(self._homes.state)
         if not self._aliased:
             self._free_buffer()
 
@@ -252,7 +274,9 @@ class FlatParamHandle:
             self.unit_name,
             topology=self.topology,
             dtype=self.reduce_dtype,
-            like=self.shard,
+            out_dtype=self.shard.dtype,
+            device=self.device,
+            home=self._homes.gradient,
             comm_hook=self.comm_hook,
             tags=(self._tag, self._outer_tag),
             unsettled=self.unsettled,
@@ -309,7 +333,9 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad():
             self._allocate_buffer()
             self._gathered_version = self.version
-            self._gather = self._begin_gather(purpose)
+            with self._lift.stream():
+                self._gather = self._begin_gather(purpose)
+            self._lift.report(self.shard, self.unit_name, self.unsettled)
         self.state = ShardState.UNSHARDING
 
     def _begin_gather(self, purpose: str) -> Pending:
@@ -328,8 +354,8 @@ class FlatParamHandle:
         )
 
     def _source(self) -> Tensor:
-        """The shard in the dtype that computes."""
-        return self.shard.detach().to(self.compute_dtype)
+        """The shard where the unit computes, in the dtype that computes."""
+        return self._lift.up(self.shard.detach(), self.compute_dtype, self.version)
 
     def begin_refresh(self) -> None:
         """Begin to bring parameters from other nodes, if they are kept there and have changed.
@@ -338,8 +364,9 @@ class FlatParamHandle:
         """
         outer = self.topology.outer
         if self._secondary is not None and outer.size > 1:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), self._lift.stream():
                 self._secondary.begin_refresh(self._source(), self.version, outer, self._outer_tag)
+            self._lift.report(self.shard, self.unit_name, self.unsettled)
 
     def finish_refresh(self) -> None:
         """Wait for what ``begin_refresh`` began: the shard may be written after it."""
@@ -394,7 +421,7 @@ class FlatParamHandle:
             return
         # In new memory: what was assigned over may be kept by somebody to be put back.
         with torch.inference_mode(False), torch.no_grad():
-            self.shard = self.shard.clone()
+            self.shard = self._homes.house(self.shard.clone())
             if self._aliased:
                 self.buffer = self.shard
             for param, span in zip(self.sharded, self.layout.spans, strict=True):
@@ -417,6 +444,7 @@ class FlatParamHandle:
                 # Autograd must not take the refill for an edit of what it saved.
                 with _unsafe_preserve_version_counter(self.buffer):
                     gather.wait(self.unsettled)
+                self._lift.join()
             except Exception:
                 self.state = ShardState.SHARDED
                 self._free_buffer()
@@ -435,6 +463,7 @@ class FlatParamHandle:
         self.state = ShardState.SHARDED
         if not self._aliased:
             self._free_buffer()
+        self.rest()
 
     @property
     def version(self) -> int:
@@ -527,6 +556,9 @@ class FlatParamHandle:
                     f"unit {self.unit_name!r}: moving a sharded model to the meta device would "
                     "lose its weights"
                 )
+            if converted.device != self.shard.device:
+                self.device = converted.device
+            self._lift = Lift(self.device, self._homes)
             grads = self.grads.take_off(fn)
             self._adopt_shard(converted)
             self.shard = self.params.repoint(self.shard)
@@ -555,6 +587,7 @@ class FlatParamHandle:
         twin.state, twin._gather, twin._gathered_version = ShardState.SHARDED, None, -1
         twin.unfilled, twin.comm_hook = set(self.unfilled), None
         twin._take_tags()
+        twin._lift = Lift(self.device, self._homes)
         twin._secondary = twin._plan_secondary()
         twin.params = self.params.copy_for(memo, on_outside_grad)
         twin.local_spans = twin.params.local_spans

@@ -14,6 +14,8 @@ LAYERS = [
         "config",
         "precision",
         "offload",
+        "disk_memory",
+        "home",
         "profiling",
         "watchdog",
         "wire",
@@ -41,6 +43,7 @@ LAYERS = [
         "starting",
         "optim",
         "optim_runs",
+        "optim_offload",
         "spent_gradient",
     },
     {
@@ -71,6 +74,8 @@ LAYERS = [
 ]
 NEIGHBOURS = {
     "pending": {"watchdog"},
+    "disk_memory": {"memory_file", "offload"},
+    "home": {"disk_memory", "layout", "offload", "pending", "spare"},
     "on_host": {"peer_memory", "pending"},
     "peer_memory": {"memory_file"},
     "mapped_shards": {"layout", "memory_file", "on_host", "pending"},
@@ -86,7 +91,8 @@ NEIGHBOURS = {
     "ownership": {"shard_tensor"},
     "agreement": {"collectives"},
     "starting": {"collectives", "flat_param", "topology"},
-    "optim": {"flat_param", "optim_runs", "shard_tensor", "spent_gradient"},
+    "optim": {"flat_param", "optim_offload", "optim_runs", "shard_tensor", "spent_gradient"},
+    "optim_offload": {"flat_param", "optim_runs", "shard_tensor", "spent_gradient"},
     "optim_runs": {"flat_param", "shard_tensor"},
     "grad_publisher": {"gradients", "param_views"},
     "handle": {"grad_publisher", "gradients", "param_views"},
