@@ -290,6 +290,7 @@ class Construction:
         for handle in handles:
             start.give_replicas(handle.topology, handle.shard)
             handle.rest()
+        self._homes.settle()
 
 
 def _unit_size(name: str, counts: list[int]) -> plan_report.UnitSize:

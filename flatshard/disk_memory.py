@@ -21,6 +21,7 @@ import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -132,6 +133,8 @@ class DiskMemory:
         Raises:
             OffloadError: the disk is full, or the system maps no more files.
         """
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
         nbytes = rounded(numel * dtype.itemsize)
         number = self.create(nbytes)
         try:
@@ -143,8 +146,6 @@ class DiskMemory:
                 f"{nbytes:,} bytes in a file in {self._folder!r} cannot be mapped: the limit of "
                 "mappings (vm.max_map_count) or of addresses (ulimit -v) is reached"
             )
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
         return torch.frombuffer(found, dtype=dtype, count=numel)
 
     def take_in(self, tensor: Tensor) -> Tensor:
@@ -155,7 +156,7 @@ class DiskMemory:
         Raises:
             OffloadError: the disk is full.
         """
-        return tensor if is_on_disk(tensor) else self.copy(tensor)
+        return self.copy(tensor) if tensor.numel() and not is_on_disk(tensor) else tensor
 
     def copy(self, tensor: Tensor) -> Tensor:
         """The same, also of one that is in a file already."""
@@ -192,11 +193,20 @@ def is_on_disk(tensor: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() in _mapped
 
 
+def fetch(*tensors: Tensor | None) -> None:
+    """Have the pages of plain tensors that are about to be written, in one go."""
+    for address in _addresses(tensors):
+        memory_file.want_pages(address, _mapped[address])
+
+
 def release(*tensors: Tensor | None) -> None:
     """Give back the pages of plain tensors, and of what shares memory with them.
 
     Their values stay. Does nothing for tensors that are not in files.
     """
-    addresses = {t.untyped_storage().data_ptr() for t in tensors if t is not None}
-    for address in addresses & _mapped.keys():
+    for address in _addresses(tensors):
         memory_file.drop_pages(address, _mapped[address])
+
+
+def _addresses(tensors: Iterable[Tensor | None]) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors if t is not None} & _mapped.keys()

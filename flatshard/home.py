@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from flatshard import disk_memory
+from flatshard import disk_memory, memory_file
 from flatshard.disk_memory import DiskMemory
 from flatshard.layout import ALIGNMENT_BYTES, PAGE_BYTES
 from flatshard.offload import CPUOffload
@@ -123,6 +123,11 @@ class Homes:
         what = f"unit {unit!r}" if unit else "the root unit"
         self.disk.reserve(total, f"{what} (shards and gradients)")
 
+    def settle(self) -> None:
+        """After construction: what it took in memory is not needed for a step."""
+        if self.disk is not None:
+            memory_file.give_back_freed()
+
     def house(self, shard: Tensor) -> Tensor:
         """The shard's values at home."""
         return shard if self.shard is None else self.shard.take_in(shard)
@@ -215,6 +220,7 @@ class Landing:
         if self._spare is None:
             return reduced
         place = self._spare.take(reduced.numel(), reduced.dtype, torch.device("cpu"))
+        disk_memory.fetch(place)
         if reduced.device.type == "cpu":
             place.copy_(reduced)
         else:

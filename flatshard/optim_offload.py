@@ -13,7 +13,7 @@ many bytes per element there will be, and room for all of it is reserved before 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from flatshard.optim_runs import local_of
 from flatshard.shard_tensor import FlatShardTensor
 from flatshard.spent_gradient import SpentGradient
 
-_PART_BYTES = 32 << 20
+_PART_BYTES = 8 << 20
 """Of parameters: from so many on, a part is full. With Adam, four times as much is in memory."""
 
 _PROBED_NUMEL = 2
@@ -80,17 +80,29 @@ def take_in(home: DiskMemory | None, state: dict[str, Any], like: Tensor) -> dic
     return state
 
 
-def rest(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> None:
+def rest(optimizer: torch.optim.Optimizer, params: Collection[Any]) -> None:
     """Put the state of parameters that were stepped where it is kept, and give pages back."""
     for param in params:
         home = state_home(param)
         if home is None:
             continue
-        state = optimizer.state.get(param, {})
         if not isinstance(param, FlatShardTensor):
-            take_in(home, state, param)
-        tensors = [value for value in state.values() if isinstance(value, Tensor)]
-        disk_memory.release(*(local(one) for one in (param, *tensors)), _local_grad(param))
+            take_in(home, optimizer.state.get(param, {}), param)
+    disk_memory.release(*_tensors(optimizer, params))
+
+
+def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
+    """What a step of some parameters touches."""
+    for param in params:
+        if state_home(param) is None:
+            continue
+        yield local(param)
+        grad = _local_grad(param)
+        if grad is not None:
+            yield grad
+        for value in optimizer.state.get(param, {}).values():
+            if isinstance(value, Tensor):
+                yield local(value)
 
 
 def _local_grad(param: Any) -> Tensor | None:
@@ -182,5 +194,6 @@ def step(
     if not parts or not reserve(optimizer):
         return set()
     for part in parts:
+        disk_memory.fetch(*_tensors(optimizer, part.params))
         step_parts(optimizer, [part])
     return {id(param) for part in parts for param in part.params}

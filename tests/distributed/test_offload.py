@@ -1,10 +1,7 @@
 """Offload to a disk changes where things live and nothing else."""
 
-import os
-import warnings
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -13,6 +10,7 @@ from flatshard.disk_memory import is_on_disk
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, local_loss, snapshot, trainable
+
 
 def _train(model: nn.Module, name: str, kind: str, rank: int, world_size: int) -> tuple:
     case = CASES[name]
@@ -41,7 +39,12 @@ def _same(rank: int, world_size: int, folder: str, names: list[str]) -> None:
                         results = []
                         for offload in (None, CPUOffload(path=folder)):
                             case = CASES[name]
-                            model = case.wrapped(sharding_strategy=strategy, cpu_offload=offload, use_orig_params=use_orig_params)
+                            model = case.wrap(
+                                case.model(),
+                                sharding_strategy=strategy,
+                                cpu_offload=offload,
+                                use_orig_params=use_orig_params,
+                            )
                             results.append(_train(model, name, kind, rank, world_size))
                         (state, norms, optim, _), (state2, norms2, optim2, optimizer) = results
                         for key in state:
@@ -49,8 +52,9 @@ def _same(rank: int, world_size: int, folder: str, names: list[str]) -> None:
                         assert norms == norms2
                         for p, st in optimizer.state.items():
                             for k, v in st.items():
-                                if isinstance(v, torch.Tensor) and v.dim():
+                                if isinstance(v, torch.Tensor) and v.dim() and v.numel():
                                     assert is_on_disk(v), k
 
+
 def test_same(tmp_path: Path) -> None:
-    run_ranks(_same, 2, str(tmp_path), list(CASES)[:3])
+    run_ranks(_same, 2, str(tmp_path), list(CASES), timeout=500.0)

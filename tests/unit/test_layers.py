@@ -75,7 +75,7 @@ LAYERS = [
 NEIGHBOURS = {
     "pending": {"watchdog"},
     "disk_memory": {"memory_file", "offload"},
-    "home": {"disk_memory", "layout", "offload", "pending", "spare"},
+    "home": {"disk_memory", "layout", "memory_file", "offload", "pending", "spare"},
     "on_host": {"peer_memory", "pending"},
     "peer_memory": {"memory_file"},
     "mapped_shards": {"layout", "memory_file", "on_host", "pending"},
