@@ -65,7 +65,8 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if in_place:
         torch.autograd.graph.increment_version(args[0]._local)
         return args[0]
-    if spec.state_home is not None and func in _STATE_MAKERS:
+    makes_state = func in _STATE_MAKERS and result.device == like._local.device
+    if spec.state_home is not None and makes_state:
         result = spec.state_home.take_in(result)
     return FlatShardTensor(result, spec)
 

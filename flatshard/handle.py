@@ -203,7 +203,8 @@ class FlatParamHandle:
 
     def rest(self) -> None:
         """Nobody reads or writes the shard for a while: on a disk it need not be in memory."""
-        disk_memory.release(self.shard)
+        if self._homes.shard is not None:
+            disk_memory.release(self.shard)
 
     def _map_like(self, shard: Tensor) -> MappedShards | None:
         """Memory for a shard that gathers need not copy, where that is possible."""
@@ -562,7 +563,7 @@ class FlatParamHandle:
             grads = self.grads.take_off(fn)
             self._adopt_shard(converted)
             self.shard = self.params.repoint(self.shard)
-            self.grads.put_back(grads, fn)
+            self.grads.put_back(grads, lambda grad: self._homes.house_gradient(fn(grad)))
         self._make_buffer()
         self.grads.replace_buffer(self._make_gradients())
         self.params.uninstall()

@@ -56,9 +56,10 @@ class HostMemory:
         return torch.empty(numel, dtype=dtype, pin_memory=self._pinned)
 
     def take_in(self, tensor: Tensor) -> Tensor:
-        """See ``Home``; without gaps, 1-D."""
-        is_here = tensor.device.type == "cpu" and tensor.is_pinned() is self._pinned
-        return tensor if is_here else self.new(tensor.numel(), tensor.dtype).copy_(tensor)
+        """See ``Home``."""
+        if tensor.device.type == "cpu" and tensor.is_pinned() is self._pinned:
+            return tensor
+        return torch.empty_like(tensor, device="cpu", pin_memory=self._pinned).copy_(tensor)
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,10 @@ class Homes:
     def house(self, shard: Tensor) -> Tensor:
         """The shard's values at home."""
         return shard if self.shard is None else self.shard.take_in(shard)
+
+    def house_gradient(self, gradient: Tensor) -> Tensor:
+        """The values of a reduced gradient at home."""
+        return gradient if self.gradient is None else self.gradient.take_in(gradient)
 
 
 class Lift:

@@ -12,9 +12,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 
 from flatshard import CPUOffload, ShardedWrapper, disk_memory
-from flatshard.offload import OffloadError
+from flatshard.offload import OffloadError, as_cpu_offload
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, local_loss, snapshot, trainable
@@ -235,7 +236,11 @@ def test_bad_paths(tmp_path: Path) -> None:
     run_ranks(_pass_bad_paths, 2, str(tmp_path))
 
 
-def test_bad_values() -> None:
+def test_policies_of_torch_and_bad_values() -> None:
+    assert as_cpu_offload(fsdp.CPUOffload(offload_params=True)) == CPUOffload(offload_params=True)
+    pinned = as_cpu_offload(fsdp.CPUOffloadPolicy(pin_memory=False))
+    assert pinned == CPUOffload(offload_params=True, pin_memory=False)
+    assert not as_cpu_offload(fsdp.OffloadPolicy()).is_on
     with pytest.raises(TypeError, match="path must be"):
         CPUOffload(path=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="offload_optimizer must be"):
