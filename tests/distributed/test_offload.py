@@ -38,7 +38,7 @@ def _train(
         norms.append(model.clip_grad_norm_(0.5).item())
         optimizer.step()
         optimizer.zero_grad()
-    return snapshot(model), norms, ShardedWrapper.optim_state_dict(model, optimizer)
+    return snapshot(model), norms, ShardedWrapper.optim_state_dict(model, optimizer)["state"]
 
 
 def _assert_equal(actual: Any, expected: Any) -> None:
@@ -121,7 +121,8 @@ def _use_large(rank: int, size: int, folder: str) -> None:
     assert all(h.is_mapped for unit in model._context.units for h in unit.handles)
     kind = torch.optim.Adam
     optimizers = [kind(one.parameters(), lr=1e-3) for one in (model, plain)]
-    _step(model, optimizers[0], rank)
+    for one, optimizer in zip((model, plain), optimizers, strict=True):
+        _step(one, optimizer, rank)
     before = _resident_bytes()
     for step in range(3):
         for one, optimizer in zip((model, plain), optimizers, strict=True):
@@ -150,7 +151,7 @@ def _use_large(rank: int, size: int, folder: str) -> None:
     _step(plain, optimizers[1], rank)
     _assert_equal(snapshot(twin), snapshot(plain))
     assert all(map(disk_memory.is_on_disk, _tensors(fresh)))
-    with ShardedWrapper.summon_full_params(twin):
+    with ShardedWrapper.summon_full_params(twin), torch.no_grad():
         twin.module[0].weight.mul_(2)
     twin.double()
     assert all(disk_memory.is_on_disk(h.shard) for u in twin._context.units for h in u.handles)
