@@ -105,7 +105,7 @@ def _replace_by_full(
                 places.append((key, index))
     if not places:
         return
-    device = torch.device("cpu") if options.offload_to_cpu else handle.shard.device
+    device = torch.device("cpu") if options.offload_to_cpu else handle.device
     full = whole.gather_full(handle, device, is_kept=is_saving)
     for key, index in places:
         if is_saving:

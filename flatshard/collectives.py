@@ -48,9 +48,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard import peer_memory
+from flatshard import memory_file, peer_memory
 from flatshard.config import Collectives, Transport
-from flatshard.mapped_shards import MappedShards
+from flatshard.mapped_shards import Files, MappedShards
 from flatshard.on_host import HostGroup, Whole
 from flatshard.peer_memory import Board
 from flatshard.pending import CollectiveError, Pending
@@ -227,7 +227,13 @@ class Communicator:
         return self._num_tags
 
     def map_shards(
-        self, numel: int, dtype: torch.dtype, *, tag: int, map_tag: int
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        tag: int,
+        map_tag: int,
+        files: Files = memory_file,
     ) -> MappedShards | None:
         """Memory for a flat parameter from which gathers copy nothing, where that can be.
 
@@ -236,12 +242,13 @@ class Communicator:
             dtype: of the elements, in which they are gathered too.
             tag: the flat parameter's number from ``new_tag``.
             map_tag: another one.
+            files: makes the file of this rank's part: in memory, or on a disk.
         """
         if self._on_host is None or not HostGroup.takes(max(tag, map_tag)):
             return None
         if not MappedShards.fits(numel, dtype):
             return None
-        return MappedShards(self._on_host, numel, dtype, tag=tag, map_tag=map_tag)
+        return MappedShards(self._on_host, numel, dtype, tag=tag, map_tag=map_tag, files=files)
 
     def all_gather(
         self,
@@ -469,7 +476,10 @@ class Communicator:
 
     def _on_wire(self, tensor: Tensor) -> Tensor:
         """The bytes of a tensor where point-to-point messages can take them from."""
-        return _as_bytes(tensor).to("cpu") if self._is_gloo else _as_bytes(tensor)
+        data = _as_bytes(tensor)
+        if self._is_gloo:
+            return data.to("cpu")
+        return data.to("cuda") if data.device.type == "cpu" else data  # an offloaded shard's
 
     def gather_objects(self, value: Any, *, label: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order, on every rank.

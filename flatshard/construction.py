@@ -11,7 +11,9 @@ from torch import nn
 
 from flatshard import agreement, checkpoint, inspection, materialise, plan_report, starting
 from flatshard.handle import FlatParamHandle
+from flatshard.home import Homes
 from flatshard.ignored import Ignored, find_ignored
+from flatshard.offload import OffloadError
 from flatshard.overrides import ParamPrecision, PrecisionPlan
 from flatshard.ownership import OwnedParam, find_owners
 from flatshard.precision import ReduceMode
@@ -115,6 +117,8 @@ class Construction:
         self._precision = PrecisionPlan(
             module, {module: settings.precision, **policies}, self._left_alone
         )
+        self._names = {plan.module: plan.name for plan in self._plans}
+        self._homes = Homes()
 
     def agree(self, sync: bool | None) -> starting.Start:
         """Compare with other ranks what is to be made, and give buffers their values.
@@ -142,11 +146,34 @@ class Construction:
         # Only now do all ranks agree on what to ask for.
         for one in (settings, *self._of_unit.values()):
             ranks.resolve(one.placement)
+        self._open_homes()
         start = starting.agree(named, sync, ranks.world)
         materialise.check_initialisable(module, start, self._init_fn, self._ignored.modules)
         inspection.move_buffers(module, self._left_alone, settings.device)
         materialise.give_buffers(module, start, settings.device)
         return start
+
+    def _open_homes(self) -> None:
+        """Find where shards live, and keep room for them on a disk, if they live there.
+
+        Collective if so: all ranks.
+
+        Raises:
+            OffloadError: on all ranks, where the disk of one is full.
+            ValueError: likewise, where nothing can be written there.
+        """
+        offload, world = self._settings.offload, self._settings.ranks.world
+        error: Exception | None = None
+        try:
+            self._homes = Homes.find(offload, self._settings.device)
+            for module, owned in self._owners.items():
+                topology = self._of_unit.get(module, self._settings).topology
+                params = [one.param for one in owned]
+                self._homes.reserve(self._names.get(module, ""), params, topology.shard.size)
+        except (ValueError, NotImplementedError, OffloadError) as found:
+            error = found
+        if offload.path is not None:
+            agreement.raise_everywhere(error, world)
 
     def remarks(self) -> list[str]:
         """What may not be as the user meant it, for rank 0 to say."""
@@ -169,9 +196,8 @@ class Construction:
         inside = list(named_unit_modules(self._module))
         if self._policy is None and not inside:
             return plan_report.judge_one_unit(self._module, **_left_out(self._ignored))
-        names = {one.module: one.name for one in self._plans}
         sizes = [
-            _unit_size(names.get(unit, ""), [one.param.numel() for one in owned])
+            _unit_size(self._names.get(unit, ""), [one.param.numel() for one in owned])
             for unit, owned in self._owners.items()
         ]
         for name, wrapper in inside:
@@ -245,6 +271,7 @@ class Construction:
                 name,
                 topology=topology,
                 device=settings.device,
+                homes=self._homes,
                 start=start,
                 compute_dtype=kind[2].compute_dtype,
                 reduce_dtype=kind[2].reduce_dtype,
@@ -275,6 +302,8 @@ class Construction:
             root._has_empty = made.run()
         for handle in handles:
             start.give_replicas(handle.topology, handle.shard)
+            handle.rest()
+        self._homes.settle()
 
 
 def _unit_size(name: str, counts: list[int]) -> plan_report.UnitSize:

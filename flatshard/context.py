@@ -610,7 +610,7 @@ def _advance(unit: Unit) -> bool:
 
 def _wait_until_reduced(unit: Unit) -> bool:
     """Wait a while; False when a peer seems unable to take part yet."""
-    if any(handle.shard.device.type != "cpu" for handle in unit.handles):
+    if any(handle.device.type != "cpu" for handle in unit.handles):
         return True  # the stream waits, not the host
     if not all(handle.gradients.tells_when_done() for handle in unit.handles):
         return False

@@ -25,6 +25,12 @@ _POINTWISE = frozenset(
 )
 
 
+_STATE_MAKERS = frozenset(
+    getattr(aten, name).default for name in ("zeros_like", "ones_like", "full_like", "empty_like")
+)
+"""What optimizers make their state with."""
+
+
 def _local(value: Any, spec: ShardSpec) -> Any:
     """The operand that meets the local range of ``spec``."""
     if isinstance(value, FlatShardTensor):
@@ -59,6 +65,9 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if in_place:
         torch.autograd.graph.increment_version(args[0]._local)
         return args[0]
+    makes_state = func in _STATE_MAKERS and result.device == like._local.device
+    if spec.state_home is not None and makes_state:
+        result = spec.state_home.take_in(result)
     return FlatShardTensor(result, spec)
 
 

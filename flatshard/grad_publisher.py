@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatshard import disk_memory
 from flatshard.flat_param import FlatParameter, view_of
 from flatshard.grad_dtypes import set_grad
 from flatshard.gradients import GradientBuffer
@@ -246,16 +247,17 @@ class GradPublisher:
             )
 
     def _unreduced_view(self, index: int, part: Tensor | None) -> Tensor:
-        params = self._params
+        params, device = self._params, self._params.sharded[0].device
         if part is not None:
+            part = part.to(device)
             if not params.use_orig_params:
                 return FlatShardTensor(part, params.flat_spec)
             return self._view(part, index)
         slot, dtype = self.gradients.slot(index), params.sharded[index].dtype
         if params.is_whole:
-            return slot.to(dtype).view(slot.shape)
+            return slot.to(device, dtype).view(slot.shape)
         # Cut out first: a cast of the whole would be kept alive by its part.
-        part = params.specs[index].slice(slot).to(dtype)
+        part = params.specs[index].slice(slot).to(device, dtype)
         return FlatShardTensor(part, params.specs[index])
 
     def _collect_unreduced(self) -> None:
@@ -341,4 +343,5 @@ def _add_grad(param: nn.Parameter, grad: Tensor, earlier: Tensor | None = None) 
     for present in (param.grad, earlier):
         if present is not None:
             grad.add_(present)
+            disk_memory.release(*(getattr(one, "_local", one) for one in (grad, present)))
     set_grad(param, grad)

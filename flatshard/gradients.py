@@ -31,6 +31,7 @@ from torch import Tensor
 
 from flatshard.collectives import Communicator
 from flatshard.flat_param import part_of, view_of
+from flatshard.home import Home, Landing
 from flatshard.layout import FlatLayout
 from flatshard.on_host import Whole
 from flatshard.pending import CollectiveError, Pending, Unsettled
@@ -68,6 +69,21 @@ class CommHook:
     reduce: Callable[[Tensor, str], Tensor] | None = None
 
 
+@dataclass(frozen=True)
+class GradDtypes:
+    """The dtypes of one flat parameter's gradients.
+
+    Attributes:
+        travel: in which they are collected and sent.
+        accumulate: in which more than one is added up before they are reduced.
+        publish: of the reduced gradient.
+    """
+
+    travel: torch.dtype
+    accumulate: torch.dtype
+    publish: torch.dtype
+
+
 class GradientBuffer:
     """Collects, reduces and hands over the gradients of one flat parameter.
 
@@ -76,8 +92,7 @@ class GradientBuffer:
         seen: those whose gradient came since the unit was last gathered for backward.
         used: those that got a gradient since the last ``take``.
         tags: the flat parameter's numbers in the inner, the outer and the replicate group.
-        dtype: in which gradients travel.
-        accumulate_dtype: in which they are added up before that.
+        dtypes: of what is collected, accumulated and handed over.
         fixed_order: whether to add in rank order also where the backend would add.
         unsettled: what other ranks may still be taking from this one.
         spare: memory of reduced gradients that users have dropped.
@@ -90,8 +105,9 @@ class GradientBuffer:
         label: str,
         *,
         topology: Topology,
-        dtype: torch.dtype,
-        like: Tensor,
+        dtypes: GradDtypes,
+        device: torch.device,
+        home: Home | None,
         tags: tuple[int, int, int],
         unsettled: Unsettled,
         comm_hook: CommHook | None = None,
@@ -103,8 +119,9 @@ class GradientBuffer:
             layout: where each original parameter lies.
             label: the unit's name.
             topology: the ranks that gradients are averaged over.
-            dtype: in which gradients are collected and travel.
-            like: the shard, whose dtype and device the reduced gradient gets.
+            dtypes: of what is collected, accumulated and handed over.
+            device: where gradients come and are reduced.
+            home: where the reduced gradient lives; None: there.
             tags: the flat parameter's, in the inner, the outer and the replicate group.
             unsettled: takes what other ranks may still be taking.
             comm_hook: what reduces, if it is not this; only where there is one stage.
@@ -119,17 +136,17 @@ class GradientBuffer:
         self.unsettled = unsettled
         self._layout, self.tags = layout, tags
         self._topology = topology
-        self.dtype, self._out_dtype, self._device = dtype, like.dtype, like.device
-        self.accumulate_dtype = like.dtype if like.itemsize > dtype.itemsize else dtype
+        self.dtypes, self._device = dtypes, device
         self.fixed_order = fixed_order
+        self._landing = Landing(home)
         self._reduce_by_hook = None if comm_hook is None else comm_hook.reduce
         self._buffer: Tensor | None = None
         self._slots: dict[int, Tensor] = {}
         self._apart: set[int] = set()  # those that are tensors of their own
-        is_small = layout.padded_numel * dtype.itemsize < _IN_PLACE_BYTES
+        is_small = layout.padded_numel * dtypes.travel.itemsize < _IN_PLACE_BYTES
         self._stay_in_place = (
             comm_hook is None
-            and like.device.type == "cpu"
+            and device.type == "cpu"
             and topology.inner.reads_parts(tags[0])
             and not is_small
         )
@@ -142,7 +159,9 @@ class GradientBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes of gradients here, also of those that other ranks are still taking from."""
-        held: list[object] = [self._buffer, self._reduced, self.held, *self._slots.values()]
+        held: list[object] = [self._buffer, self.held, *self._slots.values()]
+        if not self._landing.is_apart:
+            held.append(self._reduced)
         if self._reduction is not None:
             held.append(self._reduction.out)
         for pending in self._given:
@@ -173,17 +192,17 @@ class GradientBuffer:
 
     def _add(self, index: int, grad: Tensor) -> None:
         slot = self._slots[index]
-        if slot.dtype is not self.accumulate_dtype:
-            slot = self._slots[index] = slot.to(self.accumulate_dtype)
+        if slot.dtype is not self.dtypes.accumulate:
+            slot = self._slots[index] = slot.to(self.dtypes.accumulate)
             self._apart.add(index)
         slot.add_(grad)
 
     def _fill(self, index: int, grad: Tensor, more_to_come: bool) -> None:
         """See the note on accumulation."""
-        span, dtype = self._layout.spans[index], self.dtype
-        may_widen = more_to_come and self.accumulate_dtype is not dtype
+        span, dtype = self._layout.spans[index], self.dtypes.travel
+        may_widen = more_to_come and self.dtypes.accumulate is not dtype
         if may_widen and grad.dtype is not dtype and grad.itemsize >= dtype.itemsize:
-            dtype = self.accumulate_dtype  # the other would round it
+            dtype = self.dtypes.accumulate  # the other would round it
         if not (self._stay or may_widen):
             buffer = self._allocate() if self._buffer is None else self._buffer
             self._slots[index] = view_of(buffer, span).copy_(grad)
@@ -196,7 +215,9 @@ class GradientBuffer:
         self._apart.add(index)
 
     def _allocate(self) -> Tensor:
-        buffer = torch.empty(self._layout.padded_numel, dtype=self.dtype, device=self._device)
+        buffer = torch.empty(
+            self._layout.padded_numel, dtype=self.dtypes.travel, device=self._device
+        )
         # Padding is summed and stepped like the rest, so it must stay zero.
         for start, end in self._layout.gaps:
             buffer[start:end].zero_()
@@ -221,7 +242,7 @@ class GradientBuffer:
 
     def shard_part(self) -> Tensor:
         """A copy of what waits of this rank's shard, in the shard's dtype."""
-        part = torch.zeros(self._layout.shard_numel, dtype=self._out_dtype, device=self._device)
+        part = torch.zeros(self._layout.shard_numel, dtype=self.dtypes.publish, device=self._device)
         for index in self.filled:
             span = self._layout.spans[index]
             local = self._layout.local_span(index, self._topology.index)
@@ -242,13 +263,13 @@ class GradientBuffer:
         spans = self._layout.spans
         if self._stay_in_place:
             parts = [
-                _in_memory_order(self._slots[index]).to(self.dtype)
+                _in_memory_order(self._slots[index]).to(self.dtypes.travel)
                 if index in self.filled
                 else None
                 for index in range(len(spans))
             ]
             ranges = [(span.start, span.end) for span in spans]
-            return Whole(parts, ranges, self._layout.padded_numel, self.dtype)
+            return Whole(parts, ranges, self._layout.padded_numel, self.dtypes.travel)
         buffer = self._allocate() if self._buffer is None else self._buffer
         for index, span in enumerate(spans):
             if index not in self.filled:
@@ -298,7 +319,7 @@ class GradientBuffer:
             for index in other.filled:
                 self._fill(index, other.slot(index), more_to_come=True)
             if other.held is not None:
-                self.held = other.held.to(self._device, self._out_dtype)
+                self.held = other.held.to(self._device, self.dtypes.accumulate)
 
     # ------------------------------------------------------------ reductions
 
@@ -330,7 +351,7 @@ class GradientBuffer:
             self._given = self._reduction.stages
             if sync is Sync.ALL:
                 self.held = None
-        return 2 * whole.numel * self.dtype.itemsize
+        return 2 * whole.numel * self.dtypes.travel.itemsize
 
     def _without_padding(self, reduced: Tensor) -> Tensor:
         """Zero the padding in this rank's part: a hook may have put noise there."""
@@ -348,8 +369,10 @@ class GradientBuffer:
         """Where this rank's part of a reduction over ``comm`` goes; only its padding has values."""
         numel = self._layout.padded_numel // comm.size
         dtype = self.sum_dtype(comm)
-        # What a later stage makes something else of will not be published.
-        if self._topology.outer.size > 1 or self.adds_replicas:
+        # What a later stage makes something else of is not published, and what goes home is free
+        # then.
+        passes_on = self._topology.outer.size > 1 or self.adds_replicas
+        if passes_on or self._landing.is_apart:
             part = torch.empty(numel, dtype=dtype, device=self._device)
         else:
             part = self.spare.take(numel, dtype, self._device)
@@ -359,17 +382,19 @@ class GradientBuffer:
 
     def sum_dtype(self, comm: Communicator) -> torch.dtype:
         """In which a reduction over ``comm`` adds up and gives its part."""
-        return comm.sum_dtype(self.dtype, self._device, fixed_order=self.fixed_order)
+        return comm.sum_dtype(self.dtypes.travel, self._device, fixed_order=self.fixed_order)
 
     @property
     def adds_replicas(self) -> bool:
         """Whether replicas' averages are added up in parts, which are then gathered."""
         replicate = self._topology.replicate
-        return replicate.adds_all_reduces(self.dtype, self._device, fixed_order=self.fixed_order)
+        return replicate.adds_all_reduces(
+            self.dtypes.travel, self._device, fixed_order=self.fixed_order
+        )
 
     def _add_reduced(self, reduced: Tensor) -> None:
-        out = reduced.to(self._out_dtype)
-        self._reduced = out if self._reduced is None else self._reduced.add_(out)
+        out = self._landing.land(reduced.to(self.dtypes.publish))
+        self._reduced = out if self._reduced is None else self._landing.add(self._reduced, out)
 
     def advance(self) -> bool:
         """Begin the second stage if the first is over; False while that must wait."""
@@ -404,11 +429,12 @@ class GradientBuffer:
             if not reduction.hold:
                 self._add_reduced(out)
                 return
-            out = out.to(self._out_dtype)
+            out = out.to(self.dtypes.accumulate)
             self.held = out if self.held is None else self.held.add_(out)
 
     def take(self) -> Tensor | None:
         """Hand over the reduced gradient of this rank's shard; None when nothing was reduced."""
+        self._landing.settle()
         self.used.clear()
         self._given = []
         reduced, self._reduced = self._reduced, None
@@ -513,7 +539,7 @@ class _Reduction:
         if self._held is not None:
             self.out.add_(self._held)
             self._held = None
-        self.out = out = self.out.to(of.dtype)
+        self.out = out = self.out.to(of.dtypes.travel)
         if topology.outer.size > 1:
             numel, dtype = out.numel() // topology.outer.size, of.sum_dtype(topology.outer)
             self.out = out.new_empty(numel, dtype=dtype)

@@ -28,9 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from flatshard import disk_memory, memory_file
 from flatshard.flat_param import part_of, view_of
 from flatshard.grad_publisher import GradPublisher
-from flatshard.gradients import CommHook, GradientBuffer
+from flatshard.gradients import CommHook, GradDtypes, GradientBuffer
+from flatshard.home import Homes, Lift
 from flatshard.layout import FlatLayout, memory_order, strides_of
 from flatshard.mapped_shards import MappedShards
 from flatshard.ownership import OwnedParam
@@ -58,6 +60,7 @@ class FlatParamHandle:
         layout: where each original parameter lies.
         shard: this rank's part, ``(layout.shard_numel,)``; what the optimizer updates.
         buffer: the unsharded buffer, ``(layout.padded_numel,)``; empty storage while SHARDED.
+        device: where the unit computes; the shard may live elsewhere.
         params: the sharded and the full parameters, and where in the modules they stand.
         grads: takes their gradients, and publishes them.
         local_spans: which range of ``shard`` is of which original parameter.
@@ -77,6 +80,7 @@ class FlatParamHandle:
         *,
         topology: Topology,
         device: torch.device,
+        homes: Homes,
         start: Start,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
@@ -96,7 +100,8 @@ class FlatParamHandle:
             unit_name: the unit's name in the unwrapped model.
             topology: the ranks that share the flat parameter.
             start: whose values count. What has none yet is ``unfilled``.
-            device: where the shard lives and the unit computes.
+            device: where the unit computes.
+            homes: where the shard, its gradient and its optimizer state live.
             compute_dtype: dtype of the full parameters; None keeps the parameters' own.
             reduce_dtype: dtype in which gradients are reduced; None takes ``compute_dtype``.
             keep_reduce_dtype: whether reduced gradients stay in it.
@@ -113,6 +118,8 @@ class FlatParamHandle:
         self.is_whole = topology.shard.size == 1
         self._take_tags()
         self._secondary = self._plan_secondary()
+        self.device, self._homes = device, homes
+        self._lift = Lift(device, homes)
         self._compute_dtype, self._reduce_dtype = compute_dtype, reduce_dtype
         self._keep_reduce_dtype, self._fixed_order = keep_reduce_dtype, fixed_order
         self._packed: Tensor | None = None
@@ -201,16 +208,30 @@ class FlatParamHandle:
 
     def _adopt_shard(self, shard: Tensor) -> None:
         self._mapped = self._map_like(shard)
-        self.shard = shard if self._mapped is None else self._mapped.shard.copy_(shard)
+        if self._mapped is None:
+            self.shard = self._homes.house(shard)
+        else:
+            self.shard = self._mapped.shard.copy_(shard)
+        self.rest()
+
+    def rest(self) -> None:
+        """Nobody reads or writes the shard for a while: on a disk it need not be in memory."""
+        if self._homes.shard is not None:
+            disk_memory.release(self.shard)
 
     def _map_like(self, shard: Tensor) -> MappedShards | None:
         """Memory for a shard that gathers need not copy, where that is possible."""
         uncast = _lowered(shard.dtype, self._compute_dtype) == shard.dtype
         is_copied = self._secondary is not None or self._quantised is not None or not uncast
-        if shard.device.type != "cpu" or is_copied:
+        if self.device.type != "cpu" or is_copied:
             return None
+        files = self._homes.disk if self._homes.shard is not None else None
         return self.topology.inner.map_shards(
-            shard.numel(), shard.dtype, tag=self._tag, map_tag=self._map_tag
+            shard.numel(),
+            shard.dtype,
+            tag=self._tag,
+            map_tag=self._map_tag,
+            files=memory_file if files is None else files,
         )
 
     @property
@@ -231,7 +252,8 @@ class FlatParamHandle:
     @property
     def _aliased(self) -> bool:
         """Whether the shard is the unsharded buffer."""
-        return self.is_whole and self.compute_dtype == self.shard.dtype
+        is_there = self.shard.device.type == self.device.type
+        return self.is_whole and is_there and self.compute_dtype == self.shard.dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -254,20 +276,26 @@ class FlatParamHandle:
                 self.buffer = self._mapped.buffer
             else:
                 self.buffer = torch.empty(
-                    self.layout.padded_numel, dtype=self.compute_dtype, device=self.shard.device
+                    self.layout.padded_numel, dtype=self.compute_dtype, device=self.device
                 )
         self.params.make_full(self.buffer, is_shard=self._aliased, grad_hook=self.grads.hook)
+        self.params.keep_state_at(self._homes.state)
         if not self._aliased:
             self._free_buffer()
 
     def _make_gradients(self) -> GradientBuffer:
-        kept = self.reduce_dtype if self._keep_reduce_dtype else self.shard.dtype
+        dtype, travel = self.shard.dtype, self.reduce_dtype
         return GradientBuffer(
             self.layout,
             self.unit_name,
             topology=self.topology,
-            dtype=self.reduce_dtype,
-            like=self.shard.new_empty(0, dtype=kept),
+            dtypes=GradDtypes(
+                travel=travel,
+                accumulate=dtype if dtype.itemsize > travel.itemsize else travel,
+                publish=travel if self._keep_reduce_dtype else dtype,
+            ),
+            device=self.device,
+            home=self._homes.gradient,
             comm_hook=self.comm_hook,
             tags=(self._tag, self._outer_tag, self._replicate_tag),
             unsettled=self.unsettled,
@@ -325,7 +353,9 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad():
             self._allocate_buffer()
             self._gathered_version = self.version
-            self._gather = self._begin_gather(purpose)
+            with self._lift.stream():
+                self._gather = self._begin_gather(purpose)
+            self._lift.report(self.shard, self.unit_name, self.unsettled)
         self.state = ShardState.UNSHARDING
 
     def _begin_gather(self, purpose: str) -> Pending:
@@ -337,7 +367,8 @@ class FlatParamHandle:
         if self._quantised is None:
             source, out = self._source(), self.buffer
         else:
-            source = self._quantised.pack(self.shard.detach())
+            shard = self._lift.up(self.shard.detach(), self.shard.dtype, self.version)
+            source = self._quantised.pack(shard)
             self._packed = out = source.new_empty(source.numel() * self.topology.inner.size)
         return self.topology.inner.all_gather(
             source,
@@ -349,8 +380,8 @@ class FlatParamHandle:
         )
 
     def _source(self) -> Tensor:
-        """The shard in the dtype that computes."""
-        return self.shard.detach().to(self.compute_dtype)
+        """The shard where the unit computes, in the dtype that computes."""
+        return self._lift.up(self.shard.detach(), self.compute_dtype, self.version)
 
     def begin_refresh(self) -> None:
         """Begin to bring parameters from other nodes, if they are kept there and have changed.
@@ -359,8 +390,9 @@ class FlatParamHandle:
         """
         outer = self.topology.outer
         if self._secondary is not None and outer.size > 1:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), self._lift.stream():
                 self._secondary.begin_refresh(self._source(), self.version, outer, self._outer_tag)
+            self._lift.report(self.shard, self.unit_name, self.unsettled)
 
     def finish_refresh(self) -> None:
         """Wait for what ``begin_refresh`` began: the shard may be written after it."""
@@ -415,7 +447,7 @@ class FlatParamHandle:
             return
         # In new memory: what was assigned over may be kept by somebody to be put back.
         with torch.inference_mode(False), torch.no_grad():
-            self.shard = self.shard.clone()
+            self.shard = self._homes.house(self.shard.clone())
             if self._aliased:
                 self.buffer = self.shard
             for param, span in zip(self.sharded, self.layout.spans, strict=True):
@@ -438,6 +470,7 @@ class FlatParamHandle:
                 # Autograd must not take the refill for an edit of what it saved.
                 with _unsafe_preserve_version_counter(self.buffer):
                     gather.wait(self.unsettled)
+                    self._lift.join()
                     self._unpack()
             except Exception:
                 self.state = ShardState.SHARDED
@@ -465,6 +498,7 @@ class FlatParamHandle:
         self.state = ShardState.SHARDED
         if not self._aliased:
             self._free_buffer()
+        self.rest()
 
     @property
     def version(self) -> int:
@@ -557,10 +591,13 @@ class FlatParamHandle:
                     f"unit {self.unit_name!r}: moving a sharded model to the meta device would "
                     "lose its weights"
                 )
+            if converted.device != self.shard.device:
+                self.device = converted.device
+            self._lift = Lift(self.device, self._homes)
             grads = self.grads.take_off(fn)
             self._adopt_shard(converted)
             self.shard = self.params.repoint(self.shard)
-            self.grads.put_back(grads, fn)
+            self.grads.put_back(grads, lambda grad: self._homes.house_gradient(fn(grad)))
         self._make_buffer()
         self.grads.replace_buffer(self._make_gradients())
         self.params.uninstall()
@@ -586,6 +623,7 @@ class FlatParamHandle:
         twin._packed = None
         twin.unfilled, twin.comm_hook = set(self.unfilled), None
         twin._take_tags()
+        twin._lift = Lift(self.device, self._homes)
         twin._secondary = twin._plan_secondary()
         twin.params = self.params.copy_for(memo, on_outside_grad)
         twin.local_spans = twin.params.local_spans

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flatshard.config import Collectives, Transport
 from flatshard.flat_param import FlatParameter
 from flatshard.ignored import Ignored
+from flatshard.offload import CPUOffload
 
 
 def named_tensors(module: nn.Module, left_alone: set[int]) -> list[tuple[str, Tensor]]:
@@ -65,14 +66,18 @@ def find_device(
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None:
             raise ValueError(f"device_id={device_id}: this host has no accelerator")
-        return torch.device(accelerator.type, device_id)
+        device = torch.device(accelerator.type, device_id)
+        _check_exists(device)
+        return device
     if device_id is not None:
         try:
-            return torch.device(device_id)
+            device = torch.device(device_id)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device_id: expected an index or a device, got {device_id!r}") from (
                 error
             )
+        _check_exists(device)
+        return device
     skipped = ignored.ids()
     present = [
         param
@@ -87,6 +92,18 @@ def find_device(
         if "cpu" not in types or (present and not devices):
             return torch.device("cuda", torch.cuda.current_device())
     return first
+
+
+def _check_exists(device: torch.device) -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    has = accelerator is not None and accelerator.type == device.type
+    count = torch.accelerator.device_count() if has else 0
+    if device.type not in ("cpu", "meta") and (device.index or 0) >= count:
+        kind = accelerator.type if has and accelerator is not None else device.type
+        raise ValueError(
+            f"device_id: there is no {str(device)!r} on this host, which has {count} {kind} "
+            "devices. Pass one of them, or 'cpu'."
+        )
 
 
 def check_transport(device: torch.device, transport: Transport) -> None:
@@ -110,19 +127,12 @@ def check_transport(device: torch.device, transport: Transport) -> None:
             )
 
 
-def check_offload(device: torch.device) -> None:
-    """Say what ``cpu_offload`` does here.
-
-    Raises:
-        NotImplementedError: the model computes on an accelerator.
-    """
-    if device.type != "cpu":
-        raise NotImplementedError(
-            "cpu_offload: offloading from an accelerator is not supported yet; pass None"
+def check_offload(device: torch.device, offload: CPUOffload) -> None:
+    """Warn where ``cpu_offload`` changes nothing."""
+    if offload.is_on and offload.path is None and device.type == "cpu":
+        warnings.warn(
+            "cpu_offload: the parameters are on the CPU already; nothing changes", stacklevel=3
         )
-    warnings.warn(
-        "cpu_offload: the parameters are on the CPU already; nothing changes", stacklevel=3
-    )
 
 
 def move_buffers(module: nn.Module, left_alone: set[int], device: torch.device) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import Protocol
 
 import torch
 
@@ -27,6 +28,16 @@ from flatshard import memory_file
 from flatshard.layout import PAGED_BYTES
 from flatshard.on_host import HostGroup, Offer
 from flatshard.pending import Pending
+
+
+class Files(Protocol):
+    """What makes files to be mapped: ``memory_file``, or one like it."""
+
+    def create(self, nbytes: int, *, reserve: bool) -> int | None:
+        """An open file of ``nbytes`` zeros; None where there can be none."""
+
+    def mapped(self, number: int, nbytes: int, *, write: bool) -> mmap.mmap | None:
+        """A range in which an open file is seen, and written; None where that is impossible."""
 
 
 class MappedShards:
@@ -38,7 +49,14 @@ class MappedShards:
     """
 
     def __init__(
-        self, group: HostGroup, numel: int, dtype: torch.dtype, *, tag: int, map_tag: int
+        self,
+        group: HostGroup,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        tag: int,
+        map_tag: int,
+        files: Files = memory_file,
     ) -> None:
         """Make the memory. No communication; the ranks map each other's at the first ``begin``.
 
@@ -48,13 +66,14 @@ class MappedShards:
             dtype: of the elements.
             tag: for gathers, from the group's communicator.
             map_tag: for telling where the file is, likewise.
+            files: makes this rank's file: in memory, or on a disk.
         """
         self._group, self._tag, self._map_tag = group, tag, map_tag
         self._nbytes = numel * dtype.itemsize
-        self._file = memory_file.create(self._nbytes, reserve=True)
+        self._file = files.create(self._nbytes, reserve=True)
         own = None
         if self._file is not None:
-            own = memory_file.mapped(self._file, self._nbytes, write=True)
+            own = files.mapped(self._file, self._nbytes, write=True)
         # Where the file could not be had, memory that others copy from.
         self.shard = torch.frombuffer(own or mmap.mmap(-1, self._nbytes), dtype=dtype)
         everything = memory_file.reserve_range(self._nbytes * group.size)

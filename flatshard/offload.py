@@ -2,27 +2,84 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+
+
+class OffloadError(RuntimeError):
+    """A disk cannot take what is to be offloaded to it."""
 
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Where shards, gradients and optimizer state live between uses.
+    """Where shards, gradients and optimizer state live between uses; see docs/offload.md.
+
+    Without ``path`` that is host memory, where they are anyway if the model computes on the CPU:
+    then nothing changes. With ``path`` it is files, which have no name and end with the process;
+    a path alone offloads everything.
 
     Attributes:
-        offload_params: keep them in host memory. On a CPU-only host they already are.
+        offload_params: offload the shards, their gradients and the optimizer state. Each gather
+            copies this rank's part up, each reduction copies down, and optimizers step there.
+        offload_optimizer: offload the optimizer state, and on an accelerator also gradients and
+            full precision shards, of which the device keeps a copy in the dtype that computes.
+            Does nothing more where ``offload_params`` is set.
+        path: a directory for the files; ranks may pass different ones.
+        pin_memory: pin host memory, for copies that overlap with computation.
     """
 
     offload_params: bool = False
+    offload_optimizer: bool = False
+    path: str | os.PathLike[str] | None = None
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the types.
+
+        Raises:
+            TypeError: a flag that is no bool, or a path that is none.
+        """
+        for name in ("offload_params", "offload_optimizer", "pin_memory"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(
+                    f"CPUOffload: {name} must be True or False, got {getattr(self, name)!r}"
+                )
+        if self.path is not None and not isinstance(self.path, str | os.PathLike):
+            raise TypeError(f"CPUOffload: path must be a directory's path, got {self.path!r}")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is offloaded."""
+        return self.offload_params or self.offload_optimizer or self.path is not None
+
+    @property
+    def takes_params(self) -> bool:
+        """Whether shards are offloaded, and nothing of them stays."""
+        return self.offload_params or (self.is_on and not self.offload_optimizer)
+
+    def describe(self) -> str:
+        """What must be the same on every rank."""
+        to = "host" if self.path is None else "disk"
+        return f"offload of {'all' if self.takes_params else 'state'} to {to}" if self.is_on else ""
 
 
 def as_cpu_offload(value: object) -> CPUOffload:
-    """Read ``cpu_offload``: ours, torch's dataclass of the same field, a bool, or None."""
+    """Read ``cpu_offload``: ours, torch's dataclasses, a bool, or None.
+
+    Raises:
+        TypeError: it is none of these.
+    """
     if isinstance(value, CPUOffload):
         return value
     if value is None or isinstance(value, bool):
         return CPUOffload(offload_params=bool(value))
     flag = getattr(value, "offload_params", None)
-    if not isinstance(flag, bool):
-        raise TypeError(f"cpu_offload: expected CPUOffload(offload_params=...), got {value!r}")
-    return CPUOffload(offload_params=flag)
+    if isinstance(flag, bool):
+        return CPUOffload(offload_params=flag)
+    # FSDP2's policies: the base class offloads nothing, CPUOffloadPolicy everything.
+    kind = type(value).__name__
+    if kind == "OffloadPolicy":
+        return CPUOffload()
+    if isinstance(getattr(value, "pin_memory", None), bool):
+        return CPUOffload(offload_params=True, pin_memory=value.pin_memory)  # type: ignore[attr-defined]
+    raise TypeError(f"cpu_offload: expected CPUOffload(offload_params=...), got {value!r}")

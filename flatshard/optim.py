@@ -21,14 +21,18 @@ from __future__ import annotations
 import hashlib
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils import hooks as torch_hooks
 
+from flatshard import optim_offload
 from flatshard.flat_param import FlatParameter
 from flatshard.grad_dtypes import check_dtype, set_grad
 from flatshard.optim_runs import Run, apart, find_runs
@@ -51,6 +55,8 @@ _ELEMENTWISE: set[Any] = {
         torch.optim.Rprop,
     )
 }
+
+_TORCHS_OWN = frozenset(_ELEMENTWISE)
 
 # State of one number per parameter, not per element: also where the parameter is 0-d itself.
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
@@ -84,6 +90,7 @@ def install() -> None:
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
         _installed = True
 
 
@@ -149,17 +156,18 @@ def _check_grads(optimizer: torch.optim.Optimizer) -> None:
 def _exchange(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    _swap_in(optimizer)
     # args[0] is the optimizer itself.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
+        _swap_in(optimizer, _step_offloaded(optimizer))
         return None
+    _swap_in(optimizer)
 
     def with_sharded_parameters() -> Any:
         _swap_out(optimizer)
         result = closure()  # where it raises, the step is over
         _drop_spent(optimizer)
-        _swap_in(optimizer)
+        _swap_in(optimizer, _step_offloaded(optimizer))
         return result
 
     if len(args) > 1:
@@ -167,8 +175,34 @@ def _exchange(
     return args, {**kwargs, "closure": with_sharded_parameters}
 
 
+def _step_offloaded(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Step what lives on a disk; returns the ids of what the step to come leaves out."""
+    if inspect.unwrap(type(optimizer).step) not in _TORCHS_OWN:
+        return set()  # others may count their steps somewhere
+    return optim_offload.step(optimizer, step_parts)
+
+
+def reserve(optimizer: torch.optim.Optimizer) -> None:
+    """Before a backward that steps: keep room on the disk for state that is still to be made.
+
+    Raises:
+        OffloadError: the disk is full.
+    """
+    if inspect.unwrap(type(optimizer).step) in _TORCHS_OWN:
+        optim_offload.reserve(optimizer, before_backward=True)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Global hook: give back the pages of what other optimizers than element-wise have used."""
+    if not is_elementwise(optimizer):
+        for group in optimizer.param_groups:
+            optim_offload.rest(optimizer, group["params"])
+
+
 def _undo(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _swap_out(optimizer)
+    for group in optimizer.param_groups:
+        optim_offload.rest(optimizer, group["params"])
 
 
 def step_parts(
@@ -199,6 +233,8 @@ def step_parts(
     finally:
         _swap_out(optimizer)
         optimizer.param_groups = whole
+        for _, params in parts:
+            optim_offload.rest(optimizer, params)
     for (group, _), after in zip(parts, narrow, strict=True):
         changed = [key for key in after if key != "params" and after[key] is not group.get(key)]
         if changed:
@@ -211,9 +247,10 @@ def step_parts(
 class _Exchange:
     """What stands in for one optimizer's sharded parameters while it steps."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing is exchanged yet."""
+    def __init__(self, optimizer: torch.optim.Optimizer, left_out: Collection[int]) -> None:
+        """Nothing is exchanged yet; ``left_out``: ids of parameters that are not to be stepped."""
         self._optimizer, self._state = optimizer, optimizer.state
+        self._left_out = left_out
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._twins: list[tuple[nn.Parameter, FlatShardTensor | FlatParameter]] = []
         self._runs: list[Run] = []
@@ -223,6 +260,9 @@ class _Exchange:
         known = _runs.setdefault(self._optimizer, {})
         for group in self._optimizer.param_groups:
             params = group["params"]
+            if self._left_out:
+                self._lists.append((params, list(params)))
+                params[:] = [param for param in params if id(param) not in self._left_out]
             joined: set[int] = set()
             stand_in: dict[int, list[nn.Parameter]] = {}
             for positions in find_runs(params):
@@ -286,7 +326,7 @@ class _Exchange:
 
     def undo(self) -> None:
         """Put the parameters back, and their state."""
-        for params, before in self._lists:
+        for params, before in reversed(self._lists):
             params[:] = before
         for twin, param in self._twins:
             if twin.grad is None:
@@ -294,7 +334,8 @@ class _Exchange:
                 param.grad = None
             twin.grad = None
             if twin in self._state:
-                self._state[param] = self._state.pop(twin)
+                home = optim_offload.state_home(param)
+                self._state[param] = optim_offload.take_in(home, self._state.pop(twin), twin)
         for run in self._runs:
             if run.pieces[0].grad is None:
                 for param in run.members:
@@ -303,14 +344,15 @@ class _Exchange:
                 piece.grad = None
             states = [self._state.pop(piece) for piece in run.pieces if piece in self._state]
             if len(states) == len(run.pieces):  # else a step failed at the first
-                parts = run.split(run.collect(states))
+                whole = run.collect(states, optim_offload.state_home(run.members[0]))
+                parts = run.split(whole)
                 for param, part in zip(run.members, parts, strict=True):
                     self._state[param] = part
 
 
-def _swap_in(optimizer: torch.optim.Optimizer) -> None:
-    """Let twins stand in."""
-    _swapped[optimizer] = _Exchange(optimizer)  # first, so that a failure is undone
+def _swap_in(optimizer: torch.optim.Optimizer, left_out: Collection[int] = ()) -> None:
+    """Let twins stand in; see ``_Exchange``."""
+    _swapped[optimizer] = _Exchange(optimizer, left_out)  # first, so that a failure is undone
     with torch._C.DisableTorchFunctionSubclass():
         _swapped[optimizer].begin()
 

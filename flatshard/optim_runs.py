@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flatshard.disk_memory import DiskMemory
 from flatshard.flat_param import FlatParameter
 from flatshard.grad_dtypes import set_grad
 from flatshard.layout import ALIGNMENT_BYTES
@@ -175,10 +176,12 @@ class Run:
         # Every piece counts its own steps; the first one's count is the run's.
         return value.clone() if isinstance(value, Tensor) and number else value
 
-    def collect(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The run's state, of its pieces' after a step."""
+    def collect(
+        self, states: Sequence[dict[str, Any]], home: DiskMemory | None = None
+    ) -> dict[str, Any]:
+        """The run's state, of its pieces' after a step; ``home`` keeps it, if there is one."""
         if len(states) == 1:
-            return states[0]
+            return {key: self._kept([value], home) for key, value in states[0].items()}
         whole = {}
         for key, first in states[0].items():
             values = [state[key] for state in states]
@@ -190,10 +193,21 @@ class Run:
             elif self._handed and all(
                 value is handed.get(key) for value, handed in zip(values, self._handed, strict=True)
             ):
-                whole[key] = self._handed_of[key]
+                known = self._handed_of[key]
+                whole[key] = known if home is None else home.take_in(known)
             else:
-                whole[key] = torch.cat(values)
+                whole[key] = self._kept(values, home)
         return whole
+
+    def _kept(self, values: Sequence[Any], home: DiskMemory | None) -> Any:
+        """What the pieces have, together, where it is to be."""
+        first = values[0]
+        is_divided = isinstance(first, Tensor) and first.shape == self.pieces[0].shape
+        if home is None or not is_divided:
+            return first if len(values) == 1 else torch.cat(list(values))
+        if len(values) == 1:
+            return home.take_in(first)
+        return torch.cat(list(values), out=home.new(self._numel, first.dtype))
 
     def join(self, states: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
         """The run's state, of its members'; None where they can't be joined.

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatshard.disk_memory import DiskMemory
 from flatshard.flat_param import FlatParameter, view_of
 from flatshard.layout import FlatLayout, LocalSpan
 from flatshard.ownership import OwnedParam, Site
@@ -222,6 +223,14 @@ class ParamViews:
             for owned, view in zip(self._owned, views, strict=True):
                 owned.become(view)
         return shard
+
+    def keep_state_at(self, home: DiskMemory | None) -> None:
+        """Let optimizers keep what has the parameters' shape in ``home``; None: in memory."""
+        for spec in (*self.specs, self.flat_spec):
+            spec.state_home = home
+        for param in self.sharded:
+            if not isinstance(param, FlatShardTensor):
+                param._state_home = home  # type: ignore[attr-defined]
 
     def copy_for(self, memo: dict[int, Any], on_outside_grad: Callable[[], object]) -> ParamViews:
         """The same for modules that were deep-copied; shows nothing before ``repoint``.

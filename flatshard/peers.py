@@ -186,7 +186,7 @@ FSDP_KEYWORDS: dict[str, Entry] = {
     "module": Entry(Fate.SAME, "the module to wrap"),
     "process_group": Entry(Fate.SAME, "a group, or a pair (shard, replicate)"),
     "sharding_strategy": Entry(Fate.SAME, "torch's enum and its names are understood"),
-    "cpu_offload": Entry(Fate.SAME, "torch's dataclass is understood; see the limits"),
+    "cpu_offload": Entry(Fate.SAME, "torch's dataclass too; also to a disk, see offload.md"),
     "auto_wrap_policy": Entry(Fate.SAME, "torch's own policies too"),
     "backward_prefetch": Entry(Fate.SAME, "torch's enum is understood"),
     "mixed_precision": Entry(

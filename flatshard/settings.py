@@ -17,6 +17,7 @@ from flatshard.config import (
     ShardingStrategy,
     Transport,
 )
+from flatshard.offload import CPUOffload
 from flatshard.precision import MixedPrecision, as_mixed_precision
 from flatshard.topology import Ranks, Topology, read_ranks
 from flatshard.wrap import UnitPlan
@@ -33,6 +34,7 @@ class Settings:
     strategy: ShardingStrategy
     placement: Placement
     precision: MixedPrecision
+    offload: CPUOffload
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool
     use_orig_params: bool
@@ -50,6 +52,7 @@ class Settings:
         groups = f"{self.ranks.describe()}, " if self.placement.hybrid else ""
         return (
             f"{self.strategy}, {self.placement}, {groups}{self.precision.describe()}, "
+            f"{self.offload.describe()}, "
             f"use_orig_params={self.use_orig_params}, broadcast_buffers={self.broadcast_buffers}"
         )
 

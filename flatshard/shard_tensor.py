@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils import hooks as torch_hooks
 
 from flatshard.collectives import ALONE, Communicator
+from flatshard.disk_memory import DiskMemory, is_on_disk
 from flatshard.layout import LocalSpan, strides_of
 
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
@@ -58,6 +59,7 @@ class ShardSpec:
         total_numel: elements that all ranks hold together, without padding.
         on_outside_grad: called before autograd adds to the parameter's gradient what came of its
             use outside of forward.
+        state_home: where optimizers keep what has this shape; None: in memory.
         full: the parameter that computes while the unit is gathered; hooks for it go there.
         post_accumulate_hooks: run with the sharded parameter once its gradient is published.
         aliases: by id, tensors that share the memory of one with this place; see ``let_go``.
@@ -92,6 +94,7 @@ class ShardSpec:
         self.number = number
         self.total_numel = math.prod(shape) if total_numel is None else total_numel
         self.on_outside_grad = on_outside_grad
+        self.state_home: DiskMemory | None = None
         self.full: nn.Parameter | None = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
         self.aliases: weakref.WeakValueDictionary[int, FlatShardTensor] = (
@@ -266,7 +269,9 @@ class FlatShardTensor(torch.Tensor):
             place.full, place.on_outside_grad = None, lambda: None
             place.post_accumulate_hooks = OrderedDict()
             place.aliases = weakref.WeakValueDictionary()
-            twin = type(self)(self._local.detach().clone(), place, self.requires_grad)
+            held, home = self._local.detach(), place.state_home
+            copied = home.copy(held) if home and is_on_disk(held) else held.clone()
+            twin = type(self)(copied, place, self.requires_grad)
             twin.__dict__.update(attributes_of(self))
             memo[id(self)] = twin
         return memo[id(self)]  # type: ignore[return-value]

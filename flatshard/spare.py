@@ -13,6 +13,7 @@ themselves (``MALLOC_TRIM_THRESHOLD_``), or use another allocator, it changes no
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,9 +34,12 @@ def prepare_allocator() -> None:
 class Spare:
     """Hands out 1-D tensors of one kind, the same memory again where that is unused."""
 
-    def __init__(self, limit: int = 1) -> None:
-        """Keep at most ``limit`` tensors."""
+    def __init__(
+        self, limit: int = 1, *, new: Callable[[int, torch.dtype], Tensor] | None = None
+    ) -> None:
+        """Keep at most ``limit`` tensors; ``new`` makes them, None: on the device asked for."""
         self._limit = limit
+        self._new = new
         self._kept: list[Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -45,7 +49,10 @@ class Spare:
             if fits and _is_unused(kept):
                 return kept.detach()  # an alias, which counts as a use
         self.give_back()
-        new = torch.empty(numel, dtype=dtype, device=device)
+        if self._new is None:
+            new = torch.empty(numel, dtype=dtype, device=device)
+        else:
+            new = self._new(numel, dtype)
         if device.type == "cpu" and _use_count is not None and len(self._kept) < self._limit:
             self._kept.append(new)
             return new.detach()

@@ -205,6 +205,7 @@ class SteppedInBackward:
         for optimizer in self._optimizers:
             try:
                 optim.check_state(optimizer)
+                optim.reserve(optimizer)
             except RuntimeError as error:
                 self._parts, self._problem = {}, error
                 return

@@ -77,9 +77,7 @@ def _check_request(handle: FlatParamHandle, request: Request) -> None:
             ("with_grads=True", request.with_grads and not outer.with_grads),
             (
                 "offload_to_cpu=True",
-                request.offload_to_cpu
-                and not outer.offload_to_cpu
-                and handle.shard.device.type != "cpu",
+                request.offload_to_cpu and not outer.offload_to_cpu and handle.device.type != "cpu",
             ),
         )
         if missing
@@ -206,7 +204,7 @@ class Summoned:
         handle.absorb_replaced()
         if request.writeback:
             handle.reshard()  # what it holds is about to become stale
-        device = torch.device("cpu") if request.offload_to_cpu else handle.shard.device
+        device = torch.device("cpu") if request.offload_to_cpu else handle.device
         flat = gather_flat(handle, handle.shard)
         # Only a rank that shows them splits them: elsewhere one unit at a time is in memory.
         values = split(handle, flat, device) if self.is_held else []
@@ -306,6 +304,7 @@ class Summoned:
                     place.copy_(handle.params.specs[index].slice(param))
             if self.request.with_grads:
                 self._write_grads()
+        handle.rest()
         return []
 
     def _misfits(self) -> list[str]:

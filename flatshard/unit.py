@@ -234,7 +234,7 @@ class Unit:
     def gradient_bytes(self) -> int:
         """What whole gradients of the unit take while they are added up."""
         return sum(
-            handle.layout.padded_numel * handle.gradients.accumulate_dtype.itemsize
+            handle.layout.padded_numel * handle.gradients.dtypes.accumulate.itemsize
             for handle in self.trainable_handles()
         )
 

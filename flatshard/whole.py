@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flatshard import disk_memory
 from flatshard.flat_param import view_of
 from flatshard.handle import FlatParamHandle
 from flatshard.shard_tensor import FlatShardTensor
@@ -51,8 +52,9 @@ def gather_flat(handle: FlatParamHandle, shard: Tensor) -> Tensor:
         return shard.detach()
     if shard is handle.shard and handle.is_current and handle.compute_dtype == shard.dtype:
         return handle.buffer
-    flat = shard.new_empty(handle.layout.padded_numel)
-    handle.begin_gather_parts(shard.detach(), flat).finish()
+    flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
+    handle.begin_gather_parts(shard.detach().to(handle.device), flat).finish()
+    disk_memory.release(shard)
     return flat
 
 

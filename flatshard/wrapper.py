@@ -123,6 +123,7 @@ class ShardedWrapper(PeerNames):
             ``auto_wrap_policy`` over a model that already contains units, something to ignore
             that is not in the model or sharded already.
         RuntimeError: several ranks were started, but there is no process group.
+        OffloadError: on all ranks, before anything is changed: the disk of ``cpu_offload`` is full.
     """
 
     def __init__(
@@ -178,13 +179,13 @@ class ShardedWrapper(PeerNames):
         check_grid_is_used(ranks, placement, strategy)
         device = inspection.find_device(module, device_id, ranks.world.group, ignored)
         inspection.check_transport(device, transport)
-        if offload.offload_params:
-            inspection.check_offload(device)
+        inspection.check_offload(device, offload)
         settings = Settings(
             ranks=ranks,
             strategy=strategy,
             placement=placement,
             precision=as_mixed_precision(mixed_precision),
+            offload=offload,
             backward_prefetch=prefetch,
             forward_prefetch=forward_prefetch is not False,
             use_orig_params=use_orig_params,
@@ -556,7 +557,11 @@ class ShardedWrapper(PeerNames):
         self._context.recover()
         children = [name for name, _ in self.module.named_children()]
         own = checkpoint.without_ddp_prefix(dict(state_dict), children)
-        return self.module.load_state_dict(own, strict=strict, assign=assign)
+        missing_and_unexpected = self.module.load_state_dict(own, strict=strict, assign=assign)
+        for wrapper in sharded_modules(self):
+            for handle in wrapper._unit.handles:
+                handle.rest()
+        return missing_and_unexpected
 
     @staticmethod
     def optim_state_dict(

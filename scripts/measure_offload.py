@@ -1,0 +1,225 @@
+"""Measures what disk offload saves in memory and costs in time.
+
+    python scripts/measure_offload.py --layers 16 --width 768 --world-size 2
+
+A decoder of transformer blocks, a unit per block, is made on the meta device, wrapped, and trained
+by AdamW on this machine's CPU (gloo), each way in fresh processes:
+
+    none    shards, gradients and optimizer state in memory
+    state   optimizer state in files
+    all     shards, gradients and optimizer state in files
+    early   the same, and every unit is stepped in backward
+
+Prints the resident memory of the rank that took most, above that before the model was made: at its
+peak in training, and between two steps. Beside it what must live somewhere: 16 bytes a parameter
+over the ranks (4 for it, 4 for its gradient, 8 for Adam). `allowed` is a third of that: the script
+fails where `all` or `early` take more at their peak and `--check` is given.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from rich import print as rich_print
+from rich.table import Table
+from torch import Tensor, nn
+
+from flatshard import CPUOffload, ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+
+STATE_BYTES = 16  # of a parameter: itself, its gradient, Adam's two averages
+WAYS = ("none", "state", "all", "early")
+HEADS = 8
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        parts = self.qkv(self.norm1(x)).view(rows, length, 3, HEADS, width // HEADS)
+        mixed = F.scaled_dot_product_attention(*parts.permute(2, 0, 3, 1, 4), is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+# ------------------------------------------------------------------------------------------ ranks
+
+
+def resident_bytes(which: str) -> int:
+    """``VmRSS``, what is resident now, or ``VmHWM``, the most since it was last reset."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{which}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {which}")
+
+
+def build(way: str, args: argparse.Namespace, layers: int, width: int) -> ShardedWrapper:
+    offload = {
+        "none": None,
+        "state": CPUOffload(offload_optimizer=True, path=args.path),
+    }.get(way, CPUOffload(offload_params=True, path=args.path))
+    with torch.device("meta"):
+        model = Decoder(layers, width, args.vocabulary)
+    policy = ModuleWrapPolicy({Block, nn.Embedding})
+    return ShardedWrapper(model, auto_wrap_policy=policy, cpu_offload=offload)
+
+
+def optimize(model: ShardedWrapper, way: str) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if way == "early":
+        model.step_in_backward(optimizer)
+    return optimizer
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace, steps: int
+) -> list[float]:
+    """The losses of some steps."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(steps):
+        tokens = torch.randint(args.vocabulary, (args.rows, args.length + 1), generator=generator)
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def run_rank(rank: int, way: str, args: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", args.world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.world_size)
+    # What is imported and started once is not what a model takes.
+    torch.manual_seed(0)
+    tiny = build(way, args, 1, 16)
+    train(tiny, optimize(tiny, way), args, 2)
+    del tiny
+    torch.manual_seed(0)
+    gc.collect()
+    before = resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    model = build(way, args, args.layers, args.width)
+    building = resident_bytes("VmHWM") - before
+    numel = sum(p.numel() for p in model.parameters())
+    optimizer = optimize(model, way)
+    losses = train(model, optimizer, args, 1)  # makes the state
+    first = resident_bytes("VmHWM") - before
+    between = resident_bytes("VmRSS") - before
+    Path("/proc/self/clear_refs").write_text("5")
+    dist.barrier()
+    begin = time.perf_counter()
+    losses += train(model, optimizer, args, args.steps)
+    dist.barrier()
+    figures = {
+        "way": way,
+        "numel": numel,
+        "formula": STATE_BYTES * numel / args.world_size,
+        "building": building,
+        "first_step": first,
+        "peak": max(resident_bytes("VmHWM") - before, first),
+        "between": between,
+        "seconds": (time.perf_counter() - begin) / args.steps,
+        "losses": losses,
+    }
+    Path(folder, f"{rank}.json").write_text(json.dumps(figures))
+    dist.destroy_process_group()
+
+
+def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of the rank with the highest peak."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, (way, args, folder), nprocs=args.world_size)
+        ranks = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    return max(ranks, key=lambda figures: figures["peak"])
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    numel, formula = rows[0]["numel"], rows[0]["formula"] / 2**20
+    title = f"{numel:,} parameters, {formula:,.0f} MiB of state a rank, allowed {formula / 3:,.0f}"
+    table = Table(title=title)
+    for name in ("offload", "building", "first step", "peak", "between steps", "steps a minute"):
+        table.add_column(name, justify="left" if name == "offload" else "right")
+    for row in rows:
+        mib = (f"{row[key] / 2**20:,.0f}" for key in ("building", "first_step", "peak", "between"))
+        table.add_row(row["way"], *mib, f"{60 / row['seconds']:.1f}")
+    rich_print(table)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, and exit code 2."""
+        self.exit(2, f"error: {message}\n")
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; exits with 2 on a bad one."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--offload", default=",".join(WAYS), help=f"which, with commas between ({','.join(WAYS)})")
+    add("--path", type=Path, default=Path(tempfile.gettempdir()), help="directory for the files")
+    add("--world-size", type=int, default=2, help="ranks to start on this machine (2)")
+    add("--layers", type=int, default=4, help="blocks (4)")
+    add("--width", type=int, default=512, help=f"of the model, a multiple of {HEADS} (512)")
+    add("--vocabulary", type=int, default=512, help="tokens (512)")
+    add("--rows", type=int, default=2, help="of a batch (2)")
+    add("--length", type=int, default=32, help="of a row (32)")
+    add("--steps", type=int, default=3, help="to time (3)")
+    add("--check", action="store_true", help="fail where the peak is more than allowed")
+    add("--json", type=Path, metavar="PATH", help="write all figures there, in bytes")
+    args = parser.parse_args(arguments)
+    args.offload = args.offload.split(",")
+    if unknown := set(args.offload) - set(WAYS):
+        parser.error(f"--offload: {', '.join(sorted(unknown))}: choose from {', '.join(WAYS)}")
+    sizes = (args.world_size, args.layers, args.width, args.vocabulary, args.rows, args.length)
+    if min(*sizes, args.steps) < 1:
+        parser.error("numbers must be at least 1")
+    if args.width % HEADS:
+        parser.error(f"--width: must be a multiple of {HEADS}, got {args.width}")
+    if not args.path.is_dir():
+        parser.error(f"--path: {args.path} is not a directory")
+    if not Path("/proc/self/clear_refs").exists():
+        parser.error("this needs Linux's /proc to measure resident memory")
+    return args
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    try:
+        rows = [measure(way, args) for way in args.offload]
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        sys.exit(f"{error}\nerror: rank {error.error_index} failed, the others were stopped")
+    show(rows)
+    if any(row["losses"] != rows[0]["losses"] for row in rows):
+        sys.exit("error: the losses differ")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    over = [r["way"] for r in rows if r["way"] in WAYS[2:] and r["peak"] > r["formula"] / 3]
+    if args.check and over:
+        sys.exit(f"error: more than allowed was resident: {', '.join(over)}")
