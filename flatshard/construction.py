@@ -14,9 +14,9 @@ from flatshard.handle import FlatParamHandle
 from flatshard.home import Homes
 from flatshard.ignored import Ignored, find_ignored
 from flatshard.offload import OffloadError
-from flatshard.overrides import ParamPrecision, PrecisionPlan
+from flatshard.overrides import PrecisionPlan
 from flatshard.ownership import OwnedParam, find_owners
-from flatshard.precision import ReduceMode
+from flatshard.precision import ParamPrecision
 from flatshard.settings import Settings, check_quantised
 from flatshard.unit import Unit
 from flatshard.unit_module import UnitModule, named_unit_modules, unit_modules
@@ -273,11 +273,7 @@ class Construction:
                 device=settings.device,
                 homes=self._homes,
                 start=start,
-                compute_dtype=kind[2].compute_dtype,
-                reduce_dtype=kind[2].reduce_dtype,
-                keep_reduce_dtype=precision.keep_low_precision_grads,
-                fixed_order=precision.reduce_mode is ReduceMode.FIXED_ORDER,
-                gather_dtype=kind[2].gather_dtype,
+                precision=kind[2],
                 use_orig_params=settings.use_orig_params,
                 on_grad=unit.on_grad,
                 on_outside_grad=unit.on_outside_grad,

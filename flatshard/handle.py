@@ -38,6 +38,7 @@ from flatshard.mapped_shards import MappedShards
 from flatshard.ownership import OwnedParam
 from flatshard.param_views import ParamViews
 from flatshard.pending import Pending, Unsettled
+from flatshard.precision import ParamPrecision
 from flatshard.quantised import QuantisedShard
 from flatshard.secondary import WHOLE, SecondaryShard, gather_in_two
 from flatshard.starting import RankZero, Start
@@ -82,11 +83,7 @@ class FlatParamHandle:
         device: torch.device,
         homes: Homes,
         start: Start,
-        compute_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        keep_reduce_dtype: bool,
-        fixed_order: bool,
-        gather_dtype: torch.dtype | None,
+        precision: ParamPrecision,
         use_orig_params: bool,
         on_grad: Callable[[GradPublisher, int, Tensor], None],
         on_outside_grad: Callable[[], object],
@@ -102,11 +99,7 @@ class FlatParamHandle:
             start: whose values count. What has none yet is ``unfilled``.
             device: where the unit computes.
             homes: where the shard, its gradient and its optimizer state live.
-            compute_dtype: dtype of the full parameters; None keeps the parameters' own.
-            reduce_dtype: dtype in which gradients are reduced; None takes ``compute_dtype``.
-            keep_reduce_dtype: whether reduced gradients stay in it.
-            fixed_order: whether to add them up in rank order, whatever the backend.
-            gather_dtype: float8 type in which the shard is sent; None: ``compute_dtype``.
+            precision: in which dtypes they are gathered and reduced.
             use_orig_params: whether users see original parameters or one ``FlatParameter``.
             on_grad: called with ``grads``, an original parameter's index and its gradient when
                 that has come; calls ``grads.receive``.
@@ -120,8 +113,7 @@ class FlatParamHandle:
         self._secondary = self._plan_secondary()
         self.device, self._homes = device, homes
         self._lift = Lift(device, homes)
-        self._compute_dtype, self._reduce_dtype = compute_dtype, reduce_dtype
-        self._keep_reduce_dtype, self._fixed_order = keep_reduce_dtype, fixed_order
+        self._precision = precision
         self._packed: Tensor | None = None
         self.unsettled = Unsettled()
         self.summoned: Any = None
@@ -138,8 +130,8 @@ class FlatParamHandle:
             orders=[memory_order(o.param.shape, o.param.stride()) for o in owned],
         )
         self._quantised: QuantisedShard | None = None
-        if gather_dtype is not None and not self.is_whole:
-            self._quantised = QuantisedShard(gather_dtype, self.layout.shard_numel)
+        if precision.gather_dtype is not None and not self.is_whole:
+            self._quantised = QuantisedShard(precision.gather_dtype, self.layout.shard_numel)
         self.params = ParamViews(
             owned,
             unit_name,
@@ -221,7 +213,7 @@ class FlatParamHandle:
 
     def _map_like(self, shard: Tensor) -> MappedShards | None:
         """Memory for a shard that gathers need not copy, where that is possible."""
-        uncast = _lowered(shard.dtype, self._compute_dtype) == shard.dtype
+        uncast = _lowered(shard.dtype, self._precision.compute_dtype) == shard.dtype
         is_copied = self._secondary is not None or self._quantised is not None or not uncast
         if self.device.type != "cpu" or is_copied:
             return None
@@ -258,13 +250,13 @@ class FlatParamHandle:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the full parameters."""
-        return _lowered(self.shard.dtype, self._compute_dtype)
+        return _lowered(self.shard.dtype, self._precision.compute_dtype)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which gradients are reduced."""
         of_hook = self.comm_hook and self.comm_hook.reduce_dtype
-        lower = of_hook or self._reduce_dtype or self._compute_dtype
+        lower = of_hook or self._precision.reduce_dtype or self._precision.compute_dtype
         return _lowered(self.shard.dtype, lower)
 
     def _make_buffer(self) -> None:
@@ -292,14 +284,14 @@ class FlatParamHandle:
             dtypes=GradDtypes(
                 travel=travel,
                 accumulate=dtype if dtype.itemsize > travel.itemsize else travel,
-                publish=travel if self._keep_reduce_dtype else dtype,
+                publish=travel if self._precision.keeps_reduce_dtype else dtype,
             ),
             device=self.device,
             home=self._homes.gradient,
             comm_hook=self.comm_hook,
             tags=(self._tag, self._outer_tag, self._replicate_tag),
             unsettled=self.unsettled,
-            fixed_order=self._fixed_order,
+            fixed_order=self._precision.fixed_order,
         )
 
     def share_unsettled(self, unsettled: Unsettled) -> None:

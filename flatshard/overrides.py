@@ -8,7 +8,7 @@ modules get hooks that cast at their boundary (``casting``).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from flatshard.casting import ModuleCasts, UnitCasts, cast_buffers
 from flatshard.module_tree import paths
-from flatshard.precision import MixedPrecision
+from flatshard.precision import MixedPrecision, ParamPrecision, ReduceMode
 from flatshard.stand_in import StandIn
 
 
@@ -32,15 +32,6 @@ class Override:
         # Where it is their own, they share a flat parameter with others that keep their own.
         own = {param.dtype for param in params if param.is_floating_point()}
         return cls(None if own == {dtype} else dtype)
-
-
-@dataclass(frozen=True)
-class ParamPrecision:
-    """What parameters of one flat parameter share; see ``FlatParamHandle``."""
-
-    compute_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    gather_dtype: torch.dtype | None = None
 
 
 class PrecisionPlan:
@@ -184,17 +175,30 @@ class PrecisionPlan:
 
     def of_param(self, param: nn.Parameter, policy: MixedPrecision) -> ParamPrecision:
         """What a parameter is gathered and reduced in; ``policy`` is its unit's."""
+        own = ParamPrecision(
+            keeps_reduce_dtype=policy.keep_low_precision_grads,
+            fixed_order=policy.reduce_mode is ReduceMode.FIXED_ORDER,
+        )
         if not param.is_floating_point():
-            return ParamPrecision(None, None)
+            return own
         _, override = self._params.get(id(param), ("", None))
         if override is None:
             gather_dtype = None if id(param) in self._not_linear else policy.gather_dtype
-            return ParamPrecision(policy.param_dtype, policy.reduce_dtype, gather_dtype)
+            return replace(
+                own,
+                compute_dtype=policy.param_dtype,
+                reduce_dtype=policy.reduce_dtype,
+                gather_dtype=gather_dtype,
+            )
         if policy.reduce_dtype is None:
-            return ParamPrecision(override.dtype, None)
+            return replace(own, compute_dtype=override.dtype)
         computed = override.dtype or param.dtype
         wider = torch.promote_types(computed, policy.reduce_dtype)
-        return ParamPrecision(override.dtype, None if wider == computed else wider)
+        return replace(
+            own,
+            compute_dtype=override.dtype,
+            reduce_dtype=None if wider == computed else wider,
+        )
 
     def of_unit(self, module: nn.Module, policy: MixedPrecision) -> UnitCasts:
         """What a unit casts."""

@@ -154,6 +154,25 @@ class MixedPrecision:
         return f"MixedPrecision({', '.join(f'{name}={value}' for name, value in fields.items())})"
 
 
+@dataclass(frozen=True)
+class ParamPrecision:
+    """What a policy means for the parameters of one flat parameter.
+
+    Attributes:
+        compute_dtype: of the gathered parameters; None: their own.
+        reduce_dtype: in which gradients travel; None: ``compute_dtype``.
+        gather_dtype: float8 type in which the shard is sent; None: ``compute_dtype``.
+        keeps_reduce_dtype: whether reduced gradients stay in the dtype of their reduction.
+        fixed_order: whether they are added up in rank order, whatever the backend.
+    """
+
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None
+    keeps_reduce_dtype: bool = False
+    fixed_order: bool = False
+
+
 def _is_float(dtype: object) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
