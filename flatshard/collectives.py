@@ -53,9 +53,17 @@ from flatshard.config import Collectives, Transport
 from flatshard.mapped_shards import Files, MappedShards
 from flatshard.on_host import HostGroup, Whole
 from flatshard.peer_memory import Board
-from flatshard.pending import CollectiveError, Pending
+from flatshard.pending import Pending
+from flatshard.process_groups import (
+    control_of,
+    cpu_backend,
+    exists,
+    named,
+    new_group,
+    sibling,
+    timeout_of,
+)
 from flatshard.rank_order import average, sum_dtype
-from flatshard.watchdog import watched
 from flatshard.wire import Sockets
 
 # Newer names of the same collectives; some versions warn of the older ones.
@@ -138,15 +146,15 @@ class Communicator:
         self.control_device = torch.device("cpu")
         if group is None or self.size == 1:
             return
-        self._is_gloo = _cpu_backend(group) == "gloo"
+        self._is_gloo = cpu_backend(group) == "gloo"
         self._check_mode()
         self._sends_cpu_directly = self._is_gloo and mode.collectives is not Collectives.NATIVE
-        with _named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
-            self._gather_group = _sibling(group) if self._sends_cpu_directly else group
-            self._reduce_group = _sibling(group)
+        with named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
+            self._gather_group = sibling(group) if self._sends_cpu_directly else group
+            self._reduce_group = sibling(group)
             self._control_group = self._gather_group
-            if _cpu_backend(group) is None:
-                self._control_group, self.control_device = _control_of(group)
+            if cpu_backend(group) is None:
+                self._control_group, self.control_device = control_of(group)
         if self._sends_cpu_directly:
             self._sockets = Sockets(self._gather_group, self._reduce_group, mode.wire_dtype)
         # With a wire dtype, results are the same wherever the ranks are.
@@ -165,8 +173,8 @@ class Communicator:
         if self.group is None or self.size == 1 or self._apart_group is not None:
             return
         in_host_memory = not self._is_gloo and dist.is_gloo_available()
-        with _named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
-            self._apart_group = _new_group(
+        with named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
+            self._apart_group = new_group(
                 self.group, self.ranks, backend="gloo" if in_host_memory else None
             )
 
@@ -188,7 +196,7 @@ class Communicator:
         board = Board()
         cards = self.gather_objects(board.card, label="meeting on one host")
         # Readable only after all have prepared for it.
-        timeout = _timeout(self._gather_group) or timedelta(minutes=30)
+        timeout = timeout_of(self._gather_group) or timedelta(minutes=30)
         memory = peer_memory.meet(board, cards, timeout.total_seconds())
         everyone = self.gather_objects(memory is not None, label="meeting on one host")
         board.close_file()
@@ -287,7 +295,7 @@ class Communicator:
             out.copy_(shard)
             return Pending([], what)
         self._note("gather", label, out)
-        with _named(what):
+        with named(what):
             if mapped is not None:
                 return mapped.begin(what)
             if self._direct(shard):
@@ -366,7 +374,7 @@ class Communicator:
             action = "all-reducing"
         self._note_bytes(kind, label, nbytes)
         what = self._what(label, f"{action} gradients in backward")
-        with _named(what):
+        with named(what):
             if self._direct(out) and self._on_host is not None and HostGroup.takes(tag):
                 return self._on_host.reduce_scatter(whole, out, tag, what)
             (buffer,) = whole.parts
@@ -409,7 +417,7 @@ class Communicator:
             tag: likewise.
         """
         what = self._what(label, "all-reducing gradients in backward")
-        with _named(what):
+        with named(what):
             if self._direct(part):
                 if self._on_host is not None and HostGroup.takes(tag):
                     return self._on_host.all_gather(_as_real(part), _as_real(out), tag, what)
@@ -426,7 +434,7 @@ class Communicator:
         """
         self._note("all_reduce", label, buffer)
         what = self._what(label, "all-reducing gradients in backward")
-        with _named(what):
+        with named(what):
             work = dist.all_reduce(
                 _as_real(buffer), op=dist.ReduceOp.AVG, group=self._reduce_group, async_op=True
             )
@@ -442,7 +450,7 @@ class Communicator:
             return values
         self._note("scalars", label, values)
         ranks = ", ".join(map(str, self.ranks))
-        with _named(f"{label!r}, rank {self.global_rank}: combining values over ranks {ranks}"):
+        with named(f"{label!r}, rank {self.global_rank}: combining values over ranks {ranks}"):
             group = self._apart_group if apart else self._group_for(values)
             dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=group)
         return values
@@ -456,20 +464,20 @@ class Communicator:
             return
         self._note("broadcast", label, tensor)
         src = self.ranks[source]
-        with _named(f"{label!r}, rank {self.global_rank}: broadcasting from rank {src}"):
+        with named(f"{label!r}, rank {self.global_rank}: broadcasting from rank {src}"):
             dist.broadcast(_as_real(tensor), src=src, group=self._group_for(tensor))
 
     def send(self, tensor: Tensor, *, to: int, label: str) -> None:
         """Send a contiguous tensor to rank ``to`` of the group, which ``receive``s it; waits."""
         self._note("send", label, tensor)
-        with _named(f"{label!r}, rank {self.global_rank}: sending to rank {self.ranks[to]}"):
+        with named(f"{label!r}, rank {self.global_rank}: sending to rank {self.ranks[to]}"):
             self._gather_group.send([self._on_wire(tensor)], to, 0).wait()
 
     def receive(self, tensor: Tensor, *, source: int, label: str) -> None:
         """Overwrite a contiguous tensor with what rank ``source`` of the group sends, and wait."""
         wire = self._on_wire(tensor)
         what = f"{label!r}, rank {self.global_rank}: receiving from rank {self.ranks[source]}"
-        with _named(what):
+        with named(what):
             self._gather_group.recv([wire], source, 0).wait()
         if wire.device != tensor.device:
             _as_bytes(tensor).copy_(wire)
@@ -488,7 +496,7 @@ class Communicator:
         """
         if self.size == 1:
             return [value]
-        with _named(f"{label}, rank {self.global_rank}"):
+        with named(f"{label}, rank {self.global_rank}"):
             return _gather_objects(value, self._control_group, self.control_device)
 
     def _direct(self, tensor: Tensor) -> bool:
@@ -531,28 +539,10 @@ def gather_before(group: dist.ProcessGroup, value: Any, *, label: str) -> list[A
     """
     if group.size() == 1:
         return [value]
-    with _named(f"{label}, rank {dist.get_rank()}"):
-        if _cpu_backend(group) is None:
-            return _gather_objects(value, *_control_of(group))
+    with named(f"{label}, rank {dist.get_rank()}"):
+        if cpu_backend(group) is None:
+            return _gather_objects(value, *control_of(group))
         return _gather_objects(value, group, torch.device("cpu"))
-
-
-_controls: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, torch.device]] = {}
-
-
-def _control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.device]:
-    """Where ranks of a group without host memory say a few numbers that the host wants to know.
-
-    Through host memory: to read them off an accelerator would wait for all of its work. Collective
-    at the first call for a group.
-    """
-    if not dist.is_gloo_available():
-        return group, torch.device("cuda", torch.cuda.current_device())
-    if group not in _controls:
-        ranks = dist.get_process_group_ranks(group)
-        control = _new_group(group, ranks, backend="gloo")
-        _controls[group] = control, torch.device("cpu")
-    return _controls[group]
 
 
 _communicators: dict[dist.ProcessGroup, dict[Transport, Communicator]] = {}
@@ -570,21 +560,12 @@ def communicator(group: dist.ProcessGroup | None, *, mode: Transport = AUTO) -> 
     if group is None:
         return ALONE
     if group not in _communicators:
-        for table in (_communicators, _controls):
-            for destroyed in [one for one in table if not _exists(one)]:
-                del table[destroyed]
+        for destroyed in [one for one in _communicators if not exists(one)]:
+            del _communicators[destroyed]
     known = _communicators.setdefault(group, {})
     if mode not in known:
         known[mode] = Communicator(group, mode=mode)
     return known[mode]
-
-
-def _exists(group: dist.ProcessGroup) -> bool:
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, RuntimeError, ValueError):
-        return False
-    return True
 
 
 def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
@@ -603,63 +584,10 @@ def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
     known = parent._subgroups
     if tuple(ranks) not in known:
         assert parent.group is not None
-        with _named(f"ShardedWrapper, rank {parent.global_rank}: meeting ranks {list(ranks)}"):
-            group = _new_group(parent.group, ranks)
+        with named(f"ShardedWrapper, rank {parent.global_rank}: meeting ranks {list(ranks)}"):
+            group = new_group(parent.group, ranks)
         known[tuple(ranks)] = communicator(group, mode=parent._mode)
     return known[tuple(ranks)]
-
-
-@contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
-    try:
-        with watched(lambda: what):
-            yield
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"{what} failed. Look for the first error on the other ranks. Reported by the "
-            f"backend: {error}"
-        ) from error
-
-
-def _sibling(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks, backend and timeout, with an order of its own."""
-    return _new_group(group, dist.get_process_group_ranks(group))
-
-
-def _new_group(
-    parent: dist.ProcessGroup, ranks: Sequence[int], backend: str | None = None
-) -> dist.ProcessGroup:
-    """A group of some ranks with the parent's timeout, and its backend unless another is named."""
-    whole_world = parent is dist.group.WORLD
-    if backend is None and not whole_world:
-        backend = str(dist.get_backend_config(parent))
-    all_of_it = whole_world and len(ranks) == dist.get_world_size()
-    group = dist.new_group(
-        list(ranks),
-        timeout=_timeout(parent),
-        backend=backend,
-        use_local_synchronization=not all_of_it,
-        group_desc="flatshard",
-    )
-    assert isinstance(group, dist.ProcessGroup), "this rank is a member of the new group"
-    return group
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The group's timeout; ``new_group`` would otherwise take the backend's default."""
-    for device in ("cpu", "cuda"):
-        try:
-            return group._get_backend(torch.device(device)).options._timeout
-        except (RuntimeError, AttributeError):
-            continue
-    return None
-
-
-def _cpu_backend(group: dist.ProcessGroup) -> str | None:
-    try:
-        return group._get_backend(torch.device("cpu")).name()
-    except RuntimeError:
-        return None
 
 
 def _as_real(tensor: Tensor) -> Tensor:

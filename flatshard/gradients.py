@@ -10,13 +10,6 @@ Sums are not kept in a reduce dtype narrower than the shard's. Where more gradie
 (``no_sync``), the first one stays as autograd made it, or becomes as wide as the shard's, in a
 tensor of its own; when another is added, the slot becomes so wide. All are cast when the reduction
 begins.
-
-[Note: two stages]
-Gradients are averaged within the inner group, each rank keeping its part, and then, where there
-are more ranks, across: split further over the outer group, or averaged over replicas. The second
-stage can wait for a later backward (``Sync.WITHIN``): what the first gave is held and added up.
-What travels in either is in the reduce dtype, sums may be wider (``collectives``): they are rounded
-only to cross. Where replicas' averages are added up in parts, a third stage gathers the parts.
 """
 
 from __future__ import annotations
@@ -35,6 +28,8 @@ from flatshard.home import Home, Landing
 from flatshard.layout import FlatLayout
 from flatshard.on_host import Whole
 from flatshard.pending import CollectiveError, Pending, Unsettled
+from flatshard.precision import GradDtypes
+from flatshard.reduction import Reduction
 from flatshard.spare import Spare
 from flatshard.topology import Topology
 
@@ -67,21 +62,6 @@ class CommHook:
 
     reduce_dtype: torch.dtype | None = None
     reduce: Callable[[Tensor, str], Tensor] | None = None
-
-
-@dataclass(frozen=True)
-class GradDtypes:
-    """The dtypes of one flat parameter's gradients.
-
-    Attributes:
-        travel: in which they are collected and sent.
-        accumulate: in which more than one is added up before they are reduced.
-        publish: of the reduced gradient.
-    """
-
-    travel: torch.dtype
-    accumulate: torch.dtype
-    publish: torch.dtype
 
 
 class GradientBuffer:
@@ -152,7 +132,7 @@ class GradientBuffer:
         )
         # Whether all slots are tensors of their own until the reduction begins.
         self._stay = self._stay_in_place or is_small
-        self._reduction: _Reduction | None = None
+        self._reduction: Reduction | None = None
         self._reduced: Tensor | None = None
         self._given: list[Pending] = []
 
@@ -345,7 +325,7 @@ class GradientBuffer:
                 reduced = self._reduce_by_hook(whole.parts[0], self.label)
                 self._add_reduced(self._without_padding(reduced))
                 return 0
-            self._reduction = _Reduction(
+            self._reduction = Reduction(
                 self, whole, self._topology, hold=sync is Sync.WITHIN, held=self.held
             )
             self._given = self._reduction.stages
@@ -453,169 +433,6 @@ class GradientBuffer:
             marks.clear()
 
 
-class _Reduction:
-    """One buffer on its way through the stages.
-
-    Attributes:
-        hold: whether there is no second stage.
-        out: what the last stage fills, or did.
-        stages: those that have begun.
-    """
-
-    def __init__(
-        self,
-        of: GradientBuffer,
-        whole: Whole,
-        topology: Topology,
-        *,
-        hold: bool,
-        held: Tensor | None,
-    ) -> None:
-        """Begin the first stage.
-
-        Args:
-            of: whose gradients; has the unit's name, tags, and what is unsettled.
-            whole: the gradients; not to be touched until the end.
-            topology: the ranks.
-            hold: stop after the first stage.
-            held: what earlier first stages gave, to be added before the second.
-        """
-        self.hold = hold
-        self._topology, self._of, self._held = topology, of, held
-        self._read_behind: list[object] = []
-        inner = topology.inner
-        self._pending = Pending([], of.label)
-        if inner.size > 1:
-            self.out = of.new_part(inner)
-            self._pending = self._reduce_scatter(inner, whole, of.tags[0])
-        else:
-            (self.out,) = [part for part in whole.parts if part is not None]
-        self.stages = [self._pending]
-        self._must_cross = topology.crosses and not hold
-        self._part: Tensor | None = None  # of the replicas' average, until that is gathered
-        self._replicated_numel = 0
-        across = topology.outer if topology.outer.size > 1 else topology.replicate
-        # Of all models: which first stage is over first may differ between ranks.
-        self._queue = across.second_stages
-        if self._must_cross:
-            self._queue.append(self)
-        if self._must_cross and (inner.size == 1 or self.out.is_cuda):
-            # A side stream waits for what reads these, the stream that they are freed on does not
-            # before `finish`: until then their memory must not become another tensor's.
-            self._read_behind = [whole, held, *self._pending.kept]
-            self._cross_behind()
-
-    def _reduce_scatter(
-        self, comm: Communicator, whole: Whole, tag: int, kind: str = "reduce"
-    ) -> Pending:
-        """Begin to fill ``out`` with this rank's part of the average over ``comm``."""
-        label, fixed_order = self._of.label, self._of.fixed_order
-        return comm.reduce_scatter(
-            whole, self.out, label=label, tag=tag, fixed_order=fixed_order, kind=kind
-        )
-
-    def _cross_behind(self) -> None:
-        """Queue the later stages behind the first at once, where none holds up the host."""
-        if not self.out.is_cuda:
-            self.cross()
-            return
-        waits = self._topology.inner.size > 1 or self._of.adds_replicas
-        side = _side_stream(self.out) if waits else None
-        with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
-            self.cross()
-            self._read_behind += self._pending.kept
-            self._gather_replicas()
-
-    def cross(self) -> None:
-        """See ``GradientBuffer.cross``; those that began before come first."""
-        while self._must_cross:
-            self._queue[0]._begin_second()
-
-    def _begin_second(self) -> None:
-        self._pending.wait(self._of.unsettled)
-        self._queue.popleft()
-        self._must_cross = False
-        topology, of = self._topology, self._of
-        if self._held is not None:
-            self.out.add_(self._held)
-            self._held = None
-        self.out = out = self.out.to(of.dtypes.travel)
-        if topology.outer.size > 1:
-            numel, dtype = out.numel() // topology.outer.size, of.sum_dtype(topology.outer)
-            self.out = out.new_empty(numel, dtype=dtype)
-            self._pending = self._reduce_scatter(topology.outer, Whole.of(out), of.tags[1])
-        elif of.adds_replicas:
-            self._pending = self._average_replicas(out)
-        else:
-            self._pending = topology.replicate.all_reduce(out, label=of.label)
-        self.stages.append(self._pending)
-
-    def _average_replicas(self, values: Tensor) -> Pending:
-        """Begin to fill this rank's part of the replicas' average."""
-        replicate = self._topology.replicate
-        whole = Whole.of(_padded(values, replicate.size))
-        dtype = self._of.sum_dtype(replicate)
-        self._part = self.out = values.new_empty(whole.numel // replicate.size, dtype=dtype)
-        self._replicated_numel = values.numel()
-        return self._reduce_scatter(replicate, whole, self._of.tags[2], kind="all_reduce")
-
-    def _gather_replicas(self) -> None:
-        """Wait for this rank's part of the replicas' average and begin the third stage, if any."""
-        part, self._part = self._part, None
-        if part is None:
-            return
-        self._pending.wait(self._of.unsettled)
-        replicate, of = self._topology.replicate, self._of
-        whole = of.spare.take(part.numel() * replicate.size, part.dtype, part.device)
-        self.out = whole[: self._replicated_numel]
-        self._pending = replicate.gather_reduced(part, whole, label=of.label, tag=of.tags[2])
-        self.stages.append(self._pending)
-
-    def advance(self) -> bool:
-        """See ``GradientBuffer.advance``."""
-        while self._must_cross and self._queue[0]._pending.done():
-            self._queue[0]._begin_second()
-        # Not where it is by chance that a rank sees that the second is over: the backend's own
-        # collectives must begin in one order.
-        if not self._must_cross and self._pending.tells and self._pending.done():
-            self._gather_replicas()
-        return not self._must_cross
-
-    def done(self) -> bool:
-        """Whether ``finish`` would return at once."""
-        return not self._must_cross and self._part is None and self._pending.done()
-
-    def tells_when_done(self) -> bool:
-        """Whether ``done`` can become true by itself."""
-        return self._pending.tells
-
-    def finish(self) -> Tensor:
-        """Wait for the last stage and return its result."""
-        self.cross()
-        self._gather_replicas()
-        self._pending.wait(self._of.unsettled)
-        self._read_behind = []
-        return self.out
-
-
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """A dense tensor's elements as they lie, ``(numel,)``; a view."""
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _padded(values: Tensor, size: int) -> Tensor:
-    """With as many zeros behind them as make them divide by ``size``; themselves if they do."""
-    missing = -values.numel() % size
-    return torch.cat([values, values.new_zeros(missing)]) if missing else values
-
-
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _side_stream(tensor: Tensor) -> torch.cuda.Stream:
-    """A stream that waits for a first stage in place of the one that computes."""
-    if tensor.device not in _side_streams:
-        _side_streams[tensor.device] = torch.cuda.Stream(tensor.device)
-    side = _side_streams[tensor.device]
-    side.wait_stream(torch.cuda.current_stream(tensor.device))
-    return side

@@ -31,14 +31,14 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from flatshard import disk_memory, memory_file
 from flatshard.flat_param import part_of, view_of
 from flatshard.grad_publisher import GradPublisher
-from flatshard.gradients import CommHook, GradDtypes, GradientBuffer
+from flatshard.gradients import CommHook, GradientBuffer
 from flatshard.home import Homes, Lift
 from flatshard.layout import FlatLayout, memory_order, strides_of
 from flatshard.mapped_shards import MappedShards
 from flatshard.ownership import OwnedParam
 from flatshard.param_views import ParamViews
 from flatshard.pending import Pending, Unsettled
-from flatshard.precision import ParamPrecision
+from flatshard.precision import GradDtypes, ParamPrecision
 from flatshard.quantised import QuantisedShard
 from flatshard.secondary import WHOLE, SecondaryShard, gather_in_two
 from flatshard.starting import RankZero, Start

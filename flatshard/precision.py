@@ -173,6 +173,21 @@ class ParamPrecision:
     fixed_order: bool = False
 
 
+@dataclass(frozen=True)
+class GradDtypes:
+    """The dtypes of one flat parameter's gradients.
+
+    Attributes:
+        travel: in which they are collected and sent.
+        accumulate: in which more than one is added up before they are reduced.
+        publish: of the reduced gradient.
+    """
+
+    travel: torch.dtype
+    accumulate: torch.dtype
+    publish: torch.dtype
+
+
 def _is_float(dtype: object) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 

@@ -34,6 +34,7 @@ LAYERS = [
     },
     {
         "ignored",
+        "process_groups",
         "wrap",
         "auto_policy",
         "module_tree",
@@ -61,6 +62,7 @@ LAYERS = [
         "spent_gradient",
     },
     {
+        "reduction",
         "gradients",
         "param_views",
         "grad_publisher",
@@ -112,6 +114,7 @@ NEIGHBOURS = {
     "optim": {"flat_param", "optim_offload", "optim_runs", "shard_tensor", "spent_gradient"},
     "optim_offload": {"flat_param", "optim_runs", "shard_tensor", "spent_gradient"},
     "optim_runs": {"flat_param", "shard_tensor"},
+    "gradients": {"reduction"},
     "grad_publisher": {"gradients", "param_views"},
     "handle": {"grad_publisher", "gradients", "param_views"},
     "materialise": {"handle"},

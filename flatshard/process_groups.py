@@ -1,0 +1,101 @@
+"""Process groups: made like others, asked what they are, and errors of theirs given a name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from flatshard.pending import CollectiveError
+from flatshard.watchdog import watched
+
+
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """Say what was under way where a backend raises, or where it takes long.
+
+    Raises:
+        CollectiveError: the backend raised.
+    """
+    try:
+        with watched(lambda: what):
+            yield
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"{what} failed. Look for the first error on the other ranks. Reported by the "
+            f"backend: {error}"
+        ) from error
+
+
+def sibling(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks, backend and timeout, with an order of its own."""
+    return new_group(group, dist.get_process_group_ranks(group))
+
+
+def new_group(
+    parent: dist.ProcessGroup, ranks: Sequence[int], backend: str | None = None
+) -> dist.ProcessGroup:
+    """A group of some ranks with the parent's timeout, and its backend unless another is named."""
+    whole_world = parent is dist.group.WORLD
+    if backend is None and not whole_world:
+        backend = str(dist.get_backend_config(parent))
+    all_of_it = whole_world and len(ranks) == dist.get_world_size()
+    group = dist.new_group(
+        list(ranks),
+        timeout=timeout_of(parent),
+        backend=backend,
+        use_local_synchronization=not all_of_it,
+        group_desc="flatshard",
+    )
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member of the new group"
+    return group
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The group's timeout; ``new_group`` would otherwise take the backend's default."""
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return None
+
+
+def cpu_backend(group: dist.ProcessGroup) -> str | None:
+    """The backend that moves tensors in host memory, or None."""
+    try:
+        return group._get_backend(torch.device("cpu")).name()
+    except RuntimeError:
+        return None
+
+
+_controls: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, torch.device]] = {}
+
+
+def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.device]:
+    """Where ranks of a group without host memory say a few numbers that the host wants to know.
+
+    Through host memory: to read them off an accelerator would wait for all of its work. Collective
+    at the first call for a group.
+    """
+    if not dist.is_gloo_available():
+        return group, torch.device("cuda", torch.cuda.current_device())
+    if group not in _controls:
+        for destroyed in [one for one in _controls if not exists(one)]:
+            del _controls[destroyed]
+        ranks = dist.get_process_group_ranks(group)
+        control = new_group(group, ranks, backend="gloo")
+        _controls[group] = control, torch.device("cpu")
+    return _controls[group]
+
+
+def exists(group: dist.ProcessGroup) -> bool:
+    """Whether the group was not destroyed yet."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):
+        return False
+    return True
