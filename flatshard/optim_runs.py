@@ -133,7 +133,7 @@ class Run:
         self._numel = self._bounds[-1][1]
         self._requires_grad = members[0].requires_grad
         flat = _stretched(local, self._numel)
-        self._address = flat.data_ptr()
+        self._address = _address(local)
         self.pieces = [nn.Parameter(piece, self._requires_grad) for piece in _pieces(flat)]
         self._handed: list[dict[str, Any]] = []  # what the pieces got last
         self._handed_of: dict[str, Any] = {}  # of what
@@ -147,7 +147,7 @@ class Run:
         return (
             len(members) == len(self.members)
             and all(one is other for one, other in zip(members, self.members, strict=True))
-            and local_of(members[0]).data_ptr() == self._address
+            and _address(local_of(members[0])) == self._address
             and members[0].requires_grad == self._requires_grad
         )
 
@@ -269,6 +269,11 @@ def _is_unchanged(state: dict[str, Any] | None, part: Part, shown: dict[str, Any
 
 def _same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(value is other[key] for key, value in one.items())
+
+
+def _address(local: Tensor) -> int:
+    """Where a tensor begins, also one without elements, for which torch says 0."""
+    return local.untyped_storage().data_ptr() + int(local.storage_offset()) * local.element_size()
 
 
 def _stretched(first: Tensor, numel: int) -> Tensor:

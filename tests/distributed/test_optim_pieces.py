@@ -91,3 +91,22 @@ def _seen(rank: int, world_size: int) -> list[int]:
         optimizer = _Watching(trainable(model))
         train_steps(model, optimizer, case, rank, world_size, steps=1)
     return optimizer.lengths
+
+
+def test_state_stays_where_it_is() -> None:
+    """Also where the first of neighbours lies on another rank."""
+    run_ranks(_stays, 3)
+
+
+def _stays(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    model = case.wrap(case.model())
+    assert rank == 0 or any(p._local.numel() == 0 for p in model.parameters()), "no such case"
+    optimizer = KINDS["adamw"](trainable(model))
+    places = []
+    for _ in range(3):
+        train_steps(model, optimizer, case, rank, world_size, steps=1)
+        states = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+        places.append([one.untyped_storage().data_ptr() for one in states])
+    assert places[1] == places[0]
+    assert places[2] == places[0]
