@@ -153,11 +153,12 @@ def run_rank(rank: int, way: str, args: argparse.Namespace, folder: str) -> None
 
 
 def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of the rank with the highest peak."""
+    """The figures of the rank with the highest peak, and the losses of all."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (way, args, folder), nprocs=args.world_size)
         ranks = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
-    return max(ranks, key=lambda figures: figures["peak"])
+    worst = max(ranks, key=lambda figures: figures["peak"])
+    return {**worst, "losses": sorted(figures["losses"] for figures in ranks)}
 
 
 def show(rows: list[dict[str, Any]]) -> None:

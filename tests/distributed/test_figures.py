@@ -115,13 +115,13 @@ def test_traffic(figures: dict[str, Any], name: str) -> None:
 
 
 def test_control_messages(figures: dict[str, Any]) -> None:
-    """One a backward that reduces: a byte per unit and parameter."""
-    num_parameters = 5 + 4 * 11
+    """One a backward that reduces: four bytes per unit, and one per parameter."""
+    num_bytes = 4 * 5 + (5 + 4 * 11)
     for one in figures["strategies"]:
         for step in one["steps"]:
             messages = 1 if step["mode"] == "last" else step["micro_batches"]
             assert step["control_messages"] == messages
-            assert step["control_bytes"] == messages * (5 + num_parameters)
+            assert step["control_bytes"] == messages * num_bytes
 
 
 # ---------------------------------------------------------------- what is held
