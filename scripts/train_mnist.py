@@ -76,6 +76,13 @@ def output_file(text: str) -> Path:
     return path
 
 
+def directory(text: str) -> Path:
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"not a directory: {text}")
+    return path
+
+
 def stop(message: str) -> NoReturn:
     """Ends this rank with exit status 2; one rank per machine says why."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -114,6 +121,12 @@ def parse_args() -> argparse.Namespace:
         help="modules of so many are units of their own (20000); 0: one single unit",
     )
     add("--cpu-offload", action="store_true", help="keep the shards in CPU memory")
+    add(
+        "--offload-path",
+        type=directory,
+        metavar="DIR",
+        help="keep shards, gradients and optimizer state in files there, which go with the job",
+    )
     add("--ddp", action="store_true", help="replicate with DistributedDataParallel instead")
     add(
         "--collectives",
@@ -147,8 +160,12 @@ def parse_args() -> argparse.Namespace:
         if getattr(args, name) % args.world_size:
             option = "--" + name.replace("_", "-")
             stop(f"{option} {getattr(args, name)} cannot be split over {args.world_size} ranks")
-    if args.ddp and args.cpu_offload:
-        stop("--cpu-offload is for sharded parameters: leave out --ddp")
+    for option, given in {
+        "--cpu-offload": args.cpu_offload,
+        "--offload-path": args.offload_path,
+    }.items():
+        if args.ddp and given:
+            stop(f"{option} is for sharded parameters: leave out --ddp")
     if args.download and args.data == "digits":
         stop("--download is for MNIST: leave out --data digits")
     return args
@@ -305,11 +322,12 @@ def wrap_model(model: nn.Module, args: argparse.Namespace, device: torch.device)
     if args.ddp:
         return DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=args.min_num_params)
+    offload = CPUOffload(offload_params=args.cpu_offload, path=args.offload_path)
     return ShardedWrapper(
         model,
         sharding_strategy=ShardingStrategy[args.strategy],
         auto_wrap_policy=policy if args.min_num_params else None,
-        cpu_offload=CPUOffload(offload_params=True) if args.cpu_offload else None,
+        cpu_offload=offload,
         collectives=args.collectives,
         device_id=device if device.type == "cuda" else None,
     )

@@ -312,6 +312,14 @@ with warnings.catch_warnings(record=True) as said:
 print(*(one.message for one in said), sep="\n")
 
 # %% [markdown]
+# `CPUOffload(path=DIR)` keeps them in files, which are mapped into memory while a unit uses
+# them, and vanish with the process. Where they are changes nothing about the numbers:
+
+# %%
+torchrun("disk", "--min-num-params", "20000", "--offload-path", str(results))
+print("as in memory, to the bit:", load("disk")["step_losses"] == load("two")["step_losses"])
+
+# %% [markdown]
 # ## Saving
 #
 # `model.state_dict()` has whole tensors under the plain model's names, on every rank. It gathers,

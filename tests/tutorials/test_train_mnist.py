@@ -160,7 +160,7 @@ def test_ranks_share_what_ddp_repeats(sharded: Job, replicated: Job) -> None:
     [
         [],
         ["--strategy", "NO_SHARD"],
-        ["--strategy", "SHARD_GRAD_OP", "--min-num-params", "0", "--cpu-offload"],
+        ["--strategy", "SHARD_GRAD_OP", "--min-num-params", "0", "--offload-path", "."],
     ],
     ids=" ".join,
 )
@@ -240,6 +240,7 @@ def test_evaluation_counts_each_sample_once() -> None:
         ("--world-size 2 --batch-size 7", "--batch-size 7 cannot be split over 2 ranks"),
         ("--save missing/net.pt", "--save: not a file in an existing directory: missing/net.pt"),
         ("--ddp --cpu-offload", "--cpu-offload is for sharded parameters"),
+        ("--offload-path missing", "--offload-path: not a directory: missing"),
         ("--data digits --download", "--download is for MNIST"),
         ("--colour", "unrecognized arguments: --colour"),
     ],
