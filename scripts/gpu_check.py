@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
-from flatshard import MixedPrecision, ShardedWrapper
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 
 SMALL = Preset(layers=2, width=64, heads=4, vocabulary=128, sequence=16)
@@ -182,14 +182,17 @@ class Case:
         return self.variant != "unused" or rank == 0
 
 
-VARIANTS = ("plain", "no_sync", "checkpoint", "unused")
+VARIANTS = ("plain", "no_sync", "checkpoint", "unused", "fixed_order", "disk")
+OFFLOAD = ("offload", "offload_optimizer")
+"""Variants for accelerators alone."""
 
 
-def cases(ranks: int, quick: bool) -> list[Case]:
+def cases(ranks: int, quick: bool, is_cuda: bool) -> list[Case]:
     strategies = ["FULL_SHARD"] if quick else ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
     if ranks >= 4 and ranks % 2 == 0:
         strategies += ["HYBRID_SHARD"]
-    return [Case(s, p, v) for s in strategies for p in LIMITS for v in VARIANTS]
+    variants = VARIANTS + OFFLOAD if is_cuda else VARIANTS
+    return [Case(s, p, v) for s in strategies for p in LIMITS for v in variants]
 
 
 class Model(GPT):
@@ -265,12 +268,19 @@ def train_plain(case: Case, ranks: int, device: torch.device) -> Trained:
 
 def train_sharded(case: Case, rank: int, device: torch.device) -> Trained:
     """Train the wrapped model on this rank's batches; losses are averaged over the ranks."""
-    half = MixedPrecision(torch.bfloat16, torch.float32)
+    mode = "fixed_order" if case.variant == "fixed_order" else "auto"
+    dtype = None if case.precision == "fp32" else torch.bfloat16
     model = ShardedWrapper(
         make_model(device, checkpointed=case.variant == "checkpoint"),
         sharding_strategy=case.strategy,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
-        mixed_precision=None if case.precision == "fp32" else half,
+        mixed_precision=MixedPrecision(dtype, torch.float32, reduce_mode=mode),
+        cpu_offload={
+            "offload": CPUOffload(offload_params=True),
+            "offload_optimizer": CPUOffload(offload_optimizer=True),
+            "disk": CPUOffload(path=tempfile.gettempdir()),
+        }.get(case.variant),
+        device_id=device if device.type == "cuda" else None,
     )
     optimizer = make_optimizer(model)
     losses, norms = [], []
@@ -297,13 +307,13 @@ def compare(actual: Trained, expected: Trained, start: dict[str, Tensor]) -> Lim
     """How far a run is from another one, in the terms of ``Limits``."""
 
     def furthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
-        ours_, theirs_ = torch.stack(ours).double(), torch.stack(theirs).double()
+        ours_, theirs_ = (torch.stack([x.cpu() for x in one]).double() for one in (ours, theirs))
         return float(((ours_ - theirs_) / theirs_).abs().max())
 
     assert list(actual.parameters) == list(expected.parameters), list(actual.parameters)
     apart = moved = 0.0
     for name, value in expected.parameters.items():
-        apart += float((actual.parameters[name] - value).double().square().sum())
+        apart += float((actual.parameters[name].to(value.device) - value).double().square().sum())
         moved += float((value - start[name]).double().square().sum())
     return Limits(
         furthest(actual.losses, expected.losses),
@@ -316,7 +326,7 @@ def check_cases(rank: int, device: torch.device, place: Place, quick: bool) -> l
     """Every case's name and deviations; on rank 0."""
     os.environ["LOCAL_WORLD_SIZE"] = str(max(place.ranks // 2, 1))  # HYBRID_SHARD: two nodes
     found = []
-    for case in cases(place.ranks, quick):
+    for case in cases(place.ranks, quick, device.type == "cuda"):
         try:
             actual = train_sharded(case, rank, device)
         except Exception as error:

@@ -28,8 +28,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_real_ranks_equal_the_plain_model(script: ModuleType) -> None:
     outcome = script.part_ranks(script.Place("cpu", "gloo", 2), argparse.Namespace(quick=True))
     assert outcome.result == "pass", outcome.text
-    assert outcome.text.startswith("2 ranks, gloo on cpu: 8 cases")
-    assert len(outcome.figures) == 8
+    assert outcome.text.startswith("2 ranks, gloo on cpu: 12 cases")
+    assert len(outcome.figures) == 12
 
 
 def test_a_part_that_breaks_is_named_and_others_go_on(
