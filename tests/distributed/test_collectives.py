@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatshard import ShardedWrapper, collectives, sharded_modules, wire
-from flatshard.collectives import CollectiveError, communicator
+from flatshard import CollectiveError, ShardedWrapper, collectives, sharded_modules, wire
+from flatshard.collectives import communicator
 from flatshard.config import Collectives, Transport
 from flatshard.on_host import Whole
 from flatshard.pending import Pending, Unsettled
