@@ -240,7 +240,6 @@ def draw_ranges(axes, name):
             axes.barh(row, 1000 * (end - begin), left=1000 * begin, color=kinds[kind])
     names = [f"{kind}, {unit or '(root)'}" for kind, unit in reversed(rows)]
     axes.set_yticks(range(len(rows)), names, fontsize=8)
-    axes.set_xlim(0, 1000 * step["backward_end"])
 
 
 figure, panels = plt.subplots(
@@ -249,6 +248,8 @@ figure, panels = plt.subplots(
 for axes, name in zip(panels, ("one", "two")):
     draw_ranges(axes, name)
     axes.set_title(titles[name], loc="left")
+longest = max(load(f"{name}-step")["backward_end"] for name in ("one", "two"))
+panels[-1].set_xlim(0, 1000 * longest)
 panels[-1].set_xlabel("ms since the step began")
 plt.show()
 
