@@ -320,7 +320,7 @@ def _scripts_alike(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_waits_for_the_end(world_size: int) -> None:
-    strategies = ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "NO_SHARD"]
+    strategies = ["FULL_SHARD", "SHARD_OP", "NO_SHARD"]
     run_ranks(_scripts_alike, world_size, strategies if world_size > 1 else ["FULL_SHARD"])
 
 

@@ -51,7 +51,7 @@ def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
 
 
 def test_measures_implementations_beside_one_another(tmp_path: Path) -> None:
-    names = ["flatshard", "ddp", "fsdp1", "compute"]
+    names = ["flatshard", "fsdp1", "compute"]
     arguments = [*TINY, "--impl", ",".join(names), "--json", "out.json"]
     done = finish(start(*arguments, cwd=tmp_path))
     assert done.returncode == 0, done.stderr

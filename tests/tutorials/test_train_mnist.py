@@ -159,7 +159,6 @@ def test_ranks_share_what_ddp_repeats(sharded: Job, replicated: Job) -> None:
     "options",
     [
         [],
-        ["--strategy", "NO_SHARD"],
         ["--strategy", "SHARD_GRAD_OP", "--min-num-params", "0", "--offload-path", "."],
     ],
     ids=" ".join,
