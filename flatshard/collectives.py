@@ -136,6 +136,7 @@ class Communicator:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
         self.ranks: list[int] = dist.get_process_group_ranks(group) if group is not None else [0]
+        self._members = ", ".join(map(str, self.ranks))
         self.global_rank = dist.get_rank() if group is not None else 0
         self._mode = mode
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
@@ -314,10 +315,7 @@ class Communicator:
 
     def _what(self, label: str, action: str) -> str:
         unit = f"unit {label!r}" if label else "the root unit"
-        return (
-            f"{unit}, rank {self.global_rank}: {action} "
-            f"over ranks {', '.join(map(str, self.ranks))}"
-        )
+        return f"{unit}, rank {self.global_rank}: {action} over ranks {self._members}"
 
     def reads_parts(self, tag: int) -> bool:
         """Whether reductions on the CPU read gradients from where they are.
@@ -449,8 +447,8 @@ class Communicator:
         if self.size == 1:
             return values
         self._note("scalars", label, values)
-        ranks = ", ".join(map(str, self.ranks))
-        with named(f"{label!r}, rank {self.global_rank}: combining values over ranks {ranks}"):
+        what = f"{label!r}, rank {self.global_rank}: combining values over ranks {self._members}"
+        with named(what):
             group = self._apart_group if apart else self._group_for(values)
             dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=group)
         return values

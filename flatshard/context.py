@@ -506,7 +506,8 @@ class RunContext:
             for handle in unit.handles:
                 is_due = unit.sync is not Sync.LOCAL and handle not in to_come
                 flags.append(is_due and handle.gradients.waits_for(unit.sync))
-                flags.extend(i in handle.gradients.used for i in range(len(handle.full)))
+                used = handle.gradients.used
+                flags.extend([i in used for i in range(len(handle.full))])
         flags.extend(self.stepping.flags())
         combined = torch.tensor(flags, dtype=torch.uint8, device=self._world.control_device)
         with self.recorder.waiting(Kind.RANKS_WAIT):

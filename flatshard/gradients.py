@@ -37,6 +37,9 @@ _IN_PLACE_BYTES = 1 << 20
 """Of a flat parameter: below, one reading of a buffer is cheaper than many of gradients, and one
 copy of all gradients cheaper than many of each."""
 
+_MEAN_IN_PLACE_BYTES = 1 << 16
+"""Of its originals: below, a copy as they come is cheaper than a reading of each."""
+
 
 class Sync(enum.Enum):
     """What becomes of a unit's gradients at the end of a backward."""
@@ -123,12 +126,13 @@ class GradientBuffer:
         self._buffer: Tensor | None = None
         self._slots: dict[int, Tensor] = {}
         self._apart: set[int] = set()  # those that are tensors of their own
-        is_small = layout.padded_numel * dtypes.travel.itemsize < _IN_PLACE_BYTES
+        nbytes = layout.padded_numel * dtypes.travel.itemsize
+        is_small = nbytes < _IN_PLACE_BYTES
         self._stay_in_place = (
             comm_hook is None
             and device.type == "cpu"
             and topology.inner.reads_parts(tags[0])
-            and not is_small
+            and nbytes >= max(_IN_PLACE_BYTES, _MEAN_IN_PLACE_BYTES * len(layout.spans))
         )
         # Whether all slots are tensors of their own until the reduction begins.
         self._stay = self._stay_in_place or is_small
@@ -159,16 +163,16 @@ class GradientBuffer:
 
         Args:
             index: the original parameter's.
-            grad: in its true shape, in any dtype.
+            grad: in its true shape, in any dtype; needs no gradient itself.
             more_to_come: whether nothing is reduced at the end of this backward.
         """
-        with torch.no_grad():
-            if index in self.filled:
-                self._add(index, grad)
-            else:
-                self._fill(index, grad, more_to_come)
-        for marks in (self.filled, self.seen, self.used):
-            marks.add(index)
+        if index in self.filled:
+            self._add(index, grad)
+        else:
+            self._fill(index, grad, more_to_come)
+            self.filled.add(index)
+        self.seen.add(index)
+        self.used.add(index)
 
     def _add(self, index: int, grad: Tensor) -> None:
         slot = self._slots[index]

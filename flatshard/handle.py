@@ -242,12 +242,6 @@ class FlatParamHandle:
         return self.grads.gradients
 
     @property
-    def _aliased(self) -> bool:
-        """Whether the shard is the unsharded buffer."""
-        is_there = self.shard.device.type == self.device.type
-        return self.is_whole and is_there and self.compute_dtype == self.shard.dtype
-
-    @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the full parameters."""
         return _lowered(self.shard.dtype, self._precision.compute_dtype)
@@ -261,6 +255,10 @@ class FlatParamHandle:
 
     def _make_buffer(self) -> None:
         """The unsharded buffer and the full parameters over it; views are made once."""
+        is_there = self.shard.device.type == self.device.type
+        is_uncast = self.compute_dtype == self.shard.dtype
+        # Whether the shard is the unsharded buffer.
+        self._aliased = self.is_whole and is_there and is_uncast
         with torch.inference_mode(False), torch.no_grad():
             if self._aliased:
                 self.buffer = self.shard

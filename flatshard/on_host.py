@@ -188,7 +188,7 @@ class HostGroup:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Offer:
     """What this rank lets the others read, and what it reads of theirs.
 

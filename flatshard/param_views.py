@@ -68,6 +68,7 @@ class ParamViews:
         self.layout = layout
         self.is_whole = topology.shard.size == 1
         self.use_orig_params = use_orig_params
+        self.are_originals = use_orig_params and self.is_whole
         self._owned, self._topology = owned, topology
         self.sharded: list[nn.Parameter] = []
         self.full: list[nn.Parameter] = []
@@ -268,11 +269,6 @@ class ParamViews:
     # ------------------------------------------------------------ what they are
 
     @property
-    def are_originals(self) -> bool:
-        """Whether the sharded parameters are plain originals, whole ones over the shard."""
-        return self.use_orig_params and self.is_whole
-
-    @property
     def are_full(self) -> bool:
         """Whether the sharded parameters are plain and compute themselves."""
         return self.full is self.sharded
@@ -331,7 +327,7 @@ class ParamViews:
         """
         for module, attribute, index in self.places:
             present = module._parameters.get(attribute)
-            if present is not self._outside(index) and present is not self.full[index]:
+            if present is not self.full[index] and present is not self._outside(index):
                 raise RuntimeError(
                     f"parameter {self.specs[index].name!r} (unit {self.unit_name!r}) was "
                     "replaced after wrapping. Assign values with p.copy_(...), or replace the "
@@ -341,8 +337,9 @@ class ParamViews:
     def put(self, params: list[nn.Parameter]) -> None:
         """Let the modules hold ``params``, one per original parameter."""
         for module, attribute, index in self.places:
-            module.__dict__.pop(attribute, None)
             module._parameters[attribute] = params[index]
+            if self._placeholders:
+                module.__dict__.pop(attribute, None)
         self._is_installed = True
         self._rebuild_rnns()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -13,21 +12,27 @@ from flatshard.pending import CollectiveError
 from flatshard.watchdog import watched
 
 
-@contextlib.contextmanager
-def named(what: str) -> Iterator[None]:
+class named(watched):
     """Say what was under way where a backend raises, or where it takes long.
 
     Raises:
         CollectiveError: the backend raised.
     """
-    try:
-        with watched(lambda: what):
-            yield
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"{what} failed. Look for the first error on the other ranks. Reported by the "
-            f"backend: {error}"
-        ) from error
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        super().__init__(lambda: what)
+        self._what = what
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        error = raised[1]
+        if isinstance(error, RuntimeError):
+            raise CollectiveError(
+                f"{self._what} failed. Look for the first error on the other ranks. Reported by "
+                f"the backend: {error}"
+            ) from error
 
 
 def sibling(group: dist.ProcessGroup) -> dist.ProcessGroup:

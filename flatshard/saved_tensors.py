@@ -45,14 +45,16 @@ class SavedView(NamedTuple):
         Raises:
             RuntimeError: the parameters were edited since.
         """
-        self.unit.regather()
-        if self.handle.version != self.version:
+        handle = self.handle
+        if not handle.is_current:
+            self.unit.regather()
+        if handle.version != self.version:
             raise RuntimeError(
-                f"unit {self.handle.unit_name!r}: its parameters were modified between forward "
+                f"unit {handle.unit_name!r}: its parameters were modified between forward "
                 "and backward (an optimizer step, or an edit in place), and backward needs them "
                 "as they were. Run backward first, or forward again."
             )
-        return self.handle.buffer.as_strided(self.size, self.stride, self.offset)
+        return handle.buffer.as_strided(self.size, self.stride, self.offset)
 
 
 class SavedTensors:

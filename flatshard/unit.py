@@ -516,10 +516,11 @@ class Unit:
         self.context.begin_backward()
 
     def _complete(self) -> bool:
-        return all(
-            len(handle.gradients.seen) >= count
-            for handle, count in zip(self.handles, self._num_trainable, strict=True)
-        )
+        # A loop: asked for every gradient.
+        for handle, count in zip(self.handles, self._num_trainable, strict=True):
+            if len(handle.gradients.seen) < count:
+                return False
+        return True
 
     def _input_gradient(self, call: Call) -> None:
         waiting = self._waiting_for.get(call)

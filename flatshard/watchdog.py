@@ -6,11 +6,10 @@ One thread per process looks now and then at what the process waits for, and log
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 PATIENCE_SECONDS = 60.0
 """How long a wait may take before it is logged."""
@@ -20,16 +19,22 @@ _thread: threading.Thread | None = None
 _wait: tuple[float, Callable[[], str]] | None = None
 
 
-@contextlib.contextmanager
-def watched(describe: Callable[[], str]) -> Iterator[None]:
+class watched:
     """Log ``describe()`` if the block, which waits for other ranks, takes long."""
-    global _wait
-    _start()
-    before, _wait = _wait, (time.monotonic(), describe)
-    try:
-        yield
-    finally:
-        _wait = before
+
+    __slots__ = ("_before", "_describe")
+
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self._describe = describe
+
+    def __enter__(self) -> None:
+        global _wait
+        _start()
+        self._before, _wait = _wait, (time.monotonic(), self._describe)
+
+    def __exit__(self, *_: object) -> None:
+        global _wait
+        _wait = self._before
 
 
 def _start() -> None:
