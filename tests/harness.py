@@ -57,7 +57,6 @@ Mind a model that is never freed: it keeps its process groups, whose threads wak
 """
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(PRELOAD)
 
 
 class RankError(AssertionError):
@@ -227,6 +226,13 @@ def _launch() -> _Worker:
     ours, theirs = _context.Pipe()
     descriptor, stack_path = tempfile.mkstemp(prefix="rank-stack-")
     os.close(descriptor)
+    process = forked(_worker_main, stack_path, theirs, daemon=True)
+    theirs.close()
+    return _Worker(process, ours, Path(stack_path))
+
+
+def forked(function: Callable[..., None], *args: Any, daemon: bool = False) -> Any:
+    """A started process that need not import what the server has loaded."""
     environment = {
         # Python 3.11's fork server does not take over sys.path before it preloads.
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
@@ -234,11 +240,11 @@ def _launch() -> _Worker:
         # Gloo otherwise looks up the host's name, which may be slow or lead nowhere.
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     }
-    process = _context.Process(target=_worker_main, args=(stack_path, theirs), daemon=True)
+    _context.set_forkserver_preload(PRELOAD)
+    process = _context.Process(target=function, args=args, daemon=daemon)
     with mock.patch.dict(os.environ, environment):
         process.start()
-    theirs.close()
-    return _Worker(process, ours, Path(stack_path))
+    return process
 
 
 @atexit.register
