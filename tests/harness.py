@@ -172,7 +172,7 @@ def run_ranks(
     if fresh:
         _end(workers)
     else:
-        _idle.extend(workers)
+        _idle[world_size] = workers
     return [rank.result for rank in ranks]
 
 
@@ -197,8 +197,8 @@ def naming(configuration: object) -> Iterator[None]:
 # ---------------------------------------------------------------- the parent's side
 
 
-_idle: list[_Worker] = []
-"""The processes kept for the next call.
+_idle: dict[int, list[_Worker]] = {}
+"""By world size, the processes kept for the next call.
 
 They have all been through the same calls, so that counters which a process keeps for good agree, as
 they do on the ranks of one program.
@@ -206,10 +206,11 @@ they do on the ranks of one program.
 
 
 def _kept(world_size: int, fresh: bool) -> list[_Worker]:
-    """The kept processes, where they are as many; what else was kept ends."""
-    workers = _idle.copy()
-    _idle.clear()
-    if fresh or len(workers) != world_size or workers[0].calls >= CALLS_PER_PROCESS:
+    """The kept processes for so many ranks, unless they have served long enough."""
+    if fresh:
+        return []
+    workers = _idle.pop(world_size, [])
+    if workers and workers[0].calls >= CALLS_PER_PROCESS:
         _end(workers)
         return []
     return workers
@@ -249,7 +250,8 @@ def forked(function: Callable[..., None], *args: Any, daemon: bool = False) -> A
 
 @atexit.register
 def _end_idle() -> None:
-    _end(_idle)
+    for workers in _idle.values():
+        _end(workers)
 
 
 def _end(workers: list[_Worker]) -> None:
