@@ -12,4 +12,5 @@ export OMP_NUM_THREADS=1
 "$python" -m ruff check
 "$python" -m ruff format --check
 "$python" -m mypy
-exec "$python" -m pytest -q "$@"
+# Two files at a time, since ranks wait for each other; the last ones are the shortest.
+exec "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"

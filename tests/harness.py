@@ -57,7 +57,6 @@ Mind a model that is never freed: it keeps its process groups, whose threads wak
 """
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(PRELOAD)
 
 
 class RankError(AssertionError):
@@ -173,7 +172,7 @@ def run_ranks(
     if fresh:
         _end(workers)
     else:
-        _idle.extend(workers)
+        _idle[world_size] = workers
     return [rank.result for rank in ranks]
 
 
@@ -198,8 +197,8 @@ def naming(configuration: object) -> Iterator[None]:
 # ---------------------------------------------------------------- the parent's side
 
 
-_idle: list[_Worker] = []
-"""The processes kept for the next call.
+_idle: dict[int, list[_Worker]] = {}
+"""By world size, the processes kept for the next call.
 
 They have all been through the same calls, so that counters which a process keeps for good agree, as
 they do on the ranks of one program.
@@ -207,10 +206,11 @@ they do on the ranks of one program.
 
 
 def _kept(world_size: int, fresh: bool) -> list[_Worker]:
-    """The kept processes, where they are as many; what else was kept ends."""
-    workers = _idle.copy()
-    _idle.clear()
-    if fresh or len(workers) != world_size or workers[0].calls >= CALLS_PER_PROCESS:
+    """The kept processes for so many ranks, unless they have served long enough."""
+    if fresh:
+        return []
+    workers = _idle.pop(world_size, [])
+    if workers and workers[0].calls >= CALLS_PER_PROCESS:
         _end(workers)
         return []
     return workers
@@ -227,6 +227,13 @@ def _launch() -> _Worker:
     ours, theirs = _context.Pipe()
     descriptor, stack_path = tempfile.mkstemp(prefix="rank-stack-")
     os.close(descriptor)
+    process = forked(_worker_main, stack_path, theirs, daemon=True)
+    theirs.close()
+    return _Worker(process, ours, Path(stack_path))
+
+
+def forked(function: Callable[..., None], *args: Any, daemon: bool = False) -> Any:
+    """A started process that need not import what the server has loaded."""
     environment = {
         # Python 3.11's fork server does not take over sys.path before it preloads.
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
@@ -234,16 +241,17 @@ def _launch() -> _Worker:
         # Gloo otherwise looks up the host's name, which may be slow or lead nowhere.
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     }
-    process = _context.Process(target=_worker_main, args=(stack_path, theirs), daemon=True)
+    _context.set_forkserver_preload(PRELOAD)
+    process = _context.Process(target=function, args=args, daemon=daemon)
     with mock.patch.dict(os.environ, environment):
         process.start()
-    theirs.close()
-    return _Worker(process, ours, Path(stack_path))
+    return process
 
 
 @atexit.register
 def _end_idle() -> None:
-    _end(_idle)
+    for workers in _idle.values():
+        _end(workers)
 
 
 def _end(workers: list[_Worker]) -> None:

@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.scripts import run_script
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "benchmark.py"
 TINY = ["--preset", "tiny", "--world-size", "2", "--rounds", "1", "--steps", "1"]
@@ -53,11 +55,11 @@ def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
 def test_measures_implementations_beside_one_another(tmp_path: Path) -> None:
     names = ["flatshard", "fsdp1", "compute"]
     arguments = [*TINY, "--impl", ",".join(names), "--json", "out.json"]
-    done = finish(start(*arguments, cwd=tmp_path))
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
+    status, out, err = run_script(SCRIPT, *arguments, cwd=tmp_path)
+    assert status == 0, err
+    lines = [line.split() for line in out.splitlines()]
     assert [line[0] for line in lines if line and line[0] in names] == names
-    assert "x fsdp1 (min-max)" in done.stdout
+    assert "x fsdp1 (min-max)" in out
     figures = json.loads((tmp_path / "out.json").read_text())
     assert figures["baseline"] == "fsdp1"
     assert figures["settings"]["world_size"] == 2

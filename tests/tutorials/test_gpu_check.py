@@ -1,12 +1,14 @@
 """The check of GPUs, scripts/gpu_check.py, as far as it goes on a CPU."""
 
-import argparse
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_check.py"
@@ -25,11 +27,15 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_real_ranks_equal_the_plain_model(script: ModuleType) -> None:
-    outcome = script.part_ranks(script.Place("cpu", "gloo", 2), argparse.Namespace(quick=True))
-    assert outcome.result == "pass", outcome.text
-    assert outcome.text.startswith("2 ranks, gloo on cpu: 12 cases")
-    assert len(outcome.figures) == 12
+def test_real_ranks_equal_the_plain_model(tmp_path: Path) -> None:
+    place = ["--device", "cpu", "--backend", "gloo", "--ranks", "2"]
+    worker = ["--worker", "gloo", "--quick", "--limit", "90", *place]
+    status, out, err = run_script(SCRIPT, *worker, "--out", "outcome.json", cwd=tmp_path)
+    assert status == 0, out + err
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    assert outcome["result"] == "pass", outcome["text"]
+    assert outcome["text"].startswith("2 ranks, gloo on cpu: 12 cases")
+    assert len(outcome["figures"]) == 12
 
 
 def test_a_part_that_breaks_is_named_and_others_go_on(

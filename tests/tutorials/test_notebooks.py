@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "scripts" / "build_notebooks.py"
 NAMES = sorted(path.stem for path in (ROOT / "tutorials").glob("*.py"))
+BY_TORCHRUN = "memory"  # which runs its ranks as its reader would
 
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(240)]
 for package in ("jupytext", "nbclient", "ipykernel", "matplotlib", "sklearn"):
@@ -49,18 +50,22 @@ def kinds(notebook: Any) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All notebooks at toy size, side by side: much of the time is starting ranks."""
+    """All notebooks at toy size, side by side; but for one, torchrun need not import torch."""
     folder = tmp_path_factory.mktemp("notebooks")
+    startup = tmp_path_factory.mktemp("ipython") / "profile_default" / "startup"
+    startup.mkdir(parents=True)
+    (startup / "startup.py").write_text("import tests.tutorials.forked_torchrun")
     environment = {
         **os.environ,
         "TUTORIAL_TOY": "1",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }
+    forking = {**environment, "IPYTHONDIR": str(startup.parents[1])}
     running = {
         name: subprocess.Popen(
             [sys.executable, str(BUILD), name, "--out", str(folder)],
-            env=environment,
+            env=environment if name == BY_TORCHRUN else forking,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 from tests.harness import run_ranks
+from tests.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "train_mnist.py"
@@ -29,9 +31,9 @@ NUM_STEPS = 14  # two steps into the second epoch
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(240)]
 
 
-def start(*arguments: str, cwd: Path, first: list[Path] | None = None) -> subprocess.Popen:
-    """Starts Python on the arguments, in a process group of its own, `first` heading its path."""
-    path = [*(first or []), ROOT, os.environ.get("PYTHONPATH", "")]
+def start(*arguments: str, cwd: Path) -> subprocess.Popen:
+    """Starts Python on the arguments, in a process group of its own."""
+    path = [ROOT, os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(str(entry) for entry in path if str(entry)),
@@ -58,10 +60,11 @@ def finish(process: subprocess.Popen, timeout: float = 120) -> tuple[int, list[s
     return process.returncode, out.splitlines(), err.splitlines()
 
 
-def run(*arguments: str, cwd: Path, first: list[Path] | None = None) -> list[str]:
-    status, out, err = finish(start(*arguments, cwd=cwd, first=first))
-    assert status == 0, "\n".join(out + err)
-    return out
+def run(*options: str, cwd: Path, first: Sequence[Path] = ()) -> list[str]:
+    """The script's output, `first` heading its path."""
+    status, out, err = run_script(SCRIPT, *options, cwd=cwd, first=first)
+    assert status == 0, out + err
+    return out.splitlines()
 
 
 def load_script() -> ModuleType:
@@ -80,7 +83,7 @@ class Job:
         self.saved = folder / "net.pt"
         files = ["--json", str(folder / "results.json"), "--save", str(self.saved)]
         steps = ["--max-steps", str(NUM_STEPS)]
-        self.lines = run(SCRIPT, "--world-size", "2", *steps, *files, *options, cwd=folder)
+        self.lines = run("--world-size", "2", *steps, *files, *options, cwd=folder)
         self.results = json.loads((folder / "results.json").read_text())
         assert sorted(p.name for p in folder.iterdir()) == ["net.pt", "results.json"]
 
@@ -173,7 +176,8 @@ def test_same_losses_as_ddp(
 
 def test_under_torchrun(replicated: Job, tmp_path: Path) -> None:
     options = ["--ddp", "--data", "digits", "--max-steps", "1", "--json", "results.json"]
-    lines = run(*TORCHRUN, SCRIPT, *options, cwd=tmp_path)
+    status, lines, err = finish(start(*TORCHRUN, SCRIPT, *options, cwd=tmp_path))
+    assert status == 0, "\n".join(lines + err)
     assert lines[0] == "Data: scikit-learn digits, enlarged to 28x28 (1,437 / 360)"
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["step_losses"] == pytest.approx(replicated.results["step_losses"][:1])
@@ -198,7 +202,7 @@ def test_takes_mnist_where_it_is(tmp_path: Path) -> None:
         pytest.skip(f"torchvision cannot be imported: {error}")
     write_mnist(tmp_path)
     options = ["--ddp", "--world-size", "1", "--epochs", "1", "--data-root", str(tmp_path)]
-    lines = run(SCRIPT, *options, cwd=tmp_path)
+    lines = run(*options, cwd=tmp_path)
     assert lines[0] == f"Data: MNIST (6 / 4) from {tmp_path}"
     assert any(re.search(r"Accuracy: \d/4 ", line) for line in lines)
 
@@ -209,7 +213,7 @@ def test_says_why_mnist_is_not_taken(tmp_path: Path) -> None:
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise RuntimeError('built for\\nanother torch')")
     options = ["--ddp", "--world-size", "1", "--max-steps", "1", "--data-root", "."]
-    lines = run(SCRIPT, *options, cwd=tmp_path, first=[broken.parent])
+    lines = run(*options, cwd=tmp_path, first=[broken.parent])
     assert lines[0].endswith(": torchvision cannot be imported (built for another torch)")
 
 
@@ -262,13 +266,12 @@ def test_refuses_options_in_one_line(
 
 
 def test_missing_data_end_every_rank(tmp_path: Path) -> None:
-    process = start(SCRIPT, "--world-size", "2", "--data", "mnist", cwd=tmp_path)
-    status, out, err = finish(process)
-    assert (status, out) == (2, [])
-    (said,) = [line for line in err if line.startswith("train_mnist.py: error: ")]
+    status, out, err = run_script(SCRIPT, "--world-size", "2", "--data", "mnist", cwd=tmp_path)
+    assert (status, out) == (2, "")
+    (said,) = [line for line in err.splitlines() if line.startswith("train_mnist.py: error: ")]
     assert "MNIST files not found in data. Looked for train-images-idx3-ubyte" in said
     assert "in data/MNIST/raw: --data-root says where" in said
-    assert not any("Traceback" in line for line in err)
+    assert "Traceback" not in err
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the rank in /proc")
