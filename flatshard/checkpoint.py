@@ -28,7 +28,7 @@ _DDP_PREFIX = "module."
 def hook_state_dicts(unit: Unit) -> None:
     """Let the state dicts of a unit's module, of its parts, and of what contains it be whole."""
     hooks = _StateDictHooks(unit)
-    for module in {unit.module}.union(*(handle.params.modules() for handle in unit.handles)):
+    for module in {*unit.modules}.union(*(handle.params.modules() for handle in unit.handles)):
         # Torch marks the functions that it is given, which a bound method does not allow.
         module.register_state_dict_pre_hook(partial(hooks.before_save))
         module.register_state_dict_post_hook(partial(hooks.after_save))
@@ -70,7 +70,7 @@ class _StateDictHooks:
         self._leave()
 
     def _enter(self, module: nn.Module) -> None:
-        if module is self._unit.module:
+        if module in self._unit.modules:
             # Nothing of this unit is further out; whatever failed before is over.
             self._depth = 0
         self._depth += 1

@@ -198,6 +198,26 @@ class Transport:
         return f"collectives={self.collectives.value}, wire_dtype={self.wire_dtype}"
 
 
+COALESCE_BYTES = 4 << 20
+"""What the parameters of small units that go together take at most, unless the user says it."""
+
+
+def as_coalesce_bytes(value: object) -> int:
+    """Read ``coalesce_bytes``.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: negative.
+    """
+    if value is None:
+        return COALESCE_BYTES
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"coalesce_bytes: expected an int of bytes or None, got {value!r}")
+    if value < 0:
+        raise ValueError(f"coalesce_bytes: expected 0 or more bytes, got {value}")
+    return value
+
+
 def as_transport(collectives: object, wire_dtype: object) -> Transport:
     """Read ``collectives`` and ``wire_dtype``.
 

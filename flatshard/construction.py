@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from flatshard import agreement, checkpoint, inspection, materialise, plan_report, starting
+from flatshard.coalescing import coalesce
 from flatshard.handle import FlatParamHandle
 from flatshard.home import Homes
 from flatshard.ignored import Ignored, find_ignored
+from flatshard.layout import ParamSpan
 from flatshard.offload import OffloadError
 from flatshard.overrides import PrecisionPlan
 from flatshard.ownership import OwnedParam, find_owners
 from flatshard.precision import ParamPrecision
 from flatshard.settings import Settings, check_quantised
 from flatshard.unit import Unit
-from flatshard.unit_module import UnitModule, named_unit_modules, unit_modules
-from flatshard.wrap import Policy, check_policy, explain_no_match, find_units
+from flatshard.unit_module import UnitModule, unit_modules, units_in
+from flatshard.wrap import Policy, UnitPlan, check_policy, explain_no_match, find_units
 
 
 def check_module(module: nn.Module, policy: Policy | None) -> None:
@@ -75,8 +77,8 @@ def _owned_ids(module: nn.Module) -> set[int]:
     """Ids of the parameters that units inside a module own already."""
     return {
         id(param)
-        for wrapper in unit_modules(module)
-        for handle in wrapper._unit.handles
+        for unit in units_in(module)
+        for handle in unit.handles
         for param in handle.sharded
     }
 
@@ -117,7 +119,11 @@ class Construction:
         self._precision = PrecisionPlan(
             module, {module: settings.precision, **policies}, self._left_alone
         )
-        self._names = {plan.module: plan.name for plan in self._plans}
+        # Apart where a flat parameter is what users see.
+        together = settings.coalesce_bytes if settings.use_orig_params else 0
+        self._groups = coalesce(
+            self._plans, self._owners, together, kind=lambda plan: self._of_unit[plan.module]
+        )
         self._homes = Homes()
 
     def agree(self, sync: bool | None) -> starting.Start:
@@ -166,10 +172,11 @@ class Construction:
         error: Exception | None = None
         try:
             self._homes = Homes.find(offload, self._settings.device)
-            for module, owned in self._owners.items():
-                topology = self._of_unit.get(module, self._settings).topology
-                params = [one.param for one in owned]
-                self._homes.reserve(self._names.get(module, ""), params, topology.shard.size)
+            for members in [*self._groups, [UnitPlan("", self._module)]]:
+                topology = self._of_unit.get(members[0].module, self._settings).topology
+                params = [one.param for one in self._owned(members)]
+                name = plan_report.name_of([plan.name for plan in members])
+                self._homes.reserve(name, params, topology.shard.size)
         except (ValueError, NotImplementedError, OffloadError) as found:
             error = found
         if offload.path is not None:
@@ -193,16 +200,15 @@ class Construction:
 
     def _judge(self) -> list[str]:
         """What about the units will be slow or large."""
-        inside = list(named_unit_modules(self._module))
+        inside = units_in(self._module)
         if self._policy is None and not inside:
             return plan_report.judge_one_unit(self._module, **_left_out(self._ignored))
         sizes = [
-            _unit_size(self._names.get(unit, ""), [one.param.numel() for one in owned])
-            for unit, owned in self._owners.items()
+            _unit_size([plan.name for plan in members], [one.param for one in self._owned(members)])
+            for members in [*self._groups, [UnitPlan("", self._module)]]
         ]
-        for name, wrapper in inside:
-            spans = [span for handle in wrapper._unit.handles for span in handle.layout.spans]
-            sizes.append(_unit_size(name, [span.numel for span in spans]))
+        for unit in inside:
+            sizes.append(_unit_size(unit.names, [s for h in unit.handles for s in h.layout.spans]))
         tied = [
             (one.param.numel(), [site.name for site in one.sites])
             for owned in self._owners.values()
@@ -226,49 +232,50 @@ class Construction:
             RuntimeError: something else holds on to a parameter's memory.
         """
         wrappers: dict[nn.Module, UnitModule] = {}
-        for plan in self._plans:
-            if self._owners[plan.module]:
-                wrapper = kind.__new__(kind)
+        units = []
+        for members in self._groups:
+            for plan in members:
+                wrappers[plan.module] = wrapper = kind.__new__(kind)
                 nn.Module.__init__(wrapper)
-                self._take(wrapper, plan.module, plan.name, self._of_unit[plan.module], start)
                 wrapper._reason = plan.reason
-                wrappers[plan.module] = wrapper
+            settings = self._of_unit[members[0].module]
+            units.append(self._make_unit(members, wrappers, settings, start))
         _replace_children(self._module, wrappers)
-        self._take(root, self._module, "", self._settings, start)
-        self._make_values(start, root, [root, *wrappers.values()])
+        whole = [UnitPlan("", self._module)]
+        units.insert(0, self._make_unit(whole, {self._module: root}, self._settings, start))
+        self._make_values(start, root, units)
         self._precision.install()
         root._become_root()
 
-    def _take(
+    def _owned(self, members: Sequence[UnitPlan]) -> list[OwnedParam]:
+        """What units that go together own."""
+        return [one for plan in members for one in self._owners[plan.module]]
+
+    def _make_unit(
         self,
-        wrapper: UnitModule,
-        module: nn.Module,
-        name: str,
+        members: Sequence[UnitPlan],
+        wrappers: Mapping[nn.Module, UnitModule],
         settings: Settings,
         start: starting.Start,
-    ) -> None:
-        """Make ``module`` a unit, and ``wrapper`` what stands for it."""
-        wrapper.module = module
-        wrapper.training = module.training
-        wrapper._settings = settings
-        wrapper._ignored = self._ignored.within(module)
+    ) -> Unit:
+        """Make one unit of ``members``, and of their wrappers what stands for them."""
         precision, topology = settings.precision, settings.topology
+        modules = [plan.module for plan in members]
         unit = Unit(
-            module,
-            name,
+            {module: self._precision.of_unit(module, precision) for module in modules},
+            [plan.name for plan in members],
             placement=settings.placement,
             topology=topology,
-            casts=self._precision.of_unit(module, precision),
         )
         segments: dict[tuple[torch.dtype, bool, ParamPrecision], list[OwnedParam]] = {}
-        for one in self._owners[module]:
+        for one in self._owned(members):
             param = one.param
             kind = (param.dtype, param.requires_grad, self._precision.of_param(param, precision))
             segments.setdefault(kind, []).append(one)
         unit.own(
             FlatParamHandle(
                 params,
-                name,
+                unit.name,
                 topology=topology,
                 device=settings.device,
                 homes=self._homes,
@@ -280,17 +287,22 @@ class Construction:
             )
             for kind, params in segments.items()
         )
-        wrapper._unit = unit
         flat = [] if settings.use_orig_params else [h.sharded[0] for h in unit.handles]
-        for number, param in enumerate(flat):
-            wrapper.register_parameter(f"_flat_param_{number}", param)
+        for module in modules:
+            wrapper = wrappers[module]
+            wrapper.module = module
+            wrapper.training = module.training
+            wrapper._settings = settings
+            wrapper._ignored = self._ignored.within(module)
+            wrapper._unit = unit
+            for number, param in enumerate(flat):
+                wrapper.register_parameter(f"_flat_param_{number}", param)
         checkpoint.hook_state_dicts(unit)
+        return unit
 
-    def _make_values(
-        self, start: starting.Start, root: UnitModule, wrappers: Iterable[UnitModule]
-    ) -> None:
+    def _make_values(self, start: starting.Start, root: UnitModule, units: Iterable[Unit]) -> None:
         """Give new units the values that are missing. Collective."""
-        handles = [handle for wrapper in wrappers for handle in wrapper._unit.handles]
+        handles = [handle for unit in units for handle in unit.handles]
         if start.any_missing:
             made = materialise.Materialiser(
                 root, handles, start, self._init_fn, self._settings.device
@@ -302,8 +314,11 @@ class Construction:
         self._homes.settle()
 
 
-def _unit_size(name: str, counts: list[int]) -> plan_report.UnitSize:
-    return plan_report.UnitSize(name, sum(counts), max(counts, default=0))
+def _unit_size(
+    names: Sequence[str], owned: Iterable[nn.Parameter | ParamSpan]
+) -> plan_report.UnitSize:
+    counts = [one.numel if isinstance(one, ParamSpan) else one.numel() for one in owned]
+    return plan_report.UnitSize(tuple(names), sum(counts), max(counts, default=0))
 
 
 def _left_out(ignored: Ignored) -> dict[str, Any]:

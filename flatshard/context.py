@@ -55,6 +55,7 @@ class RunContext:
         stepping: the optimizers that step in backward.
         has_run: whether a forward has begun.
         expects_backward: whether the outermost forward began with gradients enabled.
+        is_converting: whether modules are under way to another dtype or device.
         recorder: hears what the run does.
         non_finite: looks for gradients that are not finite, or None.
         last_report: of the last step that was recorded, once its recording is over; or None.
@@ -85,6 +86,7 @@ class RunContext:
         self.syncs = [Sync.ALL] * len(self.units)
         self.under_no_sync = False
         self.has_run = False
+        self.is_converting = False
         self.recorder: Recorder = SILENT
         self.non_finite: NonFiniteWatch | None = None
         self.last_report: StepReport | None = None
@@ -129,6 +131,7 @@ class RunContext:
         ]
         self._budget = max(sizes, default=0)
         self._prefetch_budget = max((unit.buffer_bytes for unit in self.units), default=0)
+        self._of_several = [unit for unit in self.units if len(unit.modules) > 1]
         self._kept_from_afar = [
             handle for unit in self.units for handle in unit.handles if unit.topology.outer.size > 1
         ]
@@ -143,7 +146,7 @@ class RunContext:
         self.recorder.enter(unit, self.in_backward)
         self._saved.push()
         self._depth += 1
-        if not self.in_backward:
+        if not self.in_backward and not unit.is_open:
             self._order.record(unit.index)
 
     def _begins_recomputation(self) -> bool:
@@ -221,6 +224,8 @@ class RunContext:
             # The first one is kept.
             self._prefetch(self._order.first_backward()[1:], "backward")
         if self._depth == 0:
+            for one in self._of_several:
+                one.end_forward()
             if failed or not self._order.is_complete:
                 self._drop_prefetched(failed=failed)
             with self.recorder.waiting(Kind.RANKS_WAIT):

@@ -80,6 +80,7 @@ def _grads(params: Sequence[Tensor], handles: Sequence[FlatParamHandle]) -> list
     """One gradient per original parameter that has one; elements of none add to no norm."""
     owned = {id(param) for handle in handles for param in handle.sharded}
     grads = [param.grad for param in params if id(param) not in owned and param.grad is not None]
+    wanted = {id(param) for param in params}
     for handle in handles:
-        grads.extend(handle.grads.published())
+        grads.extend(handle.grads.published(wanted))
     return [grad for grad in grads if grad.numel() > 0]

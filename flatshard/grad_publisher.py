@@ -7,7 +7,7 @@ has reduced goes into the ``.grad`` that users read, beside what was there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -149,15 +149,18 @@ class GradPublisher:
                     set_grad(param, earlier)
         self._earlier = []
 
-    def published(self) -> list[Tensor]:
+    def published(self, wanted: Collection[int]) -> list[Tensor]:
         """The gradients in ``.grad``, one per original parameter that has one.
+
+        Args:
+            wanted: ids of the parameters to look at.
 
         With ``use_orig_params=False`` they are views of the flat parameter's gradient.
         """
         params = self._params
         with torch._C.DisableTorchFunctionSubclass():
-            grads = [param.grad for param in params.sharded]
-            if params.use_orig_params:
+            grads = [param.grad for param in params.sharded if id(param) in wanted]
+            if params.use_orig_params or not grads:
                 return [grad for grad in grads if grad is not None]
             if grads[0] is None:
                 return []

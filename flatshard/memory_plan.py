@@ -22,10 +22,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard.config import Placement, ShardingStrategy, as_strategy, resharding
+from flatshard.coalescing import coalesce
+from flatshard.config import (
+    Placement,
+    ShardingStrategy,
+    as_coalesce_bytes,
+    as_strategy,
+    resharding,
+)
 from flatshard.layout import FlatLayout
 from flatshard.ownership import OwnedParam, find_owners
-from flatshard.plan_report import show_bytes, tabulate
+from flatshard.plan_report import name_of, show_bytes, tabulate
 from flatshard.precision import MixedPrecision, as_mixed_precision
 from flatshard.shard_tensor import FlatShardTensor
 from flatshard.wrap import Policy, UnitPlan, find_units
@@ -189,6 +196,7 @@ def predict(
     sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
     mixed_precision: MixedPrecision | None = None,
     reshard_after_forward: bool | int | None = None,
+    coalesce_bytes: int | None = None,
     ranks_per_node: int | None = None,
     optimizer_bytes: float | None = None,
 ) -> MemoryPlan:
@@ -204,6 +212,7 @@ def predict(
         sharding_strategy: as ``ShardedWrapper``'s.
         mixed_precision: likewise.
         reshard_after_forward: likewise.
+        coalesce_bytes: likewise.
         ranks_per_node: for HYBRID strategies: ranks that share one copy.
         optimizer_bytes: of the optimizer's state, per trained element. None: two tensors of the
             parameter's dtype, as AdamW has.
@@ -225,7 +234,11 @@ def predict(
         "mixed_precision": mixed_precision,
     }
     units = []
-    for plan in (*plans, UnitPlan("", model)):
+    together = coalesce(
+        plans, owners, as_coalesce_bytes(coalesce_bytes), kind=lambda plan: plan.overrides
+    )
+    for members in (*together, [UnitPlan("", model)]):
+        plan = members[0]
         # An override of the strategy alone has its own default of what is freed.
         inherited = {**ours, "reshard_after_forward": None} if plan.overrides else ours
         settings = {**inherited, **plan.overrides}
@@ -233,18 +246,17 @@ def predict(
             as_strategy(settings["sharding_strategy"]), settings["reshard_after_forward"]
         )
         group = _Group.of(placement, strategy, world_size, ranks_per_node)
-        if owners[plan.module] or not plan.name:
-            units.append(
-                _plan_unit(
-                    plan.name,
-                    _segments(owners[plan.module]),
-                    strategy=strategy,
-                    placement=placement,
-                    group=group,
-                    precision=as_mixed_precision(settings["mixed_precision"]),
-                    optimizer_bytes=optimizer_bytes,
-                )
+        units.append(
+            _plan_unit(
+                name_of([member.name for member in members]),
+                _segments(one for member in members for one in owners[member.module]),
+                strategy=strategy,
+                placement=placement,
+                group=group,
+                precision=as_mixed_precision(settings["mixed_precision"]),
+                optimizer_bytes=optimizer_bytes,
             )
+        )
     buffers = {id(one): one for one in model.buffers()}.values()
     return MemoryPlan(tuple(units), sum(one.numel() * one.element_size() for one in buffers))
 

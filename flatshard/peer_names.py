@@ -13,7 +13,7 @@ from torch import nn
 
 from flatshard import checkpoint, peers
 from flatshard.state_dict_options import as_torch, read_options
-from flatshard.unit_module import UnitModule, unit_modules
+from flatshard.unit_module import UnitModule, units_in
 
 
 class PeerNames(UnitModule):
@@ -90,8 +90,8 @@ class PeerNames(UnitModule):
         """
         options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
         before = PeerNames.get_state_dict_type(module)
-        for wrapper in unit_modules(module):
-            wrapper._unit.state_dict_options = options
+        for unit in units_in(module):
+            unit.state_dict_options = options
         return before
 
     @staticmethod
@@ -101,8 +101,7 @@ class PeerNames(UnitModule):
         Raises:
             RuntimeError: units inside differ.
         """
-        units = [wrapper._unit for wrapper in unit_modules(module)]
-        return as_torch(checkpoint.options_of(units))
+        return as_torch(checkpoint.options_of(units_in(module)))
 
     @staticmethod
     @contextlib.contextmanager
@@ -114,6 +113,5 @@ class PeerNames(UnitModule):
     ) -> Iterator[None]:
         """``set_state_dict_type`` for a while; then every unit is as it was."""
         options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
-        units = [wrapper._unit for wrapper in unit_modules(module)]
-        with checkpoint.options_set(units, options):
+        with checkpoint.options_set(units_in(module), options):
             yield

@@ -84,14 +84,24 @@ class UnitSize:
     """What ``judge`` knows of a unit.
 
     Attributes:
-        name: its FQN; empty for the root.
+        names: the FQNs of its modules; one, empty for the root.
         numel: elements of its parameters.
         largest_numel: elements of the largest of them, which no plan can divide.
     """
 
-    name: str
+    names: tuple[str, ...]
     numel: int
     largest_numel: int
+
+    @property
+    def name(self) -> str:
+        """The same as one."""
+        return name_of(self.names)
+
+
+def name_of(names: Sequence[str]) -> str:
+    """What a unit of modules with these FQNs is called."""
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 # ------------------------------------------------------------ the table
@@ -255,7 +265,8 @@ def _pulled_up(count: int, names: Sequence[str], units: Sequence[UnitSize]) -> s
 
 def _nearest(parameter: str, units: Sequence[UnitSize]) -> str:
     """The name of the innermost unit around a parameter."""
-    return max((unit.name for unit in units if _contains(unit.name, parameter)), key=len)
+    names = [name for unit in units for name in unit.names]
+    return max((name for name in names if _contains(name, parameter)), key=len)
 
 
 def _contains(unit: str, name: str) -> bool:

@@ -38,6 +38,7 @@ class Settings:
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool
     use_orig_params: bool
+    coalesce_bytes: int
     broadcast_buffers: bool
     device: torch.device
 
@@ -53,7 +54,8 @@ class Settings:
         return (
             f"{self.strategy}, {self.placement}, {groups}{self.precision.describe()}, "
             f"{self.offload.describe()}, "
-            f"use_orig_params={self.use_orig_params}, broadcast_buffers={self.broadcast_buffers}"
+            f"use_orig_params={self.use_orig_params}, coalesce_bytes={self.coalesce_bytes}, "
+            f"broadcast_buffers={self.broadcast_buffers}"
         )
 
     def override(self, plan: UnitPlan) -> Settings:

@@ -1,4 +1,4 @@
-"""``Unit``: one wrapped module with the parameters it owns, gathered and released together.
+"""``Unit``: a wrapped module with the parameters it owns, gathered and released together.
 
 A parameter's life in a step:
 
@@ -16,13 +16,20 @@ A parameter's life in a step:
 Checkpointing runs forwards inside backward. Such a forward gathers and installs, but frees
 nothing, records no order and starts no prefetch: backward goes on to use what it saved. It may be
 left by an exception, which is how non-reentrant checkpointing stops early.
+
+[Note: several modules]
+Small neighbours are one unit (``coalescing``), whose forward is that of each of its modules. It is
+gathered for the first that is called, and released after as many calls as there were in the last
+forward, or at the end of the outermost one: whatever the order of calls is on a rank, all gather
+equally often. In backward it is released when nothing can need it, as any unit.
 """
 
 from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -35,6 +42,7 @@ from flatshard.grad_publisher import GradPublisher
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle, ShardState
 from flatshard.non_finite import NonFiniteWatch
+from flatshard.plan_report import name_of
 from flatshard.profiling import profiled
 from flatshard.recorder import Recorder
 from flatshard.state_dict_options import StateDictOptions
@@ -128,11 +136,12 @@ class Context(Protocol):
 
 
 class Unit:
-    """One wrapped module and its flat parameters.
+    """A wrapped module, or several, and their flat parameters.
 
     Attributes:
-        module: the module, which keeps its own class and forward.
-        name: its name in the unwrapped model; empty for the model itself.
+        modules: the modules, which keep their own class and forward; mostly one.
+        names: their names in the unwrapped model; empty for the model itself.
+        name: the same in one.
         handles: its flat parameters, one per dtype and ``requires_grad``; may be none.
         topology: its groups.
         index: its number in the run.
@@ -149,16 +158,14 @@ class Unit:
 
     def __init__(
         self,
-        module: nn.Module,
-        name: str,
+        modules: Mapping[nn.Module, UnitCasts],
+        names: Sequence[str],
         *,
         placement: Placement,
         topology: Topology,
-        casts: UnitCasts,
     ) -> None:
-        """Hook ``module``'s forward. The flat parameters are added by ``own``."""
-        self.module = module
-        self.name = name
+        """Hook the forwards of ``modules``. The flat parameters are added by ``own``."""
+        self.names, self.name = list(names), name_of(names)
         self.handles: list[FlatParamHandle] = []
         self.index = -1
         self.phase = Phase.IDLE
@@ -170,19 +177,24 @@ class Unit:
         self._num_awaited_before = 0
         self._ends_unseen = False  # whether no input tells when a backward of it is over
         self.is_root = True
-        self._casts = casts
+        self._casts = dict(modules)
+        self._num_calls = 0  # in the outermost forward under way, or last
+        self._calls_to_come = 0  # in it, as it seems
+        self._backward_follows = False  # the last call
         self._running: list[Call] = []
         self._waiting_for: dict[Call, int] = {}
         self._num_trainable: list[int] = []
         self._sticky_version = -1
         before, after = _ModuleHook(self, "_pre_forward"), _ModuleHook(self, "_post_forward")
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(after, always_call=True)
+        for module in modules:
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(after, always_call=True)
 
     def copy_for(self, memo: dict[int, Any], twin: Unit) -> None:
         """Make ``twin``, which copied modules already call, a unit like this one."""
         twin.__dict__.update(self.__dict__)
-        twin.module = memo[id(self.module)]
+        twin._casts = {memo[id(module)]: casts for module, casts in self._casts.items()}
+        twin.names = list(self.names)
         twin.phase, twin.index, twin._sticky_version = Phase.IDLE, -1, -1
         twin._running, twin._waiting_for = [], {}
         twin.own(
@@ -199,6 +211,18 @@ class Unit:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Not available alone; see ``refuse_to_part``."""
         self.refuse_to_part()
+
+    @property
+    def modules(self) -> Collection[nn.Module]:
+        """See the class."""
+        return self._casts.keys()
+
+    def rename(self, names: Sequence[str], *, is_root: bool) -> None:
+        """Take names relative to another root."""
+        strip = partial(_renamed, before=self.names, after=names)
+        self.names, self.name, self.is_root = list(names), name_of(names), is_root
+        for handle in self.handles:
+            handle.rename(self.name, strip)
 
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
         """Take flat parameters over."""
@@ -365,15 +389,24 @@ class Unit:
         if recomputing:
             self._enter_backward()
         else:
-            self.gather("forward")
-            self.phase = Phase.FORWARD
             self.num_awaited += self.context.expects_backward
-            self._count_trainable()
-            self.context.prefetch_forward()
-        changed = self._casts.cast_inputs(args, kwargs, is_root=self.is_root)
+            if not self.is_open:
+                self._begin_forward()
+        changed = self._casts[module].cast_inputs(args, kwargs, is_root=self.is_root)
         if torch.is_grad_enabled():
             self._hook_inputs(call, (args, kwargs) if changed is None else changed)
         return changed
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was gathered for a call in this forward, and not freed since."""
+        return self.phase is Phase.FORWARD and all(handle.is_current for handle in self.handles)
+
+    def _begin_forward(self) -> None:
+        self.gather("forward")
+        self.phase = Phase.FORWARD
+        self._count_trainable()
+        self.context.prefetch_forward()
 
     def _hook_inputs(self, call: Call, inputs: Any) -> None:
         def hook(_: Tensor) -> None:
@@ -393,21 +426,35 @@ class Unit:
         changed = output
         try:
             if output is not None:
-                changed = self._protect(self._casts.cast_output(output))
+                changed = self._protect(self._casts[module].cast_output(output))
                 if torch.is_grad_enabled():
                     self._hook_outputs(call, changed)
         finally:
             if self.phase is Phase.FORWARD and not self._running:
-                self._end_forward(output is not None)
+                self._end_call(output is not None)
             self.context.leave(self, failed=output is None and sys.exc_info()[0] is not None)
         return changed
 
-    def _end_forward(self, has_output: bool) -> None:
+    def _end_call(self, has_output: bool) -> None:
+        # A reentrant checkpoint runs its units without gradients, and their backward all the same.
+        backward_follows = has_output and (torch.is_grad_enabled() or self.context.expects_backward)
+        self._backward_follows = backward_follows
+        self._num_calls += 1
+        self._calls_to_come -= 1
+        if len(self.modules) == 1 or self._calls_to_come <= 0 or not has_output:
+            self.end_forward()
+
+    def end_forward(self) -> None:
+        """Free what the strategy frees, as no call is to come. State: FORWARD -> IDLE.
+
+        Does nothing elsewhere, or while one runs.
+        """
+        if self.phase is not Phase.FORWARD or self._running:
+            return
         for handle in self.handles:
             handle.params.uninstall()
         self.phase = Phase.IDLE
-        # A reentrant checkpoint runs its units without gradients, and their backward all the same.
-        backward_follows = has_output and (torch.is_grad_enabled() or self.context.expects_backward)
+        backward_follows = self._backward_follows
         stays = backward_follows and self._stays_after_forward
         for handle in self.handles:
             # What reduces nothing needs no other rank in backward either, and may run alone.
@@ -448,6 +495,7 @@ class Unit:
 
     def begin_run(self) -> None:
         """An outermost forward begins."""
+        self._calls_to_come, self._num_calls = self._num_calls or len(self.modules), 0
         self._num_awaited_before += self.num_awaited
         self.num_awaited = 0
         # A backward that reduces nothing may have run on other ranks alone. What it freed there
@@ -545,6 +593,15 @@ class Unit:
         for handle in self.handles:
             handle.grads.drop()
         self.free()
+
+
+def _renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
+    """A parameter's name relative to another root; its module's is ``before`` and ``after``."""
+    for old, new in zip(before, after, strict=True):
+        if not old or name.startswith(f"{old}."):
+            local = name.removeprefix(f"{old}.") if old else name
+            return f"{new}.{local}" if new else local
+    raise AssertionError(f"{name} belongs to none of {', '.join(before)}")
 
 
 def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
@@ -37,15 +37,14 @@ class UnitModule(StandIn):
 
     def _become_root(self) -> None:
         """Own the run; wrappers inside, made by policy or by hand, follow this one."""
-        units = []
+        names: dict[Unit, list[str]] = {}
         for name, wrapper in named_unit_modules(self):
-            before = wrapper._unit.name
-            wrapper._unit.name, wrapper._unit.is_root = name, wrapper is self
-            for handle in wrapper._unit.handles:
-                handle.rename(name, _Renaming(before, name))
-            units.append(wrapper._unit)
+            names.setdefault(wrapper._unit, []).append(name)
+        for unit, its_own in names.items():
+            unit.rename(its_own, is_root=unit is self._unit)
         # Registration order, the root last: a first guess at the order of execution.
-        units = [*units[1:], units[0]]
+        first, *rest = names
+        units = [*rest, first]
         settings = self._settings
         _check_one_world(units)
         self._context = RunContext(
@@ -62,7 +61,7 @@ class UnitModule(StandIn):
     def _check_loaded(self) -> None:
         wrappers = unit_modules(self)
         if any(wrapper._has_empty for wrapper in wrappers):
-            handles = [handle for wrapper in wrappers for handle in wrapper._unit.handles]
+            handles = [handle for unit in units_in(self) for handle in unit.handles]
             materialise.check_loaded(self, handles, self._settings.ranks.world)
 
     def _synced_buffers(self) -> Iterable[Tensor]:
@@ -80,35 +79,52 @@ class UnitModule(StandIn):
 
     def _refuse_summoned(self, action: str) -> None:
         """Raise where whole parameters stand in for the sharded ones."""
-        for wrapper in unit_modules(self):
-            if any(handle.summoned is not None for handle in wrapper._unit.handles):
+        for unit in units_in(self):
+            if any(handle.summoned is not None for handle in unit.handles):
                 raise RuntimeError(
-                    f"unit {wrapper._unit.name!r}: the model was {action} under "
+                    f"unit {unit.name!r}: the model was {action} under "
                     "summon_full_params(). Leave the context first."
                 )
+
+    def _refuse_part(self, action: str) -> None:
+        """Raise where a unit of several modules has only some of them in this one."""
+        inside = set(self.modules())
+        for unit in units_in(self):
+            if not inside.issuperset(unit.modules):
+                raise RuntimeError(
+                    f"unit {unit.name!r}: {self._own_name!r} cannot be {action} alone: it is small, "
+                    "and shares a flat parameter with its neighbours. Do it with the whole model, "
+                    "or wrap with coalesce_bytes=0."
+                )
+
+    @property
+    def _own_name(self) -> str:
+        """The name of this module alone."""
+        unit = self._unit
+        return dict(zip(unit.modules, unit.names, strict=True))[self.module]
 
     # ------------------------------------------------------------ conversions and copies
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Convert shards instead of parameters: ``.to()``, ``.double()`` and their kin."""
+        if self._context.is_converting:  # with what is around
+            return super()._apply(fn, recurse)
         self._context.recover()
         self._refuse_summoned("converted")
+        self._refuse_part("converted")
+        units = units_in(self) if recurse else [self._unit]
+        handles = [handle for unit in units for handle in unit.handles]
         # All units first: what is refused leaves no unit converted.
-        for wrapper in unit_modules(self):
-            for handle in wrapper._unit.handles:
-                handle.check_keeps_order(fn)
-        hidden = []
-        for handle in self._unit.handles:
-            hidden.extend(handle.params.hide())
-        hidden_flat = dict(self._parameters)
-        self._parameters.clear()
+        for handle in handles:
+            handle.check_keeps_order(fn)
+        self._context.is_converting = True
         try:
-            convert_buffers(self.modules(), lambda: super(UnitModule, self)._apply(fn, recurse), fn)
+            with _hidden(unit_modules(self), handles):
+                apply = super()._apply
+                convert_buffers(self.modules(), lambda: apply(fn, recurse), fn)
         finally:
-            self._parameters.update(hidden_flat)
-            for parameters, attribute, param in hidden:
-                parameters[attribute] = param
-        for handle in self._unit.handles:
+            self._context.is_converting = False
+        for handle in handles:
             handle.convert(fn)
         self._context.refresh()
         return self
@@ -117,17 +133,21 @@ class UnitModule(StandIn):
         """An independent model on the same ranks, with shards of its own; no communication."""
         self._refuse_summoned("copied")
         wrappers = unit_modules(self) if id(self._unit) not in memo else []
+        units = units_in(self) if wrappers else []
+        if wrappers:
+            self._refuse_part("copied")
         for wrapper in wrappers:
             wrapper._context.recover()
-            # Copied modules call the copied unit, which is filled once they are complete.
-            memo[id(wrapper._unit)] = Unit.__new__(Unit)
             for shared in (wrapper._settings, wrapper._context):
                 memo[id(shared)] = shared
+        for unit in units:
+            # Copied modules call the copied unit, which is filled once they are complete.
+            memo[id(unit)] = Unit.__new__(Unit)
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        for wrapper in wrappers:
-            wrapper._unit.copy_for(memo, memo[id(wrapper._unit)])
+        for unit in units:
+            unit.copy_for(memo, memo[id(unit)])
         if wrappers:
             twin._become_root()
         return twin
@@ -155,12 +175,13 @@ class UnitModule(StandIn):
         """Take another strategy over the same shards, before the first forward.
 
         Raises:
-            RuntimeError: a forward has run.
+            RuntimeError: a forward has run; or it is a small one that shares a unit.
             ValueError: the other strategy shards otherwise, or is none.
         """
         before = self._settings
         strategy, placement = read_strategy(value, None, before.ranks)
         unit = self._unit
+        self._refuse_part("given another strategy")
         if self._context.has_run:
             raise RuntimeError(
                 f"unit {unit.name!r}: its strategy {before.strategy.name} cannot become "
@@ -187,6 +208,8 @@ class UnitModule(StandIn):
         """Elements and padding of the unit."""
         if "_unit" not in self.__dict__:
             return ""
+        if len(self._unit.modules) > 1:
+            return f"{self._settings.strategy.name}: part of unit {self._unit.name}"
         layouts = [handle.layout for handle in self._unit.handles]
         numel = sum(layout.numel for layout in layouts)
         padding = sum(layout.padding_numel for layout in layouts)
@@ -203,32 +226,38 @@ class UnitModule(StandIn):
         whether frozen of each flat parameter, bytes that a gather fills on every rank, strategy,
         ranks that share it, what moves its tensors between them, and why it is a unit.
         """
-        return plan_report.describe([wrapper._row() for wrapper in unit_modules(self)])
+        first = {wrapper._unit: wrapper for wrapper in reversed(unit_modules(self))}
+        return plan_report.describe([first[unit]._row() for unit in units_in(self)])
 
     def _row(self) -> plan_report.UnitRow:
         unit, topology = self._unit, self._settings.topology
         rest = "what is left" if len(unit_modules(self)) > 1 else "the whole model"
+        together = f", {len(unit.modules)} small ones together" if len(unit.modules) > 1 else ""
         return plan_report.UnitRow(
             name=unit.name,
-            class_name=type(self.module).__name__,
+            class_name=", ".join(dict.fromkeys(type(one).__name__ for one in unit.modules)),
             segments=tuple(_segment(handle, topology) for handle in unit.handles),
             strategy=self._settings.strategy.name,
             ranks=topology.shard.size,
-            reason=self._reason or ("by hand" if unit.name else f"root: {rest}"),
+            reason=(self._reason or ("by hand" if unit.name else f"root: {rest}")) + together,
             moved_by=topology.moved_by,
         )
 
 
-@dataclass(frozen=True)
-class _Renaming:
-    """Maps names relative to one root to names relative to another."""
-
-    before: str
-    after: str
-
-    def __call__(self, name: str) -> str:
-        local = name.removeprefix(f"{self.before}.") if self.before else name
-        return f"{self.after}.{local}" if self.after else local
+@contextlib.contextmanager
+def _hidden(wrappers: Iterable[UnitModule], handles: Iterable[FlatParamHandle]) -> Iterator[None]:
+    """Take all parameters that handles own out of the modules for a while."""
+    hidden = [one for handle in handles for one in handle.params.hide()]
+    flat = [(wrapper, dict(wrapper._parameters)) for wrapper in wrappers]
+    for wrapper, _ in flat:
+        wrapper._parameters.clear()
+    try:
+        yield
+    finally:
+        for wrapper, parameters in flat:
+            wrapper._parameters.update(parameters)
+        for held, attribute, param in hidden:
+            held[attribute] = param
 
 
 def _check_one_world(units: list[Unit]) -> None:
@@ -278,6 +307,11 @@ def unit_modules(module: nn.Module) -> list[UnitModule]:
     return [found for found in module.modules() if isinstance(found, UnitModule)]
 
 
+def units_in(module: nn.Module) -> list[Unit]:
+    """The units of a model, outermost first; none of a plain one."""
+    return list(dict.fromkeys(wrapper._unit for wrapper in unit_modules(module)))
+
+
 def named_unit_modules(root: nn.Module) -> Iterator[tuple[str, UnitModule]]:
     """The same with their names in the unwrapped model."""
     for name, module in root.named_modules():
@@ -301,4 +335,4 @@ def units_at_rest(module: nn.Module, what: str) -> list[Unit]:
         wrapper._check_between_steps(what, wrapper._context)
     for wrapper in outermost_unit_modules(module):
         wrapper._refuse_summoned(f"asked for {what}")
-    return [wrapper._unit for wrapper in wrappers]
+    return units_in(module)

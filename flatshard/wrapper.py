@@ -46,7 +46,13 @@ from flatshard.settings import (
 from flatshard.shard_tensor import FlatShardTensor
 from flatshard.step_in_backward import StepInBackward
 from flatshard.step_report import StepReport
-from flatshard.unit_module import UnitModule, outermost_unit_modules, unit_modules, units_at_rest
+from flatshard.unit_module import (
+    UnitModule,
+    outermost_unit_modules,
+    unit_modules,
+    units_at_rest,
+    units_in,
+)
 from flatshard.wrap import Policy
 
 
@@ -98,6 +104,10 @@ class ShardedWrapper(PeerNames):
         use_orig_params: True: ``parameters()`` are the original objects, in their true shapes.
             False: one 1-D ``FlatParameter`` per unit (and dtype, and ``requires_grad``), which
             is frozen or trained as a whole.
+        coalesce_bytes: neighbours among a policy's units are gathered and reduced together, as one
+            unit, while their parameters take no more than this many bytes: a collective of less
+            is mostly waiting. 0: each by itself, as always with ``use_orig_params=False``. None:
+            4 MiB.
         broadcast_buffers: give all ranks rank 0's buffers before each forward, as
             DistributedDataParallel does.
         collectives: ``"auto"``: what fits the backend best; ``"sockets"``: on gloo, send and
@@ -144,6 +154,7 @@ class ShardedWrapper(PeerNames):
         forward_prefetch: bool | None = None,
         limit_all_gathers: bool = True,
         use_orig_params: bool = True,
+        coalesce_bytes: int | None = None,
         broadcast_buffers: bool | None = None,
         collectives: str = "auto",
         wire_dtype: torch.dtype | None = None,
@@ -189,6 +200,7 @@ class ShardedWrapper(PeerNames):
             backward_prefetch=prefetch,
             forward_prefetch=forward_prefetch is not False,
             use_orig_params=use_orig_params,
+            coalesce_bytes=config.as_coalesce_bytes(coalesce_bytes),
             broadcast_buffers=broadcast_buffers is not False,
             device=device,
         )
@@ -350,8 +362,10 @@ class ShardedWrapper(PeerNames):
         context = self._context
         context.recover()
         self._check_between_steps("register_comm_hook()", context)
+        self._refuse_part("given a hook")
+        precisions = {one._unit: one._settings.precision for one in sharded_modules(self)}
         comm_hook.register(
-            [(one._unit, one._settings.precision) for one in sharded_modules(self)],
+            list(precisions.items()),
             state,
             hook,
             is_late=context.has_run and not self.check_is_root(),
@@ -436,7 +450,7 @@ class ShardedWrapper(PeerNames):
                 not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward.
         """
         self._context.stepping.refuse("clip_grad_norm_()")
-        handles = [h for wrapper in sharded_modules(self) for h in wrapper._unit.handles]
+        handles = [handle for unit in units_in(self) for handle in unit.handles]
         grad_norm.check_reduced(
             handles, self._settings.topology.world, is_reducing=self._context.is_reducing
         )
@@ -506,7 +520,8 @@ class ShardedWrapper(PeerNames):
             wrapper._check_between_steps("summon_full_params()", wrapper._context)
         _check_no_parts(module)
         request = summon.Request(writeback, rank0_only, offload_to_cpu, with_grads)
-        handles = [handle for wrapper in wrappers for handle in wrapper._unit.handles]
+        units = dict.fromkeys(wrapper._unit for wrapper in wrappers)
+        handles = [handle for unit in units for handle in unit.handles]
         with summon.summoned(handles, request), _without_flat_parameters(wrappers):
             yield
 
@@ -558,8 +573,8 @@ class ShardedWrapper(PeerNames):
         children = [name for name, _ in self.module.named_children()]
         own = checkpoint.without_ddp_prefix(dict(state_dict), children)
         missing_and_unexpected = self.module.load_state_dict(own, strict=strict, assign=assign)
-        for wrapper in sharded_modules(self):
-            for handle in wrapper._unit.handles:
+        for unit in units_in(self):
+            for handle in unit.handles:
                 handle.rest()
         return missing_and_unexpected
 
@@ -671,8 +686,8 @@ def _check_no_parts(module: nn.Module) -> None:
     """Raise where a unit that is not in ``module`` owns some of its parameters."""
     inside = {
         id(spec)
-        for wrapper in sharded_modules(module)
-        for handle in wrapper._unit.handles
+        for unit in units_in(module)
+        for handle in unit.handles
         for spec in handle.params.specs
     }
     for part in module.modules():

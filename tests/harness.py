@@ -41,6 +41,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from flatshard import config
+
 PRELOAD = [
     "flatshard.wrap",
     "pytest",
@@ -50,6 +52,7 @@ PRELOAD = [
     "torch._dynamo",  # torch loads it, in more than a second, when it makes the first optimizer
 ]
 ROOT = Path(__file__).resolve().parents[1]
+config.COALESCE_BYTES = 0  # the tests' models are so small that each would be one unit
 CALLS_PER_PROCESS = 10
 """After so many calls a process is replaced, which bounds what tests may leave behind.
 

@@ -58,8 +58,8 @@ def test_the_table() -> None:
 
 def sizes(**numels: int) -> list[UnitSize]:
     """Units of one parameter each; of several in the root."""
-    root = UnitSize("", numels.pop("root", 0), 0)
-    return [root, *(UnitSize(name, numel, numel) for name, numel in numels.items())]
+    root = UnitSize(("",), numels.pop("root", 0), 0)
+    return [root, *(UnitSize((name,), numel, numel) for name, numel in numels.items())]
 
 
 # ---------------------------------------------------------------- one unit
@@ -112,21 +112,21 @@ def test_many_small_units() -> None:
 def test_one_unit_far_larger_than_the_others() -> None:
     blocks = {f"block{i}": 2 * M for i in range(6)}
     units = sizes(**blocks)
-    big = UnitSize("tower", 21 * M, M)
+    big = UnitSize(("tower",), 21 * M, M)
     (remark,) = judge([*units, big], [])
     assert "unit 'tower' holds 21,000,000 elements" in remark
     assert "the median of 7 units (2,000,000)" in remark
-    (remark,) = judge([UnitSize("", 21 * M, M), *units[1:]], [])
+    (remark,) = judge([UnitSize(("",), 21 * M, M), *units[1:]], [])
     assert "the root holds" in remark
     for fine in (
-        UnitSize("tower", 20 * M, M),  # ten times is not more than ten times
-        UnitSize("embed", 90 * M, 89 * M),  # one parameter, which nothing divides
+        UnitSize(("tower",), 20 * M, M),  # ten times is not more than ten times
+        UnitSize(("embed",), 90 * M, 89 * M),  # one parameter, which nothing divides
     ):
         assert judge([*units, fine], []) == []
     few = sizes(a=M, b=M)
-    assert judge([*few, UnitSize("c", 90 * M, M)], []) == []  # no median to speak of
+    assert judge([*few, UnitSize(("c",), 90 * M, M)], []) == []  # no median to speak of
     small = sizes(**{f"block{i}": 2000 for i in range(6)})
-    assert judge([*small, UnitSize("tower", 900_000, 1000)], []) == []
+    assert judge([*small, UnitSize(("tower",), 900_000, 1000)], []) == []
 
 
 def test_a_tie_that_empties_two_units() -> None:

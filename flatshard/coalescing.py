@@ -1,0 +1,65 @@
+"""Which small units are gathered and reduced together with their neighbours.
+
+A collective of a few kilobytes costs what its beginning and its end cost, on every rank. Units that
+follow one another in a policy's plan mostly run one after the other: together they need one
+collective, and a rank holds a little more for it.
+
+Source: DeepSpeed's ``stage3_module_granularity_threshold`` does likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from flatshard.ownership import OwnedParam
+from flatshard.wrap import UnitPlan
+
+
+def coalesce(
+    plans: Iterable[UnitPlan],
+    owners: dict[nn.Module, list[OwnedParam]],
+    max_bytes: int,
+    kind: Callable[[UnitPlan], Any],
+) -> list[list[UnitPlan]]:
+    """Put neighbours together.
+
+    Args:
+        plans: a policy's units, in the order of the model; those that own nothing are left out.
+        owners: what each owns.
+        max_bytes: the most that the parameters of several units together may take, in bytes.
+        kind: what units must have in common to go together.
+
+    Returns:
+        The units, each with those that share its collectives; mostly alone.
+    """
+    plans = [plan for plan in plans if owners[plan.module]]
+    around = _around_others(plans)
+    groups: list[list[UnitPlan]] = []
+    total, last = 0, None
+    for plan in plans:
+        owned = owners[plan.module]
+        nbytes = sum(one.param.numel() * one.param.element_size() for one in owned)
+        # One that is around others runs while they do, and not before or after them.
+        this = None if plan.module in around else (kind(plan), _kinds(owned))
+        if this is not None and this == last and total + nbytes <= max_bytes:
+            groups[-1].append(plan)
+            total += nbytes
+        else:
+            groups.append([plan])
+            total, last = nbytes, this
+    return groups
+
+
+def _kinds(owned: Sequence[OwnedParam]) -> Hashable:
+    """The flat parameters that a unit has; others would be more collectives, not fewer."""
+    return frozenset((one.param.dtype, one.param.requires_grad) for one in owned)
+
+
+def _around_others(plans: Sequence[UnitPlan]) -> set[nn.Module]:
+    units = {plan.module for plan in plans}
+    return {
+        module for module in units if any(one in units for one in module.modules() if one != module)
+    }
