@@ -44,6 +44,7 @@ from flatshard import CPUOffload, ShardedWrapper
 
 sys.path.insert(0, "../scripts")
 import train_mnist
+import training_job
 
 # MNIST's files are taken from ROOT/MNIST/raw where they are there, else scikit-learn's digits.
 ROOT = os.environ.get("MNIST_ROOT", "../data")
@@ -93,7 +94,7 @@ show(train_mnist.Net)
 # Every rank joins a process group: gloo on CPUs, NCCL where each rank has its GPU.
 
 # %%
-show(train_mnist.connect)
+show(training_job.connect)
 
 # %% [markdown]
 # The training loop does not know how the model is distributed. Each rank takes its own part of
@@ -332,7 +333,9 @@ print("as in memory, to the bit:", load("disk")["step_losses"] == load("two")["s
 #     torch.save(weights, "net.pt")
 # ```
 #
-# The file loads into the plain network. `--save net.pt` does this.
+# The file loads into the plain network. With `--save FILE` the program writes the optimizer's state
+# too, and how far it has come; `--resume FILE` goes on from there, on any number of ranks, sharded
+# or under DDP: see [transformer.ipynb](transformer.ipynb).
 #
 # ## What to take along
 #

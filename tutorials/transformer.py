@@ -35,6 +35,7 @@ from IPython.display import Markdown
 
 sys.path.insert(0, "../scripts")
 import train_transformer
+import training_job
 
 TOY = "TUTORIAL_TOY" in os.environ  # as the tests run it: small, and a few steps
 results = Path(tempfile.mkdtemp())
@@ -97,7 +98,7 @@ show(train_transformer.train_step)
 # or strategies.
 
 # %%
-show(train_transformer.save, train_transformer.resume)
+show(training_job.unwrapped, training_job.save, training_job.resume)
 
 # %%
 SMALL = ["--width", "32", "--depth", "2", "--batch-size", "12"] if TOY else ["--batch-size", "24"]
