@@ -319,9 +319,10 @@ def record_step(
     else:
         report = model.step_report()
         samples = [one for one in report.memory.totals() if one[0] <= backward_end]
-        # From here on they are in `.grad`.
+        # Once all are reduced they are in `.grad`.
         grads = held_bytes(p.grad for p in model.parameters() if p.grad is not None)
-        samples.append((backward_end, 0, grads))
+        reduced = samples.pop()[0] if samples[-1][1:] == (0, 0) else backward_end
+        samples.append((reduced, 0, grads))
         ranges = [
             (one.kind.value, "" if one.unit is None else report.units[one.unit].name, *one[2:])
             for one in report.ranges

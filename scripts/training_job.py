@@ -320,20 +320,28 @@ def run_rank(rank: int, job: Job, args: argparse.Namespace, init_method: str) ->
 
 
 def launch(job: Job, args: argparse.Namespace) -> None:
-    """Starts the ranks on this machine; when one dies, ends the others and says which it was."""
+    """Starts the ranks on this machine."""
     threads = max(1, (os.cpu_count() or 1) // args.world_size)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    # That it ends the others, too: below is said why.
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            mp.spawn(run_rank, (job, args, f"file://{folder}/store"), nprocs=args.world_size)
-        except mp.ProcessRaisedException as error:
-            sys.exit(f"{error}\nerror: rank {error.error_index} failed, the job was stopped")
-        except mp.ProcessExitedException as error:
-            if error.exit_code == 2:  # the rank has said why
-                sys.exit(2)
-            how = error.signal_name or f"exit status {error.exit_code}"
-            sys.exit(f"error: rank {error.error_index} ended by {how}, the job was stopped")
-        except KeyboardInterrupt:
-            sys.exit(130)
+        spawn(run_rank, (job, args, f"file://{folder}/store"), args.world_size)
+
+
+def spawn(work: Callable[..., None], arguments: tuple[Any, ...], world_size: int) -> None:
+    """Runs `work(rank, *arguments)` as so many processes.
+
+    When one dies, ends the others and this one, and says which it was.
+    """
+    # That it ends the others, too: here is said why.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    try:
+        mp.spawn(work, arguments, nprocs=world_size)
+    except mp.ProcessRaisedException as error:
+        sys.exit(f"{error}\nerror: rank {error.error_index} failed, the job was stopped")
+    except mp.ProcessExitedException as error:
+        if error.exit_code == 2:  # the rank has said why
+            sys.exit(2)
+        how = error.signal_name or f"exit status {error.exit_code}"
+        sys.exit(f"error: rank {error.error_index} ended by {how}, the job was stopped")
+    except KeyboardInterrupt:
+        sys.exit(130)
