@@ -15,6 +15,7 @@ import contextlib
 import functools
 import itertools
 import json
+import os
 import resource
 import sys
 import time
@@ -49,10 +50,9 @@ from flatshard.wrap import size_based_auto_wrap_policy
 
 
 def directory(text: str) -> Path:
-    path = Path(text)
-    if not path.is_dir():
+    if not os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"not a directory: {text}")
-    return path
+    return Path(text)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -61,7 +61,7 @@ def input_file(text: str) -> Path:
 def output_file(text: str) -> Path:
     """A path that can be written, which is tried now rather than after hours of training."""
     path = Path(text)
-    if os.path.isdir(text) or not path.absolute().parent.is_dir():
+    if os.path.isdir(path) or not os.path.isdir(path.parent):
         raise argparse.ArgumentTypeError(f"not a file in an existing directory: {text}")
     part = part_of(path)
     try:
@@ -147,7 +147,7 @@ def on_all_ranks(work: Callable[[], Result]) -> Result:
     dist.all_gather_object(refusals, refusal)
     for refusal in filter(None, refusals):
         stop(refusal)
-    return result  # type: ignore[return-value]
+    return result
 
 
 def say(thing: object, show: Callable[..., None] = print) -> None:

@@ -49,7 +49,7 @@ import training_job
 # MNIST's files are taken from ROOT/MNIST/raw where they are there, else scikit-learn's digits.
 ROOT = os.environ.get("MNIST_ROOT", "../data")
 TOY = "TUTORIAL_TOY" in os.environ  # as the tests run it: a few steps on the digits
-JOB = ["--max-steps", "2", "--data", "digits"] if TOY else ["--max-steps", "200"]
+JOB = ["--max-steps", "2", "--data", "digits"] if TOY else ["--max-steps", "120"]
 results = Path(tempfile.mkdtemp())
 
 
@@ -166,9 +166,10 @@ print(torchrun("two", "--min-num-params", "20000"))
 #
 # ## The accordion
 #
-# `model.record_steps()` tells what a rank held at each moment of a step. Here is one step of each
-# run on rank 0, drawn to the same scale. At the bottom is what stays: this rank's parameters and
-# optimizer state.
+# `model.record_steps()` tells what a rank held at each moment of a step. The plot has one step of
+# each run, MiB on rank 0 over time, drawn to the same scale. At the bottom of each is what stays,
+# this rank's parameters and optimizer state; on top of it what comes and goes, gathered parameters
+# and gradients.
 
 
 # %%
@@ -193,6 +194,7 @@ def draw_held(axes, name):
         axes.axvline(1000 * step[end], color="black", lw=0.8, ls=":")
     axes.set_ylabel("MiB on rank 0")
     axes.margins(x=0)
+    axes.set_ylim(bottom=0)
 
 
 titles = {"ddp": "DDP", "one": "flatshard, one unit", "two": "flatshard, two units"}
@@ -222,6 +224,10 @@ plt.show()
 # many and alike, the saving is their number: see [transformer.ipynb](transformer.ipynb).
 #
 # ## What is sent, and when
+#
+# The same steps as bars over time: for each unit, a row for when it computed forward, one for
+# backward, one for when its parameters were being gathered, and one for when its gradients were
+# being reduced.
 
 
 # %%
@@ -285,7 +291,8 @@ for row in rows:
 #
 # ## The same numbers
 #
-# Sharding changes where parameters are, not what they become:
+# Sharding changes where parameters are, not what they become. The losses of the first fifty steps
+# are three lines, one on top of the other:
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
