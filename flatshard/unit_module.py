@@ -92,7 +92,7 @@ class UnitModule(StandIn):
         for unit in units_in(self):
             if not inside.issuperset(unit.modules):
                 raise RuntimeError(
-                    f"unit {unit.name!r}: {self._own_name!r} cannot be {action} alone: it is small, "
+                    f"unit {unit.name!r}: {self._own_name!r} cannot be {action} alone: it is small "
                     "and shares a flat parameter with its neighbours. Do it with the whole model, "
                     "or wrap with coalesce_bytes=0."
                 )

@@ -3,9 +3,13 @@
 python scripts/build_api.py
 """
 
+import ast
+import enum
 import importlib
 import inspect
+import itertools
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +70,27 @@ def described(name: str, thing: Any) -> list[str]:
     shown = []
     if not (inspect.isclass(thing) and issubclass(thing, BaseException)):
         shown = [f"```text\n{signature(name, thing)}\n```"]
-    return [*shown, text_of(thing)]
+    return [*shown, text_of(thing), *members(thing)]
+
+
+def members(thing: Any) -> list[str]:
+    """The meanings of an enum's members, which stand below them in its source."""
+    if not (inspect.isclass(thing) and issubclass(thing, enum.Enum)):
+        return []
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
+    lines = []
+    for node, below in itertools.pairwise(definition.body):
+        match node, below:
+            case ast.Assign(targets=[ast.Name(name)]), ast.Expr(ast.Constant(str(text))):
+                text = markdown(inspect.cleandoc(text)).replace("\n", "\n  ")
+                lines.append(f"- `{name}`: {text}")
+    return ["\n".join(lines)] if lines else []
 
 
 def signature(name: str, thing: Any) -> str:
-    try:
-        parameters = list(inspect.signature(thing).parameters.values())
-    except ValueError:  # an enum of some Pythons
-        return name
     if hasattr(thing, "__members__"):
         return f"{name}: {', '.join(thing.__members__)}"
-    own = [p for p in parameters if p.name != "self"]
+    own = [p for p in inspect.signature(thing).parameters.values() if p.name != "self"]
     cells, is_keyword = [], False
     for one in own:
         if one.kind is one.KEYWORD_ONLY and not is_keyword:
@@ -98,12 +112,16 @@ def default_of(value: Any) -> str:
 
 def text_of(thing: Any) -> str:
     """A docstring as Markdown: sections as lists, code marked as it is there."""
-    text = (inspect.getdoc(thing) or "").replace("``", "`")
+    text = markdown(inspect.getdoc(thing) or "")
     text = re.sub(r"^(Args|Returns|Raises|Attributes):\n", r"*\1:*\n\n", text, flags=re.MULTILINE)
     # An entry of a section begins four spaces in, and may go on eight spaces in.
     text = re.sub(r"^    (\*{0,2}\w+): ", r"- `\1`: ", text, flags=re.MULTILINE)
     text = re.sub(r"^    (?! )(?=\S)", "", text, flags=re.MULTILINE)
     return re.sub(r"^ {8}(?=\S)", "  ", text, flags=re.MULTILINE)
+
+
+def markdown(text: str) -> str:
+    return text.replace("``", "`")
 
 
 if __name__ == "__main__":

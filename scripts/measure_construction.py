@@ -11,8 +11,6 @@ above that before, beside what there must be: the shards, and one unit.
 import argparse
 import gc
 import json
-import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -21,45 +19,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from measure_offload import Block, Decoder, figures_of_ranks, resident_bytes
 from rich import print as rich_print
 from rich.table import Table
 from torch import nn
+from training_job import Parser
+
+from flatshard import ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-
-class Decoder(nn.Module):
-    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.head = nn.Linear(width, vocabulary, bias=False)
 
 
 # --------------------------------------------------------------------------------- the three ways
 
 
 def build_flatshard(model: Decoder) -> nn.Module:
-    from flatshard import ShardedWrapper
-    from flatshard.wrap import ModuleWrapPolicy
-
     return ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
 
 
 def build_fsdp1(model: Decoder) -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.distributed.fsdp import FullyShardedDataParallel, wrap
 
-    policy = ModuleWrapPolicy({Block})
+    policy = wrap.ModuleWrapPolicy({Block})
     return FullyShardedDataParallel(
         model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
     )
@@ -85,14 +67,6 @@ WAYS: dict[str, Callable[[Decoder], nn.Module]] = {
 }
 
 # ------------------------------------------------------------------------------------------ ranks
-
-
-def resident_bytes(which: str) -> int:
-    """``VmRSS``, what is resident now, or ``VmHWM``, the most since it was last reset."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{which}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {which}")
 
 
 def run_rank(rank: int, way: str, args: argparse.Namespace, folder: str) -> None:
@@ -134,9 +108,7 @@ def run_rank(rank: int, way: str, args: argparse.Namespace, folder: str) -> None
 
 def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
     """The figures of the rank with the highest peak."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (way, args, folder), nprocs=args.world_size)
-        ranks = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    ranks = figures_of_ranks(run_rank, way, args)
     return max(ranks, key=lambda figures: figures["peak"])
 
 
@@ -153,9 +125,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; exits with 2 on a bad one."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--impl", default=",".join(WAYS), help=f"which, with commas between ({','.join(WAYS)})")
     add("--world-size", type=int, default=2, help="ranks to start on this machine (2)")
@@ -178,11 +148,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_args()
-    try:
-        # Interleaved, so that a busy machine is busy for all of them.
-        runs = [[measure(way, args) for way in args.impl] for _ in range(args.rounds)]
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        sys.exit(f"{error}\nerror: rank {error.error_index} failed, the others were stopped")
+    # Interleaved, so that a busy machine is busy for all of them.
+    runs = [[measure(way, args) for way in args.impl] for _ in range(args.rounds)]
     rows = [min(of_way, key=lambda run: run["seconds"]) for of_way in zip(*runs, strict=True)]
     show(rows)
     if args.json:

@@ -22,16 +22,17 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from rich import print as rich_print
 from rich.table import Table
 from torch import Tensor, nn
+from training_job import Parser, spawn
 
 from flatshard import CPUOffload, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
@@ -152,11 +153,18 @@ def run_rank(rank: int, way: str, args: argparse.Namespace, folder: str) -> None
     dist.destroy_process_group()
 
 
+def figures_of_ranks(
+    work: Callable[..., None], way: str, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """What ranks write that do ``work(rank, way, args, folder)``, in processes of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(work, (way, args, folder), args.world_size)
+        return [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+
+
 def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
     """The figures of the rank with the highest peak, and the losses of all."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (way, args, folder), nprocs=args.world_size)
-        ranks = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    ranks = figures_of_ranks(run_rank, way, args)
     worst = max(ranks, key=lambda figures: figures["peak"])
     return {**worst, "losses": sorted(figures["losses"] for figures in ranks)}
 
@@ -173,15 +181,9 @@ def show(rows: list[dict[str, Any]]) -> None:
     rich_print(table)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, and exit code 2."""
-        self.exit(2, f"error: {message}\n")
-
-
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; exits with 2 on a bad one."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--offload", default=",".join(WAYS), help=f"which, with commas between ({','.join(WAYS)})")
     add("--path", type=Path, default=Path(tempfile.gettempdir()), help="directory for the files")
@@ -212,10 +214,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_args()
-    try:
-        rows = [measure(way, args) for way in args.offload]
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        sys.exit(f"{error}\nerror: rank {error.error_index} failed, the others were stopped")
+    rows = [measure(way, args) for way in args.offload]
     show(rows)
     if any(row["losses"] != rows[0]["losses"] for row in rows):
         sys.exit("error: the losses differ")

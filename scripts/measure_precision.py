@@ -13,21 +13,21 @@ Nothing is timed.
 import argparse
 import hashlib
 import json
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from measure_strategies import Block, Transformer
 from rich import print as rich_print
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from training_job import Parser, spawn
 
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
@@ -39,46 +39,12 @@ LEARNING_RATE = 1e-3
 BF16, FP32 = torch.bfloat16, torch.float32
 TRANSPORTS = ("auto", "sockets", "native")
 
-# ------------------------------------------------------------------------------------------- model
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        # Without biases: the gradient of a key's is zero but for rounding, which AdamW would scale
-        # up to whole steps, and no two summation orders would agree.
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.proj = nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        heads = self.qkv(self.norm1(x)).view(rows, length, 3, 4, width // 4)
-        mixed = F.scaled_dot_product_attention(*heads.permute(2, 0, 3, 1, 4), is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Transformer(nn.Module):
-    """Each block is a unit; embeddings, the last norm and the head are the root's."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.positions = nn.Embedding(LENGTH, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1])
-        return self.head(self.norm(self.blocks(self.embed(tokens) + self.positions(places))))
+# -------------------------------------------------------------------------------- model and data
 
 
 def build(args: argparse.Namespace) -> Transformer:
     torch.manual_seed(0)  # the same weights on every rank
-    return Transformer(args.width, args.depth)
+    return Transformer(args.width, args.depth, VOCABULARY, LENGTH)
 
 
 def text(step: int, world_size: int) -> Tensor:
@@ -280,11 +246,6 @@ def run_rank(rank: int, args: argparse.Namespace, world_size: int, folder: str) 
     dist.destroy_process_group()
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
-
-
 def world_sizes(value: str) -> list[int]:
     sizes = [int(one) for one in value.split(",")]
     if min(sizes) < 2 or max(sizes) > 16:
@@ -293,7 +254,7 @@ def world_sizes(value: str) -> list[int]:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--world-sizes", default="2", metavar="N,...", help="ranks to start, one run for each (2)")
     add("--width", type=int, default=64, help="of the model; a multiple of 4 (64)")
@@ -317,12 +278,7 @@ def main() -> None:
     everything = []
     with tempfile.TemporaryDirectory() as folder:
         for world_size in args.world_sizes:
-            try:
-                mp.spawn(run_rank, (args, world_size, folder), nprocs=world_size)
-            except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-                sys.exit(
-                    f"{error}\nerror: rank {error.error_index} failed, the others were stopped"
-                )
+            spawn(run_rank, (args, world_size, folder), world_size)
             everything.append(json.loads(Path(folder, f"{world_size}.json").read_text()))
             for make in TABLES:
                 rich_print(make(everything[-1]))

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from rich import print as rich_print
 from rich.table import Table
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from training_job import Parser, spawn
 
 from flatshard import ShardedWrapper, sharded_modules
 from flatshard.collectives import Event, record
@@ -62,13 +62,13 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Each block is a unit; embeddings, the last norm and the head are the root's."""
 
-    def __init__(self, width: int, depth: int) -> None:
+    def __init__(self, width: int, depth: int, vocabulary: int, length: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.positions = nn.Embedding(LENGTH, width)
+        self.embed = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1])
@@ -77,7 +77,7 @@ class Transformer(nn.Module):
 
 def build(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> Transformer:
     torch.manual_seed(0)  # the same weights on every rank
-    return Transformer(args.width, args.depth).to(dtype)
+    return Transformer(args.width, args.depth, VOCABULARY, LENGTH).to(dtype)
 
 
 def wrap(model: nn.Module, keywords: dict[str, Any]) -> ShardedWrapper:
@@ -765,9 +765,7 @@ def run_rank(rank: int, args: argparse.Namespace, init_method: str) -> None:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--world-size", type=int, default=4, help="ranks to start on this machine (4)")
     add("--ranks-per-node", type=int, default=2, help="how many of them make a node (2)")
@@ -790,7 +788,4 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     args = parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            mp.spawn(run_rank, (args, f"file://{folder}/store"), nprocs=args.world_size)
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            sys.exit(f"{error}\nerror: rank {error.error_index} failed, the others were stopped")
+        spawn(run_rank, (args, f"file://{folder}/store"), args.world_size)

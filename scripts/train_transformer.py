@@ -16,21 +16,19 @@ import importlib.util
 import json
 import os
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+import training_job
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from training_job import at_least, held_bytes, input_file, output_file, positive_number, say, stop
 
-from flatshard import MixedPrecision, ShardedWrapper, ShardingStrategy, collectives
+from flatshard import MixedPrecision, ShardedWrapper, collectives
 from flatshard.wrap import ModuleWrapPolicy
 
 VOCABULARY = 256  # bytes
@@ -39,78 +37,32 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 # ---------------------------------------------------------------------------------------- settings
 
 
-def at_least(low: int) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        value = int(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"must be at least {low}, got {value}")
-        return value
-
-    return integer
-
-
-def positive_number(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {value}")
-    return value
-
-
-def output_file(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"not a file in an existing directory: {text}")
-    return path
-
-
-def stop(message: str) -> NoReturn:
-    """Ends this rank with exit status 2; one rank per machine says why."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        stop(message)
-
-
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+    parser = training_job.Parser(__doc__)
     job = parser.add_argument_group("the job").add_argument
-    job("--text", type=Path, metavar="FILE", help="train on it (Python's documentation)")
+    job("--text", type=input_file, metavar="FILE", help="train on it (Python's documentation)")
     job("--steps", type=at_least(0), default=200, help="optimizer steps in all (200)")
     job("--batch-size", type=at_least(1), default=16, help="rows per step, over all ranks (16)")
     job("--accumulate", type=at_least(1), default=1, metavar="N", help="micro-batches a step (1)")
     job("--clip", type=positive_number, metavar="NORM", help="largest norm of the gradients")
     job("--lr", type=positive_number, default=1e-3, help="AdamW's learning rate (0.001)")
-    job("--seed", type=int, default=1)
+    job("--seed", type=at_least(0), default=1)
     model = parser.add_argument_group("the model").add_argument
     model("--width", type=at_least(1), default=128)
     model("--depth", type=at_least(1), default=4, help="blocks (4)")
     model("--heads", type=at_least(1), default=4)
     model("--context", type=at_least(2), default=128, help="bytes of a row (128)")
     spread = parser.add_argument_group("how it is spread").add_argument
-    spread("--world-size", type=at_least(1), help="ranks to start here (one per GPU, or 1)")
-    spread("--strategy", choices=list(ShardingStrategy.__members__), default="FULL_SHARD")
+    training_job.add_ways(spread)
     spread("--bf16", action="store_true", help="compute in bfloat16, keep and reduce in float32")
-    spread("--ddp", action="store_true", help="replicate with DistributedDataParallel instead")
-    spread("--collectives", choices=["auto", "sockets", "native"], default="auto")
-    add("--save", type=output_file, metavar="PATH", help="write model, optimizer and step there")
-    add("--resume", type=Path, metavar="PATH", help="go on from there, with its model's sizes")
-    add(
-        "--log-file",
-        type=output_file,
-        metavar="PATH",
-        help="write a line of JSON there for each step",
-    )
-    add("--sample", type=at_least(0), default=0, metavar="N", help="write N bytes at the end")
-    add("--prompt", default="The ", help="what the sample begins with ('The ')")
-    add("--compare", action="store_true", help="instead: every strategy for --steps steps each")
-    add("--json", type=output_file, metavar="PATH", help="write the comparison there")
-    add("--plot", type=output_file, metavar="PATH", help="draw the comparison's bytes there")
-    add("--progress", action="store_true", help="show the progress bar also outside a terminal")
+    files = parser.add_argument_group("what goes in and comes out").add_argument
+    training_job.add_files(files)
+    files("--sample", type=at_least(0), default=0, metavar="N", help="write N bytes at the end")
+    files("--prompt", default="The ", help="what the sample begins with ('The ')")
+    compared = parser.add_argument_group("comparison").add_argument
+    compared("--compare", action="store_true", help="every strategy for --steps steps each")
+    compared("--json", type=output_file, metavar="PATH", help="write the comparison there")
+    compared("--plot", type=output_file, metavar="PATH", help="draw the comparison's bytes there")
     args = parser.parse_args(arguments)
     check(args)
     return args
@@ -118,13 +70,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def check(args: argparse.Namespace) -> None:
     """Refuses what cannot work, before any rank starts."""
-    if "LOCAL_RANK" in os.environ:  # torchrun has started the ranks
-        world_size = int(os.environ["WORLD_SIZE"])
-        if args.world_size not in (None, world_size):
-            stop(f"--world-size {args.world_size}, but torchrun has started {world_size} ranks")
-        args.world_size = world_size
-    elif args.world_size is None:
-        args.world_size = max(1, torch.cuda.device_count())
+    training_job.set_world_size(args)
     if args.batch_size % (args.world_size * args.accumulate):
         stop(
             f"--batch-size {args.batch_size} cannot be split over {args.world_size} ranks with "
@@ -139,10 +85,6 @@ def check(args: argparse.Namespace) -> None:
             stop(f"--{name} is for --compare")
     if args.compare and args.steps < 2:
         stop(f"--compare needs --steps of at least 2, got {args.steps}")
-    for name in ("text", "resume"):
-        path = getattr(args, name)
-        if path and not path.is_file():
-            stop(f"--{name}: there is no file {path}")
     if not args.prompt:
         stop("--prompt: a sample must begin with something")
     needed = {"tqdm": not args.compare, "matplotlib": args.plot}
@@ -155,7 +97,13 @@ def check(args: argparse.Namespace) -> None:
 
 
 def read_text(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Returns the bytes to train on, and the last tenth, to test on."""
+    """Returns the bytes to train on, and the last tenth, to test on. Collective."""
+    data = training_job.on_all_ranks(lambda: read_bytes(args))
+    text = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
+    return text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
+
+
+def read_bytes(args: argparse.Namespace) -> bytes:
     if args.text:
         data = args.text.read_bytes()
     else:
@@ -163,9 +111,10 @@ def read_text(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
 
         data = "\n".join(topics[name] for name in sorted(topics)).encode()
     if len(data) < 20 * (args.context + 1):
-        stop(f"--text: {len(data)} bytes are too few for --context {args.context}")
-    text = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
-    return text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
+        raise training_job.Refused(
+            f"--text: {len(data)} bytes are too few for --context {args.context}"
+        )
+    return data
 
 
 def rows_of(text: Tensor, seed: int, count: int, context: int) -> Tensor:
@@ -296,92 +245,33 @@ def sample(model: nn.Module, args: argparse.Namespace, device: torch.device) -> 
     return bytes(text).decode(errors="replace")
 
 
-# --------------------------------------------------------------------------------- save and resume
-
-
-def save(model: nn.Module, optimizer: Any, step: int, args: argparse.Namespace) -> None:
-    """Writes whole tensors by name, so that any number of ranks can go on. Collective."""
-    plain = model.module if args.ddp else model
-    state = {
-        "model": plain.state_dict(),
-        "optimizer": ShardedWrapper.optim_state_dict(plain, optimizer),
-        "step": step,
-        "sizes": {name: getattr(args, name) for name in SIZES},
-    }
-    if dist.get_rank() == 0:
-        part = args.save.with_name(f".{args.save.name}.part")
-        torch.save(state, part)
-        os.replace(part, args.save)
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    try:
-        state = torch.load(path, map_location="cpu")
-        missing = {"model", "optimizer", "step", "sizes"} - set(state)
-    except Exception as error:
-        stop(f"--resume: {path} cannot be read ({type(error).__name__})")
-    if missing:
-        stop(f"--resume: {path} is no checkpoint of this script: it has no {min(missing)!r}")
-    return state
-
-
-def resume(model: nn.Module, optimizer: Any, state: dict[str, Any], ddp: bool) -> None:
-    """Gives every rank its part of a checkpoint. Collective."""
-    plain = model.module if ddp else model
-    plain.load_state_dict(state["model"])
-    ShardedWrapper.optim_state_dict_to_load(
-        plain, optimizer, state["optimizer"], load_directly=True
-    )
-
-
 # --------------------------------------------------------------------------------------------- job
 
 
-def say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
-
-
-def connect(init_method: str) -> torch.device:
-    """Joins the process group; returns this rank's device."""
-    rank, world_size, local_rank, local_size = (
-        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    )
-    group = {"init_method": init_method, "rank": rank, "world_size": world_size}
-    if torch.cuda.device_count() >= local_size:
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, **group)
-        return device
-    dist.init_process_group("gloo", **group)
-    return torch.device("cpu")
-
-
-@contextlib.contextmanager
-def log_to(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields what writes a line of JSON; on rank 0 alone it does."""
-    if path is None or dist.get_rank() != 0:
-        yield lambda line: None
-        return
-    with path.open("w") as file:
-        yield lambda line: print(json.dumps(line, default=str), file=file, flush=True)
+def build_resumed(args: argparse.Namespace) -> tuple[Transformer, dict[str, Any]]:
+    """Returns the model of a checkpoint, whose sizes override the options, and the checkpoint."""
+    state = training_job.read_checkpoint(args.resume, "step", "sizes")
+    vars(args).update(state["sizes"])
+    plain = build(args)
+    training_job.check_fits(args.resume, state, plain)
+    return plain, state
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
     from tqdm import tqdm
 
-    state = read_checkpoint(args.resume) if args.resume else None
-    first = 0
-    if state:
-        first = state["step"]
-        vars(args).update(state["sizes"])
+    state = None
+    if args.resume:
+        plain, state = training_job.on_all_ranks(lambda: build_resumed(args))
+    else:
+        plain = build(args)
+    first = state["step"] if state else 0
     train_text, test_text = read_text(args)
-    plain = build(args)
     numel = sum(param.numel() for param in plain.parameters())
     model = wrap_model(plain, args, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     if state:
-        resume(model, optimizer, state, args.ddp)
+        training_job.resume(model, optimizer, state)
     how = "DDP" if args.ddp else f"{args.strategy}{', bf16' if args.bf16 else ''}"
     say(f"{numel:,} parameters, {args.world_size} ranks, {device.type}, {how}")
     if first:
@@ -389,7 +279,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
     rank, rows_per_rank = dist.get_rank(), args.batch_size // args.world_size
     hide = rank != 0 or (False if args.progress else None)  # None: shown in a terminal only
-    with log_to(args.log_file) as log, tqdm(total=args.steps, initial=first, disable=hide) as bar:
+    bar = tqdm(total=args.steps, initial=first, disable=hide)
+    with training_job.log_to(args) as log, bar:
         log({"settings": vars(args), "parameters": numel, "torch": torch.__version__})
         for step in range(first, args.steps):
             start = time.perf_counter()
@@ -407,8 +298,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         log({"test_loss": tested})
     say(f"Test loss: {tested:.4f}")
     if args.save:
-        save(model, optimizer, max(first, args.steps), args)
-        say(f"Saved {args.save.name} after step {max(first, args.steps)}")
+        step, sizes = max(first, args.steps), {name: getattr(args, name) for name in SIZES}
+        training_job.save(args.save, model, optimizer, step=step, sizes=sizes)
+        say(f"Saved {args.save.name} after step {step}")
     if args.sample:
         say(sample(model, args, device))
 
@@ -431,12 +323,6 @@ WAYS: dict[str, dict[str, Any]] = {
 
 WEIGHTS = {"gather": 1, "reduce": 1, "all_reduce": 2}
 """Volume as the ZeRO paper counts it: an all-reduce is a reduce-scatter and a gather."""
-
-
-def held_bytes(tensors: Iterable[Any]) -> int:
-    """Returns the bytes that this rank holds of them: of a sharded one, its own part."""
-    parts = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
-    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def measure(args: argparse.Namespace, text: Tensor, device: torch.device) -> dict[str, Any]:
@@ -572,44 +458,9 @@ def draw(about: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-# ------------------------------------------------------------------------------------------ launch
-
-
-def run_job(args: argparse.Namespace, init_method: str) -> None:
-    device = connect(init_method)
+def run_job(args: argparse.Namespace, device: torch.device) -> None:
     (compare if args.compare else train)(args, device)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run_rank(rank: int, args: argparse.Namespace, init_method: str) -> None:
-    ranks = {"RANK": rank, "LOCAL_RANK": rank}
-    sizes = {"WORLD_SIZE": args.world_size, "LOCAL_WORLD_SIZE": args.world_size}
-    os.environ.update({name: str(value) for name, value in (ranks | sizes).items()})
-    run_job(args, init_method)
-
-
-def launch(args: argparse.Namespace) -> None:
-    """Starts the ranks on this machine; when one dies, ends the others and says which it was."""
-    threads = max(1, (os.cpu_count() or 1) // args.world_size)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            mp.spawn(run_rank, (args, f"file://{folder}/store"), nprocs=args.world_size)
-        except mp.ProcessRaisedException as error:
-            sys.exit(f"{error}\nerror: rank {error.error_index} failed, the job was stopped")
-        except mp.ProcessExitedException as error:
-            if error.exit_code == 2:  # the rank has said why
-                sys.exit(2)
-            how = error.signal_name or f"exit status {error.exit_code}"
-            sys.exit(f"error: rank {error.error_index} ended by {how}, the job was stopped")
-        except KeyboardInterrupt:
-            sys.exit(130)
 
 
 if __name__ == "__main__":
-    args = parse_args()
-    if "LOCAL_RANK" in os.environ:
-        run_job(args, "env://")
-    else:
-        launch(args)
+    training_job.start(run_job, parse_args())

@@ -151,7 +151,9 @@ print(plan)
 # ## More ranks, smaller units
 #
 # What is divided by N goes towards zero as ranks are added. What does not is the floor: gathered
-# parameters and whole gradients of the units under way. That is what the wrap policy decides.
+# parameters and whole gradients of the units under way. That is what the wrap policy decides. The
+# plot has the most that a rank holds, over the number of ranks, for three policies, and as a dotted
+# line what is left between steps.
 
 # %%
 ranks = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
@@ -228,6 +230,10 @@ for name, plan, found in rows:
     )
     cells = "".join(f"{one / 1024:12,.0f}{other / 1024:12,.0f}" for one, other in pairs)
     print(f"{name:20}{cells}")
+
+# %% [markdown]
+# The first and the third pair as bars, predicted above measured: dark is what is left between
+# steps, pale what a step needs besides.
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")

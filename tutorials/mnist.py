@@ -44,11 +44,12 @@ from flatshard import CPUOffload, ShardedWrapper
 
 sys.path.insert(0, "../scripts")
 import train_mnist
+import training_job
 
 # MNIST's files are taken from ROOT/MNIST/raw where they are there, else scikit-learn's digits.
 ROOT = os.environ.get("MNIST_ROOT", "../data")
 TOY = "TUTORIAL_TOY" in os.environ  # as the tests run it: a few steps on the digits
-JOB = ["--max-steps", "2", "--data", "digits"] if TOY else ["--max-steps", "200"]
+JOB = ["--max-steps", "2", "--data", "digits"] if TOY else ["--max-steps", "120"]
 results = Path(tempfile.mkdtemp())
 
 
@@ -93,7 +94,7 @@ show(train_mnist.Net)
 # Every rank joins a process group: gloo on CPUs, NCCL where each rank has its GPU.
 
 # %%
-show(train_mnist.connect)
+show(training_job.connect)
 
 # %% [markdown]
 # The training loop does not know how the model is distributed. Each rank takes its own part of
@@ -165,9 +166,10 @@ print(torchrun("two", "--min-num-params", "20000"))
 #
 # ## The accordion
 #
-# `model.record_steps()` tells what a rank held at each moment of a step. Here is one step of each
-# run on rank 0, drawn to the same scale. At the bottom is what stays: this rank's parameters and
-# optimizer state.
+# `model.record_steps()` tells what a rank held at each moment of a step. The plot has one step of
+# each run, MiB on rank 0 over time, drawn to the same scale. At the bottom of each is what stays,
+# this rank's parameters and optimizer state; on top of it what comes and goes, gathered parameters
+# and gradients.
 
 
 # %%
@@ -192,6 +194,7 @@ def draw_held(axes, name):
         axes.axvline(1000 * step[end], color="black", lw=0.8, ls=":")
     axes.set_ylabel("MiB on rank 0")
     axes.margins(x=0)
+    axes.set_ylim(bottom=0)
 
 
 titles = {"ddp": "DDP", "one": "flatshard, one unit", "two": "flatshard, two units"}
@@ -221,6 +224,10 @@ plt.show()
 # many and alike, the saving is their number: see [transformer.ipynb](transformer.ipynb).
 #
 # ## What is sent, and when
+#
+# The same steps as bars over time: for each unit, a row for when it computed forward, one for
+# backward, one for when its parameters were being gathered, and one for when its gradients were
+# being reduced.
 
 
 # %%
@@ -284,7 +291,8 @@ for row in rows:
 #
 # ## The same numbers
 #
-# Sharding changes where parameters are, not what they become:
+# Sharding changes where parameters are, not what they become. The losses of the first fifty steps
+# are three lines, one on top of the other:
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
@@ -332,7 +340,9 @@ print("as in memory, to the bit:", load("disk")["step_losses"] == load("two")["s
 #     torch.save(weights, "net.pt")
 # ```
 #
-# The file loads into the plain network. `--save net.pt` does this.
+# The file loads into the plain network. With `--save FILE` the program writes the optimizer's state
+# too, and how far it has come; `--resume FILE` goes on from there, on any number of ranks, sharded
+# or under DDP: see [transformer.ipynb](transformer.ipynb).
 #
 # ## What to take along
 #

@@ -35,6 +35,7 @@ from IPython.display import Markdown
 
 sys.path.insert(0, "../scripts")
 import train_transformer
+import training_job
 
 TOY = "TUTORIAL_TOY" in os.environ  # as the tests run it: small, and a few steps
 results = Path(tempfile.mkdtemp())
@@ -97,7 +98,7 @@ show(train_transformer.train_step)
 # or strategies.
 
 # %%
-show(train_transformer.save, train_transformer.resume)
+show(training_job.unwrapped, training_job.save, training_job.resume)
 
 # %%
 SMALL = ["--width", "32", "--depth", "2", "--batch-size", "12"] if TOY else ["--batch-size", "24"]
@@ -118,6 +119,9 @@ print(torchrun(2, *job, "--steps", HALF, *files))
 files = ["--resume", str(results / "half.pt"), "--log-file", str(results / "three.jsonl")]
 text = torchrun(1 if TOY else 3, *job, "--steps", ALL, "--sample", SAMPLE, *files)
 print(text[: text.index("The ")])
+
+# %% [markdown]
+# The loss over the steps of both runs: the second one begins where the first one ends.
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
@@ -163,23 +167,29 @@ print(torchrun(RANKS, *options).split("\n\n")[-1])
 # what is gathered and reduced during a step. *moved*: of each step, as the ZeRO paper counts (an
 # all-reduce is a reduce-scatter and a gather). All without activations, which are alike. The losses
 # agree: with DDP, and with one another.
+#
+# The same as bars, one for each strategy: the time, the bytes held and the bytes moved.
 
 # %%
 ways = json.loads(comparison.read_text())["ways"]
 columns = {
     "ms a step": lambda row: 1000 * row["seconds"],
-    "MiB held between steps, at most": lambda row: row["between_bytes"] / 2**20,
+    "MiB held": lambda row: row["between_bytes"] / 2**20,
     "MiB moved per step": lambda row: row["moved_bytes"] / 2**20,
 }
 figure, panels = plt.subplots(1, 3, figsize=(10, 4), sharey=True, layout="constrained")
 for axes, (title, figure_of) in zip(panels, columns.items()):
     values = [figure_of(row) for row in ways.values()]
-    axes.barh(list(ways), values, color="tab:blue")
-    if title.startswith("MiB held"):
+    axes.barh(list(ways), values, color="tab:blue", label="between steps")
+    if title == "MiB held":
         more = [row["peak_bytes"] / 2**20 - held for row, held in zip(ways.values(), values)]
-        axes.barh(list(ways), more, left=values, color="0.85", hatch="///")
+        label = "more, during a step"
+        axes.barh(list(ways), more, left=values, color="0.85", hatch="///", label=label)
+        axes.set_xlim(right=1.05 * max(row["peak_bytes"] for row in ways.values()) / 2**20)
+        handles, labels = axes.get_legend_handles_labels()
     axes.set_title(title, fontsize="medium")
 panels[0].invert_yaxis()
+figure.legend(handles, labels, loc="outside lower center", ncols=2)
 plt.show()
 
 # %% [markdown]

@@ -2,7 +2,7 @@
 
 import contextlib
 import gzip
-import importlib.util
+import io
 import json
 import os
 import re
@@ -14,13 +14,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
-from tests.harness import run_ranks
+from tests.harness import allow_warnings, run_ranks
 from tests.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +32,8 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 NUM_STEPS = 14  # two steps into the second epoch
 
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(240)]
+for package in ("rich", "sklearn", "tqdm"):
+    pytest.importorskip(package, reason='needs pip install ".[examples]"')
 
 
 def start(*arguments: str, cwd: Path) -> subprocess.Popen:
@@ -68,12 +73,13 @@ def run(*options: str, cwd: Path, first: Sequence[Path] = ()) -> list[str]:
 
 
 def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_mnist", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    import train_mnist
+
+    return train_mnist
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 class Job:
@@ -82,10 +88,13 @@ class Job:
     def __init__(self, folder: Path, *options: str) -> None:
         self.saved = folder / "net.pt"
         files = ["--json", str(folder / "results.json"), "--save", str(self.saved)]
+        files += ["--log-file", str(folder / "log.jsonl")]
         steps = ["--max-steps", str(NUM_STEPS)]
         self.lines = run("--world-size", "2", *steps, *files, *options, cwd=folder)
         self.results = json.loads((folder / "results.json").read_text())
-        assert sorted(p.name for p in folder.iterdir()) == ["net.pt", "results.json"]
+        self.log = records(folder / "log.jsonl")
+        files = sorted(p.name for p in folder.iterdir())
+        assert files == ["log.jsonl", "net.pt", "results.json"]
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +122,7 @@ def test_says_what_it_does(sharded: Job) -> None:
             re.MULTILINE,
         )
     assert re.search(r"^Elapsed: \d+\.\d\d seconds$", text, re.MULTILINE)
+    assert sharded.lines[-1] == "Saved net.pt after epoch 1 and 2 steps"
     for row in ("0", "1", "DDP"):
         assert re.search(rf"│ +{row} │ +\d+\.\d\d │ +\d+\.\d\d │ +\d+\.\d\d │", text)
 
@@ -128,12 +138,19 @@ def test_results_file(sharded: Job) -> None:
     assert last["train_loss"] == pytest.approx(sum(results["step_losses"][12:]) / 2)
     assert last["accuracy"] == pytest.approx(100 * last["correct"] / 360)
 
+    first, *lines = sharded.log
+    assert first["settings"]["max_steps"] == NUM_STEPS
+    assert [line for line in lines if "epoch" in line] == results["epochs"]
+    steps = [(line["step"], line["loss"]) for line in lines if "step" in line]
+    assert steps == list(enumerate(results["step_losses"], 1))
+
 
 def test_saved_weights_fit_the_plain_network(sharded: Job) -> None:
-    script = load_script()
-    net = script.Net().eval()
-    net.load_state_dict(torch.load(sharded.saved))
-    images, labels = script.load_digits()[1].tensors
+    import mnist_data
+
+    net = load_script().Net().eval()
+    net.load_state_dict(torch.load(sharded.saved)["model"])
+    images, labels = mnist_data.load_digits()[1].tensors
     with torch.no_grad():
         output = net(images)
     last = sharded.results["epochs"][-1]
@@ -157,30 +174,23 @@ def test_ranks_share_what_ddp_repeats(sharded: Job, replicated: Job) -> None:
     assert all(rank["peak_bytes"] > full["parameter_bytes"] for rank in ranks)
 
 
-# The options change where the parameters are, not what they become.
-@pytest.mark.parametrize(
-    "options",
-    [
-        [],
-        ["--strategy", "SHARD_GRAD_OP", "--min-num-params", "0", "--offload-path", "."],
-    ],
-    ids=" ".join,
-)
-def test_same_losses_as_ddp(
-    options: list[str], sharded: Job, replicated: Job, tmp_path: Path
-) -> None:
-    job = Job(tmp_path, *options) if options else sharded
+def test_same_losses_as_ddp(sharded: Job, replicated: Job) -> None:
     expected = replicated.results["step_losses"]
-    assert job.results["step_losses"] == pytest.approx(expected, rel=1e-4)
+    assert sharded.results["step_losses"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_under_torchrun(replicated: Job, tmp_path: Path) -> None:
-    options = ["--ddp", "--data", "digits", "--max-steps", "1", "--json", "results.json"]
+def test_goes_on_sharded_where_ddp_was_left(replicated: Job, tmp_path: Path) -> None:
+    options = ["--ddp", "--data", "digits", "--max-steps", "1", "--save", "one.pt"]
     status, lines, err = finish(start(*TORCHRUN, SCRIPT, *options, cwd=tmp_path))
     assert status == 0, "\n".join(lines + err)
     assert lines[0] == "Data: scikit-learn digits, enlarged to 28x28 (1,437 / 360)"
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["step_losses"] == pytest.approx(replicated.results["step_losses"][:1])
+    # The options change where the parameters are, not what they become.
+    (tmp_path / "job").mkdir()
+    spread = "--strategy SHARD_GRAD_OP --min-num-params 0 --offload-path .".split()
+    job = Job(tmp_path / "job", *spread, "--resume", "../one.pt")
+    assert "Resumed after epoch 0 and 1 steps" in job.lines
+    expected = replicated.results["step_losses"][1:]
+    assert job.results["step_losses"] == pytest.approx(expected, rel=1e-4)
 
 
 def write_mnist(root: Path) -> None:
@@ -217,31 +227,102 @@ def test_says_why_mnist_is_not_taken(tmp_path: Path) -> None:
     assert lines[0].endswith(": torchvision cannot be imported (built for another torch)")
 
 
-def evaluate_uneven(rank: int, world_size: int) -> tuple[float, int, float, int]:
+def evaluate_uneven() -> None:
+    """Each sample is counted once, also where ranks have not equally many."""
     script = load_script()
     torch.manual_seed(0)
     net = script.Net()
     images, labels = torch.randn(7, 1, 28, 28), torch.arange(7)
     loss, correct = script.evaluate(net, TensorDataset(images, labels), 3, torch.device("cpu"))
     output = net(images)
-    all_correct = int((output.argmax(1) == labels).sum())
-    return loss, correct, F.nll_loss(output, labels).item(), all_correct
+    assert loss == pytest.approx(F.nll_loss(output, labels).item(), rel=1e-5)
+    assert correct == int((output.argmax(1) == labels).sum())
+
+
+def train_without_dropout(folder: Path, world_size: int, name: str, *options: str) -> None:
+    """Trains on random images; each epoch has two steps. Dropout is each rank's own."""
+    script = load_script()
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(24, 1, 28, 28, generator=generator)
+    labels = torch.randint(10, (24,), generator=generator)
+    data = TensorDataset(images, labels)
+    files = ["--log-file", str(folder / name)]
+    sizes = ["--world-size", str(world_size), "--batch-size", "12", "--test-batch-size", "12"]
+    job = ["--epochs", "3", "--lr", "0.1", "--gamma", "0.5", *sizes, *files]
+    args = script.parse_args([*job, *options])
+    with (
+        allow_warnings(),
+        mock.patch.object(script, "load_data", return_value=script.Data("noise", "", data, data)),
+        mock.patch.object(torch.nn.Dropout, "forward", lambda self, x: x),
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(world_size)}),
+    ):
+        script.run_job(args, torch.device("cpu"))
+
+
+def begin(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Returns why this rank refuses other checkpoints."""
+    evaluate_uneven()
+    train_without_dropout(folder, world_size, "whole")
+    amid = ["--max-steps", "3", "--save", str(folder / "three.pt")]  # a step into epoch 2
+    train_without_dropout(folder, world_size, "parts", *amid)
+    dist.barrier()  # rank 0 has written it
+    state = {**torch.load(folder / "three.pt"), "optimizer": {}}
+    broken = {
+        "weights": state["model"],
+        "other": {**state, "model": {"fc1.bias": state["model"]["fc1.bias"][:3]}},
+        "smaller": {**state, "batch_size": 6},
+    }
+    refusals = []
+    for name, content in broken.items():
+        path = folder / "three.pt"
+        if rank == 1:  # broken on one rank, it is refused on all
+            path = folder / name
+            torch.save(content, path)
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as stopped:
+            train_without_dropout(folder, world_size, "refused", "--resume", str(path))
+        assert stopped.value.code == 2
+        refusals.append(said.getvalue())
+    return refusals
+
+
+def go_on(rank: int, world_size: int, folder: Path) -> None:
+    three = ["--resume", str(folder / "three.pt")]
+    train_without_dropout(folder, world_size, "parts", *three, "--ddp")
 
 
 @pytest.mark.distributed
-def test_evaluation_counts_each_sample_once() -> None:
-    for loss, correct, all_loss, all_correct in run_ranks(evaluate_uneven, 2):
-        assert loss == pytest.approx(all_loss, rel=1e-5)
-        assert correct == all_correct
+def test_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    (weights, other, smaller), *others = run_ranks(begin, 2, tmp_path)
+    assert others == [["", "", ""]]  # one rank of a machine says why
+    assert weights.endswith("weights is no checkpoint of this script: it has no 'model'\n")
+    assert other.endswith(
+        "other is of another model: conv1.weight is missing, here [32, 1, 3, 3]\n"
+    )
+    assert smaller.endswith("smaller is amid an epoch of --batch-size 6, got 12\n")
+
+    run_ranks(go_on, 1, tmp_path)
+    whole, parts = records(tmp_path / "whole"), records(tmp_path / "parts")
+    found = [line["loss"] for line in parts if "loss" in line]
+    assert len(found) == 6
+    assert found == pytest.approx([line["loss"] for line in whole if "loss" in line], rel=1e-4)
+    found = [line["test_loss"] for line in parts if "test_loss" in line]
+    assert len(found) == 3 + 1
+    del found[1]  # amid the second epoch
+    expected = [line["test_loss"] for line in whole if "test_loss" in line]
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("--epochs 0", "argument --epochs: must be at least 1, got 0"),
-        ("--lr nan", "argument --lr: must be above 0, got nan"),
+        ("--lr nan", "argument --lr: must be a number above 0, got nan"),
         ("--world-size 2 --batch-size 7", "--batch-size 7 cannot be split over 2 ranks"),
         ("--save missing/net.pt", "--save: not a file in an existing directory: missing/net.pt"),
+        (f"--log-file {'x' * 300}", "File name too long"),
+        ("--resume missing.pt", "--resume: there is no file missing.pt"),
+        (f"--seed {2**70}", "argument --seed: must be at most 2147483647"),
         ("--ddp --cpu-offload", "--cpu-offload is for sharded parameters"),
         ("--offload-path missing", "--offload-path: not a directory: missing"),
         ("--data digits --download", "--download is for MNIST"),

@@ -1,0 +1,347 @@
+"""What the training scripts beside this one share: options, ranks, checkpoints and logs.
+
+A script reads its options with a `Parser`, and hands them and a function to `start`, which runs
+`function(args, device)` on every rank: on those that torchrun has started, or on its own.
+"""
+
+import argparse
+import atexit
+import contextlib
+import json
+import logging
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flatshard import ShardedWrapper, ShardingStrategy
+
+Result = TypeVar("Result")
+Job = Callable[[argparse.Namespace, torch.device], None]
+
+# ----------------------------------------------------------------------------------------- options
+
+LARGEST = 2**31 - 1
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}, got {value}")
+        if value > LARGEST:
+            raise argparse.ArgumentTypeError(f"must be at most {LARGEST}, got {value}")
+        return value
+
+    return integer
+
+
+def positive_number(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {value}")
+    return value
+
+
+def input_file(text: str) -> Path:
+    if not os.path.isfile(text):
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return Path(text)
+
+
+def output_file(text: str) -> Path:
+    """A path that can be written, which is tried now rather than after hours of training."""
+    path = Path(text)
+    if os.path.isdir(path) or not os.path.isdir(path.parent):
+        raise argparse.ArgumentTypeError(f"not a file in an existing directory: {text}")
+    part = part_of(path)
+    try:
+        part.touch()
+        part.unlink(missing_ok=True)  # another rank may have tried it too
+        if path.exists():
+            path.open("ab").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {text}: {error.strerror}") from None
+    return path
+
+
+def stop(message: str) -> NoReturn:
+    """Ends this rank with exit status 2; one rank per machine says why."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes a script's docstring for its description, and refuses in one line."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    def error(self, message: str) -> NoReturn:
+        stop(message)
+
+
+def add_ways(add: Callable[..., Any]) -> None:
+    """Adds the options that say how a job is spread over ranks."""
+    add("--world-size", type=at_least(1), help="ranks to start here (one per GPU, or 1)")
+    add("--strategy", choices=[one.name for one in ShardingStrategy], default="FULL_SHARD")
+    add("--ddp", action="store_true", help="replicate with DistributedDataParallel instead")
+    add(
+        "--collectives",
+        choices=["auto", "sockets", "native"],
+        default="auto",
+        help="how ranks move tensors (auto: ranks on one host share memory where they can)",
+    )
+
+
+def add_files(add: Callable[..., Any]) -> None:
+    """Adds the options that say what goes in and comes out, beside what a script has of its own."""
+    path = {"type": output_file, "metavar": "PATH"}
+    add("--save", **path, help="write model, optimizer and progress there")
+    add("--resume", type=input_file, metavar="PATH", help="go on from there, on any ranks")
+    add("--log-file", **path, help="write lines of JSON there; with --resume behind what it has")
+    add("--progress", action="store_true", help="show the progress bar also outside a terminal")
+
+
+def set_world_size(args: argparse.Namespace) -> None:
+    """Settles how many ranks there are."""
+    if "LOCAL_RANK" in os.environ:  # torchrun has started the ranks
+        world_size = int(os.environ["WORLD_SIZE"])
+        if args.world_size not in (None, world_size):
+            stop(f"--world-size {args.world_size}, but torchrun has started {world_size} ranks")
+        args.world_size = world_size
+    elif args.world_size is None:
+        args.world_size = max(1, torch.cuda.device_count())
+
+
+# ------------------------------------------------------------------------------------------- ranks
+
+
+class Refused(Exception):
+    """What a job was asked to do cannot be done."""
+
+    def __str__(self) -> str:
+        return " ".join(super().__str__().split())  # one line
+
+
+def on_all_ranks(work: Callable[[], Result]) -> Result:
+    """Returns what each rank's own work does; refused on one rank, it ends all. Collective."""
+    result, refusal = None, None
+    try:
+        result = work()
+    except Refused as error:
+        refusal = str(error)
+    refusals: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(refusals, refusal)
+    for refusal in filter(None, refusals):
+        stop(refusal)
+    return result
+
+
+def say(thing: object, show: Callable[..., None] = print) -> None:
+    """Prints on rank 0 alone, at once also into a pipe."""
+    if dist.get_rank() == 0:
+        show(thing, flush=True)
+
+
+def connect(init_method: str) -> torch.device:
+    """Joins the process group; returns this rank's device."""
+    rank, world_size, local_rank, local_size = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    group = {"init_method": init_method, "rank": rank, "world_size": world_size}
+    if torch.cuda.device_count() >= local_size:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, **group)
+        return device
+    dist.init_process_group("gloo", **group)
+    return torch.device("cpu")
+
+
+def about_ranks(device: torch.device) -> str:
+    """Returns a line: how many there are, and where."""
+    if device.type == "cuda":
+        return f"{dist.get_world_size()} on GPUs, NCCL"
+    gpus, needed = torch.cuda.device_count(), os.environ["LOCAL_WORLD_SIZE"]
+    too_few = f" (for one GPU each, {needed} are needed, got {gpus})" if gpus else ""
+    return f"{dist.get_world_size()} on the CPU, gloo{too_few}"
+
+
+def held_bytes(tensors: Iterable[Any]) -> int:
+    """Returns the bytes that this rank holds of them: of a sharded one, its own part."""
+    parts = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+# -------------------------------------------------------------------------------- files of a job
+
+
+def part_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.part")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a path to write to, which takes the place of `path` when all went well."""
+    part = part_of(path)
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def log_to(args: argparse.Namespace) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields what writes a line of JSON; on rank 0 alone it does."""
+    if args.log_file is None or dist.get_rank() != 0:
+        yield lambda line: None
+        return
+    with args.log_file.open("a" if args.resume else "w") as file:
+        yield lambda line: print(json.dumps(line, default=str), file=file, flush=True)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the model whose names are the plain model's."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def save(path: Path, model: nn.Module, optimizer: Any, **progress: Any) -> None:
+    """Writes whole tensors by name, so that any number of ranks can go on. Collective."""
+    plain = unwrapped(model)
+    weights = plain.state_dict()
+    state = {
+        "model": {name: tensor.cpu() for name, tensor in weights.items()},
+        "optimizer": ShardedWrapper.optim_state_dict(plain, optimizer),
+        **progress,
+    }
+    if dist.get_rank() == 0:
+        with replacing(path) as part:
+            torch.save(state, part)
+
+
+def read_checkpoint(path: Path, *progress: str) -> dict[str, Any]:
+    """Returns what `save` has written.
+
+    Raises:
+        Refused: the file cannot be read, or is no checkpoint with this progress.
+    """
+    try:
+        state = torch.load(path, map_location="cpu")
+    except Exception as error:  # a broken file can break the reader in any way
+        raise Refused(f"--resume: {path} cannot be read ({type(error).__name__})") from error
+    needed = ("model", "optimizer", *progress)
+    missing = [key for key in needed if not isinstance(state, dict) or key not in state]
+    if missing:
+        raise Refused(f"--resume: {path} is no checkpoint of this script: it has no {missing[0]!r}")
+    return state
+
+
+def check_fits(path: Path, state: dict[str, Any], plain: nn.Module) -> None:
+    """Compares a checkpoint with the plain model.
+
+    Raises:
+        Refused: it is another model's.
+    """
+    there, here = (
+        {name: list(getattr(value, "shape", ())) for name, value in dict(tensors).items()}
+        for tensors in (state["model"], plain.state_dict())
+    )
+    for name in (*here, *there):
+        if there.get(name) != here.get(name):
+            shapes = f"{name} is {there.get(name, 'missing')}, here {here.get(name, 'missing')}"
+            raise Refused(f"--resume: {path} is of another model: {shapes}")
+
+
+def resume(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+    """Gives every rank its part of a checkpoint. Collective."""
+    plain = unwrapped(model)
+    plain.load_state_dict(state["model"])
+    ShardedWrapper.optim_state_dict_to_load(
+        plain, optimizer, state["optimizer"], load_directly=True
+    )
+
+
+# ------------------------------------------------------------------------------------------ launch
+
+
+def start(job: Job, args: argparse.Namespace) -> None:
+    """Does the job: as a rank that torchrun has started, or on ranks of this machine."""
+    if "LOCAL_RANK" in os.environ:
+        take_part(job, args, "env://")
+    launch(job, args)
+
+
+def take_part(job: Job, args: argparse.Namespace, init_method: str) -> NoReturn:
+    """Does the job as one of the ranks."""
+    status = 0
+    device = connect(init_method)
+    try:
+        job(args, device)
+    except SystemExit as stopped:  # by `stop`, on all ranks alike
+        status = stopped.code
+    # Whoever started the ranks ends the others when the first is gone: not before all is said.
+    dist.barrier()
+    dist.destroy_process_group()
+    leave(status)
+
+
+def leave(status: Any) -> NoReturn:
+    """Ends this rank, whose work is done and written.
+
+    Without the interpreter's own end, in which a backend's thread that still wants the interpreter
+    is killed, and with it, now and then, the whole process ("terminate called without an active
+    exception").
+    """
+    atexit._run_exitfuncs()  # what Python's own modules put there, such as giving semaphores back
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def run_rank(rank: int, job: Job, args: argparse.Namespace, init_method: str) -> None:
+    ranks = {"RANK": rank, "LOCAL_RANK": rank}
+    sizes = {"WORLD_SIZE": args.world_size, "LOCAL_WORLD_SIZE": args.world_size}
+    os.environ.update({name: str(value) for name, value in (ranks | sizes).items()})
+    take_part(job, args, init_method)
+
+
+def launch(job: Job, args: argparse.Namespace) -> None:
+    """Starts the ranks on this machine."""
+    threads = max(1, (os.cpu_count() or 1) // args.world_size)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(run_rank, (job, args, f"file://{folder}/store"), args.world_size)
+
+
+def spawn(work: Callable[..., None], arguments: tuple[Any, ...], world_size: int) -> None:
+    """Runs `work(rank, *arguments)` as so many processes.
+
+    When one dies, ends the others and this one, and says which it was.
+    """
+    # That it ends the others, too: here is said why.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    try:
+        mp.spawn(work, arguments, nprocs=world_size)
+    except mp.ProcessRaisedException as error:
+        sys.exit(f"{error}\nerror: rank {error.error_index} failed, the job was stopped")
+    except mp.ProcessExitedException as error:
+        if error.exit_code == 2:  # the rank has said why
+            sys.exit(2)
+        how = error.signal_name or f"exit status {error.exit_code}"
+        sys.exit(f"error: rank {error.error_index} ended by {how}, the job was stopped")
+    except KeyboardInterrupt:
+        sys.exit(130)
