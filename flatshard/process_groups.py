@@ -10,24 +10,47 @@ import torch
 import torch.distributed as dist
 
 from flatshard.pending import CollectiveError
+from flatshard.standstill import Need, explain
 from flatshard.watchdog import watched
 
 
 @contextlib.contextmanager
-def named(what: str) -> Iterator[None]:
+def named(what: str, need: Need | None = None) -> Iterator[None]:
     """Say what was under way where a backend raises, or where it takes long.
+
+    Args:
+        what: names it.
+        need: what it waits for, if it waits.
 
     Raises:
         CollectiveError: the backend raised.
     """
-    try:
-        with watched(lambda: what):
+    with watched(lambda: what, need) as wait:
+        try:
             yield
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"{what} failed. Look for the first error on the other ranks. Reported by the "
-            f"backend: {error}"
-        ) from error
+        except RuntimeError as error:
+            reason = explain(wait)
+            if reason is not None:
+                raise CollectiveError(f"{what} failed: {reason}") from error
+            raise CollectiveError(
+                f"{what} failed. Look for the first error on the other ranks. Reported by the "
+                f"backend: {error}"
+            ) from error
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Make all sends, receives and collectives of a gloo group fail, on all ranks.
+
+    A receive that times out does that, as nothing else does.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8)
+    peer = (group.rank() + 1) % group.size()
+    with contextlib.suppress(RuntimeError):
+        group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+
+
+_NO_TAG = (1 << 31) - 1
+"""Under which nothing is ever sent."""
 
 
 def sibling(group: dist.ProcessGroup) -> dist.ProcessGroup:

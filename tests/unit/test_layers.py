@@ -19,6 +19,7 @@ LAYERS = [
         "home",
         "profiling",
         "watchdog",
+        "standstill",
         "non_finite",
         "rank_order",
         "wire",
@@ -92,11 +93,12 @@ LAYERS = [
 ]
 NEIGHBOURS = {
     "precision": {"quantised"},
-    "pending": {"watchdog"},
+    "pending": {"standstill", "watchdog"},
+    "watchdog": {"standstill"},
     "disk_memory": {"memory_file", "offload"},
     "home": {"disk_memory", "layout", "memory_file", "offload", "pending", "spare"},
-    "on_host": {"peer_memory", "pending"},
-    "peer_memory": {"memory_file"},
+    "on_host": {"peer_memory", "pending", "standstill", "watchdog"},
+    "peer_memory": {"memory_file", "watchdog"},
     "mapped_shards": {"layout", "memory_file", "on_host", "pending"},
     "auto_policy": {"module_tree"},
     "wrap": {"auto_policy", "module_tree"},
