@@ -355,6 +355,13 @@ class Communicator:
         adds_here = fixed_order or (self._sends_cpu_directly and device.type == "cpu")
         return sum_dtype(dtype) if adds_here else dtype
 
+    def matches_by_tag(self, device: torch.device) -> bool:
+        """Whether gathers and reduce-scatters meet those of the same flat parameter in any order.
+
+        Else they meet by the order in which they begin.
+        """
+        return self.size == 1 or (self._sends_cpu_directly and device.type == "cpu")
+
     def adds_all_reduces(
         self, dtype: torch.dtype, device: torch.device, *, fixed_order: bool
     ) -> bool:
