@@ -141,7 +141,7 @@ class Communicator:
         self.global_rank = dist.get_rank() if group is not None else 0
         self._mode = mode
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
-        self._num_tags = 0
+        self._num_tags = self._num_models = 0
         self._apart_group: dist.ProcessGroup | None = None
         self._on_host: HostGroup | None = None
         self.second_stages: deque[Any] = deque()
@@ -252,6 +252,11 @@ class Communicator:
         """
         self._num_tags += 1
         return self._num_tags
+
+    def new_model(self) -> int:
+        """A number below 256 that tells a model from others; ranks construct them together."""
+        self._num_models += 1
+        return self._num_models % 256
 
     def map_shards(
         self,

@@ -60,6 +60,7 @@ class RunContext:
         expects_backward: whether the outermost forward began with gradients enabled.
         recorder: hears what the run does.
         non_finite: looks for gradients that are not finite, or None.
+        number: tells models apart; alike on all ranks.
         last_report: of the last step that was recorded, once its recording is over; or None.
     """
 
@@ -70,6 +71,7 @@ class RunContext:
         *,
         buffers: Callable[[], Iterable[Tensor]],
         before_first_run: Callable[[], object],
+        number: int,
         forward_prefetch: bool,
         backward_prefetch: BackwardPrefetch | None,
     ) -> None:
@@ -80,6 +82,7 @@ class RunContext:
             world: the ranks that train the model.
             buffers: lists what rank 0 gives to all before a forward.
             before_first_run: called when the first forward begins; may raise, on all ranks.
+            number: below 256, to tell models apart; alike on all ranks.
             forward_prefetch: whether to gather early in forward.
             backward_prefetch: when to gather in backward.
         """
@@ -113,7 +116,7 @@ class RunContext:
         self._had_accumulated = False
         self._published: list[list[list[bool]]] = []
         self._left_out = LeftOut()
-        self._number = world.new_tag() % 256
+        self.number = number
         self._must_wait = False  # with reductions, for the end of backward
         for index, unit in enumerate(self.units):
             unit.context = self
@@ -520,7 +523,7 @@ class RunContext:
     def _agree_on_used(self) -> _Used:
         """Which parameters any rank used. Collective."""
         rest = set(self._reduce_order.rest())
-        flags = [self._number, 255 - self._number]
+        flags = [self.number, 255 - self.number]
         for unit in self.units:
             flags.extend((unit.index in rest, unit.index not in rest))
             flags.append(any(handle.grads.was_edited for handle in unit.handles))

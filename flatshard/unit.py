@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from flatshard.casting import UnitCasts
 from flatshard.config import Placement
+from flatshard.forward_edits import ForwardEdits
 from flatshard.grad_publisher import GradPublisher
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle, ShardState
@@ -160,6 +161,7 @@ class Unit:
         self.module = module
         self.name = name
         self.handles: list[FlatParamHandle] = []
+        self._edits: list[ForwardEdits] = []
         self.index = -1
         self.phase = Phase.IDLE
         self.placement = placement
@@ -203,6 +205,7 @@ class Unit:
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
         """Take flat parameters over."""
         self.handles = list(handles)
+        self._edits = [ForwardEdits(handle) for handle in self.handles]
         self._count_trainable()
 
     def _count_trainable(self) -> None:
@@ -367,6 +370,9 @@ class Unit:
         else:
             self.gather("forward")
             self.phase = Phase.FORWARD
+            if len(self._running) == 1:
+                for edits in self._edits:
+                    edits.begin()
             self.num_awaited += self.context.expects_backward
             self._count_trainable()
             self.context.prefetch_forward()
@@ -393,6 +399,9 @@ class Unit:
         changed = output
         try:
             if output is not None:
+                if self.phase is Phase.FORWARD and not self._running:
+                    for edits in self._edits:
+                        edits.check()
                 changed = self._protect(self._casts.cast_output(output))
                 if torch.is_grad_enabled():
                     self._hook_outputs(call, changed)
