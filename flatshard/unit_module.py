@@ -80,18 +80,17 @@ class UnitModule(StandIn):
 
     def _check_complete(self) -> None:
         wrappers = unit_modules(self)
-        if self._settings.ranks.world.size > 1:
-            self._check_all_owned(wrappers)
+        handles = [handle for wrapper in wrappers for handle in wrapper._unit.handles]
+        is_summoned = any(handle.summoned is not None for handle in handles)
+        if self._settings.ranks.world.size > 1 and not is_summoned:
+            self._check_all_owned(handles)
         if any(wrapper._has_empty for wrapper in wrappers):
-            handles = [handle for wrapper in wrappers for handle in wrapper._unit.handles]
             materialise.check_loaded(self, handles, self._settings.ranks.world)
 
-    def _check_all_owned(self, wrappers: Iterable[UnitModule]) -> None:
+    def _check_all_owned(self, handles: Iterable[FlatParamHandle]) -> None:
         """Raise where modules were added since wrapping: nobody would average their gradients."""
         known = self._ignored.ids()
-        known.update(
-            id(p) for one in wrappers for handle in one._unit.handles for p in handle.sharded
-        )
+        known.update(id(param) for handle in handles for param in handle.sharded)
         for name, param in self.named_parameters():
             if id(param) not in known and param.requires_grad:
                 raise RuntimeError(
