@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
@@ -87,8 +87,10 @@ class UnitModule(StandIn):
         if any(wrapper._has_empty for wrapper in wrappers):
             materialise.check_loaded(self, handles, self._settings.ranks.world)
 
-    def _check_all_owned(self, handles: Iterable[FlatParamHandle]) -> None:
+    def _check_all_owned(self, handles: Sequence[FlatParamHandle]) -> None:
         """Raise where modules were added since wrapping: nobody would average their gradients."""
+        for handle in handles:
+            handle.params.check_places()
         known = self._ignored.ids()
         known.update(id(param) for handle in handles for param in handle.sharded)
         for name, param in self.named_parameters():
