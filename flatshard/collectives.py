@@ -39,7 +39,7 @@ import contextlib
 import ctypes
 import pickle
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -55,6 +55,7 @@ from flatshard.on_host import HostGroup, Whole
 from flatshard.peer_memory import Board
 from flatshard.pending import Pending
 from flatshard.process_groups import (
+    abort,
     control_of,
     cpu_backend,
     exists,
@@ -64,6 +65,7 @@ from flatshard.process_groups import (
     timeout_of,
 )
 from flatshard.rank_order import average, sum_dtype
+from flatshard.standstill import Need, Progress
 from flatshard.wire import Sockets
 
 # Newer names of the same collectives; some versions warn of the older ones.
@@ -140,7 +142,7 @@ class Communicator:
         self.global_rank = dist.get_rank() if group is not None else 0
         self._mode = mode
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
-        self._num_tags = 0
+        self._num_tags = self._num_models = 0
         self._apart_group: dist.ProcessGroup | None = None
         self._on_host: HostGroup | None = None
         self.second_stages: deque[Any] = deque()
@@ -156,6 +158,7 @@ class Communicator:
             self._control_group = self._gather_group
             if cpu_backend(group) is None:
                 self._control_group, self.control_device = control_of(group)
+        self._progress = Progress(self._reduce_group.group_name, self.ranks, self.global_rank)
         if self._sends_cpu_directly:
             self._sockets = Sockets(self._gather_group, self._reduce_group, mode.wire_dtype)
         # With a wire dtype, results are the same wherever the ranks are.
@@ -203,7 +206,23 @@ class Communicator:
         board.close_file()
         if memory is None or not all(everyone):
             return None
-        return HostGroup(memory, board, self.rank, self.ranks)
+        return HostGroup(memory, board, self.rank, self.ranks, self._progress)
+
+    def _begins(self, group: dist.ProcessGroup, kind: Hashable = None) -> Need | None:
+        """Count a collective that this rank begins now; what its end needs of the others.
+
+        Args:
+            group: what moves it.
+            kind: what it matches on other ranks; None: their next one on the group.
+        """
+        is_control = group is self._control_group or group is self._apart_group
+        # Waits for others are not the host's.
+        is_gloo = self._is_gloo or (is_control and dist.is_gloo_available())
+        need = self._progress.begin(
+            group.group_name if kind is None else kind,
+            abort=partial(abort, group) if is_gloo else None,
+        )
+        return need if is_gloo else None
 
     @property
     def backend(self) -> str:
@@ -234,6 +253,11 @@ class Communicator:
         """
         self._num_tags += 1
         return self._num_tags
+
+    def new_model(self) -> int:
+        """A number below 256 that tells a model from others; ranks construct them together."""
+        self._num_models += 1
+        return self._num_models % 256
 
     def map_shards(
         self,
@@ -303,8 +327,9 @@ class Communicator:
                 if self._on_host is not None and HostGroup.takes(tag):
                     return self._on_host.all_gather(_as_real(shard), _as_real(out), tag, what)
                 return self._exchange(shard, out, tag, what, exact=exact)
+            need = self._begins(self._gather_group)
             work = _all_gather_single(out, shard, group=self._gather_group, async_op=True)
-        return Pending([work], what, shard, out)
+        return Pending([work], what, shard, out, need=need)
 
     def _note(self, kind: str, label: str, tensor: Tensor) -> None:
         self._note_bytes(kind, label, tensor.numel() * tensor.element_size())
@@ -332,6 +357,13 @@ class Communicator:
             return dtype
         adds_here = fixed_order or (self._sends_cpu_directly and device.type == "cpu")
         return sum_dtype(dtype) if adds_here else dtype
+
+    def matches_by_tag(self, device: torch.device) -> bool:
+        """Whether gathers and reduce-scatters meet those of the same flat parameter in any order.
+
+        Else they meet by the order in which they begin.
+        """
+        return self.size == 1 or (self._sends_cpu_directly and device.type == "cpu")
 
     def adds_all_reduces(
         self, dtype: torch.dtype, device: torch.device, *, fixed_order: bool
@@ -378,10 +410,20 @@ class Communicator:
             (buffer,) = whole.parts
             assert buffer is not None, "gradients in one piece"
             if self._direct(buffer):
+                need = self._begins(self._reduce_group, ("average", tag))
                 averaged, sent = self._sockets.average(buffer, out, tag)
-                return Pending([averaged], what, buffer, out, trailing=[sent])
+                return Pending(
+                    [averaged],
+                    what,
+                    buffer,
+                    out,
+                    trailing=[sent],
+                    need=need,
+                    trailing_need=need,
+                )
             if fixed_order:
                 return self._reduce_in_order(buffer, out, what)
+            need = self._begins(self._reduce_group)
             work = _reduce_scatter_single(
                 _as_real(out),
                 _as_real(buffer),
@@ -390,17 +432,19 @@ class Communicator:
                 async_op=True,
             )
         # gloo's own reduce-scatter never says that it is over.
-        return Pending([work], what, buffer, out, tells=not self._is_gloo)
+        return Pending([work], what, buffer, out, tells=not self._is_gloo, need=need)
 
     def _reduce_in_order(self, buffer: Tensor, out: Tensor, what: str) -> Pending:
         """Have the backend exchange the parts only, and add them up."""
         came = torch.empty_like(buffer)
+        need = self._begins(self._reduce_group)
         # As bytes: not every backend knows every dtype.
         work = dist.all_to_all_single(
             _as_bytes(came), _as_bytes(buffer), group=self._reduce_group, async_op=True
         )
         add = partial(average, came.chunk(self.size), out)
-        return Pending([work], what, buffer, came, out, then=add, tells=not self._is_gloo)
+        tells = not self._is_gloo
+        return Pending([work], what, buffer, came, out, then=add, tells=tells, need=need)
 
     def gather_reduced(self, part: Tensor, out: Tensor, *, label: str, tag: int) -> Pending:
         """Begin the second half of an all-reduce, whose first was a ``reduce_scatter``.
@@ -420,10 +464,11 @@ class Communicator:
                 if self._on_host is not None and HostGroup.takes(tag):
                     return self._on_host.all_gather(_as_real(part), _as_real(out), tag, what)
                 return self._exchange(part, out, tag, what, exact=True)
+            need = self._begins(self._reduce_group)
             work = _all_gather_single(
                 _as_real(out), _as_real(part), group=self._reduce_group, async_op=True
             )
-        return Pending([work], what, part, out, tells=not self._is_gloo)
+        return Pending([work], what, part, out, tells=not self._is_gloo, need=need)
 
     def all_reduce(self, buffer: Tensor, *, label: str) -> Pending:
         """Begin averaging ``buffer`` over the ranks, in place.
@@ -433,10 +478,11 @@ class Communicator:
         self._note("all_reduce", label, buffer)
         what = self._what(label, "all-reducing gradients in backward")
         with named(what):
+            need = self._begins(self._reduce_group)
             work = dist.all_reduce(
                 _as_real(buffer), op=dist.ReduceOp.AVG, group=self._reduce_group, async_op=True
             )
-        return Pending([work], what, buffer)
+        return Pending([work], what, buffer, need=need)
 
     def reduce_scalars(self, values: Tensor, op: str, *, label: str, apart: bool = False) -> Tensor:
         """Combine a few numbers over the ranks, in place, and wait; ``op`` as in ``ReduceOp``.
@@ -447,9 +493,10 @@ class Communicator:
         if self.size == 1:
             return values
         self._note("scalars", label, values)
+        group = self._apart_group if apart else self._group_for(values)
+        assert group is not None, "set_apart() comes first"
         what = f"{label!r}, rank {self.global_rank}: combining values over ranks {self._members}"
-        with named(what):
-            group = self._apart_group if apart else self._group_for(values)
+        with named(what, self._begins(group)):
             dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=group)
         return values
 
@@ -462,8 +509,13 @@ class Communicator:
             return
         self._note("broadcast", label, tensor)
         src = self.ranks[source]
-        with named(f"{label!r}, rank {self.global_rank}: broadcasting from rank {src}"):
-            dist.broadcast(_as_real(tensor), src=src, group=self._group_for(tensor))
+        group = self._group_for(tensor)
+        need = self._begins(group)
+        if need is not None:
+            # A source is done when it has told some of them, and they go on telling.
+            need = None if self.rank == source else need._replace(ranks=(src,))
+        with named(f"{label!r}, rank {self.global_rank}: broadcasting from rank {src}", need):
+            dist.broadcast(_as_real(tensor), src=src, group=group)
 
     def send(self, tensor: Tensor, *, to: int, label: str) -> None:
         """Send a contiguous tensor to rank ``to`` of the group, which ``receive``s it; waits."""
@@ -494,13 +546,14 @@ class Communicator:
         """
         if self.size == 1:
             return [value]
-        with named(f"{label}, rank {self.global_rank}"):
+        with named(f"{label}, rank {self.global_rank}", self._begins(self._control_group)):
             return _gather_objects(value, self._control_group, self.control_device)
 
     def _direct(self, tensor: Tensor) -> bool:
         return self._sends_cpu_directly and tensor.device.type == "cpu"
 
     def _exchange(self, shard: Tensor, out: Tensor, tag: int, what: str, *, exact: bool) -> Pending:
+        need = self._begins(self._gather_group, ("gather", tag))
         gathering = self._sockets.gather(shard, out, tag, exact=exact)
         return Pending(
             list(gathering.receives.values()),
@@ -510,6 +563,8 @@ class Communicator:
             peers=[self.ranks[peer] for peer in gathering.receives],
             then=gathering.finish,
             trailing=gathering.sends,
+            need=need,
+            trailing_need=need,
         )
 
 

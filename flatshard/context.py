@@ -26,6 +26,7 @@ from flatshard.config import BackwardPrefetch
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle
 from flatshard.hook_turns import HookTurns
+from flatshard.left_out import LeftOut
 from flatshard.non_finite import NonFiniteWatch
 from flatshard.pending import CollectiveError, Unsettled
 from flatshard.profiling import profiled
@@ -41,6 +42,8 @@ _STALL_SECONDS = 1.0
 """How long a reduction may hold up backward; past this the peers may be waiting for us."""
 
 _POLL_SECONDS = 1e-4
+
+_in_backward: weakref.WeakSet[RunContext] = weakref.WeakSet()
 
 _BEFORE_BACKWARD = (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.END_OF_FORWARD)
 
@@ -58,6 +61,7 @@ class RunContext:
         is_converting: whether modules are under way to another dtype or device.
         recorder: hears what the run does.
         non_finite: looks for gradients that are not finite, or None.
+        number: tells models apart; alike on all ranks.
         last_report: of the last step that was recorded, once its recording is over; or None.
     """
 
@@ -68,6 +72,7 @@ class RunContext:
         *,
         buffers: Callable[[], Iterable[Tensor]],
         before_first_run: Callable[[], object],
+        number: int,
         forward_prefetch: bool,
         backward_prefetch: BackwardPrefetch | None,
     ) -> None:
@@ -78,6 +83,7 @@ class RunContext:
             world: the ranks that train the model.
             buffers: lists what rank 0 gives to all before a forward.
             before_first_run: called when the first forward begins; may raise, on all ranks.
+            number: below 256, to tell models apart; alike on all ranks.
             forward_prefetch: whether to gather early in forward.
             backward_prefetch: when to gather in backward.
         """
@@ -111,6 +117,9 @@ class RunContext:
         self._graph_task = -1
         self._had_accumulated = False
         self._published: list[list[list[bool]]] = []
+        self._left_out = LeftOut()
+        self.number = number
+        self._must_wait = False  # with reductions, for the end of backward
         for index, unit in enumerate(self.units):
             unit.context = self
             unit.index = index
@@ -355,6 +364,8 @@ class RunContext:
             if self.non_finite is not None:
                 self.non_finite.begin_backward()
             self._active, self._graph_task = True, graph_task
+            self._must_wait = not self._may_reduce_early()
+            _in_backward.add(self)
             self.recorder.begin_backward()
             callback = partial(self._end_backward)
             self._end_callback = weakref.ref(callback)
@@ -372,6 +383,16 @@ class RunContext:
                     self._reduce_order.ready(unit.index)
         return True
 
+    def _may_reduce_early(self) -> bool:
+        """Whether reductions that begin now meet this model's on all ranks.
+
+        Where they meet by order, they must not come between those of another model, which some
+        ranks begin at the end of this backward. This model's end is after that one's.
+        """
+        return all(not other.in_backward for other in _in_backward if other is not self) or all(
+            handle.gradients.matches_by_tag for unit in self.units for handle in unit.handles
+        )
+
     def gradients_complete(self, unit: Unit) -> None:
         """Start every reduction whose turn has come."""
         if unit.sync is Sync.LOCAL:
@@ -388,6 +409,8 @@ class RunContext:
             self._take_turns()
 
     def _take_turns(self) -> None:
+        if self._must_wait:
+            return
         for index in self._reduce_order.turns(self._hook_turns.allows):
             self._start_reduce(self.units[index])
 
@@ -457,7 +480,8 @@ class RunContext:
         if not self.is_running_forward:
             with self.recorder.waiting(Kind.RANKS_WAIT):
                 self._unsettled.settle()
-        has_gradients = any(any(flags) for of_unit in self._published for flags in of_unit)
+        used = self._published
+        has_gradients = any(any(flags) for of_unit in used for flags in of_unit)
         self._run_hooks()
         if not self.is_running_forward:
             for unit in self.units:
@@ -473,6 +497,7 @@ class RunContext:
             watch, self.non_finite = self.non_finite, None
             if not watch.end_backward():
                 self.non_finite = watch
+        self._left_out.end_backward(self.units, used)
 
     def _settle(self) -> None:
         """Agree with the other ranks on what was used, reduce the rest, publish gradients."""
@@ -503,7 +528,7 @@ class RunContext:
     def _agree_on_used(self) -> _Used:
         """Which parameters any rank used. Collective."""
         rest = set(self._reduce_order.rest())
-        flags: list[int] = []
+        flags = [self.number, 255 - self.number]
         for unit in self.units:
             flags.extend((unit.index in rest, unit.index not in rest))
             flags.append(any(handle.grads.was_edited for handle in unit.handles))
@@ -519,6 +544,13 @@ class RunContext:
             label = "used parameters of all units, backward"
             self._world.reduce_scalars(combined, "MAX", label=label)
         answers = iter(combined.tolist())
+        if next(answers) + next(answers) != 255:
+            raise RuntimeError(
+                f"backward of {self.root.name or 'the model'!r}: another rank is at the end of the "
+                "backward of another model. Where one backward() has gradients of several "
+                "ShardedWrappers, it must reach them in the same order on all ranks: call "
+                "backward() once for each."
+            )
         left_over: list[tuple[Unit, FlatParamHandle]] = []
         parameters: list[list[list[bool]]] = []
         uneven: list[int] = []

@@ -376,6 +376,18 @@ class GradientBuffer:
             self.dtypes.travel, self._device, fixed_order=self.fixed_order
         )
 
+    @property
+    def matches_by_tag(self) -> bool:
+        """Whether reductions may begin in another order than other models' on other ranks."""
+        topology = self._topology
+        return (
+            self._reduce_by_hook is None
+            and topology.inner.matches_by_tag(self._device)
+            and topology.outer.matches_by_tag(self._device)
+            and topology.replicate.matches_by_tag(self._device)
+            and (topology.replicate.size == 1 or self.adds_replicas)
+        )
+
     def _add_reduced(self, reduced: Tensor) -> None:
         out = self._landing.land(reduced.to(self.dtypes.publish))
         self._reduced = out if self._reduced is None else self._landing.add(self._reduced, out)

@@ -38,6 +38,17 @@ def check_params(module: nn.Module, left_alone: set[int]) -> None:
     _check_one_device(module, left_alone)
 
 
+def check_no_gradients(module: nn.Module, left_alone: set[int]) -> None:
+    """See that no parameter but those ``left_alone`` has a gradient, which sharding would drop."""
+    for name, param in module.named_parameters():
+        grad = None if id(param) in left_alone else param.grad
+        if grad is not None and bool(grad.any()):
+            raise ValueError(
+                f"ShardedWrapper: parameter {name!r} has a gradient, which would be lost. Wrap the "
+                "model before backward, or call zero_grad() before wrapping."
+            )
+
+
 def _check_one_device(module: nn.Module, left_alone: set[int]) -> None:
     first: tuple[str, torch.device] | None = None
     for name, param in module.named_parameters():

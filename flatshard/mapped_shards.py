@@ -111,11 +111,11 @@ class MappedShards:
         """
         if self._introduction is None:
             number = -1 if self._file is None else self._file
-            self._introduction = self._group.offer(number, self._map_tag)
+            self._introduction = self._group.offer(number, self._map_tag, what)
         elif self._file is not None and all(t.is_completed() for t in self._introduction.taken):
             os.close(self._file)
             self._file = None
-        self._offer = offer = self._group.offer(self.shard.data_ptr(), self._tag)
+        self._offer = offer = self._group.offer(self.shard.data_ptr(), self._tag, what)
         return self._group.pending(offer, what, lambda: self._fill(offer), self.shard, self.buffer)
 
     def _fill(self, offer: Offer) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from flatshard import peer_memory
 from flatshard.peer_memory import Awaited, Board, PeerMemory
 from flatshard.pending import Pending
+from flatshard.standstill import Progress
+from flatshard.watchdog import watched
 
 _REDUCING = peer_memory.TAGS // 2
 """Added to the tags of reductions; so many tags there are on a board for each."""
@@ -55,8 +57,16 @@ class HostGroup:
         size: ranks in the group.
     """
 
-    def __init__(self, memory: PeerMemory, board: Board, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        memory: PeerMemory,
+        board: Board,
+        rank: int,
+        ranks: Sequence[int],
+        progress: Progress,
+    ) -> None:
         """With this rank's board, and the members by their numbers in the default group."""
+        self.progress = progress
         self.memory, self._board = memory, board
         self.rank, self.size, self._ranks = rank, len(ranks), ranks
         self._offers: dict[int, Offer] = {}
@@ -70,7 +80,7 @@ class HostGroup:
         """See ``Communicator.all_gather``."""
         parts = _as_bytes(out).chunk(self.size)
         source = _as_bytes(shard)
-        offer = self.offer(source.data_ptr(), tag)
+        offer = self.offer(source.data_ptr(), tag, what)
         if parts[self.rank].data_ptr() != source.data_ptr():
             parts[self.rank].copy_(source)
 
@@ -84,7 +94,7 @@ class HostGroup:
     def reduce_scatter(self, whole: Whole, out: Tensor, tag: int, what: str) -> Pending:
         """See ``Communicator.reduce_scatter``."""
         table = _table([0 if part is None else part.data_ptr() for part in whole.parts])
-        offer = self.offer(ctypes.addressof(table), tag + _REDUCING)
+        offer = self.offer(ctypes.addressof(table), tag + _REDUCING, what)
 
         def average() -> None:
             self._average(whole, offer, out)
@@ -149,24 +159,33 @@ class HostGroup:
         else:
             torch.div(total, len(addresses), out=out)
 
-    def offer(self, address: int, tag: int) -> Offer:
+    def offer(self, address: int, tag: int, what: str) -> Offer:
         """Tell the others a number under a tag, and begin to wait for theirs.
 
         Collective: all ranks of the group. Waits until they have taken what was offered before.
+
+        Args:
+            address: the number.
+            tag: the tag.
+            what: what for, in messages.
         """
         before = self._offers.get(tag)
-        if before is not None:
-            for taken in before.taken:
-                taken.wait()
+        if before is not None and not all(taken.is_completed() for taken in before.taken):
+            need = self.progress.needs(("take", tag), before.number)
+            with watched(lambda: f"{what}, not taken the last time", need):
+                for taken in before.taken:
+                    taken.wait()
         number = 1 if before is None else before.number + 1
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self._offers[tag] = offer = Offer(
             self._board,
+            self.progress,
             tag,
             number,
             theirs={peer: self.memory.offered(peer, tag, number) for peer in peers},
             taken=[self.memory.taken(peer, tag, number) for peer in peers],
         )
+        self.progress.reach(("offer", tag), number)
         self._board.offer(tag, number, address)
         return offer
 
@@ -185,6 +204,8 @@ class HostGroup:
             peers=[self._ranks[peer] for peer in offer.theirs],
             then=then,
             trailing=offer.taken,
+            need=self.progress.needs(("offer", offer.tag), offer.number),
+            trailing_need=self.progress.needs(("take", offer.tag), offer.number),
         )
 
 
@@ -194,6 +215,7 @@ class Offer:
 
     Attributes:
         board: this rank's.
+        progress: likewise.
         tag: tells the offer from others of the group.
         number: how many this is under the tag.
         theirs: the other ranks' offers, by rank.
@@ -201,6 +223,7 @@ class Offer:
     """
 
     board: Board
+    progress: Progress
     tag: int
     number: int
     theirs: dict[int, Awaited]
@@ -208,6 +231,7 @@ class Offer:
 
     def take(self) -> None:
         """Say that this rank has read the others' parts."""
+        self.progress.reach(("take", self.tag), self.number)
         self.board.take(self.tag, self.number)
 
 

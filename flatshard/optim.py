@@ -103,6 +103,7 @@ def restore_all() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Global hook: let the exchange be the optimizer's innermost hooks."""
     restore_all()
+    _check_params(optimizer)
     _drop_spent(optimizer)
     _check_grads(optimizer)
     check_state(optimizer)
@@ -128,6 +129,18 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
         if _STAMP in group:
             _check_stamp(optimizer, group[_STAMP])
             del group[_STAMP]
+
+
+def _check_params(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            unit = getattr(param, "_flattened_into", None)
+            if unit is not None:
+                raise RuntimeError(
+                    f"step(): the optimizer was made before wrapping, and its parameters became a "
+                    f"part of the flat parameter of unit {unit!r}. Make it from "
+                    "model.parameters() after wrapping, or wrap with use_orig_params=True."
+                )
 
 
 def _drop_spent(optimizer: torch.optim.Optimizer) -> None:

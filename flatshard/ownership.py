@@ -73,6 +73,11 @@ class OwnedParam:
                 param._post_accumulate_grad_hooks = self._post_hooks
             self._tensor_hooks, self._post_hooks = None, None
 
+    def retire(self, unit_name: str) -> None:
+        """Nobody uses the parameter any more: free it, and say so to who still holds it."""
+        self.param.data = self.param.data.new_empty(0)
+        self.param._flattened_into = unit_name  # type: ignore[attr-defined]
+
     def move_hooks(self, full: nn.Parameter) -> None:
         """Let hooks from before wrapping fire where they must: tensor hooks on ``full``."""
         assert isinstance(self.param, FlatShardTensor), "hooks move after ``become``"

@@ -129,6 +129,7 @@ class ParamViews:
             flat = FlatParameter(shard, requires_grad[0], self.layout, self._topology.index)
             for owned in self._owned:
                 # Kept any longer, the originals would be a whole copy of the unit on every rank.
+                owned.retire(self.unit_name)
                 owned.param = flat
             self.sharded = [flat]
             return
@@ -332,6 +333,20 @@ class ParamViews:
                     f"parameter {self.specs[index].name!r} (unit {self.unit_name!r}) was "
                     "replaced after wrapping. Assign values with p.copy_(...), or replace the "
                     "parameter before wrapping."
+                )
+
+    def check_installed(self) -> None:
+        """See that the modules still hold the full parameters.
+
+        Raises:
+            RuntimeError: a forward replaced one of them.
+        """
+        for module, attribute, index in self.places:
+            if module._parameters.get(attribute) is not self.full[index]:
+                raise RuntimeError(
+                    f"parameter {self.specs[index].name!r} (unit {self.unit_name!r}) was replaced "
+                    "in forward: the model would go on with the one before. Compute with the "
+                    "changed value instead, without assigning it to the module."
                 )
 
     def put(self, params: list[nn.Parameter]) -> None:

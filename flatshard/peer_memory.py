@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from flatshard import memory_file
+from flatshard import memory_file, watchdog
 
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _PR_SET_PTRACER = 0x59616D61
@@ -241,7 +241,7 @@ class Awaited:
         """Wait until it is there.
 
         Raises:
-            RuntimeError: the process is gone, or nothing came in time.
+            RuntimeError: the process is gone, nothing came in time, or it waits for this one.
         """
         looks = 0
         began = asked = time.monotonic()
@@ -257,6 +257,8 @@ class Awaited:
                     # A mapped board outlives its process.
                     self._look(self._record.look_there)
                     asked = now
+                    if not self._is_over:
+                        watchdog.check()
                 time.sleep(_PAUSE_SECONDS)
         if self._error is not None:
             raise self._error

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flatshard.standstill import Need, Wait, explain
 from flatshard.watchdog import watched
 
 
@@ -37,6 +38,8 @@ class Pending:
         then: Callable[[], None] | None = None,
         trailing: Sequence[Any] = (),
         tells: bool = True,
+        need: Need | None = None,
+        trailing_need: Need | None = None,
     ) -> None:
         """Take over what was started.
 
@@ -48,6 +51,8 @@ class Pending:
             then: called once after the wait.
             trailing: handles that are over when the other ranks have taken what this one gave.
             tells: see the class.
+            need: what the result needs of the other ranks.
+            trailing_need: what ``trailing`` needs of them.
         """
         self.tells = tells
         self._works = works
@@ -56,6 +61,7 @@ class Pending:
         self._peers = peers
         self._then = then
         self._trailing = list(trailing)
+        self._need, self._trailing_need = need, trailing_need
 
     @property
     def kept(self) -> tuple[object, ...]:
@@ -81,7 +87,7 @@ class Pending:
             self.settle()
 
     def _have(self) -> None:
-        self._works = self._wait_for(self._works)
+        self._works = self._wait_for(self._works, self._need)
         then, self._then = self._then, None
         if then is not None:
             try:
@@ -119,22 +125,25 @@ class Pending:
         Raises:
             CollectiveError: as ``wait``.
         """
-        self._trailing = self._wait_for(self._trailing)
+        self._trailing = self._wait_for(self._trailing, self._trailing_need)
         self._kept = ()
 
-    def _wait_for(self, works: list[Any]) -> list[Any]:
+    def _wait_for(self, works: list[Any], need: Need | None) -> list[Any]:
         """Wait for all; returns what is left of them, which is nothing."""
         if works:
-            with watched(self._describe):
+            with watched(self._describe, need) as wait:
                 for work in works:
                     try:
                         work.wait()
                     except RuntimeError as error:
-                        raise self._failed(error) from error
+                        raise self._failed(error, wait) from error
         return []
 
-    def _failed(self, error: RuntimeError) -> CollectiveError:
+    def _failed(self, error: RuntimeError, wait: Wait | None = None) -> CollectiveError:
         described, self._works, self._trailing = self._describe(), [], []
+        reason = None if wait is None else explain(wait)
+        if reason is not None:
+            return CollectiveError(f"{described} failed: {reason}")
         return CollectiveError(
             f"{described} failed. A peer died, ran other units than this rank, or did not "
             "come within the group's timeout. Look for the first error on the other ranks. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -9,11 +10,16 @@ import torch
 import torch.distributed as dist
 
 from flatshard.pending import CollectiveError
+from flatshard.standstill import Need, explain
 from flatshard.watchdog import watched
 
 
 class named(watched):
     """Say what was under way where a backend raises, or where it takes long.
+
+    Args:
+        what: names it.
+        need: what it waits for, if it waits.
 
     Raises:
         CollectiveError: the backend raised.
@@ -21,18 +27,36 @@ class named(watched):
 
     __slots__ = ("_what",)
 
-    def __init__(self, what: str) -> None:
-        super().__init__(lambda: what)
+    def __init__(self, what: str, need: Need | None = None) -> None:
+        super().__init__(lambda: what, need)
         self._what = what
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
         error = raised[1]
         if isinstance(error, RuntimeError):
+            reason = explain(self.wait)
+            if reason is not None:
+                raise CollectiveError(f"{self._what} failed: {reason}") from error
             raise CollectiveError(
                 f"{self._what} failed. Look for the first error on the other ranks. Reported by "
                 f"the backend: {error}"
             ) from error
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Make all sends, receives and collectives of a gloo group fail, on all ranks.
+
+    A receive that times out does that, as nothing else does.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8)
+    peer = (group.rank() + 1) % group.size()
+    with contextlib.suppress(RuntimeError):
+        group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+
+
+_NO_TAG = (1 << 31) - 1
+"""Under which nothing is ever sent."""
 
 
 def sibling(group: dist.ProcessGroup) -> dist.ProcessGroup:

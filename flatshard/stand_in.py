@@ -48,6 +48,19 @@ class StandIn(nn.Module):
                 raise
         return getattr(self.module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set the wrapper's own; modules and parameters are the wrapped module's.
+
+        Raises:
+            RuntimeError: a module or parameter would be the wrapper's.
+        """
+        if name != "module" and isinstance(value, nn.Module | nn.Parameter):
+            raise RuntimeError(
+                f"{name!r} is the wrapper's then, and the wrapped module would not see it. Change "
+                "the module before wrapping it (this one is .module)."
+            )
+        super().__setattr__(name, value)
+
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module."""
         return self.module[key]  # type: ignore[index]

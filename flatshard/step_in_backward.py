@@ -38,6 +38,7 @@ from flatshard.handle import FlatParamHandle
 from flatshard.pending import Unsettled
 from flatshard.profiling import profiled
 from flatshard.reductions import OutsideUses
+from flatshard.scaled_loss import is_scaled
 from flatshard.spent_gradient import SpentGradient, drop_spent
 from flatshard.unit import Unit
 
@@ -94,6 +95,7 @@ class SteppedInBackward:
         self._waits_for_end = False
         self._problem: Exception | None = None
         self._has_accumulated = False
+        self._may_be_scaled = False  # whether to look if the loss is
         self._outside_uses = OutsideUses.count
         self._spent: dict[int, SpentGradient] = {}
         self._showing: list[nn.Parameter] = []
@@ -126,6 +128,7 @@ class SteppedInBackward:
                     "on every rank."
                 )
         self._optimizers.append(optimizer)
+        self._may_be_scaled = True
         return StepInBackward(self, optimizer)
 
     def _numbers(self, optimizer: Any) -> list[list[int]]:
@@ -187,11 +190,18 @@ class SteppedInBackward:
     # ------------------------------------------------------------ a backward
 
     def begin_backward(self) -> None:
-        """Look at the optimizers' groups. The gradients of this backward are still to come."""
+        """Look at the optimizers' groups. The gradients of this backward are still to come.
+
+        Raises:
+            RuntimeError: a ``GradScaler`` has, it seems, scaled the loss.
+        """
         self.drop_spent()
         self._parts, self._reduced, self._stepped, self._problem = {}, [], set(), None
         if not self._optimizers:
             return
+        if self._may_be_scaled and is_scaled():
+            self.refuse("GradScaler")
+        self._may_be_scaled = False  # to look takes long
         if self.accumulates:
             self._has_accumulated = True
             return

@@ -38,6 +38,7 @@ from torch.utils import _pytree as pytree
 
 from flatshard.casting import UnitCasts
 from flatshard.config import Placement
+from flatshard.forward_edits import ForwardEdits
 from flatshard.grad_publisher import GradPublisher
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle, ShardState
@@ -167,6 +168,7 @@ class Unit:
         """Hook the forwards of ``modules``. The flat parameters are added by ``own``."""
         self.names, self.name = list(names), name_of(names)
         self.handles: list[FlatParamHandle] = []
+        self._edits: list[ForwardEdits] = []
         self.index = -1
         self.phase = Phase.IDLE
         self.placement = placement
@@ -227,6 +229,7 @@ class Unit:
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
         """Take flat parameters over."""
         self.handles = list(handles)
+        self._edits = [ForwardEdits(handle) for handle in self.handles]
         self._count_trainable()
 
     def _count_trainable(self) -> None:
@@ -405,6 +408,9 @@ class Unit:
     def _begin_forward(self) -> None:
         self.gather("forward")
         self.phase = Phase.FORWARD
+        if len(self._running) == 1:
+            for edits in self._edits:
+                edits.begin()
         self._count_trainable()
         self.context.prefetch_forward()
 
@@ -426,6 +432,9 @@ class Unit:
         changed = output
         try:
             if output is not None:
+                if self.phase is Phase.FORWARD and not self._running:
+                    for edits in self._edits:
+                        edits.check()
                 changed = self._protect(self._casts[module].cast_output(output))
                 if torch.is_grad_enabled():
                     self._hook_outputs(call, changed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
@@ -35,6 +35,21 @@ class UnitModule(StandIn):
 
     # ------------------------------------------------------------ the run
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module. Collective.
+
+        Raises:
+            RuntimeError: a flat parameter was replaced.
+        """
+        for handle, flat in zip(self._unit.handles, self._parameters.values(), strict=False):
+            if flat is not handle.sharded[0]:
+                raise RuntimeError(
+                    f"the flat parameter of unit {self._unit.name!r} was replaced, by "
+                    "torch.func.functional_call(), say: its values would not be used. Assign "
+                    "values with p.copy_(...), or wrap with use_orig_params=True."
+                )
+        return super().forward(*args, **kwargs)
+
     def _become_root(self) -> None:
         """Own the run; wrappers inside, made by policy or by hand, follow this one."""
         names: dict[Unit, list[str]] = {}
@@ -47,22 +62,43 @@ class UnitModule(StandIn):
         units = [*rest, first]
         settings = self._settings
         _check_one_world(units)
+        # A copy, which perhaps one rank makes alone, has the number of what it is a copy of.
+        former = self.__dict__.get("_context")
+        number = settings.ranks.world.new_model() if former is None else former.number
         self._context = RunContext(
             units,
             settings.ranks.world,
             buffers=self._synced_buffers,
-            before_first_run=self._check_loaded,
+            before_first_run=self._check_complete,
+            number=number,
             forward_prefetch=settings.forward_prefetch,
             backward_prefetch=settings.backward_prefetch,
         )
         for wrapper in unit_modules(self):
             wrapper.__dict__["_context"] = self._context
 
-    def _check_loaded(self) -> None:
+    def _check_complete(self) -> None:
         wrappers = unit_modules(self)
+        handles = [handle for unit in units_in(self) for handle in unit.handles]
+        is_summoned = any(handle.summoned is not None for handle in handles)
+        if self._settings.ranks.world.size > 1 and not is_summoned:
+            self._check_all_owned(handles)
         if any(wrapper._has_empty for wrapper in wrappers):
-            handles = [handle for unit in units_in(self) for handle in unit.handles]
             materialise.check_loaded(self, handles, self._settings.ranks.world)
+
+    def _check_all_owned(self, handles: Sequence[FlatParamHandle]) -> None:
+        """Raise where modules were added since wrapping: nobody would average their gradients."""
+        for handle in handles:
+            handle.params.check_places()
+        known = self._ignored.ids()
+        known.update(id(param) for handle in handles for param in handle.sharded)
+        for name, param in self.named_parameters():
+            if id(param) not in known and param.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name!r} was added after wrapping: it would be trained on each "
+                    "rank's own gradients. Add modules before wrapping, freeze it, or let "
+                    "ShardedWrapper ignore it (ignored_states) and average its gradient yourself."
+                )
 
     def _synced_buffers(self) -> Iterable[Tensor]:
         if not self._settings.broadcast_buffers:

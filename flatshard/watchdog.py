@@ -1,7 +1,8 @@
 """Says who waits for whom when a collective takes long, well before it times out.
 
 One thread per process looks now and then at what the process waits for, and logs it (logger
-``flatshard``, level WARNING) once per wait. It changes nothing and ends nothing.
+``flatshard``, level WARNING) once per wait. It ends a wait only where it is certain that it would
+last for ever (``standstill``).
 """
 
 from __future__ import annotations
@@ -11,30 +12,61 @@ import threading
 import time
 from collections.abc import Callable
 
+from flatshard import standstill
+from flatshard.standstill import Need, Standstill, Wait
+
 PATIENCE_SECONDS = 60.0
 """How long a wait may take before it is logged."""
 
+_REMEDY = (
+    "A rank that is slow ends this when it comes. Ranks that are past this place, in a barrier or "
+    "a collective of the program itself, say, never will: call forward, backward, state_dict() "
+    "and whatever else is collective on every rank, not under `if rank == 0:`"
+)
+
 _logger = logging.getLogger("flatshard")
 _thread: threading.Thread | None = None
-_wait: tuple[float, Callable[[], str]] | None = None
+_wait: Wait | None = None
+_waiting_threads: set[int] = set()
 
 
 class watched:
-    """Log ``describe()`` if the block, which waits for other ranks, takes long."""
+    """Log ``describe()`` if the block, which waits for other ranks, takes long.
 
-    __slots__ = ("_before", "_describe")
+    Args:
+        describe: says what is waited for.
+        need: what ends the wait; None: nobody looks whether it ever ends.
 
-    def __init__(self, describe: Callable[[], str]) -> None:
-        self._describe = describe
+    Attributes:
+        wait: the wait.
+    """
 
-    def __enter__(self) -> None:
+    __slots__ = ("_before", "wait")
+
+    def __init__(self, describe: Callable[[], str], need: Need | None = None) -> None:
+        self.wait = Wait(describe, need)
+
+    def __enter__(self) -> Wait:
         global _wait
         _start()
-        self._before, _wait = _wait, (time.monotonic(), self._describe)
+        _waiting_threads.add(threading.get_ident())
+        self._before, _wait = _wait, self.wait
+        return self.wait
 
     def __exit__(self, *_: object) -> None:
         global _wait
         _wait = self._before
+
+
+def check() -> None:
+    """Raise if the wait of this thread will never end.
+
+    Raises:
+        RuntimeError: other ranks wait for this one in another collective.
+    """
+    wait = _wait
+    if wait is not None and wait.verdict is not None:
+        raise RuntimeError(wait.verdict)
 
 
 def _start() -> None:
@@ -46,11 +78,18 @@ def _start() -> None:
 
 def _watch() -> None:
     said = None
+    watcher: Standstill | None = Standstill()
     while True:
-        time.sleep(PATIENCE_SECONDS / 4)
+        time.sleep(min(PATIENCE_SECONDS / 4, standstill.LOOK_SECONDS))
         wait = _wait
-        if wait is None or wait is said or time.monotonic() - wait[0] < PATIENCE_SECONDS:
+        try:
+            if watcher is not None and len(_waiting_threads) == 1:
+                watcher.look(wait)
+        except Exception:  # a store that is gone, say; what is waited for tells the rest
+            _logger.debug("standstills are not looked for any more", exc_info=True)
+            watcher = None
+        if wait is None or wait is said or time.monotonic() - wait.began < PATIENCE_SECONDS:
             continue
         said = wait
-        seconds = round(time.monotonic() - wait[0])
-        _logger.warning("waiting for %d seconds: %s", seconds, wait[1]())
+        seconds = round(time.monotonic() - wait.began)
+        _logger.warning("waiting for %d seconds: %s. %s", seconds, wait.describe(), _REMEDY)

@@ -46,20 +46,26 @@ class Told:
     def __init__(self) -> None:
         self._over = threading.Event()
         self._error: BaseException | None = None
+        self.help: Callable[[], None] | None = None
 
     def is_completed(self) -> bool:
         """Whether ``wait`` would return, or raise, at once."""
         return self._over.is_set()
 
     def wait(self) -> None:
-        """Wait until it is over; raises what ended it."""
+        """Wait until it is over; raises what ended it. Does it, if the other thread is not there.
+
+        That may be waiting for what the other ranks do only after this: another model's average.
+        """
+        if self.help is not None and not self._over.is_set():
+            self.help()
         self._over.wait()
         if self._error is not None:
             raise self._error
 
     def tell(self, error: BaseException | None = None) -> None:
         """It is over."""
-        self._error = error
+        self._error, self.help = error, None
         self._over.set()
 
 
@@ -208,6 +214,7 @@ class Sockets:
         average = _Average(
             self.rank, self.size, first, to_widen, pieces, sends, [scratch], self._scratch
         )
+        average.averaged.help = average.run
         self._adds.put(average)
         return average.averaged, average.sent
 
@@ -257,7 +264,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Average:
-    """What the thread does for one average."""
+    """What the thread does for one average, or who waits for it first."""
 
     rank: int
     size: int
@@ -271,9 +278,12 @@ class _Average:
     idle: Scratch
     averaged: Told = field(default_factory=Told)
     sent: Told = field(default_factory=Told)
+    _is_taken: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> None:
-        """Wait and add until it is over; errors are for those who wait for it."""
+        """Wait and add until it is over, once; errors are for those who wait for it."""
+        if not self._is_taken.acquire(blocking=False):
+            return
         _tell(self.averaged, self._receive)
         _tell(self.sent, self._see_sent)
 

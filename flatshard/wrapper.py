@@ -191,6 +191,8 @@ class ShardedWrapper(PeerNames):
         device = inspection.find_device(module, device_id, ranks.world.group, ignored)
         inspection.check_transport(device, transport)
         inspection.check_offload(device, offload)
+        if ranks.world.size > 1 and strategy is not ShardingStrategy.NO_SHARD:
+            inspection.check_no_gradients(module, construction.left_alone(module, ignored))
         settings = Settings(
             ranks=ranks,
             strategy=strategy,

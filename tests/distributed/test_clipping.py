@@ -69,7 +69,8 @@ class Pair:
             use_orig_params=use_orig_params,
         )
         for root in (self.plain, model):  # as a user may add one that no unit owns
-            root.register_parameter("plain", nn.Parameter(torch.ones(3)))
+            param = nn.Parameter(torch.ones(3), requires_grad=False)
+            root.register_parameter("plain", param)
         self.models = {"plain": self.plain, "wrapped": self.wrapped}
         self._start = {name: value.clone() for name, value in self.plain.state_dict().items()}
 

@@ -208,10 +208,10 @@ def _halve(module: nn.Module, _: Any) -> None:
 def mapped_for_long(rank: int, world_size: int) -> None:
     case = Case("writing", Writing, vectors, (nn.Linear,))
     with mapping() as made:
-        # What a module writes into gathered parameters is gone with them.
+        # What a module writes into gathered parameters is gone with them, and told.
         model = case.wrap(case.model())
         before = model.state_dict()
-        with torch.no_grad():
+        with torch.no_grad(), pytest.raises(RuntimeError, match="edited parameters in place"):
             model(case.batch(rank, world_size)[0])
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 

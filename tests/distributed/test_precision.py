@@ -311,6 +311,7 @@ def _norms_and_routers(rank: int, world_size: int) -> None:
     policy = MixedPrecision(
         BF16, module_classes_to_ignore=(), overrides=lambda p: FP32 if id(p) in full else None
     )
+    by_hand.zero_grad()
     by_hand.load_state_dict(ROUTED.model(FP32).state_dict())
     model = ROUTED.wrap(by_hand.train(), mixed_precision=policy)
     assert_same(trained(ROUTED, model, rank, world_size, steps=3), expected)

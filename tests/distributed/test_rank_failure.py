@@ -5,7 +5,6 @@ import re
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -190,22 +189,6 @@ def _multiply(rank: int, world_size: int, tensor: Tensor) -> Tensor:
 def test_harness_returns_results_in_rank_order() -> None:
     results = run_ranks(_multiply, 3, torch.ones(2))
     assert [result.tolist() for result in results] == [[3.0, 3.0], [6.0, 6.0], [9.0, 9.0]]
-
-
-def test_whole_tensors_on_one_rank_alone() -> None:
-    """What the other rank sent for its forward was taken for its part of the state dict."""
-    messages = run_ranks(_state_dict_on_rank_0, 2, group_timeout=GROUP_TIMEOUT)
-    assert "all ranks must ask for together" in messages[0], messages[0]
-    assert "gathering parameters for forward" in messages[1], messages[1]
-
-
-def _state_dict_on_rank_0(rank: int, world_size: int) -> str:
-    case = CASES["mlp"]
-    model = case.wrap(case.model())
-    call = partial(local_loss, model, case, 0, rank, world_size) if rank else model.state_dict
-    with pytest.raises(RuntimeError) as error:
-        call()
-    return str(error.value)
 
 
 def _change_what_is_restored(rank: int, world_size: int) -> tuple[int, list[object]]:

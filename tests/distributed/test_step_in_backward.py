@@ -403,7 +403,14 @@ def _refused(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) needs all gradients"):
         model.clip_grad_norm_(1.0)
     scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(run.loss(0)).backward()
+    before = snapshot(model)
+    with pytest.raises(RuntimeError, match="GradScaler needs all gradients after backward"):
+        scaler.scale(run.loss(0)).backward()
+    with pytest.raises(RuntimeError, match="GradScaler needs all gradients after backward"):
+        (1.0 + scaler.scale(run.loss(0))).backward()
+    assert_same_state(snapshot(model), before, 0.0, 0.0)
+    run.loss(0).backward()
+    scaler.scale(run.loss(0)).backward()  # later it is not looked for
     assert params[2].grad is not None  # which no optimizer steps in backward
     with pytest.raises(RuntimeError, match=r"'mixing': .*GradScaler"):
         scaler.unscale_(adam)

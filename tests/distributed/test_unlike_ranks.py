@@ -146,6 +146,39 @@ def _in_part(rank: int, world_size: int) -> None:
                 assert stalls[7] == 0
 
 
+def test_two_models_in_one_backward() -> None:
+    """Reductions of one met the other's, by order, or stood in line behind them."""
+    run_ranks(_two_models, 2, group_timeout=5)
+
+
+def _two_models(rank: int, world_size: int) -> None:
+    every: list[dict[str, Any]] = [{"collectives": "sockets"}, {"collectives": "native"}]
+    for keywords in ({}, *every, {"sharding_strategy": "NO_SHARD"}):
+        plain = [Run(_PAIRS.model(), _PAIRS, rank, world_size) for _ in range(2)]
+        sharded = [
+            Run(_PAIRS.wrap(_PAIRS.model(), **keywords), _PAIRS, rank, world_size) for _ in range(2)
+        ]
+        with naming(keywords), mock.patch.object(context, "_STALL_SECONDS", 0.1):
+            for step in range(3):
+                for runs in (plain, sharded):
+                    _step_of_two(runs, step)
+            for one, other in zip(sharded, plain, strict=True):
+                _assert_same_model(one, other)
+
+
+def _step_of_two(runs: list[Run], step: int) -> None:
+    """Each rank leaves out something else, in a model that the other uses whole."""
+    first, second = runs
+    for rank in [first.rank] if first.is_sharded else range(first.world_size):
+        inputs = _PAIRS.batch(step, first.world_size * ROWS)[0].chunk(first.world_size)[rank]
+        middle = first.model(inputs, 2 if rank == 1 else None)
+        end = second.model(middle.detach() if step % 2 else middle, 1 if rank == 0 else None)
+        loss = middle.pow(2).mean() + end.pow(2).mean()
+        (loss if first.is_sharded else loss / first.world_size).backward()
+    for run in runs:
+        run.step()
+
+
 @contextlib.contextmanager
 def _counting_stalls() -> Iterator[list[Any]]:
     stalls: list[Any] = []

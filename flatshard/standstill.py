@@ -1,0 +1,268 @@
+"""``Standstill``: finds out that ranks wait for one another in different collectives.
+
+A rank that waits says in what, and how far it got, in the process group's store, where the others
+look once they have waited for some seconds themselves. Nothing is said or read before.
+
+[Note: proof]
+A collective needs every rank to begin it. Ranks of which each waits for one of the others that has
+not begun what it waits for will wait for ever, if they all wait at the same time. That is certain
+where a rank sees each of them say the same wait before and after one moment: what a rank said is
+said again, with a higher number, as long as the wait lasts, and what waits begins nothing. A rank
+that computes, loads or evaluates says nothing, and nobody who waits for it alone stands still.
+
+A process of which several threads wait is taken to be never waiting: one may begin what others
+wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+FIRST_LOOK_SECONDS = 3.0
+"""How long a rank has waited before it says so."""
+
+LOOK_SECONDS = 1.0
+_LONGEST_LOOK_SECONDS = 8.0
+_ASKED = 16  # of the ranks that are waited for, so many are asked: one that stands still is enough
+
+
+class Progress:
+    """Which collectives of one group this rank has begun: how many of each kind."""
+
+    def __init__(self, name: str, ranks: Iterable[int], rank: int) -> None:
+        """Nothing yet.
+
+        Args:
+            name: the group's, the same on all ranks.
+            ranks: by their numbers in the default group.
+            rank: this one's, likewise.
+        """
+        self.name = name
+        self.others = tuple(other for other in ranks if other != rank)
+        self.begun: dict[Hashable, int] = {}
+        _progress[name] = self
+
+    def begin(self, kind: Hashable, *, abort: Callable[[], None] | None = None) -> Need:
+        """Count one more; returns what its end needs: that all other ranks begin it."""
+        number = self.begun[kind] = self.begun.get(kind, 0) + 1
+        return Need(self.name, kind, number, self.others, abort)
+
+    def reach(self, kind: Hashable, number: int) -> None:
+        """Say that this rank has begun the ``number``-th."""
+        self.begun[kind] = number
+
+    def needs(self, kind: Hashable, number: int) -> Need:
+        """What a wait for the others' ``number``-th needs."""
+        return Need(self.name, kind, number, self.others)
+
+
+_progress: weakref.WeakValueDictionary[str, Progress] = weakref.WeakValueDictionary()
+
+
+class Need(NamedTuple):
+    """What a wait needs: that other ranks begin something.
+
+    Attributes:
+        group: the name of a ``Progress``.
+        kind: of what they begin.
+        number: the how manieth.
+        ranks: who has to; by their numbers in the default group.
+        abort: makes the wait fail, where it does not ask for ``verdict`` itself.
+    """
+
+    group: str
+    kind: Hashable
+    number: int
+    ranks: tuple[int, ...]
+    abort: Callable[[], None] | None = None
+
+    def as_said(self) -> _SaidNeed:
+        """For other ranks."""
+        return self.group, self.kind, self.number, self.ranks
+
+
+_SaidNeed = tuple[str, Hashable, int, tuple[int, ...]]
+"""A need without ``abort``, which other processes cannot call."""
+
+
+class Wait:
+    """A wait of this process.
+
+    Attributes:
+        began: when, as ``time.monotonic`` says.
+        describe: says what is waited for.
+        need: what would end it; None: nobody can tell.
+        number: what this rank calls it; 0: it was not said yet.
+        verdict: why it will not end; None: it may.
+    """
+
+    def __init__(self, describe: Callable[[], str], need: Need | None) -> None:
+        """It begins now."""
+        self.began = time.monotonic()
+        self.describe, self.need = describe, need
+        self.number = 0
+        self.verdict: str | None = None
+
+
+class _Verdict(NamedTuple):
+    """That waits will not end.
+
+    Attributes:
+        text: why.
+        waits: their numbers, by rank.
+    """
+
+    text: str
+    waits: dict[int, int]
+
+
+class _Said(NamedTuple):
+    """What a rank says while it waits."""
+
+    wait: int
+    time: int
+    """The how manieth time it says that."""
+    text: str
+    need: _SaidNeed
+    begun: dict[str, dict[Hashable, int]]
+    verdict: _Verdict | None
+    """What it found out before it gave up waiting."""
+
+    def lacks(self, need: _SaidNeed) -> bool:
+        """Whether it has not begun what another rank needs."""
+        group, kind, number, _ = need
+        return self.begun.get(group, {}).get(kind, 0) < number
+
+
+class Standstill:
+    """Looks whether a wait of this rank can ever end. Used by one thread."""
+
+    def __init__(self) -> None:
+        """Nothing was looked at."""
+        self._numbers = itertools.count(int.from_bytes(os.urandom(6), "big") << 10)
+        self._wait: Wait | None = None
+        self._times = 0
+        self._pause = self._next = 0.0
+        self._before: dict[int, _Said] = {}
+
+    def look(self, wait: Wait | None) -> None:
+        """Say that ``wait`` goes on, and set its ``verdict`` if it will for ever."""
+        if wait is None or wait.need is None or wait.verdict or not dist.is_initialized():
+            return
+        if wait is not self._wait:
+            self._wait, self._times, self._before = wait, 0, {}
+            self._pause, self._next = LOOK_SECONDS, wait.began + FIRST_LOOK_SECONDS
+            wait.number = next(self._numbers)
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._say(wait, None)
+        stuck = self._stuck(dist.get_rank())
+        verdict = verdict_of_others(wait)
+        if verdict is None and stuck and self._is_certain(stuck):
+            verdict = _Verdict(_in_words(stuck), _waits(stuck))
+        if verdict is not None:
+            self._say(wait, verdict)  # before the others hear of it by their connections
+            wait.verdict = verdict.text
+            if wait.need.abort is not None:
+                wait.need.abort()
+            return
+        if _waits(stuck) != _waits(self._before):
+            self._before = stuck
+        self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, _LONGEST_LOOK_SECONDS)
+        self._next = now + self._pause
+
+    def _say(self, wait: Wait, verdict: _Verdict | None) -> None:
+        assert wait.need is not None, "what nobody can tell is not said"
+        self._times += 1
+        begun = {name: dict(progress.begun) for name, progress in _progress.items()}
+        need, text = wait.need.as_said(), wait.describe()
+        said = _Said(wait.number, self._times, text, need, begun, verdict)
+        _store().set(_key(dist.get_rank()), pickle.dumps(said))
+
+    def _stuck(self, rank: int) -> dict[int, _Said]:
+        """What the ranks say of which each waits for another one of them, if ``rank`` is one."""
+        said: dict[int, _Said] = {}
+        to_ask = [rank]
+        while to_ask:
+            asked = to_ask.pop()
+            told = None if asked in said else _heard(asked)
+            if told is not None and told.verdict is None:
+                said[asked] = told
+                to_ask += told.need[3][:_ASKED]
+        while True:
+            stuck = {
+                one: told
+                for one, told in said.items()
+                if any(peer in said and said[peer].lacks(told.need) for peer in told.need[3])
+            }
+            if len(stuck) == len(said):
+                return stuck if rank in stuck else {}
+            said = stuck
+
+    def _is_certain(self, stuck: dict[int, _Said]) -> bool:
+        """Whether all have said the same before, and again since; see the note."""
+        return _waits(stuck) == _waits(self._before) and all(
+            told.time > self._before[rank].time for rank, told in stuck.items()
+        )
+
+
+def verdict_of_others(wait: Wait) -> _Verdict | None:
+    """Why the wait does not end, if ranks that it is for have found that out.
+
+    They may have left since, so that it fails.
+    """
+    if wait.need is not None and wait.number:
+        with contextlib.suppress(Exception):  # a store that is gone
+            for told in map(_heard, wait.need.ranks[:_ASKED]):
+                verdict = None if told is None else told.verdict
+                if verdict is not None and verdict.waits.get(dist.get_rank()) == wait.number:
+                    return verdict
+    return None
+
+
+def explain(wait: Wait) -> str | None:
+    """Why the wait, which failed, could not end; None if that is not known."""
+    if wait.verdict is None:
+        verdict = verdict_of_others(wait)
+        return None if verdict is None else verdict.text
+    return wait.verdict
+
+
+def _waits(stuck: dict[int, _Said]) -> dict[int, int]:
+    return {rank: told.wait for rank, told in stuck.items()}
+
+
+def _in_words(stuck: dict[int, _Said]) -> str:
+    waits = "; ".join(f"rank {rank} in [{stuck[rank].text}]" for rank in sorted(stuck))
+    return (
+        f"the ranks wait for one another in different collectives, for ever: {waits}. All ranks "
+        "must call what is collective, in the same order: state_dict(), optim_state_dict(), "
+        "summon_full_params(), clip_grad_norm_(), forward and backward. To save, call "
+        "state_dict() on every rank, and torch.save() on rank 0 alone."
+    )
+
+
+def _store() -> Any:
+    """The process group's."""
+    assert dist.group.WORLD is not None, "there is a default group"
+    return dist.group.WORLD.get_group_store()  # type: ignore[attr-defined]
+
+
+def _key(rank: int) -> str:
+    return f"flatshard/waits/{rank}"
+
+
+def _heard(rank: int) -> _Said | None:
+    """What a rank says, or said last."""
+    key, store = _key(rank), _store()
+    return pickle.loads(store.get(key)) if store.check([key]) else None  # type: ignore[no-any-return]
