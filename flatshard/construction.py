@@ -203,9 +203,10 @@ class Construction:
         inside = units_in(self._module)
         if self._policy is None and not inside:
             return plan_report.judge_one_unit(self._module, **_left_out(self._ignored))
+        empty = [[plan] for plan in self._plans if not self._owners[plan.module]]
         sizes = [
             _unit_size([plan.name for plan in members], [one.param for one in self._owned(members)])
-            for members in [*self._groups, [UnitPlan("", self._module)]]
+            for members in [*self._groups, *empty, [UnitPlan("", self._module)]]
         ]
         for unit in inside:
             sizes.append(_unit_size(unit.names, [s for h in unit.handles for s in h.layout.spans]))
