@@ -109,6 +109,20 @@ def record() -> Iterator[list[Event]]:
         _recorders[:] = [one for one in _recorders if one is not events]
 
 
+_is_copying = False
+
+
+@contextlib.contextmanager
+def copying() -> Iterator[None]:
+    """Inside, models are copied: perhaps on one rank alone, which then lets the copy rest."""
+    global _is_copying
+    before, _is_copying = _is_copying, True
+    try:
+        yield
+    finally:
+        _is_copying = before
+
+
 class Communicator:
     """The ranks that share something, and how they move tensors. A group of one never sends.
 
@@ -142,7 +156,7 @@ class Communicator:
         self.global_rank = dist.get_rank() if group is not None else 0
         self._mode = mode
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
-        self._num_tags = self._num_models = 0
+        self._num_tags, self._num_models = [0, 0], 0
         self._apart_group: dist.ProcessGroup | None = None
         self._on_host: HostGroup | None = None
         self.second_stages: deque[Any] = deque()
@@ -249,10 +263,11 @@ class Communicator:
     def new_tag(self) -> int:
         """A number that no other user of this communicator has.
 
-        Ranks that call this in the same order get the same numbers.
+        Ranks that call this in the same order get the same numbers; calls inside ``copying`` and
+        outside of it count apart.
         """
-        self._num_tags += 1
-        return self._num_tags
+        self._num_tags[_is_copying] += 1
+        return 2 * self._num_tags[_is_copying] + _is_copying
 
     def new_model(self) -> int:
         """A number below 256 that tells a model from others; ranks construct them together."""

@@ -600,7 +600,7 @@ class FlatParamHandle:
     ) -> FlatParamHandle:
         """A handle like this one for modules that were deep-copied; no communication.
 
-        All ranks copy in one order, so that tags agree.
+        Ranks that use the copy make it in one order of copies, so that tags agree.
 
         Args:
             memo: the finished copy's memo, which knows every module's and parameter's copy.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flatshard import materialise, plan_report
 from flatshard.casting import convert_buffers
+from flatshard.collectives import copying
 from flatshard.config import ShardingStrategy
 from flatshard.context import RunContext
 from flatshard.handle import FlatParamHandle
@@ -166,7 +167,10 @@ class UnitModule(StandIn):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """An independent model on the same ranks, with shards of its own; no communication."""
+        """An independent model on the same ranks, with shards of its own; no communication.
+
+        Ranks that train or gather the copy make it all, in one order of copies.
+        """
         self._refuse_summoned("copied")
         wrappers = unit_modules(self) if id(self._unit) not in memo else []
         units = units_in(self) if wrappers else []
@@ -182,8 +186,9 @@ class UnitModule(StandIn):
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        for unit in units:
-            unit.copy_for(memo, memo[id(unit)])
+        with copying():
+            for unit in units:
+                unit.copy_for(memo, memo[id(unit)])
         if wrappers:
             twin._become_root()
         return twin

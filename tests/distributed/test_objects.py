@@ -65,6 +65,12 @@ def _deepcopy(rank: int, world_size: int, way: str) -> None:
     _assert_same(copies[0].model, copies[1].model)
     names = [[name for name, _ in run.model.named_parameters()] for run in (pairs[0], copies[0])]
     assert names[0] == names[1]
+    kept = copy.deepcopy(copies[0].model) if rank == 0 else None  # alone, and never run
+    later = _pair(rank, world_size, way)
+    for run in later:
+        run.train(0, 1)
+    _assert_same(later[0].model, later[1].model)
+    del kept
 
 
 @each_way
