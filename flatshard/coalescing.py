@@ -1,10 +1,15 @@
-"""Which small units are gathered and reduced together with their neighbours.
+"""Which small units go together, and which large parameters of the root do not.
 
 A collective of a few kilobytes costs what its beginning and its end cost, on every rank. Units that
 follow one another in a policy's plan mostly run one after the other: together they need one
 collective, and a rank holds a little more for it.
 
 Source: DeepSpeed's ``stage3_module_granularity_threshold`` does likewise.
+
+[Note: the root's large parameters]
+The root holds what no unit inside it does: often an embedding, whose gradient comes last, and a
+head, whose gradient comes first. Each has a flat parameter of its own, so that the head's gradient
+is reduced while the units compute.
 """
 
 from __future__ import annotations
@@ -16,6 +21,9 @@ from torch import nn
 
 from flatshard.ownership import OwnedParam
 from flatshard.wrap import UnitPlan
+
+LARGE_BYTES = 4 << 20
+"""From which on a collective takes long enough to be worth one of its own."""
 
 
 def coalesce(
@@ -51,6 +59,11 @@ def coalesce(
             groups.append([plan])
             total, last = nbytes, this
     return groups
+
+
+def is_apart(param: nn.Parameter) -> bool:
+    """Whether a parameter of the root is reduced by itself."""
+    return param.requires_grad and param.numel() * param.element_size() >= LARGE_BYTES
 
 
 def _kinds(owned: Sequence[OwnedParam]) -> Hashable:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from flatshard import agreement, checkpoint, inspection, materialise, plan_report, starting
-from flatshard.coalescing import coalesce
+from flatshard.coalescing import coalesce, is_apart
 from flatshard.handle import FlatParamHandle
 from flatshard.home import Homes
 from flatshard.ignored import Ignored, find_ignored
@@ -268,10 +268,16 @@ class Construction:
             placement=settings.placement,
             topology=topology,
         )
-        segments: dict[tuple[torch.dtype, bool, ParamPrecision], list[OwnedParam]] = {}
+        segments: dict[_Kind, list[OwnedParam]] = {}
+        may_part = unit.name == "" and bool(self._groups) and settings.use_orig_params
         for one in self._owned(members):
             param = one.param
-            kind = (param.dtype, param.requires_grad, self._precision.of_param(param, precision))
+            kind = _Kind(
+                param.dtype,
+                param.requires_grad,
+                self._precision.of_param(param, precision),
+                id(param) if may_part and is_apart(param) else 0,
+            )
             segments.setdefault(kind, []).append(one)
         unit.own(
             FlatParamHandle(
@@ -281,8 +287,9 @@ class Construction:
                 device=settings.device,
                 homes=self._homes,
                 start=start,
-                precision=kind[2],
+                precision=kind.precision,
                 use_orig_params=settings.use_orig_params,
+                reduces_alone=kind.apart != 0,
                 on_grad=unit.on_grad,
                 on_outside_grad=unit.on_outside_grad,
             )
@@ -313,6 +320,22 @@ class Construction:
             start.give_replicas(handle.topology, handle.shard)
             handle.rest()
         self._homes.settle()
+
+
+class _Kind(NamedTuple):
+    """What the parameters of a flat parameter have in common.
+
+    Attributes:
+        dtype: theirs.
+        requires_grad: theirs.
+        precision: in which they are gathered and reduced.
+        apart: the id of the only one, where that is reduced by itself, else 0.
+    """
+
+    dtype: torch.dtype
+    requires_grad: bool
+    precision: ParamPrecision
+    apart: int
 
 
 def _unit_size(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -36,7 +37,7 @@ from flatshard.schedule import ExecutionOrder, ReduceOrder, UnevenUnits
 from flatshard.spare import prepare_allocator
 from flatshard.step_in_backward import SteppedInBackward
 from flatshard.step_report import Kind, StepReport
-from flatshard.unit import Phase, Unit
+from flatshard.unit import Phase, Portion, Unit
 
 _STALL_SECONDS = 1.0
 """How long a reduction may hold up backward; past this the peers may be waiting for us."""
@@ -102,15 +103,19 @@ class RunContext:
         self._forward_prefetch = forward_prefetch
         self._backward_prefetch = backward_prefetch
         self._order = ExecutionOrder()
-        self._reduce_order = ReduceOrder(len(self.units))
+        self._portions = [portion for unit in self.units for portion in unit.portions]
+        for index, portion in enumerate(self._portions):
+            portion.index = index
+        self._to_reduce: Counter[Unit] = Counter()  # of each, portions in this backward
+        self._reduce_order = ReduceOrder(len(self._portions))
         self._reduce_order_agreed = False
         self._uneven = UnevenUnits()
-        self._hook_turns = HookTurns(self.units, self._reduce_order)
+        self._hook_turns = HookTurns(self._portions, self._reduce_order)
         self._depth = 0
         self.expects_backward = False
         self._active = False
         self._end_callback: Callable[[], object] = lambda: None
-        self._in_flight: list[tuple[Unit, int]] = []
+        self._in_flight: list[tuple[Portion, int]] = []
         self._budget = 0
         self._unsettled = Unsettled()
         self.stepping = SteppedInBackward(self.units, self._unsettled)
@@ -134,9 +139,8 @@ class RunContext:
         self._synced = list(self._buffers())
         self._saved = SavedTensors((unit, unit.handles) for unit in self.units)
         sizes = [
-            2 * handle.layout.padded_numel * handle.reduce_dtype.itemsize
+            sum(2 * h.layout.padded_numel * h.reduce_dtype.itemsize for h in unit.handles)
             for unit in self.units
-            for handle in unit.handles
         ]
         self._budget = max(sizes, default=0)
         self._prefetch_budget = max((unit.buffer_bytes for unit in self.units), default=0)
@@ -371,6 +375,7 @@ class RunContext:
             self._end_callback = weakref.ref(callback)
             torch.autograd.Variable._execution_engine.queue_callback(callback)
             self._reduce_order.begin_backward()
+            self._to_reduce.clear()
             self._hook_turns.begin_backward()
             self._had_accumulated = False
             for unit in self.units:
@@ -378,9 +383,12 @@ class RunContext:
                 self._had_accumulated |= any(
                     handle.grads.holds_gradients for handle in unit.handles
                 )
-                if unit.sync is Sync.LOCAL or not unit.num_trainable:
-                    # Never reduced, so it must not hold up the others.
-                    self._reduce_order.ready(unit.index)
+                for portion in unit.portions:
+                    if unit.sync is Sync.LOCAL or not portion.trainable_handles():
+                        # Never reduced, so it must not hold up the others.
+                        self._reduce_order.ready(portion.index)
+                    else:
+                        self._to_reduce[unit] += 1
         return True
 
     def _may_reduce_early(self) -> bool:
@@ -393,11 +401,11 @@ class RunContext:
             handle.gradients.matches_by_tag for unit in self.units for handle in unit.handles
         )
 
-    def gradients_complete(self, unit: Unit) -> None:
+    def gradients_complete(self, portion: Portion) -> None:
         """Start every reduction whose turn has come."""
-        if unit.sync is Sync.LOCAL:
+        if portion.unit.sync is Sync.LOCAL:
             return
-        self._reduce_order.ready(unit.index)
+        self._reduce_order.ready(portion.index)
         self._take_turns()
         self._bound_in_flight()
         self.stepping.advance()
@@ -412,53 +420,60 @@ class RunContext:
         if self._must_wait:
             return
         for index in self._reduce_order.turns(self._hook_turns.allows):
-            self._start_reduce(self.units[index])
+            self._start_reduce(self._portions[index])
 
-    def _start_reduce(self, unit: Unit) -> None:
+    def _start_reduce(self, portion: Portion) -> None:
+        unit = portion.unit
         if unit.sync is Sync.LOCAL:
             return
         with self.recorder.starting("reduce", unit), profiled("reduce", unit.name):
-            held = sum(h.gradients.start_reduce(unit.sync) for h in unit.trainable_handles())
-        if held:
-            self._in_flight.append((unit, held))
+            held = sum(h.gradients.start_reduce(unit.sync) for h in portion.trainable_handles())
+        if any(handle.gradients.is_reducing for handle in portion.handles):
+            self._in_flight.append((portion, held))
         else:
+            self._reduced(unit)
+
+    def _reduced(self, unit: Unit) -> None:
+        """A portion of a unit is reduced; perhaps it was the last."""
+        self._to_reduce[unit] -= 1
+        if self._to_reduce[unit] == 0:
             self.stepping.reduced(unit)
 
     def _bound_in_flight(self) -> None:
         """Finish old reductions while more bytes are under way than the budget allows."""
         self._unsettled.drop_settled()
         with self.recorder.starting("reduce", None):
-            for unit, _ in self._in_flight:
-                if not _advance(unit):  # second stages begin in the order of the first
+            for portion, _ in self._in_flight:
+                if not _advance(portion):  # second stages begin in the order of the first
                     break
         while self._in_flight:
-            unit, _ = self._in_flight[0]
+            portion, _ = self._in_flight[0]
             over = sum(held for _, held in self._in_flight) > self._budget
-            if not _reduced(unit) and not (over and self._wait_until_reduced(unit)):
+            if not _is_reduced(portion) and not (over and self._wait_until_reduced(portion)):
                 return
             del self._in_flight[0]
-            self._finish(unit)
-            self.stepping.reduced(unit)
+            self._finish(portion)
+            self._reduced(portion.unit)
 
-    def _wait_until_reduced(self, unit: Unit) -> bool:
-        if unit.index in self._uneven:
+    def _wait_until_reduced(self, portion: Portion) -> bool:
+        if portion.index in self._uneven:
             return False
-        with self.recorder.waiting(Kind.REDUCE_WAIT, unit, ends=False):
-            return _wait_until_reduced(unit)
+        with self.recorder.waiting(Kind.REDUCE_WAIT, portion.unit, ends=False):
+            return _wait_until_reduced(portion)
 
-    def _finish(self, unit: Unit) -> None:
-        with self.recorder.waiting(Kind.REDUCE_WAIT, unit):
-            for handle in unit.handles:
+    def _finish(self, portion: Portion) -> None:
+        with self.recorder.waiting(Kind.REDUCE_WAIT, portion.unit):
+            for handle in portion.handles:
                 handle.gradients.finish_reduce()
 
     def _drain(self) -> None:
         """Finish all reductions under way, in order."""
-        for unit, _ in self._in_flight:
-            with self.recorder.waiting(Kind.REDUCE_WAIT, unit, ends=False):
-                for handle in unit.handles:
+        for portion, _ in self._in_flight:
+            with self.recorder.waiting(Kind.REDUCE_WAIT, portion.unit, ends=False):
+                for handle in portion.handles:
                     handle.gradients.cross()
-        for unit, _ in self._in_flight:
-            self._finish(unit)
+        for portion, _ in self._in_flight:
+            self._finish(portion)
         self._in_flight.clear()
 
     def _end_backward(self) -> None:
@@ -504,12 +519,17 @@ class RunContext:
         self._hook_turns.agree(at_end=True)
         used = self._agree_on_used()
         for index in self._reduce_order.rest():
-            if any(any(flags) for flags in used.parameters[index]):
-                self._start_reduce(self.units[index])
+            portion = self._portions[index]
+            flags_of = dict(
+                zip(portion.unit.handles, used.parameters[portion.unit.index], strict=True)
+            )
+            if any(any(flags_of[handle]) for handle in portion.handles):
+                self._start_reduce(portion)
         self._drain()
         for unit, handle in used.left_over:
             with self.recorder.starting("reduce", unit):
-                self._in_flight.append((unit, handle.gradients.start_reduce(unit.sync)))
+                held = handle.gradients.start_reduce(unit.sync)
+                self._in_flight.append((unit.portion_of(handle), held))
         self._drain()
         if used.edited:  # raised where nothing is under way that a rank would wait for
             raise grad_publisher.edited(used.edited[0])
@@ -530,9 +550,12 @@ class RunContext:
         rest = set(self._reduce_order.rest())
         flags = [self.number, 255 - self.number]
         for unit in self.units:
-            flags.extend((unit.index in rest, unit.index not in rest))
+            to_come: set[FlatParamHandle] = set()
+            for portion in unit.portions:
+                flags.extend((portion.index in rest, portion.index not in rest))
+                if portion.index in rest:
+                    to_come.update(portion.trainable_handles())
             flags.append(any(handle.grads.was_edited for handle in unit.handles))
-            to_come = unit.trainable_handles() if unit.index in rest else []
             for handle in unit.handles:
                 is_due = unit.sync is not Sync.LOCAL and handle not in to_come
                 flags.append(is_due and handle.gradients.waits_for(unit.sync))
@@ -556,8 +579,9 @@ class RunContext:
         uneven: list[int] = []
         edited: list[str] = []
         for unit in self.units:
-            if all([next(answers), next(answers)]):
-                uneven.append(unit.index)
+            for portion in unit.portions:
+                if all([next(answers), next(answers)]):
+                    uneven.append(portion.index)
             if next(answers):
                 edited.append(unit.name)
             parameters.append([])
@@ -637,23 +661,23 @@ class _Used:
         """Units of which some rank found accumulated gradients edited."""
 
 
-def _reduced(unit: Unit) -> bool:
-    return all(handle.gradients.reduce_done() for handle in unit.handles)
+def _is_reduced(portion: Portion) -> bool:
+    return all(handle.gradients.reduce_done() for handle in portion.handles)
 
 
-def _advance(unit: Unit) -> bool:
+def _advance(portion: Portion) -> bool:
     """Begin second stages whose first is over; False when one must wait."""
-    return all(handle.gradients.advance() for handle in unit.handles)
+    return all(handle.gradients.advance() for handle in portion.handles)
 
 
-def _wait_until_reduced(unit: Unit) -> bool:
+def _wait_until_reduced(portion: Portion) -> bool:
     """Wait a while; False when a peer seems unable to take part yet."""
-    if any(handle.device.type != "cpu" for handle in unit.handles):
+    if any(handle.device.type != "cpu" for handle in portion.handles):
         return True  # the stream waits, not the host
-    if not all(handle.gradients.tells_when_done() for handle in unit.handles):
+    if not all(handle.gradients.tells_when_done() for handle in portion.handles):
         return False
     deadline = time.monotonic() + _STALL_SECONDS
-    while not (_advance(unit) and _reduced(unit)):
+    while not (_advance(portion) and _is_reduced(portion)):
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_SECONDS)

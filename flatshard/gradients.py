@@ -220,6 +220,11 @@ class GradientBuffer:
         return bool(self.filled) or (sync is Sync.ALL and self.held is not None)
 
     @property
+    def is_reducing(self) -> bool:
+        """Whether a reduction has begun and ``finish_reduce`` was not called."""
+        return self._reduction is not None
+
+    @property
     def is_finished(self) -> bool:
         """Whether nothing waits or is under way: there is a reduced gradient, or none at all."""
         return self._reduction is None and not self.filled and self.held is None

@@ -58,6 +58,7 @@ class FlatParamHandle:
 
     Attributes:
         unit_name: names the unit in errors.
+        reduces_alone: whether its gradients do not wait for the rest of the unit's.
         layout: where each original parameter lies.
         shard: this rank's part, ``(layout.shard_numel,)``; what the optimizer updates.
         buffer: the unsharded buffer, ``(layout.padded_numel,)``; empty storage while SHARDED.
@@ -85,6 +86,7 @@ class FlatParamHandle:
         start: Start,
         precision: ParamPrecision,
         use_orig_params: bool,
+        reduces_alone: bool,
         on_grad: Callable[[GradPublisher, int, Tensor], None],
         on_outside_grad: Callable[[], object],
     ) -> None:
@@ -101,12 +103,14 @@ class FlatParamHandle:
             homes: where the shard, its gradient and its optimizer state live.
             precision: in which dtypes they are gathered and reduced.
             use_orig_params: whether users see original parameters or one ``FlatParameter``.
+            reduces_alone: see the class.
             on_grad: called with ``grads``, an original parameter's index and its gradient when
                 that has come; calls ``grads.receive``.
             on_outside_grad: called before autograd adds to a sharded parameter's ``.grad`` what
                 came of its use outside of forward.
         """
         self.unit_name = unit_name
+        self.reduces_alone = reduces_alone
         self.topology = topology
         self.is_whole = topology.shard.size == 1
         self._take_tags()

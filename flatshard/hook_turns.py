@@ -15,26 +15,27 @@ from collections.abc import Sequence
 import torch
 
 from flatshard.schedule import ReduceOrder
-from flatshard.unit import Unit
+from flatshard.unit import Portion, Unit
 
 
 class HookTurns:
     """The hooks of one model in one backward."""
 
-    def __init__(self, units: Sequence[Unit], order: ReduceOrder) -> None:
-        """All units of the model, and the order in which they are reduced."""
-        self._units, self._order = units, order
+    def __init__(self, portions: Sequence[Portion], order: ReduceOrder) -> None:
+        """What is reduced by turns, and the order of that."""
+        self._portions, self._order = portions, order
         self._hooked: list[Unit] = []
         self._num_agreed = 0
 
     def begin_backward(self) -> None:
         """Look for units with hooks; nothing is agreed on."""
-        self._hooked = [unit for unit in self._units if unit.calls_hook]
+        self._hooked = [one.unit for one in self._portions if one.unit.calls_hook]
         self._num_agreed = 0
 
     def allows(self, index: int) -> bool:
-        """Whether a unit whose turn it is may be reduced before the end of backward."""
-        return self._order.num_taken < self._num_agreed or not self._units[index].calls_hook
+        """Whether what has its turn may be reduced before the end of backward."""
+        unit = self._portions[index].unit
+        return self._order.num_taken < self._num_agreed or not unit.calls_hook
 
     def agree(self, *, at_end: bool = False) -> None:
         """Tell the other ranks how far this one is, or that its backward is over.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard.coalescing import coalesce
+from flatshard.coalescing import coalesce, is_apart
 from flatshard.config import (
     Placement,
     ShardingStrategy,
@@ -249,7 +249,10 @@ def predict(
         units.append(
             _plan_unit(
                 name_of([member.name for member in members]),
-                _segments(one for member in members for one in owners[member.module]),
+                _segments(
+                    [one for member in members for one in owners[member.module]],
+                    may_part=plan.name == "" and bool(together),
+                ),
                 strategy=strategy,
                 placement=placement,
                 group=group,
@@ -293,11 +296,13 @@ class _Group:
         return cls(world_size if placement.over_all else ranks_per_node, ranks_per_node)
 
 
-def _segments(owned: Iterable[OwnedParam]) -> list[list[OwnedParam]]:
+def _segments(owned: Iterable[OwnedParam], *, may_part: bool) -> list[list[OwnedParam]]:
     """A unit's parameters by flat parameter."""
-    found: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
+    found: dict[tuple[torch.dtype, bool, int], list[OwnedParam]] = {}
     for one in owned:
-        found.setdefault((one.param.dtype, one.param.requires_grad), []).append(one)
+        param = one.param
+        apart = id(param) if may_part and is_apart(param) else 0
+        found.setdefault((param.dtype, param.requires_grad, apart), []).append(one)
     return list(found.values())
 
 

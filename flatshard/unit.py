@@ -123,8 +123,8 @@ class Context(Protocol):
     def prefetch_backward(self, unit: Unit) -> None:
         """Begin the gather of the unit whose backward is expected after this one's."""
 
-    def gradients_complete(self, unit: Unit) -> None:
-        """All gradients of a unit have come."""
+    def gradients_complete(self, portion: Portion) -> None:
+        """All gradients of a unit, or of a portion of it, have come."""
 
     def freed_in_backward(self, unit: Unit) -> None:
         """A unit's backward is over."""
@@ -136,6 +136,33 @@ class Context(Protocol):
         """Whether a tensor looks into a buffer that will be freed."""
 
 
+class Portion:
+    """The flat parameters of a unit whose gradients are reduced together: mostly all.
+
+    Attributes:
+        unit: the unit.
+        handles: the flat parameters.
+        index: its number in the run.
+    """
+
+    __slots__ = ("handles", "index", "unit")
+
+    def __init__(self, unit: Unit, handles: Sequence[FlatParamHandle]) -> None:
+        self.unit, self.handles = unit, list(handles)
+        self.index = -1
+
+    def trainable_handles(self) -> list[FlatParamHandle]:
+        """Flat parameters with something to reduce."""
+        return [handle for handle in self.handles if self.unit.num_trainable_of(handle)]
+
+    def is_complete(self) -> bool:
+        """Whether all gradients have come."""
+        for handle in self.handles:  # a loop: asked for every gradient
+            if len(handle.gradients.seen) < self.unit.num_trainable_of(handle):
+                return False
+        return True
+
+
 class Unit:
     """A wrapped module, or several, and their flat parameters.
 
@@ -144,6 +171,7 @@ class Unit:
         names: their names in the unwrapped model; empty for the model itself.
         name: the same in one.
         handles: its flat parameters, one per dtype and ``requires_grad``; may be none.
+        portions: those that are reduced together; one or more.
         topology: its groups.
         index: its number in the run.
         phase: see ``Phase``.
@@ -185,7 +213,9 @@ class Unit:
         self._backward_follows = False  # the last call
         self._running: list[Call] = []
         self._waiting_for: dict[Call, int] = {}
-        self._num_trainable: list[int] = []
+        self._num_trainable: dict[FlatParamHandle, int] = {}
+        self.portions: list[Portion] = [Portion(self, [])]
+        self._portion_of: dict[GradPublisher, Portion] = {}
         self._sticky_version = -1
         before, after = _ModuleHook(self, "_pre_forward"), _ModuleHook(self, "_post_forward")
         for module in modules:
@@ -229,20 +259,32 @@ class Unit:
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
         """Take flat parameters over."""
         self.handles = list(handles)
+        together = [handle for handle in self.handles if not handle.reduces_alone]
+        alone = [[handle] for handle in self.handles if handle.reduces_alone]
+        self.portions = [Portion(self, one) for one in (together, *alone) if one or not alone]
+        self._portion_of = {h.grads: portion for portion in self.portions for h in portion.handles}
         self._edits = [ForwardEdits(handle) for handle in self.handles]
         self._count_trainable()
 
     def _count_trainable(self) -> None:
-        self._num_trainable = [handle.params.num_trainable() for handle in self.handles]
+        self._num_trainable = {h: h.params.num_trainable() for h in self.handles}
 
     @property
     def num_trainable(self) -> int:
         """Parameters whose gradient a whole backward brings."""
-        return sum(self._num_trainable)
+        return sum(self._num_trainable.values())
+
+    def num_trainable_of(self, handle: FlatParamHandle) -> int:
+        """The same of one flat parameter."""
+        return self._num_trainable[handle]
+
+    def portion_of(self, handle: FlatParamHandle) -> Portion:
+        """What a flat parameter is reduced with."""
+        return self._portion_of[handle.grads]
 
     def trainable_handles(self) -> list[FlatParamHandle]:
         """Flat parameters with something to reduce."""
-        return [h for h, count in zip(self.handles, self._num_trainable, strict=True) if count]
+        return [handle for handle, count in self._num_trainable.items() if count]
 
     @property
     def calls_hook(self) -> bool:
@@ -564,8 +606,9 @@ class Unit:
             self.context.non_finite.look(self.name, grads.name_of(index), grad)
         grads.receive(index, grad, more_to_come=self.sync is Sync.LOCAL)
         self.context.recorder.look(self)
-        if self._complete():
-            self.context.gradients_complete(self)
+        portion = self._portion_of[grads]
+        if portion.is_complete():
+            self.context.gradients_complete(portion)
             self._maybe_free()
 
     def on_outside_grad(self) -> None:
@@ -573,11 +616,7 @@ class Unit:
         self.context.begin_backward()
 
     def _complete(self) -> bool:
-        # A loop: asked for every gradient.
-        for handle, count in zip(self.handles, self._num_trainable, strict=True):
-            if len(handle.gradients.seen) < count:
-                return False
-        return True
+        return all(portion.is_complete() for portion in self.portions)
 
     def _input_gradient(self, call: Call) -> None:
         waiting = self._waiting_for.get(call)

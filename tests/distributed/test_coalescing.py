@@ -3,13 +3,14 @@
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import ShardedWrapper
+from flatshard import ShardedWrapper, coalescing
 from flatshard.collectives import record
 from flatshard.memory_plan import predict
 from flatshard.wrap import ModuleWrapPolicy
@@ -139,10 +140,13 @@ def test_every_tiny_model() -> None:
 
 
 def _tiny(rank: int, world_size: int) -> None:
+    """Coalesced, and with every parameter of the root reduced by itself."""
     for name, case in CASES.items():
         with naming(name):
             apart, together = case.wrap(case.model()), case.wrap(case.model(), coalesce_bytes=4096)
-            for model in (apart, together):
+            with mock.patch.object(coalescing, "LARGE_BYTES", 1):
+                parted = case.wrap(case.model(), sharding_strategy="SHARD_GRAD_OP")
+            for model in (apart, together, parted):
                 optimizer = optimizer_of(model)
                 torch.manual_seed(0)
                 for step in range(2):
@@ -151,6 +155,7 @@ def _tiny(rank: int, world_size: int) -> None:
                     optimizer.step()
                     optimizer.zero_grad()
             assert_same(together, apart)
+            assert_same(parted, apart)
 
 
 def test_collectives_and_report() -> None:
@@ -180,6 +185,29 @@ def _collectives(rank: int, world_size: int) -> None:
     )
     for keywords in ({"coalesce_bytes": 0}, {"use_orig_params": False}):
         assert "to blocks" not in wrapped(**keywords).unit_report()
+
+
+def test_large_parameters_of_the_root() -> None:
+    run_ranks(_large_parameters, 2)
+
+
+def _large_parameters(rank: int, world_size: int) -> None:
+    """The head is reduced before the blocks, the embedding after them."""
+    case = CASES["transformer"]
+    with mock.patch.object(coalescing, "LARGE_BYTES", 8 * 11 * 8):
+        model = case.wrap(case.model())
+        planned = predict(case.model(), world_size=2, auto_wrap_policy=ModuleWrapPolicy(case.units))
+    root = model._context.root
+    assert [handle.reduces_alone for handle in root.handles].count(True) == 2
+    assert planned.units[-1].parameter_bytes == sum(h.shard.nbytes for h in root.handles)
+    inputs, target = case.batch(0, ROWS)
+    for _ in range(2):  # the first finds the order
+        with record() as events:
+            loss_of(model(inputs), target).backward()
+    reduced = [event.label for event in events if event.kind == "reduce"]
+    assert [reduced[0], reduced[-1], reduced.count("")] == ["", "", 3]
+    sizes = [event.nbytes for event in events if event.kind == "reduce" and not event.label]
+    assert sizes[0] >= 8 * 11 * 8
 
 
 def test_one_of_several() -> None:
