@@ -170,7 +170,8 @@ class Unit:
         modules: the modules, which keep their own class and forward; mostly one.
         names: their names in the unwrapped model; empty for the model itself.
         name: the same in one.
-        handles: its flat parameters, one per dtype and ``requires_grad``; may be none.
+        handles: its flat parameters, one per dtype and ``requires_grad``, and one for each large
+            parameter of the root; may be none.
         portions: those that are reduced together; one or more.
         topology: its groups.
         index: its number in the run.
