@@ -270,13 +270,8 @@ class Unit:
     def _count_trainable(self) -> None:
         self._num_trainable = {h: h.params.num_trainable() for h in self.handles}
 
-    @property
-    def num_trainable(self) -> int:
-        """Parameters whose gradient a whole backward brings."""
-        return sum(self._num_trainable.values())
-
     def num_trainable_of(self, handle: FlatParamHandle) -> int:
-        """The same of one flat parameter."""
+        """Of a flat parameter, those whose gradient a whole backward brings."""
         return self._num_trainable[handle]
 
     def portion_of(self, handle: FlatParamHandle) -> Portion:
