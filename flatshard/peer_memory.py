@@ -200,6 +200,7 @@ class Awaited:
     def __init__(self, record: _Record, number: int, timeout: float) -> None:
         """It begins with ``number``."""
         self._record, self._number, self._timeout = record, number, timeout
+        self._began = time.monotonic()
         self._is_over = False
         self._error: RuntimeError | None = None
         self.address = 0
@@ -244,15 +245,16 @@ class Awaited:
             RuntimeError: the process is gone, nothing came in time, or it waits for this one.
         """
         looks = 0
-        # Of several waits for one process that does not come, only the first takes the time.
-        timeout = 0.0 if self._record.pid in _overdue else self._timeout
+        # Of what was awaited of a process when it did not come in time, nothing is coming.
+        given_up = _given_up.get(self._record.pid, 0.0)
+        timeout = 0.0 if self._began < given_up else self._timeout
         began = asked = time.monotonic()
         while not self.is_completed():
             looks += 1
             if looks > _QUICK_LOOKS:
                 now = time.monotonic()
                 if now - began > timeout:
-                    _overdue.add(self._record.pid)
+                    _given_up[self._record.pid] = now
                     raise RuntimeError(
                         f"nothing from process {self._record.pid} in {self._timeout:g} s"
                     )
@@ -263,7 +265,6 @@ class Awaited:
                     if not self._is_over:
                         watchdog.check()
                 time.sleep(_PAUSE_SECONDS)
-        _overdue.discard(self._record.pid)
         if self._error is not None:
             raise self._error
 
@@ -280,7 +281,7 @@ class ProcessGone(RuntimeError):
 
 
 _boards: list[Any] = []
-_overdue: set[int] = set()  # processes that did not come in time, and have not come since
+_given_up: dict[int, float] = {}  # when a process was last waited for in vain
 _QUICK_LOOKS = 20
 _PAUSE_SECONDS = 5e-5
 _ALIVE_SECONDS = 0.05

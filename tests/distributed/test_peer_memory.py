@@ -318,3 +318,23 @@ def dies(rank: int, world_size: int) -> str:
 def test_a_dead_peer_is_a_named_error() -> None:
     told = run_ranks(dies, 2, expendable=[1])[0]
     assert "rank 0: gathering parameters for forward" in told, told
+
+
+def test_what_was_awaited_together_takes_one_timeout() -> None:
+    """And what is awaited of the process later, on another try say, takes its own."""
+
+    def awaited(number: int) -> peer_memory.Awaited:
+        record = peer_memory._Record(os.getpid(), None, ctypes.addressof(board), 0, 3)
+        return peer_memory.Awaited(record, number, 0.4)
+
+    board = (ctypes.c_int64 * 3)(1, 0, 1 ^ peer_memory._CHECK)
+    together = [awaited(2), awaited(3)]
+    took = []
+    for which in range(3):
+        wait = together[which] if which < 2 else awaited(4)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=f"nothing from process {os.getpid()} in 0.4 s"):
+            wait.wait()
+        took.append(time.monotonic() - began)
+    awaited(1).wait()
+    assert min(took[0], took[2]) >= 0.4 > took[1], took
