@@ -258,7 +258,7 @@ def tokens(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
     """A mean over the rows: cross entropy of tokens, else squared error."""
     if target.is_floating_point():
-        return F.mse_loss(output, target)
+        return F.mse_loss(output, target.to(output.dtype))  # torch 2.11 does not promote it
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
