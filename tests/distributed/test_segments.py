@@ -18,7 +18,7 @@ from flatshard.gradients import GradientBuffer
 from flatshard.layout import ALIGNMENT_BYTES
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
-from tests.models import Case, vectors
+from tests.models import Case, loss_of, vectors
 from tests.oracle import (
     OPTIMIZERS,
     Trained,
@@ -281,7 +281,7 @@ def _wrap_after_two_steps(rank: int, world_size: int, strategy: str) -> dict[str
     optimizer = OPTIMIZERS["sgd"](trainable(model))
     for step in range(2):
         inputs, target = ZOO.batch(step, world_size * 4, DTYPE)
-        F.mse_loss(model(inputs), target).backward()
+        loss_of(model(inputs), target).backward()
         optimizer.step()
         optimizer.zero_grad()
     # Momentum has the parameters' strides now, and is cut at the first step.
