@@ -30,12 +30,13 @@ import enum
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from flatshard import portions
 from flatshard.casting import UnitCasts
 from flatshard.config import Placement
 from flatshard.forward_edits import ForwardEdits
@@ -49,6 +50,9 @@ from flatshard.recorder import Recorder
 from flatshard.state_dict_options import StateDictOptions
 from flatshard.step_report import Kind
 from flatshard.topology import Topology
+
+Portion: TypeAlias = "portions.Portion[Unit]"
+"""Flat parameters of a unit that are reduced together."""
 
 
 class Phase(enum.Enum):
@@ -136,33 +140,6 @@ class Context(Protocol):
         """Whether a tensor looks into a buffer that will be freed."""
 
 
-class Portion:
-    """The flat parameters of a unit whose gradients are reduced together: mostly all.
-
-    Attributes:
-        unit: the unit.
-        handles: the flat parameters.
-        index: its number in the run.
-    """
-
-    __slots__ = ("handles", "index", "unit")
-
-    def __init__(self, unit: Unit, handles: Sequence[FlatParamHandle]) -> None:
-        self.unit, self.handles = unit, list(handles)
-        self.index = -1
-
-    def trainable_handles(self) -> list[FlatParamHandle]:
-        """Flat parameters with something to reduce."""
-        return [handle for handle in self.handles if self.unit.num_trainable_of(handle)]
-
-    def is_complete(self) -> bool:
-        """Whether all gradients have come."""
-        for handle in self.handles:  # a loop: asked for every gradient
-            if len(handle.gradients.seen) < self.unit.num_trainable_of(handle):
-                return False
-        return True
-
-
 class Unit:
     """A wrapped module, or several, and their flat parameters.
 
@@ -215,7 +192,7 @@ class Unit:
         self._running: list[Call] = []
         self._waiting_for: dict[Call, int] = {}
         self._num_trainable: dict[FlatParamHandle, int] = {}
-        self.portions: list[Portion] = [Portion(self, [])]
+        self.portions: list[Portion] = portions.split(self, [], self._num_trainable)
         self._portion_of: dict[GradPublisher, Portion] = {}
         self._sticky_version = -1
         before, after = _ModuleHook(self, "_pre_forward"), _ModuleHook(self, "_post_forward")
@@ -260,19 +237,15 @@ class Unit:
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
         """Take flat parameters over."""
         self.handles = list(handles)
-        together = [handle for handle in self.handles if not handle.reduces_alone]
-        alone = [[handle] for handle in self.handles if handle.reduces_alone]
-        self.portions = [Portion(self, one) for one in (together, *alone) if one or not alone]
+        self._num_trainable = {}
+        self.portions = portions.split(self, self.handles, self._num_trainable)
         self._portion_of = {h.grads: portion for portion in self.portions for h in portion.handles}
         self._edits = [ForwardEdits(handle) for handle in self.handles]
         self._count_trainable()
 
     def _count_trainable(self) -> None:
-        self._num_trainable = {h: h.params.num_trainable() for h in self.handles}
-
-    def num_trainable_of(self, handle: FlatParamHandle) -> int:
-        """Of a flat parameter, those whose gradient a whole backward brings."""
-        return self._num_trainable[handle]
+        for handle in self.handles:
+            self._num_trainable[handle] = handle.params.num_trainable()
 
     def portion_of(self, handle: FlatParamHandle) -> Portion:
         """What a flat parameter is reduced with."""

@@ -286,9 +286,8 @@ class UnitModule(StandIn):
 
 
 @contextlib.contextmanager
-def _hidden(wrappers: Iterable[UnitModule], handles: Iterable[FlatParamHandle]) -> Iterator[None]:
-    """Take all parameters that handles own out of the modules for a while."""
-    hidden = [one for handle in handles for one in handle.params.hide()]
+def without_flat_parameters(wrappers: Iterable[UnitModule]) -> Iterator[None]:
+    """Take the flat parameters of ``use_orig_params=False`` out of wrappers for a while."""
     flat = [(wrapper, dict(wrapper._parameters)) for wrapper in wrappers]
     for wrapper, _ in flat:
         wrapper._parameters.clear()
@@ -297,6 +296,16 @@ def _hidden(wrappers: Iterable[UnitModule], handles: Iterable[FlatParamHandle]) 
     finally:
         for wrapper, parameters in flat:
             wrapper._parameters.update(parameters)
+
+
+@contextlib.contextmanager
+def _hidden(wrappers: Iterable[UnitModule], handles: Iterable[FlatParamHandle]) -> Iterator[None]:
+    """Take all parameters that handles own out of the modules for a while."""
+    hidden = [one for handle in handles for one in handle.params.hide()]
+    try:
+        with without_flat_parameters(wrappers):
+            yield
+    finally:
         for held, attribute, param in hidden:
             held[attribute] = param
 

@@ -47,11 +47,11 @@ from flatshard.shard_tensor import FlatShardTensor
 from flatshard.step_in_backward import StepInBackward
 from flatshard.step_report import StepReport
 from flatshard.unit_module import (
-    UnitModule,
     outermost_unit_modules,
     unit_modules,
     units_at_rest,
     units_in,
+    without_flat_parameters,
 )
 from flatshard.wrap import Policy
 
@@ -524,8 +524,14 @@ class ShardedWrapper(PeerNames):
         request = summon.Request(writeback, rank0_only, offload_to_cpu, with_grads)
         units = dict.fromkeys(wrapper._unit for wrapper in wrappers)
         handles = [handle for unit in units for handle in unit.handles]
-        with summon.summoned(handles, request), _without_flat_parameters(wrappers):
-            yield
+        with summon.summoned(handles, request):
+            showing = [
+                wrapper
+                for wrapper in wrappers
+                if any(handle.summoned.params for handle in wrapper._unit.handles)
+            ]
+            with without_flat_parameters(showing):  # they list the originals instead
+                yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> ShardedWrapper:
         """Call ``fn`` on the modules of the unwrapped module, children first, and not on wrappers.
@@ -700,18 +706,3 @@ def _check_no_parts(module: nn.Module) -> None:
                     f"{value._spec.unit!r}, which is not in the given module. Pass its "
                     "ShardedWrapper, or the whole model."
                 )
-
-
-@contextlib.contextmanager
-def _without_flat_parameters(wrappers: Iterable[UnitModule]) -> Iterator[None]:
-    """With ``use_orig_params=False``, list only the originals where they are shown."""
-    hidden = []
-    for wrapper in wrappers:
-        if any(handle.summoned.params for handle in wrapper._unit.handles):
-            hidden.append((wrapper, dict(wrapper._parameters)))
-            wrapper._parameters.clear()
-    try:
-        yield
-    finally:
-        for wrapper, parameters in hidden:
-            wrapper._parameters.update(parameters)
