@@ -92,7 +92,7 @@ LAYERS = [
         "step_in_backward",
     },
     {"checkpoint", "optim_state", "unit_module"},
-    {"construction", "peer_names"},
+    {"construction", "peer_names", "whole_model"},
     {"wrapper"},
     {"__init__"},
 ]
