@@ -82,6 +82,7 @@ LAYERS = [
         "context",
         "grad_norm",
         "left_out",
+        "optim_places",
         "scaled_loss",
         "settings",
         "inspection",
@@ -135,6 +136,7 @@ NEIGHBOURS = {
     "step_in_backward": {"scaled_loss", "unit"},
     "comm_hook": {"unit"},
     "left_out": {"unit"},
+    "optim_places": {"unit"},
     "hook_turns": {"unit"},
     "recording": {"context"},
 }
