@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from flatshard import materialise, plan_report
 from flatshard.casting import convert_buffers
-from flatshard.collectives import copying
 from flatshard.config import ShardingStrategy
 from flatshard.context import RunContext
 from flatshard.handle import FlatParamHandle
 from flatshard.ignored import Ignored
 from flatshard.settings import Settings, read_strategy
 from flatshard.stand_in import StandIn
+from flatshard.tags import copying
 from flatshard.topology import Topology
 from flatshard.unit import Unit
 
