@@ -1,6 +1,7 @@
 """Modules import only from layers below their own, or a neighbour that is named here."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,15 @@ def test_imports_point_down(path: Path) -> None:
         if other not in allowed and LEVEL.get(other, -1) >= LEVEL[module]
     }
     assert not wrong, f"{module} imports {sorted(wrong)}"
+
+
+def test_the_map_has_every_module_in_its_layer() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "how-it-works.md").read_text()
+    _, *sections = text.partition("## The modules")[2].split("\n### ")
+    found = [set(re.findall(r"^- \**`(\w+)`", section, re.MULTILINE)) for section in sections]
+    *below, surface = found
+    assert below == LAYERS[: len(below)]
+    assert surface == set().union(*LAYERS[len(below) :]) - {"__init__"}
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
