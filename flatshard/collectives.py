@@ -113,6 +113,7 @@ class Communicator(Tags):
     """The ranks that share something, and how they move tensors. A group of one never sends.
 
     Attributes:
+        group: the process group; None: this rank alone.
         rank: this rank within the group.
         size: ranks in the group.
         ranks: the group's members by their numbers in the default group.

@@ -2,11 +2,11 @@
 
 A parameter's life in a step:
 
-1.  ``pre_forward`` gathers the unit's flat parameters, unless a prefetch did already, and lets the
+1.  ``_pre_forward`` gathers the unit's flat parameters, unless a prefetch did already, and lets the
     modules hold the full parameters; the next unit's gather starts.
-2.  ``post_forward`` gives the modules the sharded ones back, hooks the outputs, and frees the
+2.  ``_post_forward`` gives the modules the sharded ones back, hooks the outputs, and frees the
     buffer if the strategy says so.
-3.  ``pre_backward``, from an output's hook, gathers again; the unit before starts too.
+3.  ``_pre_backward``, from an output's hook, gathers again; the unit before starts too.
 4.  Each gradient is copied into its slot of the flat gradient buffer as it comes (``handle``).
 5.  When all have come, the reduction starts, in an order that all ranks share (``context``).
 6.  When the gradients of the unit's inputs are there too, nothing can need its parameters: the
@@ -64,13 +64,18 @@ class Phase(enum.Enum):
 
 
 class Call:
-    """One run of a unit's forward: the gradients of its inputs that backward must still make."""
+    """One call of a unit's module, which a backward belongs to.
+
+    Attributes:
+        num_inputs: how many of its inputs have a gradient; when all have come, backward is through.
+        has_begun: whether its backward has begun.
+    """
 
     __slots__ = ("has_begun", "num_inputs")
 
     def __init__(self) -> None:
         self.num_inputs = 0
-        self.has_begun = False  # its backward
+        self.has_begun = False
 
 
 class _ModuleHook:
@@ -187,14 +192,14 @@ class Unit:
         self.is_root = True
         self._casts = dict(modules)
         self._num_calls = 0  # in the outermost forward under way, or last
-        self._calls_to_come = 0  # in it, as it seems
-        self._backward_follows = False  # the last call
+        self._calls_to_come = 0  # in it, if it is like the one before
+        self._backward_follows = False  # after the last call
         self._running: list[Call] = []
         self._waiting_for: dict[Call, int] = {}
         self._num_trainable: dict[FlatParamHandle, int] = {}
         self.portions: list[Portion] = portions.split(self, [], self._num_trainable)
         self._portion_of: dict[GradPublisher, Portion] = {}
-        self._sticky_version = -1
+        self._sticky_version = -1  # of the parameters that a differentiable backward uses
         before, after = _ModuleHook(self, "_pre_forward"), _ModuleHook(self, "_post_forward")
         for module in modules:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -345,7 +350,7 @@ class Unit:
         )
 
     def free(self) -> None:
-        """The same, and free everything. State: any -> IDLE."""
+        """As ``release``, and free what the strategy would keep. State: any -> IDLE."""
         self._leave()
         for handle in self.handles:
             handle.drop_secondary()
@@ -456,7 +461,7 @@ class Unit:
         return changed
 
     def _end_call(self, has_output: bool) -> None:
-        # A reentrant checkpoint runs its units without gradients, and their backward all the same.
+        # Under a reentrant checkpoint gradients are disabled here, and a backward follows anyway.
         backward_follows = has_output and (torch.is_grad_enabled() or self.context.expects_backward)
         self._backward_follows = backward_follows
         self._num_calls += 1
@@ -477,7 +482,8 @@ class Unit:
         backward_follows = self._backward_follows
         stays = backward_follows and self._stays_after_forward
         for handle in self.handles:
-            # What reduces nothing needs no other rank in backward either, and may run alone.
+            # A backward that reduces nothing may run on this rank alone: it must not need a gather,
+            # nor see what others write into shards that are mapped.
             if self._is_sticky or (stays and self.sync is Sync.LOCAL):
                 handle.keep()
             elif handle.is_mapped or not stays:
