@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeAlias
 
@@ -43,6 +43,8 @@ from flatshard.forward_edits import ForwardEdits
 from flatshard.grad_publisher import GradPublisher
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle, ShardState
+from flatshard.module_hook import ModuleHook
+from flatshard.nested import tensors_in
 from flatshard.non_finite import NonFiniteWatch
 from flatshard.plan_report import name_of
 from flatshard.profiling import profiled
@@ -76,26 +78,6 @@ class Call:
     def __init__(self) -> None:
         self.num_inputs = 0
         self.has_begun = False
-
-
-class _ModuleHook:
-    """A method of a unit as a hook of its module; copies with the unit, or not at all."""
-
-    def __init__(self, unit: Unit, method: str) -> None:
-        self._unit = unit
-        self._method = method
-        # Compiled callers run it as it is, between two graphs.
-        self._call = torch.compiler.disable(getattr(unit, method))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleHook:
-        unit = memo.get(id(self._unit))
-        return _ModuleHook(unit if unit is not None else self._unit.refuse_to_part(), self._method)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._unit.refuse_to_part()
 
 
 class Context(Protocol):
@@ -200,7 +182,7 @@ class Unit:
         self.portions: list[Portion] = portions.split(self, [], self._num_trainable)
         self._portion_of: dict[GradPublisher, Portion] = {}
         self._sticky_version = -1  # of the parameters that a differentiable backward uses
-        before, after = _ModuleHook(self, "_pre_forward"), _ModuleHook(self, "_post_forward")
+        before, after = ModuleHook(self, "_pre_forward"), ModuleHook(self, "_post_forward")
         for module in modules:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             module.register_forward_hook(after, always_call=True)
@@ -434,7 +416,7 @@ class Unit:
         def hook(_: Tensor) -> None:
             self._input_gradient(call)
 
-        for tensor in _tensors(inputs):
+        for tensor in tensors_in(inputs):
             # A leaf outlives the graph, and would gather a hook in every step.
             if tensor.grad_fn is not None:
                 tensor.register_hook(hook)
@@ -497,12 +479,12 @@ class Unit:
 
     def _protect(self, output: Any) -> Any:
         """Copy outputs that look into a buffer which is about to be freed."""
-        if not any(self.context.views_parameters(tensor) for tensor in _tensors(output)):
+        if not any(self.context.views_parameters(tensor) for tensor in tensors_in(output)):
             return output
         output = pytree.tree_map_only(
             Tensor, lambda t: t.clone() if self.context.views_parameters(t) else t, output
         )
-        if any(self.context.views_parameters(tensor) for tensor in _tensors(output)):
+        if any(self.context.views_parameters(tensor) for tensor in tensors_in(output)):
             raise RuntimeError(
                 f"unit {self.name!r} returns a view of its parameters inside an object. They are "
                 "freed after forward: return a clone()."
@@ -513,7 +495,7 @@ class Unit:
         def hook(_: Tensor) -> None:
             self._pre_backward(call)
 
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(hook)
 
@@ -625,24 +607,3 @@ def _renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
             local = name.removeprefix(f"{old}.") if old else name
             return f"{new}.{local}" if new else local
     raise AssertionError(f"{name} belongs to none of {', '.join(before)}")
-
-
-def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Tensors of arguments or outputs: in containers, and in the attributes of plain objects."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item, depth)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item, depth)
-    elif depth and not isinstance(value, _OPAQUE):
-        leaves = pytree.tree_leaves(value)
-        if len(leaves) != 1 or leaves[0] is not value:
-            yield from _tensors(leaves, depth - 1)
-        elif hasattr(value, "__dict__"):
-            yield from _tensors(list(vars(value).values()), depth - 1)
-
-
-_OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)

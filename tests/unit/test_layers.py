@@ -45,6 +45,8 @@ LAYERS = [
         "stand_in",
         "step_report",
         "casting",
+        "module_hook",
+        "nested",
         "grad_dtypes",
         "overrides",
     },
