@@ -1,10 +1,11 @@
-"""Before anything is sharded: do all ranks build the same model?"""
+"""Do all ranks build the same model, mean the same, and can all do it? All go on, or all raise."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from itertools import zip_longest
+from collections.abc import Callable, Iterable
+from itertools import chain, zip_longest
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -12,6 +13,9 @@ from flatshard.collectives import Communicator
 from flatshard.layout import memory_order, strides_of
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+Facts = dict[str, str]
+"""What ranks must agree on: names of things, and what they are."""
+T = TypeVar("T")
 
 
 def check_same_model(
@@ -72,3 +76,59 @@ def raise_everywhere(error: Exception | None, comm: Communicator) -> None:
         if told is not None:
             kind, message = told
             raise kind(f"{message} (rank {comm.ranks[rank]})") from error
+
+
+def agreed(
+    prepare: Callable[[], tuple[T, Facts]], comms: Iterable[Communicator], what: str, remedy: str
+) -> T:
+    """Do what each rank does alone, and go on only where all did, and had the same to do.
+
+    Collective: all ranks of each of ``comms``.
+
+    Args:
+        prepare: gives the result, and facts that must be the same on all ranks.
+        comms: the ranks to ask; none: this one alone.
+        what: names the call in errors.
+        remedy: says there what to do where facts differ.
+
+    Raises:
+        ValueError: on all ranks, where ``prepare`` raised on one or facts differ.
+    """
+    result: T | None = None
+    facts: Facts = {}
+    problem: Exception | None = None
+    try:
+        result, facts = prepare()
+    except Exception as error:
+        problem = error
+    digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+    told: list[str] = []
+    for comm in comms:
+        answers = comm.gather_objects((problem and str(problem), digest), label=what)
+        told += [
+            f"{what}, rank {rank}: {text}"
+            for rank, (text, _) in zip(comm.ranks, answers, strict=True)
+            if text is not None
+        ]
+        if not told and len({digest for _, digest in answers}) > 1:
+            told.append(f"{what}: {_first_difference(facts, comm, what)}. {remedy}")
+    if problem is not None and not isinstance(problem, ValueError):
+        raise problem
+    if told or problem is not None:
+        raise ValueError(told[0] if told else f"{what}: {problem}") from problem
+    assert result is not None, "it was prepared"
+    return result
+
+
+def _first_difference(facts: Facts, comm: Communicator, what: str) -> str:
+    """What differs between the ranks, in words. Collective."""
+    everyone = comm.gather_objects(facts, label=what)
+    for key in dict.fromkeys(chain.from_iterable(everyone)):
+        values = [other.get(key, "nothing") for other in everyone]
+        different = next((r for r, value in enumerate(values) if value != values[0]), None)
+        if different is not None:
+            return (
+                f"ranks differ: {key} is {values[0]} on rank {comm.ranks[0]}, {values[different]} "
+                f"on rank {comm.ranks[different]}"
+            )
+    raise AssertionError("the digests differ, so the facts do")

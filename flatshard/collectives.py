@@ -39,7 +39,7 @@ import contextlib
 import ctypes
 import pickle
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -58,7 +58,6 @@ from flatshard.process_groups import (
     abort,
     control_of,
     cpu_backend,
-    exists,
     named,
     new_group,
     sibling,
@@ -66,6 +65,7 @@ from flatshard.process_groups import (
 )
 from flatshard.rank_order import average, sum_dtype
 from flatshard.standstill import Need, Progress
+from flatshard.tags import Tags
 from flatshard.wire import Sockets
 
 # Newer names of the same collectives; some versions warn of the older ones.
@@ -109,24 +109,11 @@ def record() -> Iterator[list[Event]]:
         _recorders[:] = [one for one in _recorders if one is not events]
 
 
-_is_copying = False
-
-
-@contextlib.contextmanager
-def copying() -> Iterator[None]:
-    """Inside, models are copied: perhaps on one rank alone, which then lets the copy rest."""
-    global _is_copying
-    before, _is_copying = _is_copying, True
-    try:
-        yield
-    finally:
-        _is_copying = before
-
-
-class Communicator:
+class Communicator(Tags):
     """The ranks that share something, and how they move tensors. A group of one never sends.
 
     Attributes:
+        group: the process group; None: this rank alone.
         rank: this rank within the group.
         size: ranks in the group.
         ranks: the group's members by their numbers in the default group.
@@ -148,6 +135,7 @@ class Communicator:
         Raises:
             ValueError: what ``mode`` asks for cannot be had with the group's backend.
         """
+        super().__init__()
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
@@ -156,7 +144,6 @@ class Communicator:
         self.global_rank = dist.get_rank() if group is not None else 0
         self._mode = mode
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
-        self._num_tags, self._num_models = [0, 0], 0
         self._apart_group: dist.ProcessGroup | None = None
         self._on_host: HostGroup | None = None
         self.second_stages: deque[Any] = deque()
@@ -164,7 +151,8 @@ class Communicator:
         if group is None or self.size == 1:
             return
         self._is_gloo = cpu_backend(group) == "gloo"
-        self._check_mode()
+        if not self._is_gloo:
+            mode.check_without_gloo(self.backend, self.global_rank)
         self._sends_cpu_directly = self._is_gloo and mode.collectives is not Collectives.NATIVE
         with named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
             self._gather_group = sibling(group) if self._sends_cpu_directly else group
@@ -194,19 +182,6 @@ class Communicator:
         with named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
             self._apart_group = new_group(
                 self.group, self.ranks, backend="gloo" if in_host_memory else None
-            )
-
-    def _check_mode(self) -> None:
-        if self._is_gloo:
-            return
-        asked = f"wire_dtype={self._mode.wire_dtype}" if self._mode.wire_dtype else ""
-        if self._mode.collectives is Collectives.SOCKETS:
-            asked = 'collectives="sockets"'
-        if asked:
-            raise ValueError(
-                f"ShardedWrapper, rank {self.global_rank}: {asked} is for process groups whose "
-                f"backend is gloo, this one's is {self.backend}. Leave it out, or make the group "
-                'with backend="gloo".'
             )
 
     def _meet_on_host(self) -> HostGroup | None:
@@ -259,20 +234,6 @@ class Communicator:
     def uses_sockets(self) -> bool:
         """Whether the gathers of tensors in host memory pass sockets, in the background."""
         return self.size > 1 and self._sends_cpu_directly and self._on_host is None
-
-    def new_tag(self) -> int:
-        """A number that no other user of this communicator has.
-
-        Ranks that call this in the same order get the same numbers; calls inside ``copying`` and
-        outside of it count apart.
-        """
-        self._num_tags[_is_copying] += 1
-        return 2 * self._num_tags[_is_copying] + _is_copying
-
-    def new_model(self) -> int:
-        """A number below 256 that tells a model from others; ranks construct them together."""
-        self._num_models += 1
-        return self._num_models % 256
 
     def map_shards(
         self,
@@ -613,49 +574,8 @@ def gather_before(group: dist.ProcessGroup, value: Any, *, label: str) -> list[A
         return _gather_objects(value, group, torch.device("cpu"))
 
 
-_communicators: dict[dist.ProcessGroup, dict[Transport, Communicator]] = {}
-"""Kept as long as the group, also between models: the groups made for it live as long."""
-
 ALONE = Communicator(None)
 """The group of one."""
-
-
-def communicator(group: dist.ProcessGroup | None, *, mode: Transport = AUTO) -> Communicator:
-    """The communicator of a process group, made at the first call; None gives ``ALONE``.
-
-    Collective at the first call for a group and a value of ``mode``.
-    """
-    if group is None:
-        return ALONE
-    if group not in _communicators:
-        for destroyed in [one for one in _communicators if not exists(one)]:
-            del _communicators[destroyed]
-    known = _communicators.setdefault(group, {})
-    if mode not in known:
-        known[mode] = Communicator(group, mode=mode)
-    return known[mode]
-
-
-def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
-    """The communicator of some of the parent's ranks, of which this rank is one.
-
-    Collective: these ranks, at the first call for them.
-
-    Args:
-        parent: what backend and timeout are taken from.
-        ranks: numbers in the default group.
-    """
-    if len(ranks) == 1:
-        return ALONE
-    if list(ranks) == list(parent.ranks):
-        return parent
-    known = parent._subgroups
-    if tuple(ranks) not in known:
-        assert parent.group is not None
-        with named(f"ShardedWrapper, rank {parent.global_rank}: meeting ranks {list(ranks)}"):
-            group = new_group(parent.group, ranks)
-        known[tuple(ranks)] = communicator(group, mode=parent._mode)
-    return known[tuple(ranks)]
 
 
 def _as_real(tensor: Tensor) -> Tensor:

@@ -197,6 +197,22 @@ class Transport:
         """What must be the same on every rank."""
         return f"collectives={self.collectives.value}, wire_dtype={self.wire_dtype}"
 
+    def check_without_gloo(self, backend: str, rank: int) -> None:
+        """Can a process group of another backend do this?
+
+        Raises:
+            ValueError: it cannot.
+        """
+        asked = f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""
+        if self.collectives is Collectives.SOCKETS:
+            asked = 'collectives="sockets"'
+        if asked:
+            raise ValueError(
+                f"ShardedWrapper, rank {rank}: {asked} is for process groups whose backend is "
+                f"gloo, this one's is {backend}. Leave it out, or make the group with "
+                'backend="gloo".'
+            )
+
 
 COALESCE_BYTES = 4 << 20
 """What the parameters of small units that go together take at most, unless the user says it."""

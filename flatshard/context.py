@@ -54,6 +54,7 @@ class RunContext:
 
     Attributes:
         units: every unit, the root last.
+        root: the outermost unit.
         syncs: per unit, what backward does with its gradients; read when a forward begins.
         under_no_sync: whether forwards that begin now only accumulate, wherever that is.
         stepping: the optimizers that step in backward.

@@ -26,8 +26,8 @@ class GradPublisher:
 
     Attributes:
         gradients: what backward brought and what became of it.
-        was_edited: whether accumulated gradients, which other ranks have theirs of, were edited
-            here. The ranks find that out together, when they would be reduced.
+        was_edited: whether the user edited gradients here that ``no_sync`` has accumulated, each
+            rank its own. All ranks raise together, when these would be reduced.
     """
 
     def __init__(
@@ -47,9 +47,10 @@ class GradPublisher:
         self.gradients = gradients
         self.was_edited = False
         self._params, self._on_grad = params, on_grad
+        # By index: what was in ``.grad`` before this backward.
         self._earlier: list[Tensor | None] = []
-        # By index: what is shown of a gradient that is not reduced, its version when it was, and
-        # whether it is there for that alone.
+        # By index: what ``.grad`` shows of a gradient that is not reduced, its version then, and
+        # whether ``.grad`` was empty before.
         self._unreduced: dict[int, tuple[Any, int, bool]] = {}
 
     # ------------------------------------------------------------ from autograd to the buffer

@@ -71,6 +71,7 @@ class GradientBuffer:
     """Collects, reduces and hands over the gradients of one flat parameter.
 
     Attributes:
+        label: the unit's name.
         filled: original parameters whose gradient lies in the buffer, by index.
         seen: those whose gradient came since the unit was last gathered for backward.
         used: those that got a gradient since the last ``take``.
@@ -128,6 +129,7 @@ class GradientBuffer:
         self._apart: set[int] = set()  # those that are tensors of their own
         nbytes = layout.padded_numel * dtypes.travel.itemsize
         is_small = nbytes < _IN_PLACE_BYTES
+        # Whether the other ranks read gradients where autograd made them, without a buffer.
         self._stay_in_place = (
             comm_hook is None
             and device.type == "cpu"
@@ -358,8 +360,8 @@ class GradientBuffer:
         """Where this rank's part of a reduction over ``comm`` goes; only its padding has values."""
         numel = self._layout.padded_numel // comm.size
         dtype = self.sum_dtype(comm)
-        # What a later stage makes something else of is not published, and what goes home is free
-        # then.
+        # Only what is published itself needs memory that users may hold on to: not what a later
+        # stage goes on with, nor what is copied home.
         passes_on = self._topology.outer.size > 1 or self.adds_replicas
         if passes_on or self._landing.is_apart:
             part = torch.empty(numel, dtype=dtype, device=self._device)

@@ -526,7 +526,7 @@ class FlatParamHandle:
         return self._mapped is not None
 
     def keep(self) -> None:
-        """Let the buffer outlive changes of the shards, of whatever rank."""
+        """Let the buffer stay as it is when shards change: a mapped one becomes a copy of them."""
         if self._mapped is not None and self.state is ShardState.UNSHARDED:
             with _unsafe_preserve_version_counter(self.buffer):
                 self._mapped.keep()

@@ -1,6 +1,6 @@
 """``HostGroup``: gathers and averages among ranks on one host, which read each other's memory.
 
-One says where its part lies, the others copy it from there, or add it up piece by piece, and say
+Each says where its part lies; the others copy it from there, or add it up piece by piece, and say
 that they have.
 """
 
@@ -20,7 +20,7 @@ from flatshard.standstill import Progress
 from flatshard.watchdog import watched
 
 _REDUCING = peer_memory.TAGS // 2
-"""Added to the tags of reductions; so many tags there are on a board for each."""
+"""Added to the tags of reductions: half of a board's places are for gathers, half for these."""
 
 _PIECE_NUMEL = 1 << 16
 """Elements that are read and added at a time: they stay in the cache between."""
@@ -52,7 +52,8 @@ class HostGroup:
     """Ranks that read one another's memory.
 
     Attributes:
-        memory: of all of them.
+        memory: reads the others'.
+        progress: what this rank has begun, and needs of the others, for ``standstill``.
         rank: this rank within the group.
         size: ranks in the group.
     """
@@ -165,7 +166,7 @@ class HostGroup:
         Collective: all ranks of the group. Waits until they have taken what was offered before.
 
         Args:
-            address: the number.
+            address: the number, mostly where something lies in this rank's memory.
             tag: the tag.
             what: what for, in messages.
         """
@@ -219,7 +220,7 @@ class Offer:
         tag: tells the offer from others of the group.
         number: how many this is under the tag.
         theirs: the other ranks' offers, by rank.
-        taken: that they have taken this one.
+        taken: that they have read what this one offers, awaited of each.
     """
 
     board: Board

@@ -16,222 +16,29 @@ In a state dict it is always whole. State that is one per parameter goes as it i
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flatshard import optim
+from flatshard.agreement import Facts, agreed
 from flatshard.collectives import Communicator
-from flatshard.flat_param import FlatParameter, view_of
+from flatshard.flat_param import view_of
 from flatshard.handle import FlatParamHandle
+from flatshard.optim_places import Place, Places, by_place, unwrapped
 from flatshard.shard_tensor import FlatShardTensor
 from flatshard.unit import Unit
 from flatshard.whole import gather_flat
 
 StateDict = dict[str, Any]
-Facts = dict[str, str]
-T = TypeVar("T")
 
 _DDP_PREFIX = "module."
-_CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
-"""What torch's ``checkpoint_wrapper`` adds to names, but not to those in state dicts."""
-
-
-# ---------------------------------------------------------------- which parameter is which
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What one parameter of an optimizer is in the unwrapped model.
-
-    Attributes:
-        names: of the original parameters in it.
-        handle: the flat parameter that they are parts of; None: nothing of it is sharded.
-        indices: which parts, one for each name.
-    """
-
-    names: tuple[str, ...]
-    handle: FlatParamHandle | None = None
-    indices: tuple[int, ...] = ()
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether the optimizer sees the flat parameter itself."""
-        return self.handle is not None and isinstance(self.handle.sharded[0], FlatParameter)
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether other ranks hold parts of it."""
-        return self.handle is not None and not self.handle.is_whole
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        """The shape of the handle's original parameter ``index``."""
-        assert self.handle is not None, "only of a part of a flat parameter"
-        return self.handle.layout.spans[index].shape
-
-
-class _Places:
-    """The parameters of an optimizer, found in a model.
-
-    Attributes:
-        groups: one place per parameter, as ``optimizer.param_groups`` has them.
-        order: the position of every name in the unwrapped model.
-    """
-
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[Unit]
-    ) -> None:
-        """Find them.
-
-        Raises:
-            ValueError: the optimizer has a parameter that the model, or its units, have not.
-        """
-        prefixes = {
-            module: _unwrapped(f"{name}.") if name else "" for name, module in model.named_modules()
-        }
-        self.order: dict[str, int] = {}
-        for module, prefix in prefixes.items():
-            for attribute in module._parameters:
-                self.order.setdefault(prefix + attribute, len(self.order))
-        found = dict(_places_of_units(prefixes, units))
-        for name, param in model.named_parameters():
-            found.setdefault(id(param), _Place((_unwrapped(name),)))
-        self.groups: list[list[_Place]] = []
-        for number, group in enumerate(optimizer.param_groups):
-            for position, param in enumerate(group["params"]):
-                place = found.get(id(param))
-                if place is None or (
-                    place.handle is None and isinstance(param, FlatShardTensor | FlatParameter)
-                ):
-                    raise ValueError(
-                        f"parameter {position} of the optimizer's group {number}, of shape "
-                        f"{tuple(param.shape)}, is not in the given model. Pass the outermost "
-                        "ShardedWrapper and an optimizer over its parameters; with "
-                        "use_orig_params=False, one that was made after wrapping."
-                    )
-            self.groups.append([found[id(param)] for param in group["params"]])
-
-    def __iter__(self) -> Iterator[_Place]:
-        """All places, in the optimizer's order."""
-        return chain.from_iterable(self.groups)
-
-    def names(self, group: int) -> list[str]:
-        """The original parameters of a group, as an optimizer of the unwrapped model has them."""
-        names = [name for place in self.groups[group] for name in place.names]
-        if any(place.is_flat for place in self.groups[group]):
-            names.sort(key=self.order.__getitem__)
-        return names
-
-
-def _places_of_units(
-    prefixes: dict[nn.Module, str], units: Sequence[Unit]
-) -> Iterable[tuple[int, _Place]]:
-    """The places of all that units own, by the id of what the optimizer may hold."""
-    for handle in chain.from_iterable(unit.handles for unit in units):
-        indices = tuple(range(len(handle.layout.spans)))
-        names = tuple(
-            next(
-                prefixes[site.module] + site.attribute
-                for site in handle.params.sites(index)
-                if site.module in prefixes
-            )
-            for index in indices
-        )
-        if isinstance(handle.sharded[0], FlatParameter):
-            yield id(handle.sharded[0]), _Place(names, handle, indices)
-        else:
-            for index, param in enumerate(handle.sharded):
-                yield id(param), _Place((names[index],), handle, (index,))
-
-
-def _by_place(state_dict: StateDict, places: _Places) -> dict[Any, _Place]:
-    """The places by the keys that a state dict of this very optimizer has for them."""
-    keys = [list(group["params"]) for group in state_dict["param_groups"]]
-    expected = [len(group) for group in places.groups]
-    if [len(group) for group in keys] != expected:
-        raise ValueError(
-            f"optim_state_dict: expected groups of {expected} parameters, as the optimizer has, "
-            f"got {[len(group) for group in keys]}. Pass optimizer.state_dict(), or None."
-        )
-    return dict(zip(chain.from_iterable(keys), places, strict=True))
-
-
-def _unwrapped(name: str) -> str:
-    """A name as state dicts have it, where activations are checkpointed."""
-    return name.replace(_CHECKPOINT_PREFIX, "")
-
-
-# ---------------------------------------------------------------- all ranks or none
-
-
-def _agreed(prepare: Callable[[], tuple[T, Facts]], units: Sequence[Unit], what: str) -> T:
-    """Do what each rank does alone, and go on only where all did, and had the same to do.
-
-    Collective: all ranks that train the units.
-
-    Args:
-        prepare: gives the result, and facts that must be the same on all ranks.
-        units: whose ranks to ask.
-        what: names the call in errors.
-
-    Raises:
-        ValueError: on all ranks, where ``prepare`` raised on one or facts differ.
-    """
-    result: T | None = None
-    facts: Facts = {}
-    problem: Exception | None = None
-    try:
-        result, facts = prepare()
-    except Exception as error:
-        problem = error
-    worlds = {tuple(unit.topology.world.ranks): unit.topology.world for unit in units}
-    digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
-    told: list[str] = []
-    for comm in worlds.values():
-        answers = comm.gather_objects((problem and str(problem), digest), label=what)
-        told += [
-            f"{what}, rank {rank}: {text}"
-            for rank, (text, _) in zip(comm.ranks, answers, strict=True)
-            if text is not None
-        ]
-        if not told and len({digest for _, digest in answers}) > 1:
-            told.append(f"{what}: {_first_difference(facts, comm, what)}")
-    if problem is not None and not isinstance(problem, ValueError):
-        raise problem
-    if told or problem is not None:
-        raise ValueError(told[0] if told else f"{what}: {problem}") from problem
-    assert result is not None, "it was prepared"
-    return result
-
-
-def _first_difference(facts: Facts, comm: Communicator, what: str) -> str:
-    """What differs between the ranks, in words. Collective."""
-    everyone = comm.gather_objects(facts, label=what)
-    for key in dict.fromkeys(chain.from_iterable(everyone)):
-        values = [other.get(key, "nothing") for other in everyone]
-        different = next((r for r, value in enumerate(values) if value != values[0]), None)
-        if different is not None:
-            return (
-                f"ranks differ: {key} is {values[0]} on rank {comm.ranks[0]}, {values[different]} "
-                f"on rank {comm.ranks[different]}. Every rank must step the same optimizer and "
-                "load the same state."
-            )
-    raise AssertionError("the digests differ, so the facts do")
-
-
-def _fact(value: Any) -> str:
-    """A value that is one per parameter, as far as ranks can be expected to agree on it."""
-    if isinstance(value, Tensor):
-        if value.numel() == 1:
-            return repr(value.item())
-        return f"a tensor of shape {tuple(value.shape)}"
-    return repr(value) if isinstance(value, int | float | str | None) else type(value).__name__
+_REMEDY = "Every rank must step the same optimizer and load the same state."
 
 
 # ---------------------------------------------------------------- saving
@@ -248,7 +55,7 @@ class _Entry:
         others: what is one per parameter.
     """
 
-    place: _Place
+    place: Place
     keys: list[str]
     parts: dict[str, Tensor] = field(default_factory=dict)
     others: StateDict = field(default_factory=dict)
@@ -290,14 +97,14 @@ def full_state(
         own = optimizer.state_dict() if state_dict is None else state_dict
         _check_form(own)
         own = optim.unstamped(optimizer, own)
-        places = _by_place(own, _Places(model, optimizer, units))
+        places = by_place(own, Places(model, optimizer, units))
         entries = {
             key: _read(places[key], state) for key, state in own["state"].items() if key in places
         }
         facts = chain.from_iterable(entry.facts() for entry in entries.values())
         return (_rekeyed(own, places), entries), dict(facts)
 
-    own, entries = _agreed(prepare, units, "optim_state_dict")
+    own, entries = agreed(prepare, _worlds(units), "optim_state_dict", _REMEDY)
     is_saving = not rank0_only or not units or units[0].topology.world.rank == 0
     device = torch.device("cpu") if offload_to_cpu else None
     full = {
@@ -326,7 +133,7 @@ def _check_form(state_dict: Any) -> None:
     )
 
 
-def _rekeyed(own: StateDict, places: dict[Any, _Place]) -> StateDict:
+def _rekeyed(own: StateDict, places: dict[Any, Place]) -> StateDict:
     """The same state, with groups that list names."""
     groups = []
     for group in own["param_groups"]:
@@ -336,7 +143,7 @@ def _rekeyed(own: StateDict, places: dict[Any, _Place]) -> StateDict:
     return {"state": own["state"], "param_groups": groups}
 
 
-def _read(place: _Place, state: StateDict) -> _Entry:
+def _read(place: Place, state: StateDict) -> _Entry:
     entry = _Entry(place, list(state))
     for key, value in state.items():
         part = _part(place, key, value)
@@ -347,7 +154,7 @@ def _read(place: _Place, state: StateDict) -> _Entry:
     return entry
 
 
-def _part(place: _Place, key: str, value: Any) -> Tensor | None:
+def _part(place: Place, key: str, value: Any) -> Tensor | None:
     """This rank's part of state per element, 1-D; None for what is one per parameter.
 
     Raises:
@@ -409,7 +216,7 @@ def _gather(
 
 
 def _join(
-    handle: FlatParamHandle, parts: Sequence[tuple[_Place, Tensor]], dtype: torch.dtype
+    handle: FlatParamHandle, parts: Sequence[tuple[Place, Tensor]], dtype: torch.dtype
 ) -> Tensor:
     """Parts of original parameters, each at its place in something as long as the shard."""
     place, part = parts[0]
@@ -461,7 +268,7 @@ def state_to_load(
     def prepare() -> tuple[StateDict, Facts]:
         optim.watch(optimizer)
         _check_form(state_dict)
-        places = _Places(model, optimizer, units)
+        places = Places(model, optimizer, units)
         saved = _named(state_dict, places)
         group_of = {n: i for i, g in enumerate(saved["param_groups"]) for n in g["params"]}
         _check_names(group_of, [name for place in places for name in place.names])
@@ -481,7 +288,7 @@ def state_to_load(
                 loaded["state"][key] = _copied(value, None)
         return loaded, facts
 
-    return _agreed(prepare, units, "optim_state_dict_to_load")
+    return agreed(prepare, _worlds(units), "optim_state_dict_to_load", _REMEDY)
 
 
 def _keys(model: nn.Module, optimizer: torch.optim.Optimizer, by_name: bool) -> list[list[Any]]:
@@ -497,7 +304,7 @@ def _keys(model: nn.Module, optimizer: torch.optim.Optimizer, by_name: bool) -> 
     return keys
 
 
-def _named(state_dict: StateDict, places: _Places) -> StateDict:
+def _named(state_dict: StateDict, places: Places) -> StateDict:
     """The same with names for positions; what wrappers add to names is taken off."""
     if optim.is_stamped(state_dict):
         raise ValueError(
@@ -524,7 +331,7 @@ def _named(state_dict: StateDict, places: _Places) -> StateDict:
     wrapped = all(name.startswith(_DDP_PREFIX) for name in name_of.values())
     if wrapped and not any(name.startswith(_DDP_PREFIX) for name in own):
         name_of = {key: name.removeprefix(_DDP_PREFIX) for key, name in name_of.items()}
-    name_of = {key: _unwrapped(name) for key, name in name_of.items()}
+    name_of = {key: unwrapped(name) for key, name in name_of.items()}
     for group in groups:
         group["params"] = [name_of[key] for key in group["params"]]
     state = {name_of.get(key, key): value for key, value in state_dict["state"].items()}
@@ -546,7 +353,7 @@ def _check_names(saved: Iterable[str], own: Sequence[str]) -> None:
 
 
 def _group(
-    places: _Places,
+    places: Places,
     number: int,
     saved: StateDict,
     group_of: dict[str, int],
@@ -576,14 +383,14 @@ def _options(group: StateDict) -> StateDict:
     return {k: _copied(v, None) for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def _saved_facts(place: _Place, saved: dict[str, StateDict]) -> Iterable[tuple[str, str]]:
+def _saved_facts(place: Place, saved: dict[str, StateDict]) -> Iterable[tuple[str, str]]:
     for name in place.names:
         for key, value in saved.get(name, {}).items():
             yield f"state {key!r} of {name!r}", _fact(value)
 
 
 def _loaded(
-    place: _Place, saved: dict[str, StateDict], optimizer: torch.optim.Optimizer
+    place: Place, saved: dict[str, StateDict], optimizer: torch.optim.Optimizer
 ) -> StateDict | None:
     """This rank's state of one parameter of the optimizer; None where there is none."""
     states = {name: saved[name] for name in place.names if name in saved}
@@ -606,7 +413,7 @@ def _loaded(
     return loaded
 
 
-def _is_per_element(place: _Place, key: str, values: dict[str, Any], elementwise: bool) -> bool:
+def _is_per_element(place: Place, key: str, values: dict[str, Any], elementwise: bool) -> bool:
     """Whether state has one value per element of the parameters it is of.
 
     Raises:
@@ -632,7 +439,7 @@ def _is_per_element(place: _Place, key: str, values: dict[str, Any], elementwise
     return True
 
 
-def _the_one(place: _Place, key: str, values: dict[str, Any]) -> Any:
+def _the_one(place: Place, key: str, values: dict[str, Any]) -> Any:
     """State that is one per parameter; of a flat parameter's originals it must be the same."""
     first, *others = values
     for name in others:
@@ -642,7 +449,7 @@ def _the_one(place: _Place, key: str, values: dict[str, Any]) -> Any:
     return _copied(values[first], None)
 
 
-def _cannot_join(place: _Place, first: str, second: str, what: str) -> ValueError:
+def _cannot_join(place: Place, first: str, second: str, what: str) -> ValueError:
     assert place.handle is not None, "only flat parameters join originals"
     return ValueError(
         f"parameters {first!r} and {second!r} have {what}, but are parts of one flat parameter of "
@@ -650,7 +457,7 @@ def _cannot_join(place: _Place, first: str, second: str, what: str) -> ValueErro
     )
 
 
-def _flat(place: _Place, values: dict[str, Tensor]) -> Tensor:
+def _flat(place: Place, values: dict[str, Tensor]) -> Tensor:
     """This rank's part of a flat parameter's state, ``(shard_numel,)``.
 
     Zero for originals without state: they were never used, so nothing was added up for them.
@@ -666,7 +473,7 @@ def _flat(place: _Place, values: dict[str, Tensor]) -> Tensor:
     return shard
 
 
-def _sliced(place: _Place, value: Tensor, elementwise: bool) -> Tensor:
+def _sliced(place: Place, value: Tensor, elementwise: bool) -> Tensor:
     """This rank's part of an original parameter's state, as the optimizer has it."""
     handle, (index,) = place.handle, place.indices
     assert handle is not None, "it is a part of a flat parameter"
@@ -678,3 +485,20 @@ def _sliced(place: _Place, value: Tensor, elementwise: bool) -> Tensor:
         ).copy_(value)
     part = spec.slice(value.detach()).to(device, copy=True)
     return part if elementwise else FlatShardTensor(part, spec)
+
+
+# ---------------------------------------------------------------- what ranks agree on
+
+
+def _worlds(units: Sequence[Unit]) -> list[Communicator]:
+    """The ranks that train the units; mostly the same for all."""
+    return list({tuple(u.topology.world.ranks): u.topology.world for u in units}.values())
+
+
+def _fact(value: Any) -> str:
+    """A value that is one per parameter, as far as ranks can be expected to agree on it."""
+    if isinstance(value, Tensor):
+        if value.numel() == 1:
+            return repr(value.item())
+        return f"a tensor of shape {tuple(value.shape)}"
+    return repr(value) if isinstance(value, int | float | str | None) else type(value).__name__

@@ -41,6 +41,7 @@ class ParamViews:
         full: the parameters that compute, in the order of ``layout.spans``.
         is_whole: whether this rank's shard is all of it.
         use_orig_params: whether users see original parameters or one ``FlatParameter``.
+        are_originals: whether what users see are the original objects, over the shard.
     """
 
     def __init__(

@@ -273,7 +273,8 @@ def _contains(unit: str, name: str) -> bool:
     return not unit or name == unit or name.startswith(f"{unit}.")
 
 
-def _some(names: Iterable[str], most: int = 3) -> str:
+def _some(names: Iterable[str]) -> str:
+    """The first three, and how many more there are."""
     found = list(names)
-    more = [f"{len(found) - most} more"] if len(found) > most else []
-    return ", ".join([*found[:most], *more])
+    more = [f"{len(found) - 3} more"] if len(found) > 3 else []
+    return ", ".join([*found[:3], *more])

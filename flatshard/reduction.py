@@ -49,7 +49,7 @@ class Reduction:
     """One buffer on its way through the stages.
 
     Attributes:
-        hold: whether there is no second stage.
+        hold: whether it ends with the first stage, whose result waits for a later backward.
         out: what the last stage fills, or did.
         stages: those that have begun.
     """

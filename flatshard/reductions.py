@@ -115,7 +115,7 @@ def _sharded_norms(
     tensors: list[FlatShardTensor], order: float, dtype: torch.dtype | None, comm: Communicator
 ) -> Tensor:
     """Norms of tensors that one communicator shares, float64, ``(len(tensors),)``."""
-    # Zeros are the padding, and 1 / 0 of them would be infinite.
+    # Padding is zeros: nothing to a positive order, but a negative one would divide by them.
     parts = [_part(tensor, with_padding=order >= 0) for tensor in tensors]
     if dtype is not None:
         parts = [part.to(dtype) for part in parts]
@@ -132,7 +132,7 @@ def _sharded_norms(
 
 
 def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
-    """Norms of this rank's parts; one that is empty adds nothing to the others of its tensor.
+    """Norms of this rank's parts; that of an empty one leaves the other ranks' as they are.
 
     In float64, since powers of them are summed: of 1e20, say, which float32 could not square.
     """
@@ -256,7 +256,7 @@ HANDLERS.update(
 class OutsideUses:
     """How often something differentiable was made of sharded tensors outside of a forward.
 
-    Of all models: what combines parameters of two knows only one of them.
+    One count for all models: an operation on parameters of two would count for the first alone.
     """
 
     count = 0

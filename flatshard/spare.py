@@ -32,19 +32,20 @@ def prepare_allocator() -> None:
 
 
 class Spare:
-    """Hands out 1-D tensors of one kind, the same memory again where that is unused."""
+    """Hands out 1-D tensors of one kind, the same memory again where that is unused.
 
-    def __init__(
-        self, limit: int = 1, *, new: Callable[[int, torch.dtype], Tensor] | None = None
-    ) -> None:
-        """Keep at most ``limit`` tensors; ``new`` makes them, None: on the device asked for."""
-        self._limit = limit
+    Keeps one at most.
+    """
+
+    def __init__(self, new: Callable[[int, torch.dtype], Tensor] | None = None) -> None:
+        """Keep nothing yet; ``new`` makes tensors, None: on the device asked for."""
         self._new = new
-        self._kept: list[Tensor] = []
+        self._kept: Tensor | None = None
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised tensor, ``(numel,)``."""
-        for kept in self._kept:
+        kept = self._kept
+        if kept is not None:
             fits = kept.numel() == numel and kept.dtype == dtype and kept.device == device
             if fits and _is_unused(kept):
                 return kept.detach()  # an alias, which counts as a use
@@ -53,14 +54,15 @@ class Spare:
             new = torch.empty(numel, dtype=dtype, device=device)
         else:
             new = self._new(numel, dtype)
-        if device.type == "cpu" and _use_count is not None and len(self._kept) < self._limit:
-            self._kept.append(new)
+        if device.type == "cpu" and _use_count is not None and self._kept is None:
+            self._kept = new
             return new.detach()
         return new
 
     def give_back(self) -> None:
-        """Free what nobody else uses."""
-        self._kept = [kept for kept in self._kept if not _is_unused(kept)]
+        """Free what is kept, unless somebody else uses it."""
+        if self._kept is not None and _is_unused(self._kept):
+            self._kept = None
 
 
 def _uses(tensor: Tensor) -> int:

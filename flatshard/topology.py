@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flatshard.collectives import ALONE, Communicator, communicator, gather_before, subgroup
+from flatshard.collectives import ALONE, Communicator, gather_before
+from flatshard.communicators import communicator, subgroup
 from flatshard.config import Placement, Transport
 
 

@@ -2,11 +2,11 @@
 
 A parameter's life in a step:
 
-1.  ``pre_forward`` gathers the unit's flat parameters, unless a prefetch did already, and lets the
+1.  ``_pre_forward`` gathers the unit's flat parameters, unless a prefetch did already, and lets the
     modules hold the full parameters; the next unit's gather starts.
-2.  ``post_forward`` gives the modules the sharded ones back, hooks the outputs, and frees the
+2.  ``_post_forward`` gives the modules the sharded ones back, hooks the outputs, and frees the
     buffer if the strategy says so.
-3.  ``pre_backward``, from an output's hook, gathers again; the unit before starts too.
+3.  ``_pre_backward``, from an output's hook, gathers again; the unit before starts too.
 4.  Each gradient is copied into its slot of the flat gradient buffer as it comes (``handle``).
 5.  When all have come, the reduction starts, in an order that all ranks share (``context``).
 6.  When the gradients of the unit's inputs are there too, nothing can need its parameters: the
@@ -28,20 +28,23 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from flatshard import portions
 from flatshard.casting import UnitCasts
 from flatshard.config import Placement
 from flatshard.forward_edits import ForwardEdits
 from flatshard.grad_publisher import GradPublisher
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle, ShardState
+from flatshard.module_hook import ModuleHook
+from flatshard.nested import tensors_in
 from flatshard.non_finite import NonFiniteWatch
 from flatshard.plan_report import name_of
 from flatshard.profiling import profiled
@@ -49,6 +52,9 @@ from flatshard.recorder import Recorder
 from flatshard.state_dict_options import StateDictOptions
 from flatshard.step_report import Kind
 from flatshard.topology import Topology
+
+Portion: TypeAlias = "portions.Portion[Unit]"
+"""Flat parameters of a unit that are reduced together."""
 
 
 class Phase(enum.Enum):
@@ -60,33 +66,18 @@ class Phase(enum.Enum):
 
 
 class Call:
-    """One run of a unit's forward: the gradients of its inputs that backward must still make."""
+    """One call of a unit's module, which a backward belongs to.
+
+    Attributes:
+        num_inputs: how many of its inputs have a gradient; when all have come, backward is through.
+        has_begun: whether its backward has begun.
+    """
 
     __slots__ = ("has_begun", "num_inputs")
 
     def __init__(self) -> None:
         self.num_inputs = 0
-        self.has_begun = False  # its backward
-
-
-class _ModuleHook:
-    """A method of a unit as a hook of its module; copies with the unit, or not at all."""
-
-    def __init__(self, unit: Unit, method: str) -> None:
-        self._unit = unit
-        self._method = method
-        # Compiled callers run it as it is, between two graphs.
-        self._call = torch.compiler.disable(getattr(unit, method))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleHook:
-        unit = memo.get(id(self._unit))
-        return _ModuleHook(unit if unit is not None else self._unit.refuse_to_part(), self._method)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._unit.refuse_to_part()
+        self.has_begun = False
 
 
 class Context(Protocol):
@@ -136,33 +127,6 @@ class Context(Protocol):
         """Whether a tensor looks into a buffer that will be freed."""
 
 
-class Portion:
-    """The flat parameters of a unit whose gradients are reduced together: mostly all.
-
-    Attributes:
-        unit: the unit.
-        handles: the flat parameters.
-        index: its number in the run.
-    """
-
-    __slots__ = ("handles", "index", "unit")
-
-    def __init__(self, unit: Unit, handles: Sequence[FlatParamHandle]) -> None:
-        self.unit, self.handles = unit, list(handles)
-        self.index = -1
-
-    def trainable_handles(self) -> list[FlatParamHandle]:
-        """Flat parameters with something to reduce."""
-        return [handle for handle in self.handles if self.unit.num_trainable_of(handle)]
-
-    def is_complete(self) -> bool:
-        """Whether all gradients have come."""
-        for handle in self.handles:  # a loop: asked for every gradient
-            if len(handle.gradients.seen) < self.unit.num_trainable_of(handle):
-                return False
-        return True
-
-
 class Unit:
     """A wrapped module, or several, and their flat parameters.
 
@@ -210,15 +174,15 @@ class Unit:
         self.is_root = True
         self._casts = dict(modules)
         self._num_calls = 0  # in the outermost forward under way, or last
-        self._calls_to_come = 0  # in it, as it seems
-        self._backward_follows = False  # the last call
+        self._calls_to_come = 0  # in it, if it is like the one before
+        self._backward_follows = False  # after the last call
         self._running: list[Call] = []
         self._waiting_for: dict[Call, int] = {}
         self._num_trainable: dict[FlatParamHandle, int] = {}
-        self.portions: list[Portion] = [Portion(self, [])]
+        self.portions: list[Portion] = portions.split(self, [], self._num_trainable)
         self._portion_of: dict[GradPublisher, Portion] = {}
-        self._sticky_version = -1
-        before, after = _ModuleHook(self, "_pre_forward"), _ModuleHook(self, "_post_forward")
+        self._sticky_version = -1  # of the parameters that a differentiable backward uses
+        before, after = ModuleHook(self, "_pre_forward"), ModuleHook(self, "_post_forward")
         for module in modules:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             module.register_forward_hook(after, always_call=True)
@@ -260,19 +224,15 @@ class Unit:
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
         """Take flat parameters over."""
         self.handles = list(handles)
-        together = [handle for handle in self.handles if not handle.reduces_alone]
-        alone = [[handle] for handle in self.handles if handle.reduces_alone]
-        self.portions = [Portion(self, one) for one in (together, *alone) if one or not alone]
+        self._num_trainable = {}
+        self.portions = portions.split(self, self.handles, self._num_trainable)
         self._portion_of = {h.grads: portion for portion in self.portions for h in portion.handles}
         self._edits = [ForwardEdits(handle) for handle in self.handles]
         self._count_trainable()
 
     def _count_trainable(self) -> None:
-        self._num_trainable = {h: h.params.num_trainable() for h in self.handles}
-
-    def num_trainable_of(self, handle: FlatParamHandle) -> int:
-        """Of a flat parameter, those whose gradient a whole backward brings."""
-        return self._num_trainable[handle]
+        for handle in self.handles:
+            self._num_trainable[handle] = handle.params.num_trainable()
 
     def portion_of(self, handle: FlatParamHandle) -> Portion:
         """What a flat parameter is reduced with."""
@@ -372,7 +332,7 @@ class Unit:
         )
 
     def free(self) -> None:
-        """The same, and free everything. State: any -> IDLE."""
+        """As ``release``, and free what the strategy would keep. State: any -> IDLE."""
         self._leave()
         for handle in self.handles:
             handle.drop_secondary()
@@ -456,7 +416,7 @@ class Unit:
         def hook(_: Tensor) -> None:
             self._input_gradient(call)
 
-        for tensor in _tensors(inputs):
+        for tensor in tensors_in(inputs):
             # A leaf outlives the graph, and would gather a hook in every step.
             if tensor.grad_fn is not None:
                 tensor.register_hook(hook)
@@ -483,7 +443,7 @@ class Unit:
         return changed
 
     def _end_call(self, has_output: bool) -> None:
-        # A reentrant checkpoint runs its units without gradients, and their backward all the same.
+        # Under a reentrant checkpoint gradients are disabled here, and a backward follows anyway.
         backward_follows = has_output and (torch.is_grad_enabled() or self.context.expects_backward)
         self._backward_follows = backward_follows
         self._num_calls += 1
@@ -504,7 +464,8 @@ class Unit:
         backward_follows = self._backward_follows
         stays = backward_follows and self._stays_after_forward
         for handle in self.handles:
-            # What reduces nothing needs no other rank in backward either, and may run alone.
+            # A backward that reduces nothing may run on this rank alone: it must not need a gather,
+            # nor see what others write into shards that are mapped.
             if self._is_sticky or (stays and self.sync is Sync.LOCAL):
                 handle.keep()
             elif handle.is_mapped or not stays:
@@ -518,12 +479,12 @@ class Unit:
 
     def _protect(self, output: Any) -> Any:
         """Copy outputs that look into a buffer which is about to be freed."""
-        if not any(self.context.views_parameters(tensor) for tensor in _tensors(output)):
+        if not any(self.context.views_parameters(tensor) for tensor in tensors_in(output)):
             return output
         output = pytree.tree_map_only(
             Tensor, lambda t: t.clone() if self.context.views_parameters(t) else t, output
         )
-        if any(self.context.views_parameters(tensor) for tensor in _tensors(output)):
+        if any(self.context.views_parameters(tensor) for tensor in tensors_in(output)):
             raise RuntimeError(
                 f"unit {self.name!r} returns a view of its parameters inside an object. They are "
                 "freed after forward: return a clone()."
@@ -534,7 +495,7 @@ class Unit:
         def hook(_: Tensor) -> None:
             self._pre_backward(call)
 
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(hook)
 
@@ -646,24 +607,3 @@ def _renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
             local = name.removeprefix(f"{old}.") if old else name
             return f"{new}.{local}" if new else local
     raise AssertionError(f"{name} belongs to none of {', '.join(before)}")
-
-
-def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Tensors of arguments or outputs: in containers, and in the attributes of plain objects."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item, depth)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item, depth)
-    elif depth and not isinstance(value, _OPAQUE):
-        leaves = pytree.tree_leaves(value)
-        if len(leaves) != 1 or leaves[0] is not value:
-            yield from _tensors(leaves, depth - 1)
-        elif hasattr(value, "__dict__"):
-            yield from _tensors(list(vars(value).values()), depth - 1)
-
-
-_OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)

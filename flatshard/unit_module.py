@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from flatshard import materialise, plan_report
 from flatshard.casting import convert_buffers
-from flatshard.collectives import copying
 from flatshard.config import ShardingStrategy
 from flatshard.context import RunContext
 from flatshard.handle import FlatParamHandle
 from flatshard.ignored import Ignored
 from flatshard.settings import Settings, read_strategy
 from flatshard.stand_in import StandIn
+from flatshard.tags import copying
 from flatshard.topology import Topology
 from flatshard.unit import Unit
 
@@ -286,9 +286,8 @@ class UnitModule(StandIn):
 
 
 @contextlib.contextmanager
-def _hidden(wrappers: Iterable[UnitModule], handles: Iterable[FlatParamHandle]) -> Iterator[None]:
-    """Take all parameters that handles own out of the modules for a while."""
-    hidden = [one for handle in handles for one in handle.params.hide()]
+def without_flat_parameters(wrappers: Iterable[UnitModule]) -> Iterator[None]:
+    """Take the flat parameters of ``use_orig_params=False`` out of wrappers for a while."""
     flat = [(wrapper, dict(wrapper._parameters)) for wrapper in wrappers]
     for wrapper, _ in flat:
         wrapper._parameters.clear()
@@ -297,6 +296,16 @@ def _hidden(wrappers: Iterable[UnitModule], handles: Iterable[FlatParamHandle]) 
     finally:
         for wrapper, parameters in flat:
             wrapper._parameters.update(parameters)
+
+
+@contextlib.contextmanager
+def _hidden(wrappers: Iterable[UnitModule], handles: Iterable[FlatParamHandle]) -> Iterator[None]:
+    """Take all parameters that handles own out of the modules for a while."""
+    hidden = [one for handle in handles for one in handle.params.hide()]
+    try:
+        with without_flat_parameters(wrappers):
+            yield
+    finally:
         for held, attribute, param in hidden:
             held[attribute] = param
 

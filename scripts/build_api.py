@@ -13,6 +13,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from flatshard.whole_model import WholeModel
+
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 
 MODULES = {
@@ -31,6 +33,9 @@ NAMES = {
 
 LEFT_OUT = {"check_policy", "explain_no_match", "find_units", "UnitPlan", "Policy"}
 """Names that only the library itself needs."""
+
+WITH_MEMBERS = {WholeModel}
+"""Bases whose methods stand with those of the class."""
 
 OWN = {"alias", "let_go", "parameter", "placeholder", "point_at"}
 """Methods that only the library itself calls."""
@@ -55,7 +60,8 @@ def entry(name: str, thing: Any) -> list[str]:
     if not inspect.isclass(thing):
         return [f"### {name}", *described(name, thing)]
     found = [f"### {name}", *described(name, thing)]
-    for member, value in vars(thing).items():
+    members_of = [thing, *(base for base in thing.__bases__ if base in WITH_MEMBERS)]
+    for member, value in itertools.chain.from_iterable(vars(one).items() for one in members_of):
         if member.startswith("_") or member in OWN:
             continue
         function = getattr(value, "__func__", value)  # of a static method

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measure_strategies import Block, Transformer
+from measure_strategies import Block, Transformer, table
 from rich import print as rich_print
 from rich.table import Table
 from torch import Tensor, nn
@@ -166,13 +166,6 @@ def digest(args: argparse.Namespace, model: ShardedWrapper) -> str:
 
 
 # ------------------------------------------------------------------------------------------ tables
-
-
-def table(title: str, *columns: str) -> Table:
-    made = Table(title=title)
-    for position, column in enumerate(columns):
-        made.add_column(column, justify="left" if position == 0 else "right")
-    return made
 
 
 def losses_table(figures: dict[str, Any]) -> Table:

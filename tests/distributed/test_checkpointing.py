@@ -8,6 +8,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -148,13 +149,10 @@ def _train_and_count(rank: int, world_size: int, kind: str, way: str) -> None:
             model = _wrap(case, way)
             optimizer = OPTIMIZERS["sgd"](model.parameters())
             for step in range(3):
-                with collectives.record() as forward:
-                    loss = local_loss(model, case, step, rank, world_size)
-                with collectives.record() as backward:
-                    loss.backward()
+                forward, backward = _gathers_of(local_loss, model, case, step, rank, world_size)
                 optimizer.step()
                 optimizer.zero_grad()
-                _check_gathers(way, _gathers(forward), _gathers(backward))
+                _check_gathers(way, forward, backward)
             assert_same_state(model.state_dict(), expected.state, 0.0, 1e-12)
 
 
@@ -165,6 +163,15 @@ def _wrap(case: Case, way: str) -> ShardedWrapper:
         sharding_strategy=ShardingStrategy[strategy],
         use_orig_params=use_orig_params,
     )
+
+
+def _gathers_of(loss_of: Callable[..., Tensor], *args: Any) -> tuple[Counter[str], Counter[str]]:
+    """Per unit, how often the forward of a loss gathered it, and its backward."""
+    with collectives.record() as forward:
+        loss = loss_of(*args)
+    with collectives.record() as backward:
+        loss.backward()
+    return _gathers(forward), _gathers(backward)
 
 
 def _gathers(events: list[collectives.Event]) -> Counter[str]:
@@ -206,17 +213,16 @@ def _whole(rank: int, world_size: int, kind: str, way: str) -> None:
     # A reentrant checkpoint does nothing where no input asks for a gradient.
     inputs_matter = Case("whole", Layers, _vectors_with_grad, (Layer,), row_wise=False)
     for step in range(4):
-        with collectives.record() as forward:
-            loss = local_loss(run_again, inputs_matter, step, rank, world_size)
-        with collectives.record() as backward:
-            loss.backward()
+        forward, backward = _gathers_of(
+            local_loss, run_again, inputs_matter, step, rank, world_size
+        )
         optimizer.step()
         optimizer.zero_grad()
         if way.startswith("full"):
-            assert _gathers(forward) == Counter(["", *LAYERS])
+            assert forward == Counter(["", *LAYERS])
             # The first forward of a reentrant checkpoint looks like an evaluation.
             root = [""] if kind == "reentrant" else []
-            assert _gathers(backward) == Counter([*root, *LAYERS])
+            assert backward == Counter([*root, *LAYERS])
     assert_same_state(model.state_dict(), expected.state, 0.0, 1e-12)
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, ShardedWrapper, collectives, reductions
+from flatshard.communicators import communicator
 from flatshard.shard_tensor import ShardSpec
 from flatshard.wrap import ModuleWrapPolicy
 from tests.distributed.test_training import WAYS
@@ -237,7 +238,7 @@ def test_groups_mixed() -> None:
 def _groups_mixed(rank: int, world_size: int) -> None:
     """One reduction for each process group, whatever the dtypes."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    comms = [collectives.communicator(group) for group in (dist.group.WORLD, pairs[rank // 2])]
+    comms = [communicator(group) for group in (dist.group.WORLD, pairs[rank // 2])]
     wholes, parts = [], []
     for position in range(6):
         comm = comms[position % 2]
@@ -350,7 +351,7 @@ def test_reductions_of_uneven_parts() -> None:
 
 def _uneven_parts(rank: int, world_size: int) -> None:
     """However elements lie on the ranks: nothing on some, a NaN on one, padding between them."""
-    comm = collectives.communicator(dist.group.WORLD)
+    comm = communicator(dist.group.WORLD)
     generator = torch.Generator().manual_seed(5)
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)
     for trial in range(40):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import CollectiveError, ShardedWrapper, collectives, sharded_modules, wire
-from flatshard.collectives import communicator
+from flatshard.communicators import communicator
 from flatshard.config import Collectives, Transport
 from flatshard.on_host import Whole
 from flatshard.pending import Pending, Unsettled

@@ -131,6 +131,17 @@ def _assert_same(model: nn.Module, plain: nn.Module) -> None:
     assert_same_state(model.state_dict(), snapshot(plain), TOLERANCE, TOLERANCE)
 
 
+def _check_trains_like(copies: Copies, model: ShardedWrapper, rank: int, num_steps: int) -> None:
+    """Train the model on this rank's rows, the copies on all ranks', and compare."""
+    optimizer = _sgd(model)
+    for step in range(num_steps):
+        _loss(model, rank, len(copies.models), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        copies.step([step])
+    _assert_same(model, copies.models[rank])
+
+
 # ---------------------------------------------------------------- training
 
 
@@ -156,13 +167,7 @@ def _training(
                 **keywords,
             )
             copies = Copies((_build(r, how)[0] for r in range(world_size)), ignored)
-            optimizer = _sgd(wrapped)
-            for step in range(4):
-                _loss(wrapped, rank, world_size, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                copies.step([step])
-            _assert_same(wrapped, copies.models[rank])
+            _check_trains_like(copies, wrapped, rank, 4)
 
 
 @each_way
@@ -289,13 +294,7 @@ def _copies(rank: int, world_size: int, strategy: str, per_node: int) -> None:
     twin = twin.float().double()  # other buffers
     for plain in copies.models:
         plain.float().double()
-    optimizer = _sgd(twin)
-    for step in range(2):
-        _loss(twin, rank, world_size, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        copies.step([step])
-    _assert_same(twin, copies.models[rank])
+    _check_trains_like(copies, twin, rank, 2)
     assert_same_state(wrapped.state_dict(), before, 0.0, 0.0)
 
 
@@ -373,13 +372,7 @@ def _tied(rank: int, world_size: int, strategy: str, policy: ModuleWrapPolicy | 
                 model, sharding_strategy=strategy, auto_wrap_policy=policy, **keywords
             )
             copies = Copies([copy.deepcopy(plain) for _ in range(world_size)], ignored)
-            optimizer = _sgd(wrapped)
-            for step in range(3):
-                _loss(wrapped, rank, world_size, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                copies.step([step])
-            _assert_same(wrapped, copies.models[rank])
+            _check_trains_like(copies, wrapped, rank, 3)
             assert wrapped.local.weight is wrapped.inner.weight
 
 
@@ -406,13 +399,7 @@ def _units_inside_units(rank: int, world_size: int) -> None:
     assert type(ignored[1].weight) is nn.Parameter
     names = {name for name in wrapped.state_dict() if name.startswith("local.0.0.1.")}
     copies = Copies((_nested_names(one) for one in plain), names)
-    optimizer = _sgd(wrapped)
-    for step in range(3):
-        _loss(wrapped, rank, world_size, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        copies.step([step])
-    _assert_same(wrapped, copies.models[rank])
+    _check_trains_like(copies, wrapped, rank, 3)
 
 
 def _nested_names(plain: nn.Module) -> nn.Module:

@@ -231,7 +231,7 @@ def _different_strategies(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- what is kept when
 
 
-def _gathers(run: Run, action: Callable[[], Any]) -> int:
+def _gathers(action: Callable[[], Any]) -> int:
     with record() as events:
         action()
     return sum(event.kind == "gather" for event in events)
@@ -244,14 +244,14 @@ def test_shard_op_gathers_once_per_step() -> None:
 def _shard_op_gathers(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     run = Run(case.wrap(case.model(), sharding_strategy="SHARD_OP"), case, rank, world_size)
-    assert _gathers(run, lambda: run.loss(0).backward()) == 3
-    assert _gathers(run, lambda: run.loss(1).backward()) == 0
-    assert _gathers(run, lambda: run.model.state_dict()) == 0
+    assert _gathers(lambda: run.loss(0).backward()) == 3
+    assert _gathers(lambda: run.loss(1).backward()) == 0
+    assert _gathers(lambda: run.model.state_dict()) == 0
     run.step()
-    assert _gathers(run, lambda: run.loss(2).backward()) == 3
+    assert _gathers(lambda: run.loss(2).backward()) == 3
     # Evaluation gives the memory back.
     with torch.no_grad():
-        assert _gathers(run, run.evaluate) == 0
+        assert _gathers(run.evaluate) == 0
     assert all(h.buffer.untyped_storage().size() == 0 for h in _handles(run.model))
 
 
@@ -289,10 +289,10 @@ def _once_across_nodes(rank: int, world_size: int) -> None:
     model = case.wrap(case.model(), sharding_strategy="HYBRID_SHARD_OP")
     run = Run(model, case, rank, world_size)
     run.train(0, 2)
-    assert _gathers(run, lambda: run.loss(2).backward()) == 3 + 6
-    assert _gathers(run, lambda: run.loss(3).backward()) == 6
+    assert _gathers(lambda: run.loss(2).backward()) == 3 + 6
+    assert _gathers(lambda: run.loss(3).backward()) == 6
     run.step()
-    assert _gathers(run, lambda: run.loss(4).backward()) == 3 + 6
+    assert _gathers(lambda: run.loss(4).backward()) == 3 + 6
     for handle in _handles(model):
         assert handle.shard.numel() == handle.layout.padded_numel // 4
 
@@ -400,15 +400,6 @@ def _early_step(rank: int, world_size: int) -> None:
 
 def _model_with(**keywords: Any) -> ShardedWrapper:
     return ShardedWrapper(Mlp(), **keywords)
-
-
-def _overlapping() -> Keywords:
-    """Rank 3 is in no shard group of two."""
-    rank = dist.get_rank()
-    groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2, 3], [0, 2], [3, 1])]
-    return {
-        "process_group": (groups[0] if rank < 2 else groups[1], groups[2 if rank in (0, 2) else 3])
-    }
 
 
 def _same_twice() -> Keywords:

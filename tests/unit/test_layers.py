@@ -1,6 +1,7 @@
 """Modules import only from layers below their own, or a neighbour that is named here."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ LAYERS = [
         "mapped_shards",
         "memory_file",
         "spare",
+        "tags",
         "peers",
         "state_dict_options",
         "memory_timeline",
@@ -43,6 +45,8 @@ LAYERS = [
         "stand_in",
         "step_report",
         "casting",
+        "module_hook",
+        "nested",
         "grad_dtypes",
         "overrides",
     },
@@ -52,6 +56,7 @@ LAYERS = [
         "elementwise",
         "reductions",
         "collectives",
+        "communicators",
         "topology",
         "secondary",
         "ownership",
@@ -69,6 +74,7 @@ LAYERS = [
         "param_views",
         "grad_publisher",
         "handle",
+        "portions",
         "saved_tensors",
         "summon",
         "whole",
@@ -81,6 +87,7 @@ LAYERS = [
         "context",
         "grad_norm",
         "left_out",
+        "optim_places",
         "scaled_loss",
         "settings",
         "inspection",
@@ -91,7 +98,7 @@ LAYERS = [
         "step_in_backward",
     },
     {"checkpoint", "optim_state", "unit_module"},
-    {"construction", "peer_names"},
+    {"construction", "peer_names", "whole_model"},
     {"wrapper"},
     {"__init__"},
 ]
@@ -112,7 +119,8 @@ NEIGHBOURS = {
     "shard_tensor": {"collectives"},
     "elementwise": {"shard_tensor"},
     "reductions": {"collectives", "shard_tensor"},
-    "topology": {"collectives"},
+    "communicators": {"collectives"},
+    "topology": {"collectives", "communicators"},
     "secondary": {"collectives"},
     "ownership": {"shard_tensor"},
     "coalescing": {"ownership"},
@@ -125,6 +133,7 @@ NEIGHBOURS = {
     "grad_publisher": {"gradients", "param_views"},
     "handle": {"grad_publisher", "gradients", "param_views"},
     "materialise": {"handle"},
+    "portions": {"handle"},
     "saved_tensors": {"handle"},
     "summon": {"handle", "whole"},
     "whole": {"handle"},
@@ -133,6 +142,7 @@ NEIGHBOURS = {
     "step_in_backward": {"scaled_loss", "unit"},
     "comm_hook": {"unit"},
     "left_out": {"unit"},
+    "optim_places": {"unit"},
     "hook_turns": {"unit"},
     "recording": {"context"},
 }
@@ -164,6 +174,15 @@ def test_imports_point_down(path: Path) -> None:
         if other not in allowed and LEVEL.get(other, -1) >= LEVEL[module]
     }
     assert not wrong, f"{module} imports {sorted(wrong)}"
+
+
+def test_the_map_has_every_module_in_its_layer() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "how-it-works.md").read_text()
+    _, *sections = text.partition("## The modules")[2].split("\n### ")
+    found = [set(re.findall(r"^- \**`(\w+)`", section, re.MULTILINE)) for section in sections]
+    *below, surface = found
+    assert below == LAYERS[: len(below)]
+    assert surface == set().union(*LAYERS[len(below) :]) - {"__init__"}
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
