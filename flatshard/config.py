@@ -130,6 +130,8 @@ def resharding(
 class BackwardPrefetch(enum.Enum):
     """When the next unit's gather starts in backward; ``None`` in its place means never."""
 
+    AUTO = "AUTO"
+    """``END_OF_FORWARD`` where gathers go through gloo's sockets, else ``BACKWARD_PRE``."""
     BACKWARD_PRE = "BACKWARD_PRE"
     """Before this unit's gradients are computed: most overlap."""
     BACKWARD_POST = "BACKWARD_POST"

@@ -46,9 +46,6 @@ _POLL_SECONDS = 1e-4
 
 _in_backward: weakref.WeakSet[RunContext] = weakref.WeakSet()
 
-_BEFORE_BACKWARD = (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.END_OF_FORWARD)
-
-
 class RunContext:
     """What the units of one model share during training.
 
@@ -145,6 +142,7 @@ class RunContext:
         ]
         self._budget = max(sizes, default=0)
         self._prefetch_budget = max((unit.buffer_bytes for unit in self.units), default=0)
+        self._uses_sockets = any(unit.topology.inner.uses_sockets for unit in self.units)
         self._of_several = [unit for unit in self.units if len(unit.modules) > 1]
         self._kept_from_afar = [
             handle for unit in self.units for handle in unit.handles if unit.topology.outer.size > 1
@@ -252,6 +250,8 @@ class RunContext:
     @property
     def _foresees_backward(self) -> bool:
         """Whether to keep and gather in forward what backward begins with."""
+        if self._backward_prefetch is BackwardPrefetch.AUTO:
+            return self.expects_backward and self._uses_sockets
         return self._backward_prefetch is BackwardPrefetch.END_OF_FORWARD and self.expects_backward
 
     @property
@@ -276,7 +276,7 @@ class RunContext:
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Begin the gathers of the units whose backward is expected after this one's."""
-        if self._backward_prefetch in _BEFORE_BACKWARD:
+        if self._backward_prefetch not in (None, BackwardPrefetch.BACKWARD_POST):
             self._prefetch(self._order.next_backward(unit.index), "backward")
 
     def freed_in_backward(self, unit: Unit) -> None:

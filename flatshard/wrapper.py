@@ -138,7 +138,7 @@ class ShardedWrapper(WholeModel, PeerNames):
         sharding_strategy: ShardingStrategy | str | None = None,
         cpu_offload: CPUOffload | bool | None = None,
         auto_wrap_policy: Policy | None = None,
-        backward_prefetch: BackwardPrefetch | str | None = BackwardPrefetch.BACKWARD_PRE,
+        backward_prefetch: BackwardPrefetch | str | None = BackwardPrefetch.AUTO,
         mixed_precision: MixedPrecision | None = None,
         *,
         device_mesh: DeviceMesh | None = None,
