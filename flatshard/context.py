@@ -46,6 +46,7 @@ _POLL_SECONDS = 1e-4
 
 _in_backward: weakref.WeakSet[RunContext] = weakref.WeakSet()
 
+
 class RunContext:
     """What the units of one model share during training.
 

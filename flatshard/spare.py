@@ -1,7 +1,8 @@
 """``Spare``: memory of results that comes back for the next ones once nobody else has it.
 
-On a CPU a large tensor that is freed goes back to the operating system, and the next one costs a
-page fault for every few kilobytes. Accelerators' allocators keep memory themselves.
+On a CPU a tensor of ``GLIBC_LIMIT_BYTES`` or more that is freed goes back to the operating system,
+and the next one costs a page fault for every few kilobytes. Accelerators' allocators keep memory
+themselves.
 
 [Note: glibc]
 glibc's malloc gives freed memory back above a threshold, which it raises, up to 32 MiB, to the
@@ -22,13 +23,14 @@ from torch import Tensor
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
-_GLIBC_LIMIT_BYTES = 32 << 20
+GLIBC_LIMIT_BYTES = 32 << 20
+"""From here on glibc maps tensors one by one, and unmaps them when they are freed."""
 
 
 @functools.cache
 def prepare_allocator() -> None:
     """Let the CPU's allocator keep the memory of a step for the next one; see the note."""
-    torch.empty(_GLIBC_LIMIT_BYTES - 4096, dtype=torch.uint8)
+    torch.empty(GLIBC_LIMIT_BYTES - 4096, dtype=torch.uint8)
 
 
 class Spare:
@@ -54,7 +56,10 @@ class Spare:
             new = torch.empty(numel, dtype=dtype, device=device)
         else:
             new = self._new(numel, dtype)
-        if device.type == "cpu" and _use_count is not None and self._kept is None:
+        # The memory of others the allocator keeps, and it serves other things meanwhile.
+        is_worth_it = self._new is not None or new.nbytes >= GLIBC_LIMIT_BYTES
+        may_keep = device.type == "cpu" and _use_count is not None
+        if is_worth_it and may_keep and self._kept is None:
             self._kept = new
             return new.detach()
         return new

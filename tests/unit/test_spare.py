@@ -1,10 +1,17 @@
 """Memory that comes back once nobody else has it."""
 
+import pytest
 import torch
 
+from flatshard import spare as spare_module
 from flatshard.spare import Spare
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spare_module, "GLIBC_LIMIT_BYTES", 5)
 
 
 def test_the_same_memory_comes_back_once_it_is_unused() -> None:
@@ -37,3 +44,12 @@ def test_what_is_unused_is_given_back() -> None:
     spare.take(5, torch.float32, CPU)
     spare.give_back()
     assert not spare._kept
+
+
+def test_what_the_allocator_keeps_is_not_kept_twice() -> None:
+    for spare, is_kept in (
+        (Spare(), False),
+        (Spare(new=lambda numel, dtype: torch.zeros(numel, dtype=dtype)), True),
+    ):
+        spare.take(4, torch.uint8, CPU)
+        assert (spare._kept is not None) is is_kept
