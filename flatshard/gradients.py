@@ -417,6 +417,10 @@ class GradientBuffer:
         """Whether ``reduce_done`` can become true by itself."""
         return self._reduction is None or self._reduction.tells_when_done()
 
+    def is_computed(self) -> bool:
+        """Whether what is being reduced was computed, where a device runs behind the host."""
+        return self._reduction is None or self._reduction.is_computed()
+
     def finish_reduce(self) -> None:
         """Wait for the reduction under way and add its result to this backward's gradient.
 
