@@ -47,7 +47,7 @@ class _Gradients:
         (_Gradients(0, 10**9), False),
         (_Gradients(0, 10**9, tells=False), False),
         # The device is behind the host for longer than a peer is waited for.
-        (_Gradients(150, 160), True),
+        (_Gradients(700, 701), True),
     ],
     ids=["a peer does not come", "nobody knows", "still to be computed"],
 )
@@ -55,7 +55,7 @@ def test_a_reduction_on_a_device_is_waited_for_by_the_host(
     gradients: _Gradients, is_reduced: bool
 ) -> None:
     handle = SimpleNamespace(device=torch.device("cuda", 0), gradients=gradients)
-    with mock.patch.object(context, "_STALL_SECONDS", 0.01):
+    with mock.patch.object(context, "_STALL_SECONDS", 0.05):
         assert context._wait_until_reduced(SimpleNamespace(handles=[handle])) is is_reduced
 
 
