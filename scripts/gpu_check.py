@@ -322,11 +322,23 @@ def compare(actual: Trained, expected: Trained, start: dict[str, Tensor]) -> Lim
     )
 
 
-def check_cases(rank: int, device: torch.device, place: Place, quick: bool) -> list[list[Any]]:
-    """Every case's name and deviations; on rank 0."""
+def any_rank(is_so: bool, device: torch.device) -> bool:
+    """Whether it is so on some rank."""
+    told = torch.tensor(float(is_so), device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return bool(told.item())
+
+
+def check_cases(
+    rank: int, device: torch.device, place: Place, quick: bool, seconds: float
+) -> list[list[Any]]:
+    """The names and deviations of all cases that begin within so many seconds; on rank 0."""
     os.environ["LOCAL_WORLD_SIZE"] = str(max(place.ranks // 2, 1))  # HYBRID_SHARD: two nodes
     found = []
+    end = time.monotonic() + seconds
     for case in cases(place.ranks, quick, device.type == "cuda"):
+        if any_rank(time.monotonic() > end, device):
+            break
         try:
             actual = train_sharded(case, rank, device)
         except Exception as error:
@@ -339,14 +351,18 @@ def check_cases(rank: int, device: torch.device, place: Place, quick: bool) -> l
 
 
 def part_ranks(place: Place, args: argparse.Namespace) -> Outcome:
-    found = in_ranks(check_cases, place, args.quick)[0]
+    found = in_ranks(check_cases, place, args.quick, 0.6 * args.limit)[0]
+    if not found:
+        return Outcome(FAIL, f"{place.describe()}: no case began in time")
+    all_of_them = len(cases(place.ranks, args.quick, place.is_cuda))
     wrong, worst = [], {precision: Limits(0, 0, 0) for precision in LIMITS}
     for name, precision, deviations in found:
         limits, so_far = dataclasses.asdict(LIMITS[precision]), dataclasses.asdict(worst[precision])
         # Written so that NaN is wrong, too.
         wrong += [f"{name}: {k} {x:.1e}" for k, x in deviations.items() if not x <= limits[k]]
         worst[precision] = Limits(**{k: max(x, so_far[k]) for k, x in deviations.items()})
-    text = f"{place.describe()}: {len(found)} cases; " + "; ".join(
+    late = "" if len(found) == all_of_them else f" of {all_of_them}, the others would be late"
+    text = f"{place.describe()}: {len(found)} cases{late}; " + "; ".join(
         f"{precision} loss {one.loss:.0e}, norm {one.norm:.0e}, parameters {one.distance:.0e}"
         for precision, one in worst.items()
     )
@@ -775,7 +791,9 @@ def run_part(name: str, place: Place, args: argparse.Namespace, seconds: float) 
         command += ["--ranks", str(place.ranks), "--limit", str(limit)]
         command += ["--why-no-nccl", args.why_no_nccl, *(["--quick"] if args.quick else [])]
         command += ["--trace", str(args.trace)] if args.trace else []
-        environment = dict(os.environ)
+        # All ranks are here, and the host's name may lead nowhere.
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        environment = {"GLOO_SOCKET_IFNAME": loopback, **os.environ}
         if place.backend == "nccl" and place.shares_gpu:
             environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         with log.open("w") as stream:
