@@ -94,6 +94,9 @@ class Event(NamedTuple):
     ranks: tuple[int, ...]
 
 
+_LARGE_NUMEL = 1 << 20
+"""Elements of a reduction that no backend takes for a small one."""
+
 AUTO = Transport()
 """What fits best; see the note on transports."""
 
@@ -161,6 +164,7 @@ class Communicator:
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
         self._num_tags, self._num_models = [0, 0], 0
         self._apart_group: dist.ProcessGroup | None = None
+        self._connected: set[torch.device] = set()
         self._on_host: HostGroup | None = None
         self.second_stages: deque[Any] = deque()
         self.control_device = torch.device("cpu")
@@ -186,6 +190,26 @@ class Communicator:
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
         """The group that moves what lies where ``tensor`` does."""
         return self._control_group if tensor.device.type == "cpu" else self._gather_group
+
+    def connect(self, device: torch.device) -> None:
+        """Let ranks find one another for reductions of what lies on ``device``.
+
+        A backend that does so at the first of them holds up the host in it. In a backward a rank
+        may come there alone, with others waiting for its gathers.
+
+        Collective at the first call for a device.
+        """
+        if self.size == 1 or self._is_pretended or not self.streams_wait(device):
+            return
+        if device in self._connected:
+            return
+        self._connected.add(device)
+        with named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
+            # A small and a large one: backends have several ways, each with its connections.
+            for numel in (1, -(-_LARGE_NUMEL // self.size)):
+                whole = torch.zeros(numel * self.size, device=device)
+                out = torch.empty(numel, device=device)
+                _reduce_scatter_single(out, whole, op=dist.ReduceOp.AVG, group=self._reduce_group)
 
     def set_apart(self) -> None:
         """Make a group for what ranks say to one another in the midst of a backward.

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flatshard import context, watchdog
+from flatshard import collectives, context, watchdog
 from flatshard.collectives import communicator
 from flatshard.watchdog import watched
 from tests.harness import run_ranks
@@ -86,7 +86,20 @@ def test_gloo_with_tensors_of_a_device_is_waited_for_by_the_host() -> None:
 def _gloo(rank: int, world_size: int) -> None:
     comm = communicator(dist.group.WORLD)
     assert not comm.streams_wait(torch.device("cuda", 0))
+    _reductions_are_connected_at_construction()
     _stale_buffers_are_used_again()
+
+
+def _reductions_are_connected_at_construction() -> None:
+    """At the first of them, in a backward, a rank may be alone for a while."""
+    case = CASES["mlp"]
+    with (
+        mock.patch.object(collectives.Communicator, "streams_wait", return_value=True),
+        mock.patch.object(collectives, "_reduce_scatter_single") as averaged,
+    ):
+        for _ in range(2):
+            case.wrap(case.model(), collectives="native")
+    assert [call.args[0].numel() for call in averaged.call_args_list] == [1, 1 << 19]
 
 
 def _stale_buffers_are_used_again() -> None:
