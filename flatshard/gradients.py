@@ -340,7 +340,10 @@ class GradientBuffer:
             self._given = self._reduction.stages
             if sync is Sync.ALL:
                 self.held = None
-        return 2 * whole.numel * self.dtypes.travel.itemsize
+        # To send and to receive, unless the backend adds up as it receives. An accelerator's then
+        # has two units under way, without which its host would be too little ahead of it.
+        adds = self._topology.inner.streams_wait(self._device) and not self.fixed_order
+        return (1 if adds else 2) * whole.numel * self.dtypes.travel.itemsize
 
     def _without_padding(self, reduced: Tensor) -> Tensor:
         """Zero the padding in this rank's part: a hook may have put noise there."""
