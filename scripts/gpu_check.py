@@ -708,9 +708,14 @@ class PretendedCollectives:
             return Finished()
         return Queued(self.stream)
 
-    def all_gather(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup, **_: Any) -> Any:
+    def all_gather(
+        self, out: Tensor, shard: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
         parts = out.chunk(group.size())
-        return self.queue(lambda: [part.copy_(shard) for part in parts])
+        work = self.queue(lambda: [part.copy_(shard) for part in parts])
+        if not async_op:
+            work.wait()
+        return work
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, **_: Any) -> Any:
         return self.queue(lambda: out.copy_(whole.chunk(group.size())[0]))
@@ -779,6 +784,7 @@ def train_pretended(
             mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
             cpu_offload=offload,
             device_id=device if device.type == "cuda" else None,
+            coalesce_bytes=0,
         )
         start = [param.to_local().detach().clone() for param in model.parameters()]
         # Steps that bfloat16 does not round away: parameters of before must make a difference.
