@@ -390,7 +390,7 @@ class Communicator:
 
     def streams_wait(self, device: torch.device) -> bool:
         """Whether it is a stream that waits for what moves tensors there, and not the host."""
-        return device.type != "cpu" and not self._moved_by_gloo(device)
+        return device.type == "cuda" and not self._moved_by_gloo(device)
 
     def _moved_by_gloo(self, device: torch.device) -> bool:
         return self.group is not None and backend_for(self.group, device.type) == "gloo"
