@@ -56,8 +56,11 @@ from flatshard.peer_memory import Board
 from flatshard.pending import Pending
 from flatshard.process_groups import (
     abort,
+    backend_for,
     control_of,
     cpu_backend,
+    host_backend,
+    is_pretended,
     named,
     new_group,
     sibling,
@@ -90,6 +93,9 @@ class Event(NamedTuple):
     nbytes: int
     ranks: tuple[int, ...]
 
+
+_LARGE_NUMEL = 1 << 20
+"""Elements of a reduction that no backend takes for a small one."""
 
 AUTO = Transport()
 """What fits best; see the note on transports."""
@@ -145,12 +151,14 @@ class Communicator(Tags):
         self._mode = mode
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
         self._apart_group: dist.ProcessGroup | None = None
+        self._connected: set[torch.device] = set()
         self._on_host: HostGroup | None = None
         self.second_stages: deque[Any] = deque()
         self.control_device = torch.device("cpu")
         if group is None or self.size == 1:
             return
         self._is_gloo = cpu_backend(group) == "gloo"
+        self._is_pretended = is_pretended(group)
         if not self._is_gloo:
             mode.check_without_gloo(self.backend, self.global_rank)
         self._sends_cpu_directly = self._is_gloo and mode.collectives is not Collectives.NATIVE
@@ -171,6 +179,26 @@ class Communicator(Tags):
         """The group that moves what lies where ``tensor`` does."""
         return self._control_group if tensor.device.type == "cpu" else self._gather_group
 
+    def connect(self, device: torch.device) -> None:
+        """Let ranks find one another for reductions of what lies on ``device``.
+
+        A backend that does so at the first of them holds up the host in it. In a backward a rank
+        may come there alone, with others waiting for its gathers.
+
+        Collective at the first call for a device.
+        """
+        if self.size == 1 or self._is_pretended or not self.streams_wait(device):
+            return
+        if device in self._connected:
+            return
+        self._connected.add(device)
+        with named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
+            # A small and a large one: backends have several ways, each with its connections.
+            for numel in (1, -(-_LARGE_NUMEL // self.size)):
+                whole = torch.zeros(numel * self.size, device=device)
+                out = torch.empty(numel, device=device)
+                _reduce_scatter_single(out, whole, op=dist.ReduceOp.AVG, group=self._reduce_group)
+
     def set_apart(self) -> None:
         """Make a group for what ranks say to one another in the midst of a backward.
 
@@ -181,7 +209,7 @@ class Communicator(Tags):
         in_host_memory = not self._is_gloo and dist.is_gloo_available()
         with named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
             self._apart_group = new_group(
-                self.group, self.ranks, backend="gloo" if in_host_memory else None
+                self.group, self.ranks, backend=host_backend(self.group) if in_host_memory else None
             )
 
     def _meet_on_host(self) -> HostGroup | None:
@@ -304,8 +332,11 @@ class Communicator(Tags):
                     return self._on_host.all_gather(_as_real(shard), _as_real(out), tag, what)
                 return self._exchange(shard, out, tag, what, exact=exact)
             need = self._begins(self._gather_group)
-            work = _all_gather_single(out, shard, group=self._gather_group, async_op=True)
-        return Pending([work], what, shard, out, need=need)
+            # As bytes: not every backend knows every dtype.
+            work = _all_gather_single(
+                _as_bytes(out), _as_bytes(shard), group=self._gather_group, async_op=True
+            )
+        return Pending(self._under_way(work), what, shard, out, need=need)
 
     def _note(self, kind: str, label: str, tensor: Tensor) -> None:
         self._note_bytes(kind, label, tensor.numel() * tensor.element_size())
@@ -317,6 +348,17 @@ class Communicator(Tags):
     def _what(self, label: str, action: str) -> str:
         unit = f"unit {label!r}" if label else "the root unit"
         return f"{unit}, rank {self.global_rank}: {action} over ranks {self._members}"
+
+    def streams_wait(self, device: torch.device) -> bool:
+        """Whether it is a stream that waits for what moves tensors there, and not the host."""
+        return device.type == "cuda" and not self._moved_by_gloo(device)
+
+    def _moved_by_gloo(self, device: torch.device) -> bool:
+        return self.group is not None and backend_for(self.group, device.type) == "gloo"
+
+    def _under_way(self, work: Any) -> list[Any]:
+        """What a collective's end is told by; pretended ones are over, and do not say so."""
+        return [] if self._is_pretended else [work]
 
     def reads_parts(self, tag: int) -> bool:
         """Whether reductions on the CPU read gradients from where they are.
@@ -408,7 +450,8 @@ class Communicator(Tags):
                 async_op=True,
             )
         # gloo's own reduce-scatter never says that it is over.
-        return Pending([work], what, buffer, out, tells=not self._is_gloo, need=need)
+        tells = not self._moved_by_gloo(buffer.device)
+        return Pending(self._under_way(work), what, buffer, out, tells=tells, need=need)
 
     def _reduce_in_order(self, buffer: Tensor, out: Tensor, what: str) -> Pending:
         """Have the backend exchange the parts only, and add them up."""
@@ -419,8 +462,8 @@ class Communicator(Tags):
             _as_bytes(came), _as_bytes(buffer), group=self._reduce_group, async_op=True
         )
         add = partial(average, came.chunk(self.size), out)
-        tells = not self._is_gloo
-        return Pending([work], what, buffer, came, out, then=add, tells=tells, need=need)
+        tells, works = not self._moved_by_gloo(buffer.device), self._under_way(work)
+        return Pending(works, what, buffer, came, out, then=add, tells=tells, need=need)
 
     def gather_reduced(self, part: Tensor, out: Tensor, *, label: str, tag: int) -> Pending:
         """Begin the second half of an all-reduce, whose first was a ``reduce_scatter``.
@@ -444,7 +487,8 @@ class Communicator(Tags):
             work = _all_gather_single(
                 _as_real(out), _as_real(part), group=self._reduce_group, async_op=True
             )
-        return Pending([work], what, part, out, tells=not self._is_gloo, need=need)
+        tells = not self._moved_by_gloo(part.device)
+        return Pending(self._under_way(work), what, part, out, tells=tells, need=need)
 
     def all_reduce(self, buffer: Tensor, *, label: str) -> Pending:
         """Begin averaging ``buffer`` over the ranks, in place.
@@ -458,7 +502,7 @@ class Communicator(Tags):
             work = dist.all_reduce(
                 _as_real(buffer), op=dist.ReduceOp.AVG, group=self._reduce_group, async_op=True
             )
-        return Pending([work], what, buffer, need=need)
+        return Pending(self._under_way(work), what, buffer, need=need)
 
     def reduce_scalars(self, values: Tensor, op: str, *, label: str, apart: bool = False) -> Tensor:
         """Combine a few numbers over the ranks, in place, and wait; ``op`` as in ``ReduceOp``.
@@ -491,7 +535,7 @@ class Communicator(Tags):
             # A source is done when it has told some of them, and they go on telling.
             need = None if self.rank == source else need._replace(ranks=(src,))
         with named(f"{label!r}, rank {self.global_rank}: broadcasting from rank {src}", need):
-            dist.broadcast(_as_real(tensor), src=src, group=group)
+            dist.broadcast(_as_bytes(tensor), src=src, group=group)
 
     def send(self, tensor: Tensor, *, to: int, label: str) -> None:
         """Send a contiguous tensor to rank ``to`` of the group, which ``receive``s it; waits."""

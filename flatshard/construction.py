@@ -245,6 +245,8 @@ class Construction:
         whole = [UnitPlan("", self._module)]
         units.insert(0, self._make_unit(whole, {self._module: root}, self._settings, start))
         self._make_values(start, root, units)
+        for unit in units:
+            unit.topology.connect(self._settings.device)
         self._precision.install()
         root._become_root()
 

@@ -673,14 +673,18 @@ def _advance(portion: Portion) -> bool:
 
 
 def _wait_until_reduced(portion: Portion) -> bool:
-    """Wait a while; False when a peer seems unable to take part yet."""
-    if any(handle.device.type != "cpu" for handle in portion.handles):
-        return True  # the stream waits, not the host
+    """Wait a while; False when a peer seems unable to take part yet.
+
+    The host waits, for accelerators too. Were it the stream, gathers queued behind would wait for
+    that peer, and the peer, which takes part at the end of its backward, for them.
+    """
     if not all(handle.gradients.tells_when_done() for handle in portion.handles):
         return False
     deadline = time.monotonic() + _STALL_SECONDS
     while not (_advance(portion) and _is_reduced(portion)):
-        if time.monotonic() > deadline:
+        if not all(handle.gradients.is_computed() for handle in portion.handles):
+            deadline = time.monotonic() + _STALL_SECONDS  # no peer's fault
+        elif time.monotonic() > deadline:
             return False
         time.sleep(_POLL_SECONDS)
     return True

@@ -342,7 +342,10 @@ class GradientBuffer:
             self._given = self._reduction.stages
             if sync is Sync.ALL:
                 self.held = None
-        return 2 * whole.numel * self.dtypes.travel.itemsize
+        # To send and to receive, unless the backend adds up as it receives. An accelerator's then
+        # has two units under way, without which its host would be too little ahead of it.
+        adds = self._topology.inner.streams_wait(self._device) and not self.fixed_order
+        return (1 if adds else 2) * whole.numel * self.dtypes.travel.itemsize
 
     def _without_padding(self, reduced: Tensor) -> Tensor:
         """Zero the padding in this rank's part: a hook may have put noise there."""
@@ -418,6 +421,10 @@ class GradientBuffer:
     def tells_when_done(self) -> bool:
         """Whether ``reduce_done`` can become true by itself."""
         return self._reduction is None or self._reduction.tells_when_done()
+
+    def is_computed(self) -> bool:
+        """Whether what is being reduced was computed, where a device runs behind the host."""
+        return self._reduction is None or self._reduction.is_computed()
 
     def finish_reduce(self) -> None:
         """Wait for the reduction under way and add its result to this backward's gradient.

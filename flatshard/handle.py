@@ -532,8 +532,10 @@ class FlatParamHandle:
                 self._mapped.keep()
 
     def _allocate_buffer(self) -> None:
-        if self._mapped is None:
-            self.buffer.untyped_storage().resize_(self.buffer.numel() * self.buffer.element_size())
+        storage, nbytes = self.buffer.untyped_storage(), self.buffer.nbytes
+        # To resize to the same size is a new allocation and a copy.
+        if self._mapped is None and storage.nbytes() != nbytes:
+            storage.resize_(nbytes)
 
     def _free_buffer(self) -> None:
         # Whatever still holds a raw view now gets autograd's error instead of freed memory.

@@ -88,7 +88,8 @@ def find_device(
                 error
             )
         _check_exists(device)
-        return device
+        # With its index: "cuda" alone is another device in a thread that sets another.
+        return torch.empty(0, device=device).device
     skipped = ignored.ids()
     present = [
         param

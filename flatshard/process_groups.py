@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -72,15 +72,35 @@ def new_group(
     if backend is None and not whole_world:
         backend = str(dist.get_backend_config(parent))
     all_of_it = whole_world and len(ranks) == dist.get_world_size()
-    group = dist.new_group(
-        list(ranks),
-        timeout=timeout_of(parent),
-        backend=backend,
-        use_local_synchronization=not all_of_it,
-        group_desc="flatshard",
-    )
+    with contextlib.nullcontext() if all_of_it else _not_split():
+        group = dist.new_group(
+            list(ranks),
+            timeout=timeout_of(parent),
+            backend=backend,
+            use_local_synchronization=not all_of_it,
+            group_desc="flatshard",
+        )
     assert isinstance(group, dist.ProcessGroup), "this rank is a member of the new group"
     return group
+
+
+@contextlib.contextmanager
+def _not_split() -> Iterator[None]:
+    """Make groups inside without the ranks that are no members.
+
+    Where the default group is bound to a device, NCCL would split its communicator, for which all
+    ranks are needed.
+    """
+    world = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if bound is None:
+        yield
+        return
+    world.bound_device_id = None  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound  # type: ignore[union-attr]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
@@ -95,10 +115,25 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 def cpu_backend(group: dist.ProcessGroup) -> str | None:
     """The backend that moves tensors in host memory, or None."""
+    return backend_for(group, "cpu")
+
+
+def backend_for(group: dist.ProcessGroup, device_type: str) -> str | None:
+    """The backend that moves tensors on such devices, or None."""
     try:
-        return group._get_backend(torch.device("cpu")).name()
+        return group._get_backend(torch.device(device_type)).name()
     except RuntimeError:
         return None
+
+
+def is_pretended(group: dist.ProcessGroup) -> bool:
+    """Whether there are no other ranks, and collectives move nothing (torch's "fake" backend)."""
+    return any(backend_for(group, device.type) == "fake" for device in group._device_types)
+
+
+def host_backend(group: dist.ProcessGroup) -> str:
+    """The backend for a group that moves what lies in host memory, beside one that cannot."""
+    return "fake" if is_pretended(group) else "gloo"
 
 
 _controls: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, torch.device]] = {}
@@ -116,7 +151,7 @@ def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.devic
         for destroyed in [one for one in _controls if not exists(one)]:
             del _controls[destroyed]
         ranks = dist.get_process_group_ranks(group)
-        control = new_group(group, ranks, backend="gloo")
+        control = new_group(group, ranks, backend=host_backend(group))
         _controls[group] = control, torch.device("cpu")
     return _controls[group]
 

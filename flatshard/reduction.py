@@ -74,6 +74,7 @@ class Reduction:
         """
         self.hold = hold
         self._topology, self._of, self._held = topology, of, held
+        self._computed = _event_after(whole)
         self._read_behind: list[object] = []
         inner = topology.inner
         self._pending = Pending([], of.label)
@@ -89,9 +90,11 @@ class Reduction:
         across = topology.outer if topology.outer.size > 1 else topology.replicate
         # Of all models: which first stage is over first may differ between ranks.
         self._queue = across.second_stages
+        # gloo moves an accelerator's tensors, too, but the host waits for it.
+        self._streams_wait = across.streams_wait(self.out.device)
         if self._must_cross:
             self._queue.append(self)
-        if self._must_cross and (inner.size == 1 or self.out.is_cuda):
+        if self._must_cross and (inner.size == 1 or self._streams_wait):
             # A side stream waits for what reads these, the stream that they are freed on does not
             # before `finish`: until then their memory must not become another tensor's.
             self._read_behind = [whole, held, *self._pending.kept]
@@ -108,7 +111,7 @@ class Reduction:
 
     def _cross_behind(self) -> None:
         """Queue the later stages behind the first at once, where none holds up the host."""
-        if not self.out.is_cuda:
+        if not self._streams_wait:
             self.cross()
             return
         waits = self._topology.inner.size > 1 or self._of.adds_replicas
@@ -181,6 +184,10 @@ class Reduction:
         """Whether ``done`` can become true by itself."""
         return self._pending.tells
 
+    def is_computed(self) -> bool:
+        """Whether the gradients are there, and not only queued to be computed on a device."""
+        return self._computed is None or self._computed.query()
+
     def finish(self) -> Tensor:
         """Wait for the last stage and return its result."""
         self.cross()
@@ -194,6 +201,16 @@ def _padded(values: Tensor, size: int) -> Tensor:
     """With as many zeros behind them as make them divide by ``size``; themselves if they do."""
     missing = -values.numel() % size
     return torch.cat([values, values.new_zeros(missing)]) if missing else values
+
+
+def _event_after(whole: Whole) -> torch.cuda.Event | None:
+    """What an accelerator comes to when it has computed ``whole``."""
+    device = next((part.device for part in whole.parts if part is not None), None)
+    if device is None or device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -45,6 +45,11 @@ class Topology:
         """Which shard this rank holds."""
         return self.inner.rank * self.outer.size + self.outer.rank
 
+    def connect(self, device: torch.device) -> None:
+        """Let the ranks find one another for reductions. Collective, see ``Communicator``."""
+        for group in (self.inner, self.outer, self.replicate):
+            group.connect(device)
+
     @property
     def crosses(self) -> bool:
         """Whether gradients are reduced beyond the inner group."""

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
+
 from flatshard import standstill
 from flatshard.standstill import Need, Standstill, Wait
 
@@ -49,7 +51,9 @@ class watched:
     def __enter__(self) -> Wait:
         global _wait
         _start()
-        _waiting_threads.add(threading.get_ident())
+        # Autograd has a thread per accelerator; who called backward does nothing meanwhile.
+        if torch._C._current_graph_task_id() == -1:
+            _waiting_threads.add(threading.get_ident())
         self._before, _wait = _wait, self.wait
         return self.wait
 

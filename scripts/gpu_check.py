@@ -8,6 +8,8 @@ gloo     the same with gloo, which moves the GPU's tensors, or the CPU's where t
 fake     a billion parameters in bf16 as one of eight ranks whose collectives move nothing: time and
          memory of a step beside FSDP1, FSDP2 and the plain model
 sync     no operation of a step makes the host wait for the GPU
+streams  collectives of one pretended rank that take their time on a stream of their own, as NCCL's
+         do, or a computation that takes its time, change nothing
 overlap  how much of the collectives' time the GPU computes meanwhile, from a profile of one step
 
 Each part has processes of its own and a time limit: one that hangs or crashes is a line of the
@@ -34,6 +36,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import benchmark
 import torch
@@ -322,11 +325,23 @@ def compare(actual: Trained, expected: Trained, start: dict[str, Tensor]) -> Lim
     )
 
 
-def check_cases(rank: int, device: torch.device, place: Place, quick: bool) -> list[list[Any]]:
-    """Every case's name and deviations; on rank 0."""
+def any_rank(is_so: bool, device: torch.device) -> bool:
+    """Whether it is so on some rank."""
+    told = torch.tensor(float(is_so), device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return bool(told.item())
+
+
+def check_cases(
+    rank: int, device: torch.device, place: Place, quick: bool, seconds: float
+) -> list[list[Any]]:
+    """The names and deviations of all cases that begin within so many seconds; on rank 0."""
     os.environ["LOCAL_WORLD_SIZE"] = str(max(place.ranks // 2, 1))  # HYBRID_SHARD: two nodes
     found = []
+    end = time.monotonic() + seconds
     for case in cases(place.ranks, quick, device.type == "cuda"):
+        if any_rank(time.monotonic() > end, device):
+            break
         try:
             actual = train_sharded(case, rank, device)
         except Exception as error:
@@ -339,14 +354,18 @@ def check_cases(rank: int, device: torch.device, place: Place, quick: bool) -> l
 
 
 def part_ranks(place: Place, args: argparse.Namespace) -> Outcome:
-    found = in_ranks(check_cases, place, args.quick)[0]
+    found = in_ranks(check_cases, place, args.quick, 0.6 * args.limit)[0]
+    if not found:
+        return Outcome(FAIL, f"{place.describe()}: no case began in time")
+    all_of_them = len(cases(place.ranks, args.quick, place.is_cuda))
     wrong, worst = [], {precision: Limits(0, 0, 0) for precision in LIMITS}
     for name, precision, deviations in found:
         limits, so_far = dataclasses.asdict(LIMITS[precision]), dataclasses.asdict(worst[precision])
         # Written so that NaN is wrong, too.
         wrong += [f"{name}: {k} {x:.1e}" for k, x in deviations.items() if not x <= limits[k]]
         worst[precision] = Limits(**{k: max(x, so_far[k]) for k, x in deviations.items()})
-    text = f"{place.describe()}: {len(found)} cases; " + "; ".join(
+    late = "" if len(found) == all_of_them else f" of {all_of_them}, the others would be late"
+    text = f"{place.describe()}: {len(found)} cases{late}; " + "; ".join(
         f"{precision} loss {one.loss:.0e}, norm {one.norm:.0e}, parameters {one.distance:.0e}"
         for precision, one in worst.items()
     )
@@ -634,6 +653,174 @@ def part_sync(place: Place, args: argparse.Namespace) -> Outcome:
     return Outcome(PASS, f"{where}: the host waits nowhere in forward, backward, clip and step")
 
 
+# ------------------------------------------------- streams: who waits for whom, without other ranks
+
+SLEEP_CYCLES = 2_000_000  # about a millisecond
+
+
+def sleep(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda._sleep(SLEEP_CYCLES)
+
+
+class Queued:
+    """What NCCL returns of a collective: streams wait for it, the host does not."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+    def is_completed(self) -> bool:
+        return self.event.query()
+
+
+class Finished:
+    """A collective that was over when it began."""
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class PretendedCollectives:
+    """Collectives over ranks that all have what this one, rank 0, has; on a stream of their own."""
+
+    def __init__(self, device: torch.device, slow: bool) -> None:
+        self.slow = slow
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.really_reduce = dist.all_reduce
+
+    def queue(self, work: Callable[[], object]) -> Queued | Finished:
+        if self.stream is None:
+            work()
+            return Finished()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            if self.slow:
+                sleep(self.stream.device)
+            work()
+        if not self.slow:
+            torch.cuda.synchronize()
+            return Finished()
+        return Queued(self.stream)
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        parts = out.chunk(group.size())
+        work = self.queue(lambda: [part.copy_(shard) for part in parts])
+        if not async_op:
+            work.wait()
+        return work
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, **_: Any) -> Any:
+        return self.queue(lambda: out.copy_(whole.chunk(group.size())[0]))
+
+    def all_reduce(self, tensor: Tensor, *args: Any, **keywords: Any) -> Any:
+        if not keywords.get("async_op"):
+            return self.really_reduce(tensor, *args, **keywords)
+        return self.queue(lambda: tensor.mul_(2).div_(2))  # the average, and it is written
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """In the place of torch's, which move nothing."""
+        inside = flatshard.collectives
+        with contextlib.ExitStack() as stack:
+            for owner, name, function in (
+                (inside, "_all_gather_single", self.all_gather),
+                (inside, "_reduce_scatter_single", self.reduce_scatter),
+                (dist, "all_reduce", self.all_reduce),
+                (inside.Communicator, "_under_way", lambda _, work: [work]),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, function))
+            yield
+
+
+class Sleep(torch.autograd.Function):
+    """The GPU pauses, forwards and backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        sleep(x.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        sleep(gradient.device)
+        return gradient
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, slow: bool) -> None:
+        super().__init__()
+        self.linear, self.slow = nn.Linear(width, width), slow
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.linear(x))
+        return Sleep.apply(x) if self.slow else x
+
+
+STREAM_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "HYBRID_SHARD")
+
+
+def train_pretended(
+    device: torch.device, strategy: str, offload: CPUOffload | None, slow: str
+) -> list[Tensor]:
+    """This rank's shards before and after some steps."""
+    collectives = PretendedCollectives(device, slow == "collectives")
+    width = 1024 if device.type == "cuda" else 8
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Layer(width, slow == "computation") for _ in range(6))).to(device)
+    batch = torch.randn(64, width, generator=torch.Generator().manual_seed(1)).to(device)
+    with collectives.installed():
+        model = ShardedWrapper(
+            layers,
+            sharding_strategy=strategy,
+            auto_wrap_policy=ModuleWrapPolicy({Layer}),
+            mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
+            cpu_offload=offload,
+            device_id=device if device.type == "cuda" else None,
+            coalesce_bytes=0,
+        )
+        start = [param.to_local().detach().clone() for param in model.parameters()]
+        # Steps that bfloat16 does not round away: parameters of before must make a difference.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        for _ in range(4):
+            (model(batch).float().square().sum() / len(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        end = [param.to_local().detach().clone() for param in model.parameters()]
+    return [torch.cat([x.cpu().double() for x in one]) for one in (start, end)]
+
+
+def part_streams(place: Place, args: argparse.Namespace) -> Outcome:
+    device = torch.device("cuda", 0) if place.is_cuda else torch.device("cpu")
+    pretend(device, FAKE_RANKS)
+    os.environ["LOCAL_WORLD_SIZE"] = str(FAKE_RANKS // 2)  # HYBRID_SHARD: two nodes
+    offloads: list[CPUOffload | None] = [None]
+    if place.is_cuda:
+        offloads += [CPUOffload(offload_params=True), CPUOffload(offload_optimizer=True)]
+    figures = {}
+    for strategy in STREAM_STRATEGIES:
+        for offload in offloads:
+            start, expected = train_pretended(device, strategy, offload, "nothing")
+            for slow in ("collectives", "computation"):
+                _, actual = train_pretended(device, strategy, offload, slow)
+                distance = float((actual - expected).norm() / (expected - start).norm())
+                what = "" if offload is None else f", {offload.describe()}"
+                figures[f"{strategy}{what}, slow {slow}"] = distance
+    wrong = [f"{case}: {distance:.1e}" for case, distance in figures.items() if not distance < 1e-3]
+    if wrong:
+        return Outcome(FAIL, "; ".join([f"{len(wrong)} of {len(figures)} differ", *wrong]), figures)
+    if not place.is_cuda:
+        return Outcome(SKIP, f"{NO_GPU} with streams; the steps themselves ran", figures)
+    return Outcome(PASS, f"{len(figures)} cases, the worst {max(figures.values()):.0e} apart")
+
+
 # ----------------------------------------------------------------- overlap: of kernels in a profile
 
 Span = tuple[float, float]
@@ -738,10 +925,19 @@ PARTS: dict[str, Callable[[Place, argparse.Namespace], Outcome]] = {
     "gloo": part_ranks,
     "fake": part_fake,
     "sync": part_sync,
+    "streams": part_streams,
     "overlap": part_overlap,
 }
 # Seconds; on a GPU most of them go into starting processes and loading libraries.
-LIMITS_OF_PARTS = {"probe": 45, "nccl": 110, "gloo": 110, "fake": 150, "sync": 60, "overlap": 75}
+LIMITS_OF_PARTS = {
+    "probe": 45,
+    "nccl": 110,
+    "gloo": 110,
+    "fake": 150,
+    "sync": 60,
+    "streams": 75,
+    "overlap": 75,
+}
 
 
 def one_line(error: BaseException) -> str:
@@ -775,7 +971,9 @@ def run_part(name: str, place: Place, args: argparse.Namespace, seconds: float) 
         command += ["--ranks", str(place.ranks), "--limit", str(limit)]
         command += ["--why-no-nccl", args.why_no_nccl, *(["--quick"] if args.quick else [])]
         command += ["--trace", str(args.trace)] if args.trace else []
-        environment = dict(os.environ)
+        # All ranks are here, and the host's name may lead nowhere.
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        environment = {"GLOO_SOCKET_IFNAME": loopback, **os.environ}
         if place.backend == "nccl" and place.shares_gpu:
             environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         with log.open("w") as stream:
@@ -802,7 +1000,7 @@ def place_of_part(name: str, args: argparse.Namespace) -> Place | None:
     device = "cuda" if args.gpus else "cpu"
     if name == "gloo":
         return Place(device, "gloo", args.ranks or (4 if args.gpus else 2))
-    if name == "fake":
+    if name in ("fake", "streams"):
         return Place(device, "fake", 1)
     if args.nccl_ranks:
         return Place("cuda", "nccl", args.nccl_ranks)

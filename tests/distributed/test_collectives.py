@@ -3,6 +3,7 @@
 import datetime
 import time
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from flatshard.communicators import communicator
 from flatshard.config import Collectives, Transport
 from flatshard.on_host import Whole
 from flatshard.pending import Pending, Unsettled
+from flatshard.process_groups import control_of, new_group
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
 
@@ -404,11 +406,41 @@ def _no_such_transport(rank: int, world_size: int) -> None:
 def _other_backend(rank: int, world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     for keywords in ({"collectives": "sockets"}, {"wire_dtype": torch.bfloat16}):
         with pytest.raises(ValueError, match=r"backend is gloo, this one's is .*fake"):
             _wrapped("FULL_SHARD", **keywords)
+    _groups_without_host_memory(dist.group.WORLD)
     dist.destroy_process_group()
+
+
+def _groups_without_host_memory(world: dist.ProcessGroup) -> None:
+    """Like NCCL's, as far as collectives that move nothing show it."""
+    cuda = torch.device("cuda", 0)
+    # What ranks say to one another has a group beside one of NCCL: here one that answers.
+    beside, device = control_of(dist.new_group(backend="cuda:fake"))
+    numbers = torch.ones(3)
+    dist.all_reduce(numbers, group=beside)
+    assert (numbers.tolist(), device.type) == ([1, 1, 1], "cpu")
+    comm = communicator(world)
+    assert comm.streams_wait(cuda)
+    assert not comm.streams_wait(torch.device("cpu"))
+    # In torch 2.11 pretended collectives do not say that they are over.
+    shard, whole = torch.ones(1), torch.zeros(4)
+    assert comm.all_gather(shard, whole, label="", tag=1, purpose="").done()
+    assert comm.all_reduce(whole, label="").done()
+
+    # Bound to a device, NCCL's groups would be split off, which takes ranks that are not asked.
+    seen = []
+    with mock.patch.object(
+        dist, "new_group", side_effect=lambda *_, **__: seen.append(world.bound_device_id)
+    ):
+        world.bound_device_id = cuda
+        for ranks in ([0, 2], [0, 1, 2, 3]):
+            with pytest.raises(AssertionError, match="is a member"):
+                new_group(world, ranks)
+    assert (seen, world.bound_device_id) == ([None, cuda], cuda)
+    world.bound_device_id = None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.int8])
@@ -423,8 +455,19 @@ def _gather(rank: int, world_size: int, dtype: torch.dtype) -> None:
         torch.full((4,), rank, dtype=dtype), out, label="test", tag=1, purpose="test"
     ).finish()
     assert out.tolist() == [r for r in range(3) for _ in range(4)]
+    _gather_by_the_backend(rank)
     with pytest.raises(ValueError, match="does not fill"):
         comm.all_gather(torch.zeros(4), torch.zeros(13), label="test", tag=1, purpose="test")
+
+
+def _gather_by_the_backend(rank: int) -> None:
+    """Of dtypes that it does not know, too: neither gloo nor NCCL has this one."""
+    comm = communicator(dist.group.WORLD, mode=Transport(Collectives.NATIVE))
+    mine, out = torch.full((4,), rank, dtype=torch.int16), torch.zeros(12, dtype=torch.int16)
+    comm.all_gather(mine, out, label="test", tag=1, purpose="test").finish()
+    assert out.tolist() == [r for r in range(3) for _ in range(4)]
+    comm.broadcast(mine, label="test", source=2)
+    assert mine.tolist() == [2] * 4
 
 
 def test_a_peer_that_does_not_come_is_named() -> None:

@@ -38,6 +38,15 @@ def test_real_ranks_equal_the_plain_model(tmp_path: Path) -> None:
     assert len(outcome["figures"]) == 12
 
 
+def test_slow_collectives_change_nothing(tmp_path: Path) -> None:
+    worker = ["--worker", "streams", "--limit", "90"]
+    place = ["--device", "cpu", "--backend", "fake", "--ranks", "1"]
+    status, out, err = run_script(SCRIPT, *worker, *place, "--out", "outcome.json", cwd=tmp_path)
+    assert status == 0, out + err
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    assert (outcome["result"], outcome["figures"]["FULL_SHARD, slow collectives"]) == ("skip", 0)
+
+
 def test_a_part_that_breaks_is_named_and_others_go_on(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,210 @@
+"""What differs on accelerators, as far as it shows without one."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatshard import MixedPrecision, collectives, context, reduction, watchdog
+from flatshard.communicators import communicator
+from flatshard.watchdog import watched
+from tests.harness import naming, run_ranks
+from tests.models import CASES
+from tests.oracle import local_loss
+
+
+class _Gradients:
+    """On their way, on a device that comes to them after ``computed_after`` looks."""
+
+    def __init__(self, computed_after: int, done_after: int, tells: bool = True) -> None:
+        self._computed = chain(repeat(False, computed_after), repeat(True))
+        self._done = chain(repeat(False, done_after), repeat(True))
+        self._tells = tells
+
+    def tells_when_done(self) -> bool:
+        return self._tells
+
+    def is_computed(self) -> bool:
+        return next(self._computed)
+
+    def advance(self) -> bool:
+        return True
+
+    def reduce_done(self) -> bool:
+        return next(self._done)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "is_reduced"),
+    [
+        # A stream that waited for a peer which lacks a gradient would hold up the gathers that
+        # this peer needs to come to the end of its backward.
+        (_Gradients(0, 10**9), False),
+        (_Gradients(0, 10**9, tells=False), False),
+        # The device is behind the host for longer than a peer is waited for.
+        (_Gradients(700, 701), True),
+    ],
+    ids=["a peer does not come", "nobody knows", "still to be computed"],
+)
+def test_a_reduction_on_a_device_is_waited_for_by_the_host(
+    gradients: _Gradients, is_reduced: bool
+) -> None:
+    handle = SimpleNamespace(device=torch.device("cuda", 0), gradients=gradients)
+    with mock.patch.object(context, "_STALL_SECONDS", 0.05):
+        assert context._wait_until_reduced(SimpleNamespace(handles=[handle])) is is_reduced
+
+
+class _Late:
+    """A collective that runs when it is waited for, and those before it: as late as can be."""
+
+    def __init__(self, queue: list["_Late"], work: Callable[[], object]) -> None:
+        self._queue, self._work, self._is_over = queue, work, False
+        queue.append(self)
+
+    def wait(self) -> None:
+        while not self._is_over:
+            first = self._queue.pop(0)
+            first._work()
+            first._is_over = True
+
+    def is_completed(self) -> bool:
+        return self._is_over
+
+
+@contextlib.contextmanager
+def _collectives(late: bool) -> Iterator[None]:
+    """Of pretended ranks that all have what this one has; in the code of streams."""
+    queue: list[_Late] = []
+
+    def run(work: Callable[[], object], async_op: bool = False) -> _Late:
+        begun = _Late(queue, work)
+        if not (late and async_op):
+            begun.wait()
+        return begun
+
+    def gather(out: Tensor, shard: Tensor, group: Any, **keywords: bool) -> _Late:
+        return run(lambda: [part.copy_(shard) for part in out.chunk(group.size())], **keywords)
+
+    def reduce(out: Tensor, whole: Tensor, op: Any, group: Any, **keywords: bool) -> _Late:
+        return run(lambda: out.copy_(whole.chunk(group.size())[0]), **keywords)
+
+    def all_reduce(tensor: Tensor, op: Any, group: Any, **keywords: bool) -> _Late:
+        return run(lambda: tensor.mul_(1), **keywords)
+
+    def exchange(out: Tensor, whole: Tensor, group: Any, **keywords: bool) -> _Late:
+        return gather(out, whole.chunk(group.size())[0], group, **keywords)
+
+    inside = collectives.Communicator
+    with (
+        mock.patch.object(collectives, "_all_gather_single", gather),
+        mock.patch.object(collectives, "_reduce_scatter_single", reduce),
+        mock.patch.object(dist, "all_reduce", all_reduce),
+        mock.patch.object(dist, "all_to_all_single", exchange),
+        mock.patch.object(inside, "_under_way", new=lambda _, work: [work]),
+        mock.patch.object(inside, "streams_wait", return_value=True),
+        mock.patch.object(context, "_STALL_SECONDS", 0),
+        mock.patch.multiple(torch.cuda, Stream=mock.DEFAULT, current_stream=mock.DEFAULT),
+        mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
+        mock.patch.dict(reduction._side_streams),
+    ):
+        yield
+    assert not queue, "nobody waited"
+
+
+def test_collectives_as_late_as_can_be_change_nothing() -> None:
+    run_ranks(_as_late_as_can_be, 1, init_group=False)
+
+
+def _as_late_as_can_be(rank: int, world_size: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    case = CASES["transformer"]
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):  # HYBRID_SHARD: two nodes
+        for strategy in ("FULL_SHARD", "SHARD_OP", "HYBRID_SHARD"):
+            for mode in ("auto", "fixed_order"):
+                precision = MixedPrecision(reduce_dtype=torch.float32, reduce_mode=mode)
+                shards = []
+                for late in (False, True):
+                    with naming(f"{strategy} {mode}"), _collectives(late):
+                        model = case.wrap(
+                            case.model(), sharding_strategy=strategy, mixed_precision=precision
+                        )
+                        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+                        for step in range(3):
+                            local_loss(model, case, step, 0, 4).backward()
+                            optimizer.step()
+                            optimizer.zero_grad()
+                    shards.append([handle.shard.clone() for handle in _handles(model)])
+                assert all(map(torch.equal, *shards)), f"{strategy} {mode}"
+    dist.destroy_process_group()
+
+
+def test_a_thread_of_autograd_is_no_second_thread_that_waits() -> None:
+    """An accelerator's backward has a thread of its own: nobody looked for standstills there."""
+
+    def hook(_: Tensor) -> None:
+        with watched(lambda: "something"):
+            pass
+
+    def backward() -> None:
+        leaf = torch.ones(1, requires_grad=True)
+        out = leaf * 2
+        out.register_hook(hook)
+        out.sum().backward()
+
+    before = set(watchdog._waiting_threads)
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    assert watchdog._waiting_threads == before
+
+
+def test_gloo_with_tensors_of_a_device_is_waited_for_by_the_host() -> None:
+    run_ranks(_gloo, 2)
+
+
+def _gloo(rank: int, world_size: int) -> None:
+    comm = communicator(dist.group.WORLD)
+    assert not comm.streams_wait(torch.device("cuda", 0))
+    _reductions_are_connected_at_construction()
+    _stale_buffers_are_used_again()
+
+
+def _reductions_are_connected_at_construction() -> None:
+    """At the first of them, in a backward, a rank may be alone for a while."""
+    case = CASES["mlp"]
+    with (
+        mock.patch.object(collectives.Communicator, "streams_wait", return_value=True),
+        mock.patch.object(collectives, "_reduce_scatter_single") as averaged,
+    ):
+        for _ in range(2):
+            case.wrap(case.model(), collectives="native")
+    assert [call.args[0].numel() for call in averaged.call_args_list] == [1, 1 << 19]
+
+
+def _stale_buffers_are_used_again() -> None:
+    """To resize a storage to the size that it has makes another one and copies."""
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), sharding_strategy="SHARD_OP", collectives="sockets")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    places = []
+    for step in range(2):
+        model(case.batch(step, 2)[0]).sum().backward()
+        places.append([handle.buffer.data_ptr() for handle in _handles(model)])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert places[0] == places[1]
+
+
+def _handles(model: Any) -> Iterator[Any]:
+    return (handle for unit in model._context.units for handle in unit.handles)
