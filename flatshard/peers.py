@@ -188,7 +188,7 @@ FSDP_KEYWORDS: dict[str, Entry] = {
     "sharding_strategy": Entry(Fate.SAME, "torch's enum and its names are understood"),
     "cpu_offload": Entry(Fate.SAME, "torch's dataclass too; also to a disk, see offload.md"),
     "auto_wrap_policy": Entry(Fate.SAME, "torch's own policies too"),
-    "backward_prefetch": Entry(Fate.SAME, "torch's enum is understood"),
+    "backward_prefetch": Entry(Fate.SAME, "torch's enum is understood; the default is `AUTO`"),
     "mixed_precision": Entry(
         Fate.SAME, "torch's dataclasses are understood, field by field: docs/precision.md"
     ),
