@@ -131,7 +131,7 @@ class BackwardPrefetch(enum.Enum):
     """When the next unit's gather starts in backward; ``None`` in its place means never."""
 
     AUTO = "AUTO"
-    """``END_OF_FORWARD`` where gathers go through gloo's sockets, else ``BACKWARD_PRE``."""
+    """``END_OF_FORWARD`` where backward's gathers go over gloo's sockets, else ``BACKWARD_PRE``."""
     BACKWARD_PRE = "BACKWARD_PRE"
     """Before this unit's gradients are computed: most overlap."""
     BACKWARD_POST = "BACKWARD_POST"

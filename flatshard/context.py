@@ -143,7 +143,11 @@ class RunContext:
         ]
         self._budget = max(sizes, default=0)
         self._prefetch_budget = max((unit.buffer_bytes for unit in self.units), default=0)
-        self._uses_sockets = any(unit.topology.inner.uses_sockets for unit in self.units)
+        # Where backward gathers within a smaller group, that is quick.
+        self._backward_is_slow = any(
+            unit.topology.inner.uses_sockets and unit.placement.regather_size is None
+            for unit in self.units
+        )
         self._of_several = [unit for unit in self.units if len(unit.modules) > 1]
         self._kept_from_afar = [
             handle for unit in self.units for handle in unit.handles if unit.topology.outer.size > 1
@@ -252,7 +256,7 @@ class RunContext:
     def _foresees_backward(self) -> bool:
         """Whether to keep and gather in forward what backward begins with."""
         if self._backward_prefetch is BackwardPrefetch.AUTO:
-            return self.expects_backward and self._uses_sockets
+            return self.expects_backward and self._backward_is_slow
         return self._backward_prefetch is BackwardPrefetch.END_OF_FORWARD and self.expects_backward
 
     @property
