@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmark
+import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
