@@ -532,10 +532,14 @@ class Communicator(Tags):
         group = self._group_for(tensor)
         need = self._begins(group)
         if need is not None:
-            # A source is done when it has told some of them, and they go on telling.
-            need = None if self.rank == source else need._replace(ranks=(src,))
+            need = need._replace(ranks=self._told_first(source) if self.rank == source else (src,))
         with named(f"{label!r}, rank {self.global_rank}: broadcasting from rank {src}", need):
             dist.broadcast(_as_bytes(tensor), src=src, group=group)
+
+    def _told_first(self, source: int) -> tuple[int, ...]:
+        """The ranks that gloo's broadcast tells itself, a power of two behind; they tell others."""
+        distances = (1 << power for power in range((self.size - 1).bit_length()))
+        return tuple(self.ranks[(source + distance) % self.size] for distance in distances)
 
     def send(self, tensor: Tensor, *, to: int, label: str) -> None:
         """Send a contiguous tensor to rank ``to`` of the group, which ``receive``s it; waits."""

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
+import warnings
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -442,6 +444,23 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     stamp = _stamp(optimizer)
     if stamp is not None and state_dict["state"]:
         state_dict["param_groups"][0][_STAMP] = stamp
+        if stamp["rank"] == 0:
+            # Otherwise who saves it finds out when it is to be loaded, and the rest is lost.
+            warnings.warn(_ONE_RANKS, stacklevel=5)  # who calls state_dict()
+
+
+_ONE_RANKS = (
+    "optimizer.state_dict() holds this rank's parts of sharded parameters alone, and loads nowhere "
+    "else. ShardedWrapper.optim_state_dict(model, optimizer), called on every rank, is the state "
+    "to save."
+)
+
+
+def parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """``optimizer.state_dict()``, for who knows that it is one rank's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=re.escape(_ONE_RANKS))
+        return optimizer.state_dict()
 
 
 def is_stamped(state_dict: dict[str, Any]) -> bool:

@@ -94,7 +94,7 @@ def full_state(
 
     def prepare() -> tuple[tuple[StateDict, dict[Any, _Entry]], Facts]:
         optim.watch(optimizer)
-        own = optimizer.state_dict() if state_dict is None else state_dict
+        own = optim.parts(optimizer) if state_dict is None else state_dict
         _check_form(own)
         own = optim.unstamped(optimizer, own)
         places = by_place(own, Places(model, optimizer, units))

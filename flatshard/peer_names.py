@@ -47,6 +47,10 @@ class PeerNames(UnitModule):
             "dim": 0,
         }[name]
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Of which child ``torch.distributed.checkpoint.state_dict`` leaves out the name."""
+        return {"": "module"}
+
     def check_is_root(self) -> bool:
         """Whether no other wrapper contains this one."""
         return self._context.root is self._unit

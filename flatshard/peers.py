@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 DDP_KEYWORDS: dict[str, Entry] = {
     "module": Entry(Fate.SAME, "the module to wrap"),
     "device_ids": Entry(Fate.OTHER_NAME, "one index is `device_id`; several are refused, as there"),
-    "output_device": Entry(Fate.REFUSED, "outputs stay where the module makes them"),
+    "output_device": Entry(Fate.OTHER_NAME, "`device_id`; another one than it is refused"),
     "dim": Entry(Fate.REFUSED, "inputs are not scattered, so there is only 0", 0),
     "broadcast_buffers": Entry(Fate.SAME, "rank 0's buffers before each forward; on by default"),
     "forward_sync_buffers": Entry(Fate.OTHER_NAME, "`broadcast_buffers`"),
@@ -161,12 +161,25 @@ def read_ddp_keywords(extra: dict[str, Any], known: Iterable[str]) -> Read:
         elif entry.fate is Fate.REFUSED:
             raise NotImplementedError(f"ShardedWrapper: {name}={value!r}: {entry.note}")
         else:
-            ours.update(_RENAMED[name](value))
+            for our_name, meant in _RENAMED[name](value).items():
+                if not _is_same_device(ours.setdefault(our_name, meant), meant):
+                    raise ValueError(
+                        f"ShardedWrapper: {name}={value!r}, but the model is on "
+                        f"{ours[our_name]!r}: outputs stay where the module makes them. Pass one "
+                        "device."
+                    )
     return Read(ours, notes)
+
+
+def _is_same_device(one: Any, other: Any) -> bool:
+    """Whether they name the same, as 0, "cuda:0" and ``torch.device("cuda", 0)`` do."""
+    return str(one).rpartition(":")[2] == str(other).rpartition(":")[2]
 
 
 def _read_device_ids(value: Sequence[Any]) -> dict[str, Any]:
     ids = list(value)
+    if not ids:
+        return {}  # as None, for a module on the CPU
     if len(ids) != 1:
         raise ValueError(
             f"ShardedWrapper: device_ids={ids}: a process trains on one device; pass one index, "
@@ -177,6 +190,7 @@ def _read_device_ids(value: Sequence[Any]) -> dict[str, Any]:
 
 _RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "device_ids": _read_device_ids,
+    "output_device": lambda value: {"device_id": value},
     "forward_sync_buffers": lambda value: {"broadcast_buffers": value},
     "init_sync": lambda value: {} if value else {"sync_module_states": False},
 }

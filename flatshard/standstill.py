@@ -246,9 +246,10 @@ def _in_words(stuck: dict[int, _Said]) -> str:
     waits = "; ".join(f"rank {rank} in [{stuck[rank].text}]" for rank in sorted(stuck))
     return (
         f"the ranks wait for one another in different collectives, for ever: {waits}. All ranks "
-        "must call what is collective, in the same order: state_dict(), optim_state_dict(), "
-        "summon_full_params(), clip_grad_norm_(), forward and backward. To save, call "
-        "state_dict() on every rank, and torch.save() on rank 0 alone."
+        "must call what is collective, in the same order: forward (in evaluation too), backward, "
+        "state_dict(), optim_state_dict(), summon_full_params(), clip_grad_norm_(), and norms and "
+        "sums of parameters and gradients. To save, call state_dict() on every rank, and "
+        "torch.save() on rank 0 alone."
     )
 
 

@@ -39,6 +39,7 @@ from typing import Any
 from unittest import mock
 
 import benchmark
+import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 from measure_offload import Block, Decoder, figures_of_ranks, resident_bytes

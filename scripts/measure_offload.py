@@ -26,13 +26,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rich import print as rich_print
-from rich.table import Table
 from torch import Tensor, nn
 from training_job import Parser, spawn
+
+try:
+    from rich import print as rich_print
+    from rich.table import Table
+except ModuleNotFoundError:
+    print('error: rich is not installed: pip install ".[examples]"', file=sys.stderr)
+    sys.exit(2)
 
 from flatshard import CPUOffload, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

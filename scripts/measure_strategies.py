@@ -20,15 +20,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rich import print as rich_print
-from rich.table import Table
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_job import Parser, spawn
+
+try:
+    from rich import print as rich_print
+    from rich.table import Table
+except ModuleNotFoundError:
+    print('error: rich is not installed: pip install ".[examples]"', file=sys.stderr)
+    sys.exit(2)
 
 from flatshard import ShardedWrapper, sharded_modules
 from flatshard.collectives import Event, record

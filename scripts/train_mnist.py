@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

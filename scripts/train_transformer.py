@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -83,6 +84,8 @@ def check(args: argparse.Namespace) -> None:
     for name in ("json", "plot"):
         if getattr(args, name) and not args.compare:
             stop(f"--{name} is for --compare")
+    if args.plot and args.plot.suffix not in (".pdf", ".png", ".svg"):
+        stop(f"--plot: {args.plot} must end in .pdf, .png or .svg")
     if args.compare and args.steps < 2:
         stop(f"--compare needs --steps of at least 2, got {args.steps}")
     if not args.prompt:

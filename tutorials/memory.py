@@ -174,6 +174,7 @@ axes.text(1, 84, "a device of 80 GB", fontsize=8, color="0.4")
 axes.set_xticks(ranks, ranks)
 axes.set_xlabel("ranks")
 axes.set_ylabel("GB on each rank, at most")
+axes.set_title("70 billion parameters: smaller units lower the floor")
 axes.legend()
 plt.show()
 
@@ -248,6 +249,7 @@ for offset, (label, index) in {-0.2: ("predicted", 0), 0.2: ("measured", 1)}.ite
 axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
 axes.invert_yaxis()
 axes.set_xlabel(f"MiB on each of {RANKS} ranks")
+axes.set_title("Between steps the plan is exact, in a step an upper bound")
 axes.legend(fontsize=8)
 plt.show()
 

@@ -197,11 +197,20 @@ def draw_held(axes, name):
     axes.set_ylim(bottom=0)
 
 
+def held_bytes(name):
+    """What rank 0 holds between steps, and at most."""
+    step = load(f"{name}-step")
+    kept = step["parameter_bytes"] + step["optimizer_bytes"]
+    peak = max(gathered + gradients for _, gathered, gradients in step["samples"])
+    return kept + step["gradient_bytes"], kept + peak
+
+
 titles = {"ddp": "DDP", "one": "flatshard, one unit", "two": "flatshard, two units"}
 figure, panels = plt.subplots(3, 1, figsize=(8, 7), sharey=True, layout="constrained")
 for axes, (name, title) in zip(panels, titles.items()):
     draw_held(axes, name)
-    axes.set_title(title, loc="left")
+    between, peak = (size / 2**20 for size in held_bytes(name))
+    axes.set_title(f"{title}: {between:.1f} MiB between steps, {peak:.1f} at most", loc="left")
 panels[-1].set_xlabel("ms since the step began (dotted: forward ends, backward ends)")
 handles, labels = panels[0].get_legend_handles_labels()
 figure.legend(handles, labels, loc="outside lower center", ncols=4)
@@ -255,6 +264,7 @@ figure, panels = plt.subplots(
 for axes, name in zip(panels, ("one", "two")):
     draw_ranges(axes, name)
     axes.set_title(titles[name], loc="left")
+figure.suptitle("What overlaps in a step, on rank 0")
 longest = max(load(f"{name}-step")["backward_end"] for name in ("one", "two"))
 panels[-1].set_xlim(0, 1000 * longest)
 panels[-1].set_xlabel("ms since the step began")
@@ -270,16 +280,8 @@ plt.show()
 # %%
 rows = [("", "kept between steps", "held at most", "moved per step")]
 for name, title in titles.items():
-    step = load(f"{name}-step")
-    kept = step["parameter_bytes"] + step["optimizer_bytes"]
-    peak = max(gathered + gradients for _, gathered, gradients in step["samples"])
-    between = kept + step["gradient_bytes"]
-    rows.append(
-        (
-            title,
-            *(f"{size / 2**20:.2f} MiB" for size in (between, kept + peak, step["moved_bytes"])),
-        )
-    )
+    sizes = (*held_bytes(name), load(f"{name}-step")["moved_bytes"])
+    rows.append((title, *(f"{size / 2**20:.2f} MiB" for size in sizes)))
 for row in rows:
     print(f"{row[0]:22}" + "".join(f"{cell:>20}" for cell in row[1:]))
 
@@ -300,6 +302,7 @@ for (name, title), style in zip(titles.items(), ("-", "--", ":")):
     axes.plot(load(name)["step_losses"], style, lw=2, label=title)
 axes.set_xlabel("step")
 axes.set_ylabel("loss over all ranks")
+axes.set_title("DDP and flatshard: the same losses")
 axes.legend()
 plt.show()
 reference = load("ddp")["step_losses"]

@@ -121,6 +121,8 @@ text = torchrun(1 if TOY else 3, *job, "--steps", ALL, "--sample", SAMPLE, *file
 print(text[: text.index("The ")])
 
 # %% [markdown]
+# (The test loss is of the last tenth of the text, which is mostly tables: it is the lower one.)
+#
 # The loss over the steps of both runs: the second one begins where the first one ends.
 
 # %%
@@ -130,6 +132,7 @@ for name, label in {"two.jsonl": "2 ranks", "three.jsonl": "resumed on 3 ranks"}
     axes.plot([line["step"] for line in steps], [line["loss"] for line in steps], label=label)
 axes.set_xlabel("step")
 axes.set_ylabel("loss, nats per byte")
+axes.set_title("Two ranks stop, three ranks go on from there")
 axes.legend()
 plt.show()
 

@@ -6,6 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -248,6 +253,26 @@ def test_load_from_a_plain_model(name: str, way: str) -> None:
 @each_way
 def test_load_from_ddp(way: str) -> None:
     run_ranks(_load, 2, "batch-norm", way, "module.")
+
+
+def test_torchs_functions() -> None:
+    run_ranks(_torchs_functions, 2)
+
+
+def _torchs_functions(rank: int, world_size: int) -> None:
+    """What DistributedDataParallel's and FSDP2's users save and load models with."""
+    for name in ("tied-across-units", "nested", "batch-norm"):
+        case = CASES[name]
+        model = case.wrap(case.model())
+        whole = StateDictOptions(full_state_dict=True)
+        _assert_identical(get_model_state_dict(model, options=whole), snapshot(case.model()))
+        state = _other_weights(name)
+        set_model_state_dict(model, {**state}, options=whole)
+        _assert_identical(model.state_dict(), state)
+        from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        state = snapshot(case.model())
+        set_model_state_dict(model, {**state} if rank == 0 else {}, options=from_rank_0)
+        _assert_identical(model.state_dict(), state)
 
 
 def _load(rank: int, world_size: int, name: str, way: str, prefix: str) -> None:

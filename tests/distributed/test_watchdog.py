@@ -1,12 +1,14 @@
 """A rank that waits long says for whom, before anything times out."""
 
+import functools
 import logging
 import time
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
-from flatshard import CollectiveError, ShardedWrapper, standstill, watchdog
+from flatshard import CollectiveError, standstill, watchdog
 from tests.harness import run_ranks
 from tests.models import CASES
 
@@ -78,24 +80,29 @@ def test_ranks_in_different_collectives_do_not_wait_for_the_timeout() -> None:
 
 
 def _different_collectives(rank: int, world_size: int) -> None:
-    """Rank 0 alone calls something collective, and the others go on to their next step."""
+    """Rank 0 calls something collective, and the others something else."""
     patched = mock.patch.multiple(standstill, FIRST_LOOK_SECONDS=0.3, LOOK_SECONDS=0.1)
-    for collectives, alone in (("auto", "norm"), ("sockets", "dict")):
-        case = CASES["mlp"]
-        model = case.wrap(case.model(), collectives=collectives)
+    step, whole = "unit 'fc1', rank .* for forward", ".*all ranks must ask for together"
+    buffers = ".*buffers.*: broadcasting from rank 0"
+    for name, collectives, alone, others, expected in (
+        ("mlp", "auto", "norm", "forward", ("'norms'", step)),
+        ("mlp", "sockets", "dict", "forward", (whole, step)),
+        ("batch-norm", "auto", "forward", "dict", (buffers, whole)),
+    ):
+        case = CASES[name]
+        ranks = dist.new_group()  # no message passes the last one's any more
+        model = case.wrap(case.model(), collectives=collectives, process_group=ranks)
         inputs, _ = case.batch(rank, 2)
+        call = {
+            "norm": functools.partial(model.clip_grad_norm_, 1.0),
+            "dict": model.state_dict,
+            "forward": functools.partial(model, inputs),
+        }
         with patched:
             if rank == 1 and alone == "norm":
                 time.sleep(0.8)  # being late is not enough
             model(inputs).sum().backward()
             with pytest.raises(CollectiveError, match="for one another in different") as error:
-                _alone(model, alone) if rank == 0 else model(inputs)
-        where = r"'norms'" if alone == "norm" else ".*all ranks must ask for together"
-        for part in (rf"rank 0 in \[{where}", r"rank 1 in \[unit 'fc1', rank 1: .* for forward"):
-            error.match(part)
-
-
-def _alone(model: ShardedWrapper, what: str) -> None:
-    if what == "norm":
-        model.clip_grad_norm_(1.0)
-    model.state_dict()
+                call[alone if rank == 0 else others]()
+        for number, where in enumerate(expected):
+            error.match(rf"rank {number} in \[{where}")

@@ -437,3 +437,28 @@ def test_reference_is_current() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.PAGE.read_text() == module.page(), "run scripts/build_api.py"
+
+
+# ---------------------------------------------------------------- what is not installed
+
+
+MAIN = 'if __name__ == "__main__":'
+
+
+@pytest.mark.parametrize("missing", ["torch", "flatshard"])
+def test_scripts_say_what_is_not_installed(missing: str) -> None:
+    """Without the packages of the environment, or with those alone that are not flatshard's."""
+    packages = Path(torch.__file__).parents[1] if missing == "flatshard" else ""
+    scripts = {path: path.read_text() for path in (ROOT / "scripts").glob("*.py")}
+    started = [path for path, text in scripts.items() if "import torch" in text and MAIN in text]
+    assert len(started) > 5
+    for script in started:
+        done = subprocess.run(
+            [sys.executable, "-S", script, "--help"],
+            env={**os.environ, "PYTHONPATH": str(packages)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        said = f'error: {missing} is not installed: pip install ".[examples]"\n'
+        assert (done.returncode, done.stderr) == (2, said), script

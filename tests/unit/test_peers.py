@@ -79,6 +79,7 @@ def test_ignored_keywords_warn_once() -> None:
     ("keywords", "error", "message"),
     [
         ({"device_ids": [0, 1]}, ValueError, "one device"),
+        ({"device_ids": [0], "output_device": 1}, ValueError, "outputs stay where the module"),
         ({"dim": 1}, NotImplementedError, "not scattered"),
         ({"param_to_hook_all_reduce": 1}, NotImplementedError, "complete"),
         ({"bucket_cap_mbs": 1}, TypeError, "Did you mean 'bucket_cap_mb'"),
@@ -92,7 +93,13 @@ def test_refused_keywords(keywords: dict[str, Any], error: type[Exception], mess
 
 def test_other_names() -> None:
     given = peers.read_ddp_keywords(
-        {"device_ids": [1], "forward_sync_buffers": False, "init_sync": False}, OURS
+        {
+            "device_ids": [1],
+            "output_device": "cuda:1",
+            "forward_sync_buffers": False,
+            "init_sync": False,
+        },
+        OURS,
     )
     assert given.ours == {
         "device_id": 1,
