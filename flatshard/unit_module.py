@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatshard import materialise, plan_report
+from flatshard import materialise, plan_report, registrations
 from flatshard.casting import convert_buffers
 from flatshard.config import ShardingStrategy
 from flatshard.context import RunContext
@@ -71,6 +71,7 @@ class UnitModule(StandIn):
             settings.ranks.world,
             buffers=self._synced_buffers,
             before_first_run=self._check_complete,
+            after_registration=self._check_all_owned,
             number=number,
             forward_prefetch=settings.forward_prefetch,
             backward_prefetch=settings.backward_prefetch,
@@ -79,16 +80,18 @@ class UnitModule(StandIn):
             wrapper.__dict__["_context"] = self._context
 
     def _check_complete(self) -> None:
-        wrappers = unit_modules(self)
-        handles = [handle for unit in units_in(self) for handle in unit.handles]
-        is_summoned = any(handle.summoned is not None for handle in handles)
-        if self._settings.ranks.world.size > 1 and not is_summoned:
-            self._check_all_owned(handles)
-        if any(wrapper._has_empty for wrapper in wrappers):
+        self._check_all_owned()
+        if any(wrapper._has_empty for wrapper in unit_modules(self)):
+            handles = [handle for unit in units_in(self) for handle in unit.handles]
             materialise.check_loaded(self, handles, self._settings.ranks.world)
 
-    def _check_all_owned(self, handles: Sequence[FlatParamHandle]) -> None:
+    def _check_all_owned(self) -> None:
         """Raise where modules were added since wrapping: nobody would average their gradients."""
+        registrations.watch(self.modules())
+        handles = [handle for unit in units_in(self) for handle in unit.handles]
+        is_summoned = any(handle.summoned is not None for handle in handles)
+        if self._settings.ranks.world.size == 1 or is_summoned:
+            return
         for handle in handles:
             handle.params.check_places()
         known = self._ignored.ids()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatshard import ShardedWrapper
+from flatshard import MixedPrecision, ShardedWrapper, registrations
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 
@@ -54,6 +54,20 @@ def _added(keywords: dict[str, Any]) -> None:
     model(torch.randn(2, 4))
 
 
+def _added_later(keywords: dict[str, Any]) -> None:
+    model = ShardedWrapper(nn.Sequential(nn.Sequential(nn.Linear(4, 6))), **keywords)
+    model(torch.randn(2, 4)).sum().backward()
+    model.module[0].append(nn.Linear(6, 2))
+    model(torch.randn(2, 4))
+
+
+def _replaced_later(keywords: dict[str, Any]) -> None:
+    model = ShardedWrapper(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), **keywords)
+    model(torch.randn(2, 4)).sum().backward()
+    model.module[1] = nn.Linear(6, 3)
+    model(torch.randn(2, 4))
+
+
 def _assigned(keywords: dict[str, Any]) -> None:
     model = ShardedWrapper(nn.Sequential(nn.Linear(4, 6)), **keywords)
     setattr(model, "0", nn.Linear(4, 6))
@@ -80,6 +94,8 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "edited parameters in place .*max_norm": _embedding,
     "parameter 'weight' has a gradient, which would be lost": _gradient_before,
     "parameter '1.weight' was added after wrapping": _added,
+    "parameter '0.1.weight' was added after wrapping": _added_later,
+    "parameter '1.weight' was added after wrapping: it": _replaced_later,
     "'0' is the wrapper's then": _assigned,
     "the optimizer was made before wrapping": _optimizer_before,
     "the flat parameter of unit '' was replaced": _functional,
@@ -109,3 +125,27 @@ def _copied_on_one(rank: int, world_size: int) -> None:
         model(case.batch(rank, 2)[0]).sum().backward()
         if rank == 0:
             copy.deepcopy(model)
+
+
+def test_steps_register_nothing() -> None:
+    run_ranks(_registers, 2)
+
+
+def _registers(rank: int, world_size: int) -> None:
+    """Else every step would look at all modules."""
+    for keywords in (
+        {},
+        {"use_orig_params": False},
+        {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+    ):
+        case = CASES["transformer"]
+        model = case.wrap(case.model(), **keywords)
+        optimizer = torch.optim.AdamW(model.parameters())
+        counts = set()
+        for step in range(3):
+            loss = model(case.batch(step, 2)[0]).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.add(registrations.count())
+        assert len(counts) == 1, counts

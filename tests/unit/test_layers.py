@@ -30,6 +30,7 @@ LAYERS = [
         "mapped_shards",
         "memory_file",
         "spare",
+        "registrations",
         "tags",
         "peers",
         "state_dict_options",
