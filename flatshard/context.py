@@ -10,7 +10,6 @@ it until its own backward is over.
 
 from __future__ import annotations
 
-import time
 import warnings
 import weakref
 from collections import Counter
@@ -38,11 +37,6 @@ from flatshard.spare import prepare_allocator
 from flatshard.step_in_backward import SteppedInBackward
 from flatshard.step_report import Kind, StepReport
 from flatshard.unit import Phase, Portion, Unit
-
-_STALL_SECONDS = 1.0
-"""How long a reduction may hold up backward; past this the peers may be waiting for us."""
-
-_POLL_SECONDS = 1e-4
 
 _in_backward: weakref.WeakSet[RunContext] = weakref.WeakSet()
 
@@ -457,12 +451,12 @@ class RunContext:
         self._unsettled.drop_settled()
         with self.recorder.starting("reduce", None):
             for portion, _ in self._in_flight:
-                if not _advance(portion):  # second stages begin in the order of the first
+                if not portion.advance():  # second stages begin in the order of the first
                     break
         while self._in_flight:
             portion, _ = self._in_flight[0]
             over = sum(held for _, held in self._in_flight) > self._budget
-            if not _is_reduced(portion) and not (over and self._wait_until_reduced(portion)):
+            if not portion.is_reduced() and not (over and self._wait_until_reduced(portion)):
                 return
             del self._in_flight[0]
             self._finish(portion)
@@ -472,7 +466,7 @@ class RunContext:
         if portion.index in self._uneven:
             return False
         with self.recorder.waiting(Kind.REDUCE_WAIT, portion.unit, ends=False):
-            return _wait_until_reduced(portion)
+            return portion.wait_until_reduced()
 
     def _finish(self, portion: Portion) -> None:
         with self.recorder.waiting(Kind.REDUCE_WAIT, portion.unit):
@@ -672,30 +666,3 @@ class _Used:
         """Per unit, whether any rank stepped it before this; empty where none steps in backward."""
         self.edited = edited
         """Units of which some rank found accumulated gradients edited."""
-
-
-def _is_reduced(portion: Portion) -> bool:
-    return all(handle.gradients.reduce_done() for handle in portion.handles)
-
-
-def _advance(portion: Portion) -> bool:
-    """Begin second stages whose first is over; False when one must wait."""
-    return all(handle.gradients.advance() for handle in portion.handles)
-
-
-def _wait_until_reduced(portion: Portion) -> bool:
-    """Wait a while; False when a peer seems unable to take part yet.
-
-    The host waits, for accelerators too. Were it the stream, gathers queued behind would wait for
-    that peer, and the peer, which takes part at the end of its backward, for them.
-    """
-    if not all(handle.gradients.tells_when_done() for handle in portion.handles):
-        return False
-    deadline = time.monotonic() + _STALL_SECONDS
-    while not (_advance(portion) and _is_reduced(portion)):
-        if not all(handle.gradients.is_computed() for handle in portion.handles):
-            deadline = time.monotonic() + _STALL_SECONDS  # no peer's fault
-        elif time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True

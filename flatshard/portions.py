@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
 from flatshard.handle import FlatParamHandle
 
 U = TypeVar("U")
+
+_STALL_SECONDS = 1.0
+"""How long a reduction may hold up backward; past this the peers may be waiting for us."""
+
+_POLL_SECONDS = 1e-4
 
 
 class Portion(Generic[U]):
@@ -48,6 +54,31 @@ class Portion(Generic[U]):
         for handle in self.handles:  # a loop: asked for every gradient
             if len(handle.gradients.seen) < self._num_trainable[handle]:
                 return False
+        return True
+
+    def is_reduced(self) -> bool:
+        """Whether what was started is over."""
+        return all(handle.gradients.reduce_done() for handle in self.handles)
+
+    def advance(self) -> bool:
+        """Begin second stages whose first is over; False when one must wait."""
+        return all(handle.gradients.advance() for handle in self.handles)
+
+    def wait_until_reduced(self) -> bool:
+        """Wait a while; False when a peer seems unable to take part yet.
+
+        The host waits, for accelerators too. Were it the stream, gathers queued behind would wait
+        for that peer, and the peer, which takes part at the end of its backward, for them.
+        """
+        if not all(handle.gradients.tells_when_done() for handle in self.handles):
+            return False
+        deadline = time.monotonic() + _STALL_SECONDS
+        while not (self.advance() and self.is_reduced()):
+            if not all(handle.gradients.is_computed() for handle in self.handles):
+                deadline = time.monotonic() + _STALL_SECONDS  # no peer's fault
+            elif time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
         return True
 
 

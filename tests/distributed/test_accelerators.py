@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard import MixedPrecision, collectives, context, reduction, watchdog
+from flatshard import MixedPrecision, collectives, portions, reduction, watchdog
 from flatshard.communicators import communicator
 from flatshard.watchdog import watched
 from tests.harness import naming, run_ranks
@@ -59,8 +59,8 @@ def test_a_reduction_on_a_device_is_waited_for_by_the_host(
     gradients: _Gradients, is_reduced: bool
 ) -> None:
     handle = SimpleNamespace(device=torch.device("cuda", 0), gradients=gradients)
-    with mock.patch.object(context, "_STALL_SECONDS", 0.05):
-        assert context._wait_until_reduced(SimpleNamespace(handles=[handle])) is is_reduced
+    with mock.patch.object(portions, "_STALL_SECONDS", 0.05):
+        assert portions.Portion(None, [handle], {}).wait_until_reduced() is is_reduced
 
 
 class _Late:
@@ -111,7 +111,7 @@ def _collectives(late: bool) -> Iterator[None]:
         mock.patch.object(dist, "all_to_all_single", exchange),
         mock.patch.object(inside, "_under_way", new=lambda _, work: [work]),
         mock.patch.object(inside, "streams_wait", return_value=True),
-        mock.patch.object(context, "_STALL_SECONDS", 0),
+        mock.patch.object(portions, "_STALL_SECONDS", 0),
         mock.patch.multiple(torch.cuda, Stream=mock.DEFAULT, current_stream=mock.DEFAULT),
         mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
         mock.patch.dict(reduction._side_streams),

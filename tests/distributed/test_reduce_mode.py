@@ -13,9 +13,9 @@ from flatshard import (
     MixedPrecision,
     ShardedWrapper,
     collectives,
-    context,
     gradients,
     on_host,
+    portions,
     sharded_modules,
     wire,
 )
@@ -121,7 +121,7 @@ def _small_limits() -> Iterator[None]:
         patch.setattr(wire, "PIECE_BYTES", 1 << 12)
         patch.setattr(wire, "_ADDED_AT_ONCE", 300)
         # A parameter that a rank does not use holds up its other units' reductions.
-        patch.setattr(context, "_STALL_SECONDS", 0.01)
+        patch.setattr(portions, "_STALL_SECONDS", 0.01)
         patch.setenv("LOCAL_WORLD_SIZE", "2")  # for HYBRID strategies
         yield
 

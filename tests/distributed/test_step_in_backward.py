@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import ShardedWrapper, ShardingStrategy, context, declare_elementwise
+from flatshard import ShardedWrapper, ShardingStrategy, declare_elementwise, portions
 from flatshard.pending import Pending, Unsettled
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
@@ -212,7 +212,7 @@ def whole_model_recomputed(run: Script) -> None:
 
 def used_on_one_rank(run: Script) -> None:
     run.net.first.module.register_forward_pre_hook(lambda _, args: (*args, run.rank == 0))
-    with mock.patch.object(context, "_STALL_SECONDS", 0.05):
+    with mock.patch.object(portions, "_STALL_SECONDS", 0.05):
         for step in range(3):
             run.loss(step).backward()
             run.step(set_to_none=False)
