@@ -25,6 +25,7 @@ from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle
+from flatshard.heap import Heap
 from flatshard.hook_turns import HookTurns
 from flatshard.left_out import LeftOut
 from flatshard.non_finite import NonFiniteWatch
@@ -97,6 +98,7 @@ class RunContext:
         self._before_first_run = before_first_run
         self._after_registration = after_registration
         self._registered = 0
+        self._heap: Heap | None = None
         self._forward_prefetch = forward_prefetch
         self._backward_prefetch = backward_prefetch
         self._order = ExecutionOrder()
@@ -185,6 +187,7 @@ class RunContext:
             h.shard.device.type == "cpu" for u in self.units for h in u.handles
         ):
             prepare_allocator()
+            self._heap = Heap()
         self.has_run = True
         for unit in self.units:
             unit.begin_run()
@@ -192,6 +195,8 @@ class RunContext:
         self.expects_backward = torch.is_grad_enabled()
         if self.expects_backward:
             self._plan_syncs()
+            if self._heap is not None:
+                self._heap.begin_step()
         else:
             self.give_back()
         if outermost is self.root and not self.is_accumulating:

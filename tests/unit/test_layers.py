@@ -42,6 +42,7 @@ LAYERS = [
         "wrap",
         "auto_policy",
         "module_tree",
+        "heap",
         "plan_report",
         "stand_in",
         "step_report",

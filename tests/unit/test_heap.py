@@ -1,0 +1,40 @@
+"""Free memory goes back when there is much more of it than before, and only then."""
+
+import pytest
+import torch
+
+from flatshard import heap, memory_file
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("free", "given_back"),
+    [
+        ([10, 100, 100, 100, 131, 120], []),  # little more
+        ([10, 100, 100, 133, 160, 166], [3, 5]),  # again only when it has grown again
+        ([10, 900, 400, 480, 500, 501], [5]),  # a quarter of what there was
+        ([0, 0, 0, 0, 0, 0], []),
+    ],
+)
+def test_when(free: list[int], given_back: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    steps: list[int] = []
+    monkeypatch.setattr(heap, "_free_bytes", lambda: free[steps[-1]] * MIB)
+    monkeypatch.setattr(memory_file, "give_back_freed", lambda: calls.append(steps[-1]))
+    watched = heap.Heap()
+    for step in range(len(free)):
+        steps.append(step)
+        watched.begin_step()
+    assert calls == given_back
+
+
+def test_what_is_free_is_seen() -> None:
+    if heap._mallinfo is None:
+        pytest.skip("not glibc")
+    before = heap._free_bytes()
+    pieces = [torch.empty(16 * 1024, dtype=torch.uint8) for _ in range(400)]
+    held = pieces[::2]
+    del pieces
+    assert heap._free_bytes() - before > 1 * MIB
+    assert len(held) == 200
