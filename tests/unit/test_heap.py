@@ -32,9 +32,7 @@ def test_when(free: list[int], given_back: list[int], monkeypatch: pytest.Monkey
 def test_what_is_free_is_seen() -> None:
     if heap._mallinfo is None:
         pytest.skip("not glibc")
-    before = heap._free_bytes()
     pieces = [torch.empty(16 * 1024, dtype=torch.uint8) for _ in range(400)]
-    held = pieces[::2]
-    del pieces
-    assert heap._free_bytes() - before > 1 * MIB
-    assert len(held) == 200
+    before = heap._free_bytes()
+    del pieces[::2]  # so that none lies at the heap's end, which may shrink
+    assert heap._free_bytes() - before > 2 * MIB
