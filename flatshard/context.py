@@ -195,8 +195,6 @@ class RunContext:
         self.expects_backward = torch.is_grad_enabled()
         if self.expects_backward:
             self._plan_syncs()
-            if self._heap is not None:
-                self._heap.begin_step()
         else:
             self.give_back()
         if outermost is self.root and not self.is_accumulating:
@@ -256,6 +254,8 @@ class RunContext:
                     handle.finish_refresh()
                 if not failed:  # else the error on its way is the one to see
                     self._unsettled.settle()
+            if self._heap is not None and self.expects_backward:
+                self._heap.end_forward()
             self.recorder.end_forward()
 
     @property

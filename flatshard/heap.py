@@ -3,9 +3,9 @@
 [Note: growth]
 Where a program keeps something small from every step, a loss say, glibc cannot use places beside it
 for tensors of the same size again, and takes others: its heap grows from step to step, and pages
-that nothing reads stay resident. To give all free ones back costs the next step a page fault for
-each that it does use. So that waits until the free lists have grown by a part of what they held
-when all was new.
+that nothing reads stay resident. To give all free ones back costs a page fault for each that is
+used again. So that is done when most of what a step uses is in use, at the end of forward, and when
+the free lists have grown by a part of what they held when all was new.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Heap:
         self._free = 0
         self._limit = _MIN_BYTES
 
-    def begin_step(self) -> None:
+    def end_forward(self) -> None:
         """Give free memory back if there is much more of it than at the last time."""
         free = _free_bytes()
         if self._num_steps <= _NEW_STEPS:

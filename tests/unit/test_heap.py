@@ -25,7 +25,7 @@ def test_when(free: list[int], given_back: list[int], monkeypatch: pytest.Monkey
     watched = heap.Heap()
     for step in range(len(free)):
         steps.append(step)
-        watched.begin_step()
+        watched.end_forward()
     assert calls == given_back
 
 
