@@ -7,6 +7,8 @@ compared with what they were before.
 
 from __future__ import annotations
 
+from torch import nn
+
 from flatshard.handle import FlatParamHandle
 from flatshard.starting import Checksum, checksum
 
@@ -28,8 +30,11 @@ class ForwardEdits:
         self._version = self._handle.buffer._version
         self._before = None if self._has_compared else checksum(self._handle.buffer)
 
-    def check(self) -> None:
+    def check(self, module: nn.Module) -> None:
         """The forward is over, and nothing was freed yet.
+
+        Args:
+            module: whose forward; parameters elsewhere are not looked for.
 
         Raises:
             RuntimeError: a parameter was edited, or replaced.
@@ -50,4 +55,4 @@ class ForwardEdits:
                 "that, too. Compute with the changed value instead (w = self.weight.clamp(...)), "
                 "edit parameters between steps, or use NO_SHARD."
             )
-        self._handle.params.check_installed()
+        self._handle.params.check_installed(module)

@@ -84,6 +84,8 @@ class ParamViews:
             for index, one in enumerate(owned)
             for site in one.sites
         ]
+        # By wrapped module: of the places, those inside.
+        self._places_of: dict[nn.Module, list[tuple[nn.Module, str, int]]] = {}
         self._rnns = [module for module in self.modules() if isinstance(module, nn.RNNBase)]
         self._make_specs(_weakly(on_outside_grad))
 
@@ -336,19 +338,27 @@ class ParamViews:
                     "parameter before wrapping."
                 )
 
-    def check_installed(self) -> None:
-        """See that the modules still hold the full parameters.
+    def check_installed(self, outer: nn.Module) -> None:
+        """See that the modules in ``outer`` still hold the full parameters.
 
         Raises:
             RuntimeError: a forward replaced one of them.
         """
-        for module, attribute, index in self.places:
+        for module, attribute, index in self._places_in(outer):
             if module._parameters.get(attribute) is not self.full[index]:
                 raise RuntimeError(
                     f"parameter {self.specs[index].name!r} (unit {self.unit_name!r}) was replaced "
                     "in forward: the model would go on with the one before. Compute with the "
                     "changed value instead, without assigning it to the module."
                 )
+
+    def _places_in(self, outer: nn.Module) -> list[tuple[nn.Module, str, int]]:
+        found = self._places_of.get(outer)
+        if found is None:
+            inside = set(outer.modules())
+            found = [place for place in self.places if place[0] in inside]
+            self._places_of[outer] = found
+        return found
 
     def put(self, params: list[nn.Parameter]) -> None:
         """Let the modules hold ``params``, one per original parameter."""

@@ -432,7 +432,7 @@ class Unit:
             if output is not None:
                 if self.phase is Phase.FORWARD and not self._running:
                     for edits in self._edits:
-                        edits.check()
+                        edits.check(module)
                 changed = self._protect(self._casts[module].cast_output(output))
                 if torch.is_grad_enabled():
                     self._hook_outputs(call, changed)
