@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard import grad_publisher, optim, registrations
+from flatshard.capture import check_not_captured
 from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
 from flatshard.gradients import Sync
@@ -149,6 +150,10 @@ class RunContext:
             for unit in self.units
         )
         self._of_several = [unit for unit in self.units if len(unit.modules) > 1]
+        # Where nothing is gathered or reduced, a forward is only kernels.
+        self._device = next(
+            (h.device for u in self.units for h in u.handles if not h.is_local), None
+        )
         self._kept_from_afar = [
             handle for unit in self.units for handle in unit.handles if unit.topology.outer.size > 1
         ]
@@ -177,6 +182,8 @@ class RunContext:
         return self.begin_backward()
 
     def _begin_forward(self, outermost: Unit) -> None:
+        if self._device is not None:
+            check_not_captured(self._device)
         self.recover()
         if not self.has_run:
             self._before_first_run()
@@ -344,10 +351,10 @@ class RunContext:
                 if self._world.rank == 0:
                     continue
                 pieces = flat.split([buffer.numel() for buffer in buffers])
-                for buffer, piece in zip(buffers, pieces, strict=True):
-                    # Not an edit for autograd: rank 0's graph sees none either.
-                    with _unsafe_preserve_version_counter(buffer):
-                        buffer.copy_(piece.view(buffer.shape))
+                theirs = [p.view(b.shape) for p, b in zip(pieces, buffers, strict=True)]
+                # Not an edit for autograd: rank 0's graph sees none either.
+                with _unsafe_preserve_version_counter(tuple(buffers)):
+                    torch._foreach_copy_(buffers, theirs)
 
     # ------------------------------------------------------------ backward
 
