@@ -20,7 +20,6 @@ def check_not_captured(device: torch.device) -> None:
     if is_current and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "ShardedWrapper: the forward of a sharded model cannot be captured in a CUDA graph: "
-            "replays would neither gather parameters nor reduce gradients. Capture what is inside "
-            'a unit, with torch.compile(block, mode="reduce-overhead") before wrapping, or do '
-            "without the graph."
+            "replays would neither gather parameters nor reduce gradients. Train without the "
+            "graph; torch.compile(block) before wrapping makes a block's kernels fewer."
         )

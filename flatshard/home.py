@@ -19,6 +19,7 @@ gather, without a copy.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -213,7 +214,7 @@ class Landing:
         """``home``: where they live; None: where they were reduced."""
         self._home = home
         self._spare = None if home is None else Spare(new=home.new)
-        self._under_way: list[tuple[torch.cuda.Event, Tensor]] = []
+        self._under_way: list[torch.cuda.Event] = []
 
     @property
     def is_apart(self) -> bool:
@@ -233,8 +234,8 @@ class Landing:
                 place.copy_(reduced, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
-            # Freed now, its memory could be written by what computes before it is read here.
-            self._under_way.append((event, reduced))
+            self._under_way.append(event)
+            _keep_until(event, reduced)
         disk_memory.release(place)
         return place
 
@@ -247,9 +248,10 @@ class Landing:
 
     def settle(self) -> None:
         """Wait until everything has landed."""
-        for event, _ in self._under_way:
+        for event in self._under_way:
             event.synchronize()
         self._under_way.clear()
+        _drop_passed()
 
 
 class _Passed:
@@ -265,6 +267,24 @@ class _Passed:
     def wait(self) -> None:
         """Until it has."""
         self._event.synchronize()
+
+
+_leaving: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+"""Of all flat parameters: what is copied down, in the order in which that is over on one device."""
+
+
+def _keep_until(event: torch.cuda.Event, tensor: Tensor) -> None:
+    """Keep a tensor until an event: freed before, what computes could write it while it is read.
+
+    No longer: at the end of a backward they would be the gradients of the whole model.
+    """
+    _drop_passed()
+    _leaving.append((event, tensor))
+
+
+def _drop_passed() -> None:
+    while _leaving and _leaving[0][0].query():
+        _leaving.popleft()
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -10,6 +10,8 @@ fake     a billion parameters in bf16 as one of eight ranks whose collectives mo
 sync     no operation of a step makes the host wait for the GPU
 streams  collectives of one pretended rank that take their time on a stream of their own, as NCCL's
          do, or a computation that takes its time, change nothing
+single   the same with NCCL's own collectives over one rank, which every GPU can have, behind the
+         pretended ones: their streams, works and dtypes are the real ones
 overlap  how much of the collectives' time the GPU computes meanwhile, from a profile of one step
 
 Each part has processes of its own and a time limit: one that hangs or crashes is a line of the
@@ -20,6 +22,7 @@ left out. Exits with 0 if no part failed.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -114,7 +117,9 @@ def pretend(device: torch.device, world_size: int) -> None:
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    # Its name is registered by that import. A store that works is for real groups beside it.
+    assert FakeStore is not None
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
 
 
 def build_gpt(preset: Preset, device: torch.device) -> GPT:
@@ -336,21 +341,34 @@ def any_rank(is_so: bool, device: torch.device) -> bool:
 def check_cases(
     rank: int, device: torch.device, place: Place, quick: bool, seconds: float
 ) -> list[list[Any]]:
-    """The names and deviations of all cases that begin within so many seconds; on rank 0."""
+    """The names of all cases that begin within so many seconds, and on rank 0 their deviations.
+
+    Or what went wrong: a case that fails on all ranks is no reason to leave out the others.
+    """
     os.environ["LOCAL_WORLD_SIZE"] = str(max(place.ranks // 2, 1))  # HYBRID_SHARD: two nodes
     found = []
     end = time.monotonic() + seconds
     for case in cases(place.ranks, quick, device.type == "cuda"):
         if any_rank(time.monotonic() > end, device):
             break
+        actual, problem = None, None
         try:
             actual = train_sharded(case, rank, device)
         except Exception as error:
-            raise RuntimeError(f"{case}: {type(error).__name__}: {error}") from error
-        if rank == 0:
+            traceback.print_exc()
+            problem = one_line(error)
+        # Where some ranks failed alone, the others wait until the group's timeout ends this part.
+        if any_rank(problem is not None, device):
+            outcome: Any = problem or "another rank failed"
+        elif rank == 0 and actual is not None:
             start = {name: p.detach() for name, p in make_model(device).named_parameters()}
             deviations = compare(actual, train_plain(case, place.ranks, device), start)
-            found.append([str(case), case.precision, dataclasses.asdict(deviations)])
+            outcome = dataclasses.asdict(deviations)
+        else:
+            outcome = {}
+        if rank == 0:  # for the log: a part that is ended has got so far
+            print(f"{case}: {outcome}", flush=True)
+        found.append([str(case), case.precision, outcome])
     return found
 
 
@@ -361,6 +379,9 @@ def part_ranks(place: Place, args: argparse.Namespace) -> Outcome:
     all_of_them = len(cases(place.ranks, args.quick, place.is_cuda))
     wrong, worst = [], {precision: Limits(0, 0, 0) for precision in LIMITS}
     for name, precision, deviations in found:
+        if isinstance(deviations, str):
+            wrong.append(f"{name}: {deviations}")
+            continue
         limits, so_far = dataclasses.asdict(LIMITS[precision]), dataclasses.asdict(worst[precision])
         # Written so that NaN is wrong, too.
         wrong += [f"{name}: {k} {x:.1e}" for k, x in deviations.items() if not x <= limits[k]]
@@ -370,9 +391,9 @@ def part_ranks(place: Place, args: argparse.Namespace) -> Outcome:
         f"{precision} loss {one.loss:.0e}, norm {one.norm:.0e}, parameters {one.distance:.0e}"
         for precision, one in worst.items()
     )
-    figures = [{"case": name, **deviations} for name, _, deviations in found]
+    figures = [{"case": name, "outcome": outcome} for name, _, outcome in found]
     if wrong:
-        return Outcome(FAIL, "; ".join([f"{len(wrong)} deviations", *wrong[:5]]), figures)
+        return Outcome(FAIL, "\n".join([f"{len(wrong)} cases or figures; {text}", *wrong]), figures)
     return Outcome(PASS, text, figures)
 
 
@@ -687,10 +708,24 @@ class Finished:
         return True
 
 
+class Together:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+
 class PretendedCollectives:
     """Collectives over ranks that all have what this one, rank 0, has; on a stream of their own."""
 
-    def __init__(self, device: torch.device, slow: bool) -> None:
+    def __init__(self, device: torch.device, slow: bool = False) -> None:
         self.slow = slow
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.really_reduce = dist.all_reduce
@@ -726,6 +761,9 @@ class PretendedCollectives:
             return self.really_reduce(tensor, *args, **keywords)
         return self.queue(lambda: tensor.mul_(2).div_(2))  # the average, and it is written
 
+    def exchange(self, out: Tensor, whole: Tensor, **keywords: Any) -> Any:
+        return self.all_gather(out, whole.chunk(keywords["group"].size())[0], **keywords)
+
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """In the place of torch's, which move nothing."""
@@ -735,10 +773,60 @@ class PretendedCollectives:
                 (inside, "_all_gather_single", self.all_gather),
                 (inside, "_reduce_scatter_single", self.reduce_scatter),
                 (dist, "all_reduce", self.all_reduce),
+                (dist, "all_to_all_single", self.exchange),
                 (inside.Communicator, "_under_way", lambda _, work: [work]),
             ):
                 stack.enter_context(mock.patch.object(owner, name, function))
             yield
+
+
+class SingleRankCollectives(PretendedCollectives):
+    """The same of a backend's own, in each of which this rank is the only one."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        group = dist.new_group([0], backend=backend)
+        assert isinstance(group, dist.ProcessGroup)
+        self.alone, self.device = group, device
+        self.gather = flatshard.collectives._all_gather_single
+        self.reduce = flatshard.collectives._reduce_scatter_single
+        # Of one rank both are the same, and gloo has no average.
+        self.op = dist.ReduceOp.AVG if device.type == "cuda" else dist.ReduceOp.SUM
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        if out.device != self.device:  # what ranks say to one another
+            return super().all_gather(out, shard, group, async_op)
+        parts = out.chunk(group.size())
+        works = [self.gather(part, shard, group=self.alone, async_op=async_op) for part in parts]
+        return self.begun(works) if async_op else None
+
+    def begun(self, works: Sequence[Any]) -> Any:
+        together = Together(works)
+        if self.stream is None:  # gloo's works do not say that they are over
+            together.wait()
+            return Finished()
+        return together
+
+    def reduce_scatter(
+        self,
+        out: Tensor,
+        whole: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+        **_: Any,
+    ) -> Any:
+        part = whole.chunk(group.size())[0]
+        work = self.reduce(out, part, op=self.op, group=self.alone, async_op=async_op)
+        return self.begun([work]) if async_op else None
+
+    def all_reduce(self, tensor: Tensor, *args: Any, **keywords: Any) -> Any:
+        if not keywords.get("async_op"):
+            return self.really_reduce(tensor, *args, **keywords)
+        keywords |= {"group": self.alone, "op": self.op}
+        return self.begun([self.really_reduce(tensor, *args, **keywords)])
 
 
 class Sleep(torch.autograd.Function):
@@ -769,57 +857,118 @@ STREAM_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "HYBRID_SHARD")
 
 
 def train_pretended(
-    device: torch.device, strategy: str, offload: CPUOffload | None, slow: str
+    device: torch.device,
+    strategy: str,
+    offload: CPUOffload | None,
+    collectives: PretendedCollectives,
+    slow_computation: bool = False,
+    mode: str = "auto",
 ) -> list[Tensor]:
     """This rank's shards before and after some steps."""
-    collectives = PretendedCollectives(device, slow == "collectives")
     width = 1024 if device.type == "cuda" else 8
     torch.manual_seed(0)
-    layers = nn.Sequential(*(Layer(width, slow == "computation") for _ in range(6))).to(device)
+    layers = nn.Sequential(*(Layer(width, slow_computation) for _ in range(6))).to(device)
     batch = torch.randn(64, width, generator=torch.Generator().manual_seed(1)).to(device)
     with collectives.installed():
         model = ShardedWrapper(
             layers,
             sharding_strategy=strategy,
             auto_wrap_policy=ModuleWrapPolicy({Layer}),
-            mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
+            mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, reduce_mode=mode),
             cpu_offload=offload,
             device_id=device if device.type == "cuda" else None,
             coalesce_bytes=0,
         )
-        start = [param.to_local().detach().clone() for param in model.parameters()]
+        start = parts_of(model)
         # Steps that bfloat16 does not round away: parameters of before must make a difference.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         for _ in range(4):
             (model(batch).float().square().sum() / len(batch)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        end = [param.to_local().detach().clone() for param in model.parameters()]
+        end = parts_of(model)
     return [torch.cat([x.cpu().double() for x in one]) for one in (start, end)]
 
 
-def part_streams(place: Place, args: argparse.Namespace) -> Outcome:
+def parts_of(model: nn.Module) -> list[Tensor]:
+    """Copies of what this rank holds; with NO_SHARD, parameters are plain ones."""
+    return [getattr(p, "to_local", p.detach)().detach().clone() for p in model.parameters()]
+
+
+def offloads(place: Place) -> list[CPUOffload | None]:
+    if not place.is_cuda:
+        return [None]
+    return [None, CPUOffload(offload_params=True), CPUOffload(offload_optimizer=True)]
+
+
+def pretend_two_nodes(place: Place) -> torch.device:
     device = torch.device("cuda", 0) if place.is_cuda else torch.device("cpu")
     pretend(device, FAKE_RANKS)
-    os.environ["LOCAL_WORLD_SIZE"] = str(FAKE_RANKS // 2)  # HYBRID_SHARD: two nodes
-    offloads: list[CPUOffload | None] = [None]
-    if place.is_cuda:
-        offloads += [CPUOffload(offload_params=True), CPUOffload(offload_optimizer=True)]
-    figures = {}
-    for strategy in STREAM_STRATEGIES:
-        for offload in offloads:
-            start, expected = train_pretended(device, strategy, offload, "nothing")
-            for slow in ("collectives", "computation"):
-                _, actual = train_pretended(device, strategy, offload, slow)
-                distance = float((actual - expected).norm() / (expected - start).norm())
-                what = "" if offload is None else f", {offload.describe()}"
-                figures[f"{strategy}{what}, slow {slow}"] = distance
-    wrong = [f"{case}: {distance:.1e}" for case, distance in figures.items() if not distance < 1e-3]
+    os.environ["LOCAL_WORLD_SIZE"] = str(FAKE_RANKS // 2)  # for HYBRID_SHARD
+    return device
+
+
+def name_of(strategy: str, offload: CPUOffload | None, *more: str) -> str:
+    return ", ".join([strategy, *([] if offload is None else [offload.describe()]), *more])
+
+
+def judge(figures: dict[str, float | str], place: Place) -> Outcome:
+    """What became of training runs: how far each came from where it should be, or what failed."""
+    wrong = [
+        f"{case}: {x}" if isinstance(x, str) else f"{case}: {x:.1e} apart"
+        for case, x in figures.items()
+        if isinstance(x, str) or not x < 1e-3
+    ]
     if wrong:
-        return Outcome(FAIL, "; ".join([f"{len(wrong)} of {len(figures)} differ", *wrong]), figures)
+        text = "\n".join([f"{len(wrong)} of {len(figures)} differ or failed", *wrong])
+        return Outcome(FAIL, text, figures)
     if not place.is_cuda:
         return Outcome(SKIP, f"{NO_GPU} with streams; the steps themselves ran", figures)
-    return Outcome(PASS, f"{len(figures)} cases, the worst {max(figures.values()):.0e} apart")
+    worst = max(float(x) for x in figures.values())
+    return Outcome(PASS, f"{len(figures)} cases, the worst {worst:.0e} apart", figures)
+
+
+def distance(reference: Callable[[], list[Tensor]], run: Callable[[], list[Tensor]]) -> float | str:
+    """How far a run ends from where another one ended, in terms of how far that went."""
+    try:
+        (start, expected), (_, actual) = reference(), run()
+        return float((actual - expected).norm() / (expected - start).norm())
+    except Exception as error:
+        traceback.print_exc()
+        return one_line(error)
+
+
+def part_streams(place: Place, args: argparse.Namespace) -> Outcome:
+    device = pretend_two_nodes(place)
+    figures: dict[str, float | str] = {}
+    for strategy in STREAM_STRATEGIES:
+        for offload in offloads(place):
+            train = functools.partial(train_pretended, device, strategy, offload)
+            for kind, slow, slow_computation in (
+                ("collectives", PretendedCollectives(device, slow=True), False),
+                ("computation", PretendedCollectives(device), True),
+            ):
+                case = name_of(strategy, offload, f"slow {kind}")
+                reference = functools.partial(train, PretendedCollectives(device))
+                run = functools.partial(train, slow, slow_computation)
+                figures[case] = distance(reference, run)
+                print(f"{case}: {figures[case]}", flush=True)
+    return judge(figures, place)
+
+
+def part_single(place: Place, args: argparse.Namespace) -> Outcome:
+    device = pretend_two_nodes(place)
+    real = SingleRankCollectives(device)
+    figures: dict[str, float | str] = {}
+    for strategy in (*STREAM_STRATEGIES, "NO_SHARD"):
+        for offload in offloads(place):
+            for mode in ("auto", "fixed_order"):
+                case = name_of(strategy, offload, mode)
+                train = functools.partial(train_pretended, device, strategy, offload, mode=mode)
+                reference = functools.partial(train, PretendedCollectives(device))
+                figures[case] = distance(reference, functools.partial(train, real))
+                print(f"{case}: {figures[case]}", flush=True)
+    return judge(figures, place)
 
 
 # ----------------------------------------------------------------- overlap: of kernels in a profile
@@ -927,6 +1076,7 @@ PARTS: dict[str, Callable[[Place, argparse.Namespace], Outcome]] = {
     "fake": part_fake,
     "sync": part_sync,
     "streams": part_streams,
+    "single": part_single,
     "overlap": part_overlap,
 }
 # Seconds; on a GPU most of them go into starting processes and loading libraries.
@@ -937,6 +1087,7 @@ LIMITS_OF_PARTS = {
     "fake": 150,
     "sync": 60,
     "streams": 75,
+    "single": 75,
     "overlap": 75,
 }
 
@@ -1001,7 +1152,7 @@ def place_of_part(name: str, args: argparse.Namespace) -> Place | None:
     device = "cuda" if args.gpus else "cpu"
     if name == "gloo":
         return Place(device, "gloo", args.ranks or (4 if args.gpus else 2))
-    if name in ("fake", "streams"):
+    if name in ("fake", "streams", "single"):
         return Place(device, "fake", 1)
     if args.nccl_ranks:
         return Place("cuda", "nccl", args.nccl_ranks)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatshard import MixedPrecision, collectives, inspection, portions, reduction, watchdog
+from flatshard import MixedPrecision, collectives, home, inspection, portions, reduction, watchdog
 from flatshard.collectives import ALONE
 from flatshard.communicators import communicator
 from flatshard.config import Collectives, Transport
@@ -288,6 +289,44 @@ def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> No
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
         found = inspection.find_device(torch.nn.Linear(1, 1), None, group, ignored)
     assert found == torch.device("cuda", 1)
+
+
+def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
+    """Else an offloaded model's gradients would be there all together at the end of it."""
+    passed: set[int] = set()
+
+    class Event:
+        def __init__(self) -> None:
+            self.number = next(numbers)
+
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return self.number in passed
+
+        def synchronize(self) -> None:
+            passed.add(self.number)
+
+    numbers = iter(range(3))
+    on_device: list[weakref.ref[Tensor]] = []
+    units = [home.Landing(home.HostMemory(pinned=False)) for _ in range(3)]
+    with (
+        mock.patch.object(Tensor, "copy_"),  # nothing comes from there
+        mock.patch.object(home, "_beside", return_value=contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "Event", Event),
+    ):
+        for unit in units:
+            reduced = torch.empty(4, device="meta")
+            on_device.append(weakref.ref(reduced))
+            unit.land(reduced)
+            Tensor.copy_.reset_mock()  # type: ignore[attr-defined]
+            del reduced
+            assert on_device[-1]() is not None, "it is still to be read"
+            passed.add(0)
+        assert [one() is None for one in on_device] == [True, False, False]
+        for unit in units:
+            unit.settle()
+        assert [one() is None for one in on_device] == [True, True, True]
 
 
 def test_small_gradients_on_an_accelerator_are_copied_at_once() -> None:

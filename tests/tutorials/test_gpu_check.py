@@ -36,15 +36,20 @@ def test_real_ranks_equal_the_plain_model(tmp_path: Path) -> None:
     assert outcome["result"] == "pass", outcome["text"]
     assert outcome["text"].startswith("2 ranks, gloo on cpu: 12 cases")
     assert len(outcome["figures"]) == 12
+    assert "FULL_SHARD fp32 plain: {'loss'" in out, "how far it got, for the log"
 
 
-def test_slow_collectives_change_nothing(tmp_path: Path) -> None:
-    worker = ["--worker", "streams", "--limit", "90"]
+@pytest.mark.parametrize(
+    ("part", "case"),
+    [("streams", "FULL_SHARD, slow collectives"), ("single", "NO_SHARD, fixed_order")],
+)
+def test_other_collectives_change_nothing(tmp_path: Path, part: str, case: str) -> None:
+    worker = ["--worker", part, "--limit", "90"]
     place = ["--device", "cpu", "--backend", "fake", "--ranks", "1"]
     status, out, err = run_script(SCRIPT, *worker, *place, "--out", "outcome.json", cwd=tmp_path)
     assert status == 0, out + err
     outcome = json.loads((tmp_path / "outcome.json").read_text())
-    assert (outcome["result"], outcome["figures"]["FULL_SHARD, slow collectives"]) == ("skip", 0)
+    assert (outcome["result"], outcome["figures"][case]) == ("skip", 0), outcome["text"]
 
 
 def test_a_part_that_breaks_is_named_and_others_go_on(
@@ -62,6 +67,20 @@ def test_a_part_that_breaks_is_named_and_others_go_on(
     out = capsys.readouterr().out
     assert "nccl      FAIL    ProcessRaisedException: RuntimeError: Expected one of cpu" in out
     assert "sync      skip    there is no GPU" in out
+
+
+def test_a_case_that_breaks_is_named_and_others_go_on(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = script.parse_args([])
+    args.limit = 90.0
+    fine = {"loss": 0.0, "norm": 0.0, "distance": 0.0}
+    found = [["one", "fp32", "ValueError: that"], ["two", "fp32", fine], ["three", "bf16", fine]]
+    monkeypatch.setattr(script, "in_ranks", lambda *_: [found])
+    outcome = script.part_ranks(script.Place("cpu", "gloo", 2), args)
+    assert outcome.result == script.FAIL
+    assert "1 cases or figures" in outcome.text
+    assert outcome.text.endswith("one: ValueError: that")
 
 
 def test_overlap_counts_time_that_both_share_once(script: ModuleType) -> None:
