@@ -138,9 +138,11 @@ class RunContext:
         # may then have another size on each rank.
         self._synced = list(self._buffers())
         self._saved = SavedTensors((unit, unit.handles) for unit in self.units)
+        # An accelerator's host is far ahead of it: reductions fill whatever they may.
+        on_accelerator = any(h.device.type != "cpu" for unit in self.units for h in unit.handles)
         sizes = [
-            sum(2 * h.layout.padded_numel * h.reduce_dtype.itemsize for h in unit.handles)
-            for unit in self.units
+            sum(2 * h.layout.padded_numel * h.reduce_dtype.itemsize for h in one.handles)
+            for one in (self._portions if on_accelerator else self.units)
         ]
         self._budget = max(sizes, default=0)
         self._prefetch_budget = max((unit.buffer_bytes for unit in self.units), default=0)

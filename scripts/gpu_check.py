@@ -892,7 +892,9 @@ def train_pretended(
 
 def parts_of(model: nn.Module) -> list[Tensor]:
     """Copies of what this rank holds; with NO_SHARD, parameters are plain ones."""
-    return [getattr(p, "to_local", p.detach)().detach().clone() for p in model.parameters()]
+    return [
+        getattr(p, "to_local", p.detach)().detach().flatten().clone() for p in model.parameters()
+    ]
 
 
 def offloads(place: Place) -> list[CPUOffload | None]:

@@ -16,7 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatshard import MixedPrecision, collectives, home, inspection, portions, reduction, watchdog
+from flatshard import (
+    MixedPrecision,
+    coalescing,
+    collectives,
+    home,
+    inspection,
+    portions,
+    reduction,
+    watchdog,
+)
 from flatshard.collectives import ALONE
 from flatshard.communicators import communicator
 from flatshard.config import Collectives, Transport
@@ -397,7 +406,9 @@ def _without_host_memory(rank: int, world_size: int) -> None:
     comm.send(torch.ones(2), to=1, label="weights")
     comm.receive(torch.ones(2), source=1, label="weights")
     case = CASES["transformer"]
-    model = case.wrap(case.model(), coalesce_bytes=0)
+    with mock.patch.object(coalescing, "LARGE_BYTES", 1):
+        model = case.wrap(case.model(), coalesce_bytes=0)
+    _reductions_under_way_take_as_much_as_two_large_ones(model)
     local_loss(model, case, 0, 0, 4).backward()
     with _Operations() as operations:
         model.clip_grad_norm_(1.0)
@@ -410,6 +421,19 @@ def _without_host_memory(rank: int, world_size: int) -> None:
     ):
         local_loss(model, case, 1, 0, 4)
     dist.destroy_process_group()
+
+
+def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
+    context, sizes = model._context, []
+    for handle in _handles(model):
+        handle.device = torch.device("cuda", 0)
+        sizes.append(handle.layout.padded_numel * handle.reduce_dtype.itemsize)
+    context.refresh()
+    assert len(context.root.portions) > 1, "the root's large parameters are apart"
+    assert context._budget == 2 * max(sizes)
+    for handle in _handles(model):
+        handle.device = torch.device("cpu")
+    context.refresh()
 
 
 def _handles(model: Any) -> Iterator[Any]:
