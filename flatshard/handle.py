@@ -376,7 +376,10 @@ class FlatParamHandle:
 
     def _source(self) -> Tensor:
         """The shard where the unit computes, in the dtype that computes."""
-        return self._lift.up(self.shard.detach(), self.compute_dtype, self.version)
+        dtype = self.compute_dtype
+        if self.is_whole and not self._homes.keeps_copy:
+            dtype = self.shard.dtype  # what one rank gathers is copied, and cast by that
+        return self._lift.up(self.shard.detach(), dtype, self.version)
 
     def begin_refresh(self) -> None:
         """Begin to bring parameters from other nodes, if they are kept there and have changed.

@@ -413,6 +413,7 @@ def _without_host_memory(rank: int, world_size: int) -> None:
     with _Operations() as operations:
         model.clip_grad_norm_(1.0)
     assert operations.names.count("_to_copy") < 5, "norms are cast together"
+    _one_rank_casts_as_it_copies()
     with (
         mock.patch.object(model._context, "_device", torch.device("cuda", 1)),
         mock.patch.object(torch.cuda, "current_device", return_value=1),
@@ -421,6 +422,17 @@ def _without_host_memory(rank: int, world_size: int) -> None:
     ):
         local_loss(model, case, 1, 0, 4)
     dist.destroy_process_group()
+
+
+def _one_rank_casts_as_it_copies() -> None:
+    case = CASES["mlp"]
+    precision = MixedPrecision(torch.bfloat16)
+    model = case.wrap(case.model(), sharding_strategy="NO_SHARD", mixed_precision=precision)
+    (handle, *_) = _handles(model)
+    with _Operations() as operations:
+        handle.unshard("forward")
+    assert "_to_copy" not in operations.names
+    handle.reshard()
 
 
 def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
