@@ -7,6 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from gpu_checks import equality, overlap
+from gpu_checks.places import FAIL, Place
 
 from tests.scripts import run_script
 
@@ -76,14 +79,14 @@ def test_a_case_that_breaks_is_named_and_others_go_on(
     args.limit = 90.0
     fine = {"loss": 0.0, "norm": 0.0, "distance": 0.0}
     found = [["one", "fp32", "ValueError: that"], ["two", "fp32", fine], ["three", "bf16", fine]]
-    monkeypatch.setattr(script, "in_ranks", lambda *_: [found])
-    outcome = script.part_ranks(script.Place("cpu", "gloo", 2), args)
-    assert outcome.result == script.FAIL
+    monkeypatch.setattr(equality, "in_ranks", lambda *_: [found])
+    outcome = equality.part_ranks(Place("cpu", "gloo", 2), args)
+    assert outcome.result == FAIL
     assert "1 cases or figures" in outcome.text
     assert outcome.text.endswith("one: ValueError: that")
 
 
-def test_overlap_counts_time_that_both_share_once(script: ModuleType) -> None:
+def test_overlap_counts_time_that_both_share_once() -> None:
     trace = {
         "traceEvents": [
             {"cat": "kernel", "name": "ncclDevKernel_AllGather_RING_LL", "ts": 0, "dur": 10},
@@ -94,17 +97,16 @@ def test_overlap_counts_time_that_both_share_once(script: ModuleType) -> None:
             {"cat": "gpu_user_annotation", "name": "nccl:all_gather", "ts": 0, "dur": 30},
         ]
     }
-    collectives, others = script.kernels(trace)
-    assert script.length(script.union(collectives)) == 15
-    assert script.overlap(collectives, others) == 4
+    collectives, others = overlap.kernels(trace)
+    assert overlap.length(overlap.union(collectives)) == 15
+    assert overlap.overlap(collectives, others) == 4
 
 
-def test_a_deviation_of_any_kind_is_found(script: ModuleType) -> None:
-    torch = script.torch
+def test_a_deviation_of_any_kind_is_found() -> None:
     one, two = torch.ones(2), torch.full((2,), 2.0)
-    expected = script.Trained([one[0]], [one[0]], {"weight": one})
+    expected = equality.Trained([one[0]], [one[0]], {"weight": one})
     start = {"weight": torch.zeros(2)}
-    same = script.compare(expected, expected, start)
-    assert same == script.Limits(0, 0, 0)
-    other = script.compare(script.Trained([two[0]], [two[0]], {"weight": two}), expected, start)
-    assert other == script.Limits(1, 1, 1)
+    same = equality.compare(expected, expected, start)
+    assert same == equality.Limits(0, 0, 0)
+    other = equality.compare(equality.Trained([two[0]], [two[0]], {"weight": two}), expected, start)
+    assert other == equality.Limits(1, 1, 1)
