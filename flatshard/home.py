@@ -214,7 +214,7 @@ class Landing:
         """``home``: where they live; None: where they were reduced."""
         self._home = home
         self._spare = None if home is None else Spare(new=home.new)
-        self._under_way: list[torch.cuda.Event] = []
+        self._under_way: list[tuple[torch.cuda.Event, torch.device]] = []
 
     @property
     def is_apart(self) -> bool:
@@ -234,7 +234,7 @@ class Landing:
                 place.copy_(reduced, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
-            self._under_way.append(event)
+            self._under_way.append((event, reduced.device))
             _keep_until(event, reduced)
         disk_memory.release(place)
         return place
@@ -248,10 +248,10 @@ class Landing:
 
     def settle(self) -> None:
         """Wait until everything has landed."""
-        for event in self._under_way:
+        for event, device in self._under_way:
             event.synchronize()
+            _drop_passed(device)
         self._under_way.clear()
-        _drop_passed()
 
 
 class _Passed:
@@ -269,8 +269,8 @@ class _Passed:
         self._event.synchronize()
 
 
-_leaving: deque[tuple[torch.cuda.Event, Tensor]] = deque()
-"""Of all flat parameters: what is copied down, in the order in which that is over on one device."""
+_leaving: dict[torch.device, deque[tuple[torch.cuda.Event, Tensor]]] = {}
+"""What is copied down from a device, for all its flat parameters, in the order of the copies."""
 
 
 def _keep_until(event: torch.cuda.Event, tensor: Tensor) -> None:
@@ -278,13 +278,14 @@ def _keep_until(event: torch.cuda.Event, tensor: Tensor) -> None:
 
     No longer: at the end of a backward they would be the gradients of the whole model.
     """
-    _drop_passed()
-    _leaving.append((event, tensor))
+    _drop_passed(tensor.device)
+    _leaving.setdefault(tensor.device, deque()).append((event, tensor))
 
 
-def _drop_passed() -> None:
-    while _leaving and _leaving[0][0].query():
-        _leaving.popleft()
+def _drop_passed(device: torch.device) -> None:
+    kept = _leaving.get(device)
+    while kept and kept[0][0].query():
+        kept.popleft()
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
