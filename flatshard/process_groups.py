@@ -39,9 +39,14 @@ class named(watched):
             reason = explain(self.wait)
             if reason is not None:
                 raise CollectiveError(f"{self._what} failed: {reason}") from error
+            remedy = "Look for the first error on the other ranks."
+            if "Duplicate GPU" in str(error):  # NCCL's words
+                remedy = (
+                    "Ranks have the same GPU: call torch.cuda.set_device(local_rank) before the "
+                    "model is made, or pass device_id=local_rank."
+                )
             raise CollectiveError(
-                f"{self._what} failed. Look for the first error on the other ranks. Reported by "
-                f"the backend: {error}"
+                f"{self._what} failed. {remedy} Reported by the backend: {error}"
             ) from error
 
 

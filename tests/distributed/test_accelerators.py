@@ -32,7 +32,7 @@ from flatshard.config import Collectives, Transport
 from flatshard.gradients import GradientBuffer
 from flatshard.handle import FlatParamHandle
 from flatshard.layout import FlatLayout
-from flatshard.pending import Pending, Unsettled
+from flatshard.pending import CollectiveError, Pending, Unsettled
 from flatshard.precision import GradDtypes
 from flatshard.process_groups import named
 from flatshard.topology import Topology
@@ -290,6 +290,12 @@ def test_a_lack_of_memory_is_no_failure_of_other_ranks() -> None:
         _lacking()
     with pytest.raises(torch.OutOfMemoryError):
         Pending([], "a collective", then=_lacking).wait(Unsettled())
+
+
+def test_ranks_on_one_gpu_are_told_what_to_do() -> None:
+    last = "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
+    with pytest.raises(CollectiveError, match=r"set_device\(local_rank\)"), named("meeting"):
+        raise RuntimeError(f"NCCL error in: NCCLUtils.cpp:94, invalid usage\n{last}")
 
 
 def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> None:
