@@ -397,6 +397,15 @@ class Communicator(Tags):
         """
         return self.size == 1 or (self._sends_cpu_directly and device.type == "cpu")
 
+    def num_in_order(self, device: torch.device) -> int:
+        """How many collectives this rank has begun that meet the others' by their order; or 0.
+
+        Alike on all ranks at the same place of the program, or they have met wrongly.
+        """
+        if self.matches_by_tag(device):
+            return 0
+        return self._progress.begun.get(self._gather_group.group_name, 0)
+
     def adds_all_reduces(
         self, dtype: torch.dtype, device: torch.device, *, fixed_order: bool
     ) -> bool:

@@ -569,7 +569,8 @@ class RunContext:
     def _agree_on_used(self) -> _Used:
         """Which parameters any rank used. Collective."""
         rest = set(self._reduce_order.rest())
-        flags = [self.number, 255 - self.number]
+        number = 0 if self._device is None else self._world.num_in_order(self._device) % 256
+        flags = [self.number, 255 - self.number, number, 255 - number]
         for unit in self.units:
             to_come: set[FlatParamHandle] = set()
             for portion in unit.portions:
@@ -594,6 +595,14 @@ class RunContext:
                 "backward of another model. Where one backward() has gradients of several "
                 "ShardedWrappers, it must reach them in the same order on all ranks: call "
                 "backward() once for each."
+            )
+        if next(answers) + next(answers) != 255:
+            raise RuntimeError(
+                f"backward of {self.root.name or 'the model'!r}: some ranks have gathered, or "
+                "asked for a norm or a sum, more often than others, and what they got may be of "
+                "other parameters. With this backend all ranks must run the same units, forwards and "
+                "backwards, and call state_dict(), summon_full_params() and the like together, "
+                "not under `if rank == 0:`. Start again from a checkpoint."
             )
         left_over: list[tuple[Unit, FlatParamHandle]] = []
         parameters: list[list[list[bool]]] = []

@@ -199,6 +199,25 @@ def _gloo(rank: int, world_size: int) -> None:
     _reductions_are_connected_at_construction()
     _stale_buffers_are_used_again()
     _memory_that_lacks_leaves_no_stale_buffer()
+    _a_gather_on_one_rank_alone_is_found(rank)
+
+
+def _a_gather_on_one_rank_alone_is_found(rank: int) -> None:
+    """Where gathers meet by their order, and the host waits for none, all later ones are mixed."""
+    case = CASES["transformer"]
+    model = case.wrap(case.model(), collectives="native")
+    comm, cpu = model._settings.ranks.world, torch.device("cpu")
+    local_loss(model, case, 0, rank, 2).backward()
+    before = comm.num_in_order(cpu)
+    assert communicator(dist.group.WORLD).num_in_order(cpu) == 0, "those have tags"
+    local_loss(model, case, 1, rank, 2).backward()
+    assert comm.num_in_order(cpu) > before
+    name = comm._gather_group.group_name
+    comm._progress.begun[name] += rank  # as if rank 1 had asked for something alone
+    with pytest.raises(RuntimeError, match="more often than others"):
+        local_loss(model, case, 2, rank, 2).backward()
+    comm._progress.begun[name] -= rank
+    local_loss(model, case, 3, rank, 2).backward()
 
 
 def _reductions_are_connected_at_construction() -> None:
