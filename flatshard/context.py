@@ -600,9 +600,9 @@ class RunContext:
             raise RuntimeError(
                 f"backward of {self.root.name or 'the model'!r}: some ranks have gathered, or "
                 "asked for a norm or a sum, more often than others, and what they got may be of "
-                "other parameters. With this backend all ranks must run the same units, forwards and "
-                "backwards, and call state_dict(), summon_full_params() and the like together, "
-                "not under `if rank == 0:`. Start again from a checkpoint."
+                "other parameters. With this backend all ranks must run the same units, forwards "
+                "and backwards, and call state_dict(), summon_full_params() and the like "
+                "together, not under `if rank == 0:`. Start again from a checkpoint."
             )
         left_over: list[tuple[Unit, FlatParamHandle]] = []
         parameters: list[list[list[bool]]] = []
