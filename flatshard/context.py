@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from flatshard import grad_publisher, optim, registrations
+from flatshard import grad_publisher, optim
 from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
 from flatshard.gradients import Sync
@@ -66,8 +66,7 @@ class RunContext:
         world: Communicator,
         *,
         buffers: Callable[[], Iterable[Tensor]],
-        before_first_run: Callable[[], object],
-        after_registration: Callable[[], object],
+        check: Callable[[], object],
         number: int,
         forward_prefetch: bool,
         backward_prefetch: BackwardPrefetch | None,
@@ -78,8 +77,7 @@ class RunContext:
             units: every unit, the root last.
             world: the ranks that train the model.
             buffers: lists what rank 0 gives to all before a forward.
-            before_first_run: called when the first forward begins; may raise, on all ranks.
-            after_registration: likewise in a later one, if something was assigned to modules.
+            check: called when a forward begins; may raise, on all ranks.
             number: below 256, to tell models apart; alike on all ranks.
             forward_prefetch: whether to gather early in forward.
             backward_prefetch: when to gather in backward.
@@ -95,9 +93,7 @@ class RunContext:
         self.last_report: StepReport | None = None
         self._world = world
         self._buffers = buffers
-        self._before_first_run = before_first_run
-        self._after_registration = after_registration
-        self._registered = 0
+        self._check = check
         self._heap: Heap | None = None
         self._forward_prefetch = forward_prefetch
         self._backward_prefetch = backward_prefetch
@@ -178,11 +174,7 @@ class RunContext:
 
     def _begin_forward(self, outermost: Unit) -> None:
         self.recover()
-        if not self.has_run:
-            self._before_first_run()
-        elif self._registered != registrations.count():
-            self._after_registration()
-        self._registered = registrations.count()
+        self._check()
         if not self.has_run and any(
             h.shard.device.type == "cpu" for u in self.units for h in u.handles
         ):
