@@ -295,6 +295,8 @@ class RunContext:
         Where it is on its way while this rank computes, also of those after it, as many as fit
         into the memory of the largest unit: else the wires would be idle whenever one has come.
         """
+        if purpose == "backward":
+            coming = [index for index in coming if self.units[index].gathers_in_backward]
         for index in coming:
             unit = self.units[index]
             if index != coming[0] and not self._fits_ahead(unit):

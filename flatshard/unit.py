@@ -57,6 +57,10 @@ Portion: TypeAlias = "portions.Portion[Unit]"
 """Flat parameters of a unit that are reduced together."""
 
 
+_LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+"""Whose forward saves no parameters; where it does, or a hook, ``regather`` brings them back."""
+
+
 class Phase(enum.Enum):
     """Where a unit is in a step. Moves only in ``Unit``."""
 
@@ -234,6 +238,11 @@ class Unit:
         for handle in self.handles:
             self._num_trainable[handle] = handle.params.num_trainable()
 
+    @property
+    def gathers_in_backward(self) -> bool:
+        """Whether backward needs the parameters; that of a lookup needs the indices alone."""
+        return not all(type(module) in _LOOKUPS for module in self._casts)
+
     def portion_of(self, handle: FlatParamHandle) -> Portion:
         """What a flat parameter is reduced with."""
         return self._portion_of[handle.grads]
@@ -389,6 +398,7 @@ class Unit:
         recomputing = self.context.in_backward
         if recomputing:
             self._enter_backward()
+            self.regather()
         else:
             self.num_awaited += self.context.expects_backward
             if not self.is_open:
@@ -543,13 +553,17 @@ class Unit:
             # They are good until the parameters change, and so long the buffer stays.
             self._sticky_version = self._version
         if self.phase is not Phase.BACKWARD:
-            self.context.will_gather_in_backward()
-            self.gather("backward")
+            if self.gathers_in_backward:
+                self.context.will_gather_in_backward()
+                self.gather("backward")
             self._count_trainable()
             self.phase = Phase.BACKWARD
 
     def regather(self) -> None:
-        """Bring the parameters back for a saved view. Collective, unless they are there."""
+        """Bring the parameters back in backward, for a saved view or to compute a forward again.
+
+        Collective, unless they are there.
+        """
         if all(handle.is_current for handle in self.handles):
             return
         self.gather("backward")
