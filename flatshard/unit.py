@@ -7,7 +7,7 @@ A parameter's life in a step:
 2.  ``_post_forward`` gives the modules the sharded ones back, hooks the outputs, and frees the
     buffer if the strategy says so.
 3.  ``_pre_backward``, from an output's hook, gathers again; the unit before starts too.
-4.  Each gradient is copied into its slot of the flat gradient buffer as it comes (``handle``).
+4.  Each gradient is collected as it comes (``gradients``).
 5.  When all have come, the reduction starts, in an order that all ranks share (``context``).
 6.  When the gradients of the unit's inputs are there too, nothing can need its parameters: the
     buffer is freed. What never came is settled at the end of backward (``context``).
