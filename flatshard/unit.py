@@ -392,7 +392,7 @@ class Unit:
         else:
             self.num_awaited += self.context.expects_backward
             if not self.is_open:
-                self._begin_forward()
+                self._begin_forward(module)
         changed = self._casts[module].cast_inputs(args, kwargs, is_root=self.is_root)
         if torch.is_grad_enabled():
             self._hook_inputs(call, (args, kwargs) if changed is None else changed)
@@ -403,12 +403,12 @@ class Unit:
         """Whether it was gathered for a call in this forward, and not freed since."""
         return self.phase is Phase.FORWARD and all(handle.is_current for handle in self.handles)
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, module: nn.Module) -> None:
         self.gather("forward")
         self.phase = Phase.FORWARD
         if len(self._running) == 1:
             for edits in self._edits:
-                edits.begin()
+                edits.begin(training=module.training)
         self._count_trainable()
         self.context.prefetch_forward()
 
