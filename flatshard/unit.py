@@ -14,8 +14,9 @@ A parameter's life in a step:
 
 [Note: recomputation]
 Checkpointing runs forwards inside backward. Such a forward gathers and installs, but frees
-nothing, records no order and starts no prefetch: backward goes on to use what it saved. It may be
-left by an exception, which is how non-reentrant checkpointing stops early.
+nothing and records no order: backward goes on to use what it saved. It may be left by an
+exception, which is how non-reentrant checkpointing stops early; so it starts no prefetch, unless a
+reentrant checkpoint computes the whole model again.
 
 [Note: several modules]
 Small neighbours are one unit (``coalescing``), whose forward is that of each of its modules. It is
@@ -110,6 +111,9 @@ class Context(Protocol):
 
     def will_gather_in_backward(self) -> None:
         """Before a unit is gathered for backward, for which all ranks are needed."""
+
+    def prefetch_recomputed(self, unit: Unit) -> None:
+        """Begin that of the unit expected after this one, in a forward that is computed again."""
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Begin the gather of the unit whose backward is expected after this one's."""
@@ -389,6 +393,7 @@ class Unit:
         recomputing = self.context.in_backward
         if recomputing:
             self._enter_backward()
+            self.context.prefetch_recomputed(self)
         else:
             self.num_awaited += self.context.expects_backward
             if not self.is_open:
