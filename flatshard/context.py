@@ -108,6 +108,7 @@ class RunContext:
         self._hook_turns = HookTurns(self._portions, self._reduce_order)
         self._depth = 0
         self.expects_backward = False
+        self._recomputes_whole = False
         self._active = False
         self._end_callback: Callable[[], object] = lambda: None
         self._in_flight: list[tuple[Portion, int]] = []
@@ -153,9 +154,11 @@ class RunContext:
 
     def enter(self, unit: Unit) -> None:
         """A unit's forward begins; the outermost one prepares the step."""
-        if self._depth == 0 and not self.in_backward and not self._begins_recomputation():
-            self.recorder.begin_forward()
-            self._begin_forward(unit)
+        if self._depth == 0 and not self.in_backward:
+            self._recomputes_whole = self._begins_recomputation()
+            if not self._recomputes_whole:
+                self.recorder.begin_forward()
+                self._begin_forward(unit)
         self.recorder.enter(unit, self.in_backward)
         self._saved.push()
         self._depth += 1
@@ -232,6 +235,7 @@ class RunContext:
         self._saved.pop()
         self.recorder.leave(unit)
         if self.in_backward:
+            self._recomputes_whole &= self._depth > 0
             return
         if self._foresees_backward and not failed:
             # The first one is kept.
@@ -277,6 +281,11 @@ class RunContext:
         if self._forward_prefetch:
             self._prefetch(self._order.next_forward(), "forward")
 
+    def prefetch_recomputed(self, unit: Unit) -> None:
+        """The same where the whole model is computed again, after this one."""
+        if self._forward_prefetch and self._recomputes_whole:
+            self._prefetch(self._order.next_recomputed(unit.index), "backward")
+
     def prefetch_backward(self, unit: Unit) -> None:
         """Begin the gathers of the units whose backward is expected after this one's."""
         if self._backward_prefetch not in (None, BackwardPrefetch.BACKWARD_POST):
@@ -303,7 +312,7 @@ class RunContext:
                 return
             # One whose backward has begun was perhaps freed here, and gathered again, and not yet
             # freed on other ranks; or it was stepped.
-            if purpose == "forward" or unit.num_awaited > 0:
+            if purpose == "forward" or self._recomputes_whole or unit.num_awaited > 0:
                 unit.begin_gather(purpose)
 
     def _fits_ahead(self, unit: Unit) -> bool:

@@ -7,15 +7,16 @@ A parameter's life in a step:
 2.  ``_post_forward`` gives the modules the sharded ones back, hooks the outputs, and frees the
     buffer if the strategy says so.
 3.  ``_pre_backward``, from an output's hook, gathers again; the unit before starts too.
-4.  Each gradient is copied into its slot of the flat gradient buffer as it comes (``handle``).
+4.  Each gradient is collected as it comes (``gradients``).
 5.  When all have come, the reduction starts, in an order that all ranks share (``context``).
 6.  When the gradients of the unit's inputs are there too, nothing can need its parameters: the
     buffer is freed. What never came is settled at the end of backward (``context``).
 
 [Note: recomputation]
 Checkpointing runs forwards inside backward. Such a forward gathers and installs, but frees
-nothing, records no order and starts no prefetch: backward goes on to use what it saved. It may be
-left by an exception, which is how non-reentrant checkpointing stops early.
+nothing and records no order: backward goes on to use what it saved. It may be left by an
+exception, which is how non-reentrant checkpointing stops early; so it starts no prefetch, unless a
+reentrant checkpoint computes the whole model again.
 
 [Note: several modules]
 Small neighbours are one unit (``coalescing``), whose forward is that of each of its modules. It is
@@ -114,6 +115,9 @@ class Context(Protocol):
 
     def will_gather_in_backward(self) -> None:
         """Before a unit is gathered for backward, for which all ranks are needed."""
+
+    def prefetch_recomputed(self, unit: Unit) -> None:
+        """Begin that of the unit expected after this one, in a forward that is computed again."""
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Begin the gather of the unit whose backward is expected after this one's."""
@@ -399,10 +403,11 @@ class Unit:
         if recomputing:
             self._enter_backward()
             self.regather()
+            self.context.prefetch_recomputed(self)
         else:
             self.num_awaited += self.context.expects_backward
             if not self.is_open:
-                self._begin_forward()
+                self._begin_forward(module)
         changed = self._casts[module].cast_inputs(args, kwargs, is_root=self.is_root)
         if torch.is_grad_enabled():
             self._hook_inputs(call, (args, kwargs) if changed is None else changed)
@@ -413,12 +418,12 @@ class Unit:
         """Whether it was gathered for a call in this forward, and not freed since."""
         return self.phase is Phase.FORWARD and all(handle.is_current for handle in self.handles)
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, module: nn.Module) -> None:
         self.gather("forward")
         self.phase = Phase.FORWARD
         if len(self._running) == 1:
             for edits in self._edits:
-                edits.begin()
+                edits.begin(training=module.training)
         self._count_trainable()
         self.context.prefetch_forward()
 

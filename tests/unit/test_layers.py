@@ -21,6 +21,7 @@ LAYERS = [
         "profiling",
         "watchdog",
         "standstill",
+        "program_collectives",
         "non_finite",
         "rank_order",
         "wire",
@@ -107,6 +108,7 @@ LAYERS = [
 NEIGHBOURS = {
     "precision": {"quantised"},
     "pending": {"standstill", "watchdog"},
+    "standstill": {"program_collectives"},
     "watchdog": {"standstill"},
     "disk_memory": {"memory_file", "offload"},
     "home": {"disk_memory", "layout", "memory_file", "offload", "pending", "spare"},
