@@ -151,7 +151,7 @@ class Communicator(Tags):
         self._mode = mode
         self._subgroups: dict[tuple[int, ...], Communicator] = {}
         self._apart_group: dist.ProcessGroup | None = None
-        self._connected: set[torch.device] = set()
+        self._connected: set[tuple[torch.device, bool, bool]] = set()
         self._on_host: HostGroup | None = None
         self.second_stages: deque[Any] = deque()
         self.control_device = torch.device("cpu")
@@ -179,25 +179,39 @@ class Communicator(Tags):
         """The group that moves what lies where ``tensor`` does."""
         return self._control_group if tensor.device.type == "cpu" else self._gather_group
 
-    def connect(self, device: torch.device) -> None:
+    def connect(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
         """Let ranks find one another for reductions of what lies on ``device``.
 
         A backend that does so at the first of them holds up the host in it. In a backward a rank
         may come there alone, with others waiting for its gathers.
 
-        Collective at the first call for a device.
+        Collective at the first call for a device and a kind of reduction.
+
+        Args:
+            device: where the gradients are.
+            fixed_order: whether they are only exchanged, and added here.
+            replicas: whether each rank needs the average of all.
         """
         if self.size == 1 or self._is_pretended or not self.streams_wait(device):
             return
-        if device in self._connected:
+        kind = device, fixed_order, replicas
+        if kind in self._connected:
             return
-        self._connected.add(device)
+        self._connected.add(kind)
         with named(f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"):
             # A small and a large one: backends have several ways, each with its connections.
             for numel in (1, -(-_LARGE_NUMEL // self.size)):
                 whole = torch.zeros(numel * self.size, device=device)
-                out = torch.empty(numel, device=device)
-                _reduce_scatter_single(out, whole, op=dist.ReduceOp.AVG, group=self._reduce_group)
+                part = torch.zeros(numel, device=device)
+                group, average = self._reduce_group, dist.ReduceOp.AVG
+                if fixed_order:
+                    dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+                elif not replicas:
+                    _reduce_scatter_single(part, whole, op=average, group=group)
+                if fixed_order and replicas:
+                    _all_gather_single(whole, part, group=group)
+                elif replicas:
+                    dist.all_reduce(whole, op=average, group=group)
 
     def set_apart(self) -> None:
         """Make a group for what ranks say to one another in the midst of a backward.
@@ -545,14 +559,15 @@ class Communicator(Tags):
         """Send a contiguous tensor to rank ``to`` of the group, which ``receive``s it; waits."""
         self._note("send", label, tensor)
         with named(f"{label!r}, rank {self.global_rank}: sending to rank {self.ranks[to]}"):
-            self._gather_group.send([self._on_wire(tensor)], to, 0).wait()
+            wire = self._on_wire(tensor)
+            self._group_for(wire).send([wire], to, 0).wait()
 
     def receive(self, tensor: Tensor, *, source: int, label: str) -> None:
         """Overwrite a contiguous tensor with what rank ``source`` of the group sends, and wait."""
         wire = self._on_wire(tensor)
         what = f"{label!r}, rank {self.global_rank}: receiving from rank {self.ranks[source]}"
         with named(what):
-            self._gather_group.recv([wire], source, 0).wait()
+            self._group_for(wire).recv([wire], source, 0).wait()
         if wire.device != tensor.device:
             _as_bytes(tensor).copy_(wire)
 
@@ -561,7 +576,8 @@ class Communicator(Tags):
         data = _as_bytes(tensor)
         if self._is_gloo:
             return data.to("cpu")
-        return data.to("cuda") if data.device.type == "cpu" else data  # an offloaded shard's
+        # An offloaded shard's. The current device may be another rank's.
+        return data.to(self.control_device) if data.device.type == "cpu" else data
 
     def gather_objects(self, value: Any, *, label: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order, on every rank.

@@ -246,7 +246,8 @@ class Construction:
         units.insert(0, self._make_unit(whole, {self._module: root}, self._settings, start))
         self._make_values(start, root, units)
         for unit in units:
-            unit.topology.connect(self._settings.device)
+            for fixed_order in sorted({handle.gradients.fixed_order for handle in unit.handles}):
+                unit.topology.connect(self._settings.device, fixed_order=fixed_order)
         self._precision.install()
         root._become_root()
 

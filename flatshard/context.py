@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard import grad_publisher, optim
+from flatshard.capture import check_not_captured
 from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
 from flatshard.gradients import Sync
@@ -134,9 +135,11 @@ class RunContext:
         # may then have another size on each rank.
         self._synced = list(self._buffers())
         self._saved = SavedTensors((unit, unit.handles) for unit in self.units)
+        # An accelerator's host is far ahead of it: reductions fill whatever they may.
+        on_accelerator = any(h.device.type != "cpu" for unit in self.units for h in unit.handles)
         sizes = [
-            sum(2 * h.layout.padded_numel * h.reduce_dtype.itemsize for h in unit.handles)
-            for unit in self.units
+            sum(2 * h.layout.padded_numel * h.reduce_dtype.itemsize for h in one.handles)
+            for one in (self._portions if on_accelerator else self.units)
         ]
         self._budget = max(sizes, default=0)
         self._prefetch_budget = max((unit.buffer_bytes for unit in self.units), default=0)
@@ -146,6 +149,10 @@ class RunContext:
             for unit in self.units
         )
         self._of_several = [unit for unit in self.units if len(unit.modules) > 1]
+        # Where nothing is gathered or reduced, a forward is only kernels.
+        self._device = next(
+            (h.device for u in self.units for h in u.handles if not h.is_local), None
+        )
         self._kept_from_afar = [
             handle for unit in self.units for handle in unit.handles if unit.topology.outer.size > 1
         ]
@@ -176,6 +183,8 @@ class RunContext:
         return self.begin_backward()
 
     def _begin_forward(self, outermost: Unit) -> None:
+        if self._device is not None:
+            check_not_captured(self._device)
         self.recover()
         self._check()
         if not self.has_run and any(
@@ -347,10 +356,10 @@ class RunContext:
                 if self._world.rank == 0:
                     continue
                 pieces = flat.split([buffer.numel() for buffer in buffers])
-                for buffer, piece in zip(buffers, pieces, strict=True):
-                    # Not an edit for autograd: rank 0's graph sees none either.
-                    with _unsafe_preserve_version_counter(buffer):
-                        buffer.copy_(piece.view(buffer.shape))
+                theirs = [p.view(b.shape) for p, b in zip(pieces, buffers, strict=True)]
+                # Not an edit for autograd: rank 0's graph sees none either.
+                with _unsafe_preserve_version_counter(tuple(buffers)):
+                    torch._foreach_copy_(buffers, theirs)
 
     # ------------------------------------------------------------ backward
 

@@ -40,6 +40,10 @@ copy of all gradients cheaper than many of each."""
 _MEAN_IN_PLACE_BYTES = 1 << 16
 """Of its originals: below, a copy as they come is cheaper than a reading of each."""
 
+_COPIED_TOGETHER_BYTES = 1 << 20
+"""Of one gradient on an accelerator: below, beginning a copy takes longer than the copy, so the
+flat parameter's are copied by one kernel when all have come."""
+
 
 class Sync(enum.Enum):
     """What becomes of a unit's gradients at the end of a backward."""
@@ -138,6 +142,7 @@ class GradientBuffer:
         )
         # Whether all slots are tensors of their own until the reduction begins.
         self._stay = self._stay_in_place or is_small
+        self._copies_together = device.type != "cpu"
         self._reduction: Reduction | None = None
         self._reduced: Tensor | None = None
         self._given: list[Pending] = []
@@ -189,12 +194,16 @@ class GradientBuffer:
         may_widen = more_to_come and self.dtypes.accumulate is not dtype
         if may_widen and grad.dtype is not dtype and grad.itemsize >= dtype.itemsize:
             dtype = self.dtypes.accumulate  # the other would round it
-        if not (self._stay or may_widen):
+        waits = self._copies_together and grad.nbytes < _COPIED_TOGETHER_BYTES
+        if waits and not may_widen:
+            dtype = grad.dtype  # cast by the one copy
+        if not (self._stay or may_widen or waits):
             buffer = self._allocate() if self._buffer is None else self._buffer
             self._slots[index] = view_of(buffer, span).copy_(grad)
             self._apart.discard(index)
             return
-        if grad.dtype is not dtype or grad.stride() != span.strides:
+        fits = grad.dtype is dtype and grad.stride() == span.strides
+        if not fits or grad.device != self._device:
             slot = torch.empty_strided(span.shape, span.strides, dtype=dtype, device=self._device)
             grad = slot.copy_(grad)
         self._slots[index] = grad
@@ -205,8 +214,7 @@ class GradientBuffer:
             self._layout.padded_numel, dtype=self.dtypes.travel, device=self._device
         )
         # Padding is summed and stepped like the rest, so it must stay zero.
-        for start, end in self._layout.gaps:
-            buffer[start:end].zero_()
+        _zero([buffer[start:end] for start, end in self._layout.gaps])
         self._buffer = buffer
         return buffer
 
@@ -262,9 +270,8 @@ class GradientBuffer:
             ranges = [(span.start, span.end) for span in spans]
             return Whole(parts, ranges, self._layout.padded_numel, self.dtypes.travel)
         buffer = self._allocate() if self._buffer is None else self._buffer
-        for index, span in enumerate(spans):
-            if index not in self.filled:
-                buffer[span.start : span.end].zero_()
+        absent = (span for index, span in enumerate(spans) if index not in self.filled)
+        _zero([buffer[span.start : span.end] for span in absent])
         apart = self._apart & self.filled
         if apart:
             pieces = self._split(buffer)
@@ -355,9 +362,8 @@ class GradientBuffer:
     def _zero_padding(self, part: Tensor, position: int) -> None:
         """Zero the padding in part number ``position`` of the flat parameter."""
         first, numel = position * part.numel(), part.numel()
-        for gap in self._layout.gaps:
-            start, end = (min(max(x - first, 0), numel) for x in gap)
-            part[start:end].zero_()
+        inside = ([min(max(x - first, 0), numel) for x in gap] for gap in self._layout.gaps)
+        _zero([part[start:end] for start, end in inside if start < end])
 
     def new_part(self, comm: Communicator) -> Tensor:
         """Where this rank's part of a reduction over ``comm`` goes; only its padding has values."""
@@ -461,6 +467,12 @@ class GradientBuffer:
         self._reduced, self.held, self._given = None, None, []
         for marks in (self.filled, self.seen, self.used):
             marks.clear()
+
+
+def _zero(pieces: list[Tensor]) -> None:
+    """Zero all of them; on an accelerator in one kernel."""
+    if pieces:
+        torch._foreach_zero_(pieces)
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

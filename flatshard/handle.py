@@ -346,9 +346,10 @@ class FlatParamHandle:
                 self._mapped.end()
         with torch.inference_mode(False), torch.no_grad():
             self._allocate_buffer()
-            self._gathered_version = self.version
             with self._lift.stream():
                 self._gather = self._begin_gather(purpose)
+            # Not before: where memory for it lacks, a stale buffer must not pass for a current one.
+            self._gathered_version = self.version
             self._lift.report(self.shard, self.unit_name, self.unsettled)
         self.state = ShardState.UNSHARDING
 
@@ -375,7 +376,10 @@ class FlatParamHandle:
 
     def _source(self) -> Tensor:
         """The shard where the unit computes, in the dtype that computes."""
-        return self._lift.up(self.shard.detach(), self.compute_dtype, self.version)
+        dtype = self.compute_dtype
+        if self.is_whole and not self._homes.keeps_copy:
+            dtype = self.shard.dtype  # what one rank gathers is copied, and cast by that
+        return self._lift.up(self.shard.detach(), dtype, self.version)
 
     def begin_refresh(self) -> None:
         """Begin to bring parameters from other nodes, if they are kept there and have changed.
@@ -519,6 +523,11 @@ class FlatParamHandle:
         if self.state is ShardState.SHARDED:
             return 0
         return self.buffer_bytes if self._mapped is None else self._mapped.copied_bytes
+
+    @property
+    def is_local(self) -> bool:
+        """Whether there is nothing to gather or to reduce."""
+        return self._aliased and self.topology.world.size == 1
 
     @property
     def is_mapped(self) -> bool:

@@ -19,6 +19,7 @@ gather, without a copy.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -213,7 +214,7 @@ class Landing:
         """``home``: where they live; None: where they were reduced."""
         self._home = home
         self._spare = None if home is None else Spare(new=home.new)
-        self._under_way: list[tuple[torch.cuda.Event, Tensor]] = []
+        self._under_way: list[tuple[torch.cuda.Event, torch.device]] = []
 
     @property
     def is_apart(self) -> bool:
@@ -233,8 +234,8 @@ class Landing:
                 place.copy_(reduced, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
-            # Freed now, its memory could be written by what computes before it is read here.
-            self._under_way.append((event, reduced))
+            self._under_way.append((event, reduced.device))
+            _keep_until(event, reduced)
         disk_memory.release(place)
         return place
 
@@ -247,8 +248,9 @@ class Landing:
 
     def settle(self) -> None:
         """Wait until everything has landed."""
-        for event, _ in self._under_way:
+        for event, device in self._under_way:
             event.synchronize()
+            _drop_passed(device)
         self._under_way.clear()
 
 
@@ -265,6 +267,25 @@ class _Passed:
     def wait(self) -> None:
         """Until it has."""
         self._event.synchronize()
+
+
+_leaving: dict[torch.device, deque[tuple[torch.cuda.Event, Tensor]]] = {}
+"""What is copied down from a device, for all its flat parameters, in the order of the copies."""
+
+
+def _keep_until(event: torch.cuda.Event, tensor: Tensor) -> None:
+    """Keep a tensor until an event: freed before, what computes could write it while it is read.
+
+    No longer: at the end of a backward they would be the gradients of the whole model.
+    """
+    _drop_passed(tensor.device)
+    _leaving.setdefault(tensor.device, deque()).append((event, tensor))
+
+
+def _drop_passed(device: torch.device) -> None:
+    kept = _leaving.get(device)
+    while kept and kept[0][0].query():
+        kept.popleft()
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

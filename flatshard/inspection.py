@@ -12,6 +12,7 @@ from flatshard.config import Collectives, Transport
 from flatshard.flat_param import FlatParameter
 from flatshard.ignored import Ignored
 from flatshard.offload import CPUOffload
+from flatshard.process_groups import current_cuda
 
 
 def named_tensors(module: nn.Module, left_alone: set[int]) -> list[tuple[str, Tensor]]:
@@ -102,7 +103,7 @@ def find_device(
     if first.type == "cpu" and torch.cuda.is_available():
         types = {"cpu"} if group is None else {str(device) for device in group._device_types}
         if "cpu" not in types or (present and not devices):
-            return torch.device("cuda", torch.cuda.current_device())
+            return current_cuda(group)
     return first
 
 

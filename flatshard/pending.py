@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flatshard.standstill import Need, Wait, explain
@@ -92,6 +93,8 @@ class Pending:
         if then is not None:
             try:
                 then()
+            except torch.OutOfMemoryError:
+                raise  # nobody else's fault
             except RuntimeError as error:
                 raise self._failed(error) from error
 

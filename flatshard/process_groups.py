@@ -34,7 +34,8 @@ class named(watched):
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
         error = raised[1]
-        if isinstance(error, RuntimeError):
+        # No other rank has to do with a lack of memory, and who catches that knows it by its class.
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             reason = explain(self.wait)
             if reason is not None:
                 raise CollectiveError(f"{self._what} failed: {reason}") from error
@@ -146,7 +147,7 @@ def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.devic
     at the first call for a group.
     """
     if not dist.is_gloo_available():
-        return group, torch.device("cuda", torch.cuda.current_device())
+        return group, current_cuda(group)
     if group not in _controls:
         for destroyed in [one for one in _controls if not exists(one)]:
             del _controls[destroyed]
@@ -154,6 +155,14 @@ def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.devic
         control = new_group(group, ranks, backend=host_backend(group))
         _controls[group] = control, torch.device("cpu")
     return _controls[group]
+
+
+def current_cuda(group: dist.ProcessGroup | None) -> torch.device:
+    """The GPU that the group was made for, or else the one that this thread has set."""
+    bound: torch.device | None = getattr(group, "bound_device_id", None)
+    if bound is not None and bound.type == "cuda":
+        return bound
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def exists(group: dist.ProcessGroup) -> bool:

@@ -73,17 +73,19 @@ class QuantisedShard:
             out: ``(ranks * numel,)``, to be filled.
         """
         whole = self.numel // BLOCK_NUMEL
-        for packed, part in zip(everything.split(self.nbytes), out.split(self.numel), strict=True):
-            scales, elements = self._split(packed)
-            part.copy_(elements)
-            scales = scales.to(part.dtype)
-            part[: whole * BLOCK_NUMEL].view(whole, BLOCK_NUMEL).mul_(scales[:whole, None])
-            if whole < self.num_blocks:
-                part[whole * BLOCK_NUMEL :].mul_(scales[whole])
+        # All ranks' at once: an accelerator takes longer to begin a small kernel than to run it.
+        scales, elements = self._split(everything.view(-1, self.nbytes))
+        parts = out.view(-1, self.numel)
+        parts.copy_(elements)
+        scales = scales.to(parts.dtype)
+        blocks = parts[:, : whole * BLOCK_NUMEL].unflatten(1, (whole, BLOCK_NUMEL))
+        blocks.mul_(scales[:, :whole, None])
+        if whole < self.num_blocks:
+            parts[:, whole * BLOCK_NUMEL :].mul_(scales[:, whole:])
 
     def _split(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         first = self.num_blocks * torch.float32.itemsize
         return (
-            packed[:first].view(torch.float32),
-            packed[first : first + self.numel].view(self.dtype),
+            packed[..., :first].view(torch.float32),
+            packed[..., first : first + self.numel].view(self.dtype),
         )

@@ -101,14 +101,22 @@ def norms(
             plain.append(position)
     for comm, positions in sharded.items():
         found = _sharded_norms([tensors[p] for p in positions], order, dtype, comm)  # type: ignore[misc]
-        for position, norm in zip(positions, found.unbind(), strict=True):
-            like = tensors[position]
-            results[position] = norm.to(like.device, (dtype or like.dtype).to_real())
+        for position, norm in zip(positions, _like(found, tensors, positions, dtype), strict=True):
+            results[position] = norm
     if plain:
         found_plain = torch._foreach_norm([tensors[p] for p in plain], order, dtype)
         for position, norm in zip(plain, found_plain, strict=True):
             results[position] = norm
     return results
+
+
+def _like(
+    found: Tensor, tensors: Sequence[Tensor], positions: Sequence[int], dtype: torch.dtype | None
+) -> list[Tensor]:
+    """One norm each, with the device and dtype that torch would give it; cast all at once."""
+    kinds = [(tensors[p].device, (dtype or tensors[p].dtype).to_real()) for p in positions]
+    cast = {kind: found.to(*kind).unbind() for kind in dict.fromkeys(kinds)}
+    return [cast[kind][number] for number, kind in enumerate(kinds)]
 
 
 def _sharded_norms(

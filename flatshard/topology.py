@@ -45,10 +45,11 @@ class Topology:
         """Which shard this rank holds."""
         return self.inner.rank * self.outer.size + self.outer.rank
 
-    def connect(self, device: torch.device) -> None:
+    def connect(self, device: torch.device, *, fixed_order: bool) -> None:
         """Let the ranks find one another for reductions. Collective, see ``Communicator``."""
-        for group in (self.inner, self.outer, self.replicate):
-            group.connect(device)
+        for group in (self.inner, self.outer):
+            group.connect(device, fixed_order=fixed_order, replicas=False)
+        self.replicate.connect(device, fixed_order=fixed_order, replicas=True)
 
     @property
     def crosses(self) -> bool:

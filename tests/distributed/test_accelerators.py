@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from types import SimpleNamespace
@@ -13,9 +14,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatshard import MixedPrecision, collectives, portions, reduction, watchdog
+from flatshard import (
+    MixedPrecision,
+    coalescing,
+    collectives,
+    home,
+    inspection,
+    portions,
+    reduction,
+    watchdog,
+)
+from flatshard.collectives import ALONE
 from flatshard.communicators import communicator
+from flatshard.config import Collectives, Transport
+from flatshard.gradients import GradientBuffer
+from flatshard.handle import FlatParamHandle
+from flatshard.layout import FlatLayout
+from flatshard.pending import Pending, Unsettled
+from flatshard.precision import GradDtypes
+from flatshard.process_groups import named
+from flatshard.topology import Topology
 from flatshard.watchdog import watched
 from tests.harness import naming, run_ranks
 from tests.models import CASES
@@ -178,18 +198,57 @@ def _gloo(rank: int, world_size: int) -> None:
     assert not comm.streams_wait(torch.device("cuda", 0))
     _reductions_are_connected_at_construction()
     _stale_buffers_are_used_again()
+    _memory_that_lacks_leaves_no_stale_buffer()
 
 
 def _reductions_are_connected_at_construction() -> None:
-    """At the first of them, in a backward, a rank may be alone for a while."""
+    """At the first of each kind, in a backward, a rank may be alone for a while."""
     case = CASES["mlp"]
-    with (
-        mock.patch.object(collectives.Communicator, "streams_wait", return_value=True),
-        mock.patch.object(collectives, "_reduce_scatter_single") as averaged,
-    ):
-        for _ in range(2):
-            case.wrap(case.model(), collectives="native")
-    assert [call.args[0].numel() for call in averaged.call_args_list] == [1, 1 << 19]
+    group = communicator(
+        dist.group.WORLD, mode=Transport(collectives=Collectives.NATIVE)
+    )._reduce_group
+    connected: list[tuple[str, int]] = []
+
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **keywords: Any) -> Any:
+            if keywords["group"] is not group:
+                return real(*args, **keywords)
+            return connected.append((name, args[0].numel()))
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        waits = mock.patch.object(collectives.Communicator, "streams_wait", return_value=True)
+        stack.enter_context(waits)
+        for owner, name in (
+            (collectives, "_reduce_scatter_single"),
+            (collectives, "_all_gather_single"),
+            (dist, "all_reduce"),
+            (dist, "all_to_all_single"),
+        ):
+            function = noted(name.strip("_"), getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, function))
+        for strategy, mode, expected in (
+            ("FULL_SHARD", "auto", [("reduce_scatter_single", 1 << 19)]),
+            ("NO_SHARD", "auto", [("all_reduce", 1 << 20)]),
+            ("FULL_SHARD", "fixed_order", [("all_to_all_single", 1 << 20)]),
+            (
+                "NO_SHARD",
+                "fixed_order",
+                [("all_to_all_single", 1 << 20), ("all_gather_single", 1 << 20)],
+            ),
+        ):
+            for _ in range(2):
+                precision = MixedPrecision(reduce_mode=mode)
+                case.wrap(
+                    case.model(),
+                    collectives="native",
+                    sharding_strategy=strategy,
+                    mixed_precision=precision,
+                )
+            large = [(name, numel) for name, numel in connected if numel > 2]
+            assert (large, len(connected)) == (expected, 2 * len(expected)), (strategy, mode)
+            connected.clear()
 
 
 def _stale_buffers_are_used_again() -> None:
@@ -204,6 +263,189 @@ def _stale_buffers_are_used_again() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert places[0] == places[1]
+
+
+def _memory_that_lacks_leaves_no_stale_buffer() -> None:
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), sharding_strategy="SHARD_OP", collectives="sockets")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = case.batch(0, 2)[0]
+    model(batch).sum().backward()
+    optimizer.step()
+    with mock.patch.object(FlatParamHandle, "_begin_gather", side_effect=_lacking):
+        with pytest.raises(torch.OutOfMemoryError):
+            model(batch)
+    plain = case.model()
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(batch), plain(batch))
+
+
+def _lacking(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_lack_of_memory_is_no_failure_of_other_ranks() -> None:
+    with pytest.raises(torch.OutOfMemoryError), named("a collective"):
+        _lacking()
+    with pytest.raises(torch.OutOfMemoryError):
+        Pending([], "a collective", then=_lacking).wait(Unsettled())
+
+
+def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> None:
+    group: Any = SimpleNamespace(bound_device_id=torch.device("cuda", 1), _device_types=["cuda"])
+    ignored: Any = SimpleNamespace(ids=set)
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        found = inspection.find_device(torch.nn.Linear(1, 1), None, group, ignored)
+    assert found == torch.device("cuda", 1)
+
+
+def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
+    """Else an offloaded model's gradients would be there all together at the end of it."""
+    passed: set[int] = set()
+
+    class Event:
+        def __init__(self) -> None:
+            self.number = next(numbers)
+
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return self.number in passed
+
+        def synchronize(self) -> None:
+            passed.add(self.number)
+
+    numbers = iter(range(3))
+    on_device: list[weakref.ref[Tensor]] = []
+    units = [home.Landing(home.HostMemory(pinned=False)) for _ in range(3)]
+    with (
+        mock.patch.object(Tensor, "copy_"),  # nothing comes from there
+        mock.patch.object(home, "_beside", return_value=contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "Event", Event),
+    ):
+        for unit in units:
+            reduced = torch.empty(4, device="meta")
+            on_device.append(weakref.ref(reduced))
+            unit.land(reduced)
+            Tensor.copy_.reset_mock()  # type: ignore[attr-defined]
+            del reduced
+            assert on_device[-1]() is not None, "it is still to be read"
+            passed.add(0)
+        assert [one() is None for one in on_device] == [True, False, False]
+        for unit in units:
+            unit.settle()
+        assert [one() is None for one in on_device] == [True, True, True]
+
+
+def test_small_gradients_on_an_accelerator_are_copied_at_once() -> None:
+    """Each copy is a kernel, which takes longer to begin than to run."""
+    shapes = [("w", (800, 800)), ("b", (3,)), ("c", (5,)), ("left_out", (2,)), ("d", ())]
+    layout = FlatLayout.build(shapes, world_size=1, itemsize=4)
+
+    def buffer_on(device: str) -> GradientBuffer:
+        return GradientBuffer(
+            layout,
+            "unit",
+            topology=Topology(world=ALONE, shard=ALONE, replicate=ALONE, inner=ALONE),
+            dtypes=GradDtypes(torch.float32, torch.float32, torch.float32),
+            device=torch.device(device),
+            home=None,
+            tags=(0, 0, 0),
+            unsettled=Unsettled(),
+        )
+
+    gradients = buffer_on("cpu")
+    assert (gradients._copies_together, buffer_on("meta")._copies_together) == (False, True)
+    gradients._copies_together = True
+    # One comes in two parts, and one not at all.
+    came = [(i, layout.spans[i]) for i in (0, 1, 2, 2, 4)]
+    grads = [torch.full(span.shape, 1.0 + i, dtype=torch.bfloat16) for i, span in came]
+    expected = torch.zeros(layout.padded_numel)
+    for (_, span), grad in zip(came, grads, strict=True):
+        expected[span.start : span.end] += grad.view(-1)
+    with _Operations() as operations:
+        for (index, _), grad in zip(came, grads, strict=True):
+            gradients.receive(index, grad)
+        begun = operations.names.copy()
+        (whole,) = gradients._whole().parts
+    assert whole is not None
+    assert torch.equal(whole, expected)
+    assert begun.count("copy_") == 1
+    assert operations.names[len(begun) :].count("copy_") == 0
+    assert [name for name in operations.names if name.startswith("_foreach")] == [
+        "_foreach_zero_",
+        "_foreach_zero_",
+        "_foreach_copy_",
+    ]
+
+
+class _Operations(TorchDispatchMode):
+    """Lists what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_a_group_without_host_memory_does() -> None:
+    run_ranks(_without_host_memory, 1, init_group=False)
+
+
+def _without_host_memory(rank: int, world_size: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    group = dist.new_group(backend="cuda:fake")
+    comm = communicator(group)
+    # An offloaded shard's values: the current device may be another rank's.
+    comm.send(torch.ones(2), to=1, label="weights")
+    comm.receive(torch.ones(2), source=1, label="weights")
+    case = CASES["transformer"]
+    with mock.patch.object(coalescing, "LARGE_BYTES", 1):
+        model = case.wrap(case.model(), coalesce_bytes=0)
+    _reductions_under_way_take_as_much_as_two_large_ones(model)
+    local_loss(model, case, 0, 0, 4).backward()
+    with _Operations() as operations:
+        model.clip_grad_norm_(1.0)
+    assert operations.names.count("_to_copy") < 5, "norms are cast together"
+    _one_rank_casts_as_it_copies()
+    with (
+        mock.patch.object(model._context, "_device", torch.device("cuda", 1)),
+        mock.patch.object(torch.cuda, "current_device", return_value=1),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"),
+    ):
+        local_loss(model, case, 1, 0, 4)
+    dist.destroy_process_group()
+
+
+def _one_rank_casts_as_it_copies() -> None:
+    case = CASES["mlp"]
+    precision = MixedPrecision(torch.bfloat16)
+    model = case.wrap(case.model(), sharding_strategy="NO_SHARD", mixed_precision=precision)
+    (handle, *_) = _handles(model)
+    with _Operations() as operations:
+        handle.unshard("forward")
+    assert "_to_copy" not in operations.names
+    handle.reshard()
+
+
+def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
+    context, sizes = model._context, []
+    for handle in _handles(model):
+        handle.device = torch.device("cuda", 0)
+        sizes.append(handle.layout.padded_numel * handle.reduce_dtype.itemsize)
+    context.refresh()
+    assert len(context.root.portions) > 1, "the root's large parameters are apart"
+    assert context._budget == 2 * max(sizes)
+    for handle in _handles(model):
+        handle.device = torch.device("cpu")
+    context.refresh()
 
 
 def _handles(model: Any) -> Iterator[Any]:

@@ -7,6 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from gpu_checks import equality, overlap
+from gpu_checks.places import FAIL, Place
 
 from tests.scripts import run_script
 
@@ -36,15 +39,20 @@ def test_real_ranks_equal_the_plain_model(tmp_path: Path) -> None:
     assert outcome["result"] == "pass", outcome["text"]
     assert outcome["text"].startswith("2 ranks, gloo on cpu: 12 cases")
     assert len(outcome["figures"]) == 12
+    assert "FULL_SHARD fp32 plain: {'loss'" in out, "how far it got, for the log"
 
 
-def test_slow_collectives_change_nothing(tmp_path: Path) -> None:
-    worker = ["--worker", "streams", "--limit", "90"]
+@pytest.mark.parametrize(
+    ("part", "case"),
+    [("streams", "FULL_SHARD, slow collectives"), ("single", "NO_SHARD, fixed_order")],
+)
+def test_other_collectives_change_nothing(tmp_path: Path, part: str, case: str) -> None:
+    worker = ["--worker", part, "--limit", "90"]
     place = ["--device", "cpu", "--backend", "fake", "--ranks", "1"]
     status, out, err = run_script(SCRIPT, *worker, *place, "--out", "outcome.json", cwd=tmp_path)
     assert status == 0, out + err
     outcome = json.loads((tmp_path / "outcome.json").read_text())
-    assert (outcome["result"], outcome["figures"]["FULL_SHARD, slow collectives"]) == ("skip", 0)
+    assert (outcome["result"], outcome["figures"][case]) == ("skip", 0), outcome["text"]
 
 
 def test_a_part_that_breaks_is_named_and_others_go_on(
@@ -64,7 +72,21 @@ def test_a_part_that_breaks_is_named_and_others_go_on(
     assert "sync      skip    there is no GPU" in out
 
 
-def test_overlap_counts_time_that_both_share_once(script: ModuleType) -> None:
+def test_a_case_that_breaks_is_named_and_others_go_on(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = script.parse_args([])
+    args.limit = 90.0
+    fine = {"loss": 0.0, "norm": 0.0, "distance": 0.0}
+    found = [["one", "fp32", "ValueError: that"], ["two", "fp32", fine], ["three", "bf16", fine]]
+    monkeypatch.setattr(equality, "in_ranks", lambda *_: [found])
+    outcome = equality.part_ranks(Place("cpu", "gloo", 2), args)
+    assert outcome.result == FAIL
+    assert "1 cases or figures" in outcome.text
+    assert outcome.text.endswith("one: ValueError: that")
+
+
+def test_overlap_counts_time_that_both_share_once() -> None:
     trace = {
         "traceEvents": [
             {"cat": "kernel", "name": "ncclDevKernel_AllGather_RING_LL", "ts": 0, "dur": 10},
@@ -75,17 +97,16 @@ def test_overlap_counts_time_that_both_share_once(script: ModuleType) -> None:
             {"cat": "gpu_user_annotation", "name": "nccl:all_gather", "ts": 0, "dur": 30},
         ]
     }
-    collectives, others = script.kernels(trace)
-    assert script.length(script.union(collectives)) == 15
-    assert script.overlap(collectives, others) == 4
+    collectives, others = overlap.kernels(trace)
+    assert overlap.length(overlap.union(collectives)) == 15
+    assert overlap.overlap(collectives, others) == 4
 
 
-def test_a_deviation_of_any_kind_is_found(script: ModuleType) -> None:
-    torch = script.torch
+def test_a_deviation_of_any_kind_is_found() -> None:
     one, two = torch.ones(2), torch.full((2,), 2.0)
-    expected = script.Trained([one[0]], [one[0]], {"weight": one})
+    expected = equality.Trained([one[0]], [one[0]], {"weight": one})
     start = {"weight": torch.zeros(2)}
-    same = script.compare(expected, expected, start)
-    assert same == script.Limits(0, 0, 0)
-    other = script.compare(script.Trained([two[0]], [two[0]], {"weight": two}), expected, start)
-    assert other == script.Limits(1, 1, 1)
+    same = equality.compare(expected, expected, start)
+    assert same == equality.Limits(0, 0, 0)
+    other = equality.compare(equality.Trained([two[0]], [two[0]], {"weight": two}), expected, start)
+    assert other == equality.Limits(1, 1, 1)

@@ -19,6 +19,7 @@ LAYERS = [
         "disk_memory",
         "home",
         "profiling",
+        "capture",
         "watchdog",
         "standstill",
         "program_collectives",

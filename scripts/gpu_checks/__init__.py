@@ -1,0 +1,1 @@
+"""The parts of `gpu_check.py`, and what they have in common."""

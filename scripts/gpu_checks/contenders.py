@@ -1,0 +1,185 @@
+"""fake: time and memory of a step beside those of others."""
+
+import argparse
+import gc
+import statistics
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import benchmark
+import torch
+from benchmark import GPT, Block, Preset, make_batch
+from torch import nn
+
+from flatshard import MixedPrecision, ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+from gpu_checks.places import (
+    FAIL,
+    FAKE_RANKS,
+    PASS,
+    Outcome,
+    Place,
+    group_without_cpu,
+    one_line,
+    pretend,
+)
+from gpu_checks.training import BILLION, WARMUP, Clock, build_gpt, loss_of
+
+ROUNDS, STEPS_PER_TURN = 5, 3
+
+
+def wrap_without_cpu(model: GPT, args: argparse.Namespace) -> nn.Module:
+    device = next(model.parameters()).device
+    return ShardedWrapper(
+        model,
+        process_group=group_without_cpu(device),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
+    )
+
+
+CONTENDERS: dict[str, Callable[[GPT, argparse.Namespace], nn.Module]] = {
+    "flatshard": benchmark.wrap_flatshard,
+    # What ranks tell each other at the end of backward lies on the GPU, as with NCCL alone.
+    "flatshard, no CPU group": wrap_without_cpu,
+    "fsdp1": benchmark.wrap_fsdp1,
+    "fsdp2": benchmark.wrap_fsdp2,
+    "plain": benchmark.leave_plain,
+}
+
+
+class Contender:
+    """One implementation in training; knows its time and memory, others may be in the process."""
+
+    def __init__(self, name: str, preset: Preset, device: torch.device) -> None:
+        before = allocated(device)
+        options = argparse.Namespace(strategy="FULL_SHARD", bf16=True, collectives="auto")
+        self.device, self.clock = device, Clock(device)
+        self.model = CONTENDERS[name](build_gpt(preset, device), options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.batch = make_batch(preset, 0, device)
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=name == "plain")
+        for _ in range(WARMUP):
+            self.step()
+        self.clock.wait()
+        gc.collect()
+        self.bytes_between_steps = allocated(device) - before
+
+    def step(self) -> None:
+        with self.autocast:
+            logits = self.model(self.batch[:, :-1])
+        loss_of(logits, self.batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def turn(self) -> dict[str, Any]:
+        """Seconds of a step on the device and on the host, and the peak of memory."""
+        gc.collect()
+        at_start = allocated(self.device)
+        if self.clock.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self.clock.wait()
+        first = self.clock.now()
+        for _ in range(STEPS_PER_TURN):
+            self.step()
+        last = self.clock.now()
+        self.clock.wait()
+        begin = time.perf_counter()
+        self.step()  # alone: a full queue of kernels would hold the host up
+        host_seconds = time.perf_counter() - begin
+        self.clock.wait()
+        peak = None
+        if self.clock.is_cuda:
+            of_others = at_start - self.bytes_between_steps
+            peak = torch.cuda.max_memory_allocated() - of_others
+        return {
+            "seconds": self.clock.seconds(first, last) / STEPS_PER_TURN,
+            "host_seconds": host_seconds,
+            "peak_bytes": peak,
+        }
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def preset_for(device: torch.device) -> Preset:
+    if device.type == "cpu":
+        return benchmark.PRESETS["tiny"]
+    # All contenders are there at once, the plain one whole.
+    fits = torch.cuda.get_device_properties(device).total_memory > 60 << 30
+    return BILLION if fits else benchmark.PRESETS["gpt-120m"]
+
+
+def part_fake(place: Place, args: argparse.Namespace) -> Outcome:
+    device = torch.device("cuda", 0) if place.is_cuda else torch.device("cpu")
+    preset = preset_for(device)
+    deadline = time.monotonic() + 0.8 * args.limit
+    pretend(device, FAKE_RANKS)
+    warnings.simplefilter("ignore")  # the other wrappers' deprecations
+    contenders, missing = build_contenders(preset, device)
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    for first in range(ROUNDS):
+        # Each takes each place in the order: whoever follows a busy one may be slowed by it.
+        names = list(contenders)
+        for name in names[first % len(names) :] + names[: first % len(names)]:
+            turns[name].append(contenders[name].turn())
+        if time.monotonic() > deadline:
+            break
+    rows = summarize(turns, units=preset.layers + 1)
+    lines = [f"{preset.layers} layers of width {preset.width}, rank 0 of {FAKE_RANKS}"]
+    lines += [describe_row(name, row) for name, row in rows.items()]
+    lines += [f"{name}: {why}" for name, why in missing.items()]
+    # Only the plain model may be too large.
+    failed = set(missing) - {"plain"}
+    return Outcome(FAIL if failed else PASS, "\n".join(lines), {"rows": rows, "missing": missing})
+
+
+def build_contenders(
+    preset: Preset, device: torch.device
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Those that run, and why the others do not. The largest one comes last."""
+    contenders, missing = {}, {}
+    for name in CONTENDERS:
+        try:
+            contenders[name] = Contender(name, preset, device)
+        except torch.cuda.OutOfMemoryError:
+            missing[name] = "does not fit"
+        except Exception as error:
+            traceback.print_exc()
+            missing[name] = one_line(error)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return contenders, missing
+
+
+def summarize(turns: dict[str, list[dict[str, Any]]], units: int) -> dict[str, dict[str, Any]]:
+    baseline = turns.get("fsdp1")
+    rows = {}
+    for name, of_name in turns.items():
+        host = statistics.median(turn["host_seconds"] for turn in of_name)
+        row = {
+            "seconds": statistics.median(turn["seconds"] for turn in of_name),
+            "host_seconds": host,
+            "host_seconds_per_unit": host / units,
+            "peak_bytes": of_name[-1]["peak_bytes"],
+            "ratio": None,
+        }
+        if baseline:
+            pairs = zip(of_name, baseline, strict=True)
+            row["ratio"] = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
+        rows[name] = row
+    return rows
+
+
+def describe_row(name: str, row: dict[str, Any]) -> str:
+    text = f"{name}: {1000 * row['seconds']:.1f} ms"
+    if row["ratio"] is not None:
+        text += f", {row['ratio']:.2f} x fsdp1"
+    text += f", host {1000 * row['host_seconds']:.1f} ms"
+    text += f" ({1e6 * row['host_seconds_per_unit']:.0f} us per unit)"
+    return text + (f", {row['peak_bytes'] / 2**30:.2f} GiB" if row["peak_bytes"] else "")

@@ -1,0 +1,105 @@
+"""Where a part of `gpu_check.py` runs, on which ranks, and what it says in the end."""
+
+import importlib
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+PASS, FAIL, SKIP = "pass", "FAIL", "skip"
+NO_GPU = "there is no GPU"
+FAKE_RANKS = 8
+
+
+@dataclass
+class Outcome:
+    """A part's line in the table, and its figures in the JSON file."""
+
+    result: str
+    text: str
+    figures: Any = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part runs: how many ranks, on which kind of device, over which backend."""
+
+    device: str
+    backend: str
+    ranks: int
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def shares_gpu(self) -> bool:
+        return self.is_cuda and self.ranks > torch.cuda.device_count()
+
+    def describe(self) -> str:
+        shared = " on one GPU" if self.shares_gpu else ""
+        return f"{self.ranks} ranks{shared}, {self.backend} on {self.device}"
+
+
+def join(place: Place, rank: int, store: str) -> torch.device:
+    """Make this process a rank; returns its device."""
+    device = torch.device(place.device)
+    if place.is_cuda:
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        place.backend,
+        store=dist.FileStore(store, place.ranks),
+        rank=rank,
+        world_size=place.ranks,
+        timeout=timedelta(seconds=60),
+    )
+    return device
+
+
+def pretend(device: torch.device, world_size: int) -> None:
+    """Make this process rank 0 of several whose collectives move nothing."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # has the backend
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # A store that works, for real groups beside it.
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+
+
+def group_without_cpu(device: torch.device) -> dist.ProcessGroup:
+    """A pretended group that cannot send what lies on the CPU, like one of NCCL."""
+    group = dist.new_group(backend=f"{device.type}:fake")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def in_ranks(run: Callable[..., Any], place: Place, *args: Any) -> list[Any]:
+    """What ``run(rank, device, place, *args)`` returns on every rank, as JSON carries it."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"{folder}/store"
+        mp.spawn(_one_rank, (run, place, store, args), nprocs=place.ranks)
+        return [json.loads(Path(f"{store}.{r}").read_text()) for r in range(place.ranks)]
+
+
+def _one_rank(
+    rank: int, run: Callable[..., Any], place: Place, store: str, args: tuple[Any, ...]
+) -> None:
+    device = join(place, rank, store)
+    Path(f"{store}.{rank}").write_text(json.dumps(run(rank, device, place, *args)))
+    dist.destroy_process_group()
+
+
+def one_line(error: BaseException) -> str:
+    """The last line: of a rank's failure the message follows its traceback."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    said = lines[-1] if isinstance(error, mp.ProcessRaisedException) else lines[0]
+    return f"{type(error).__name__}: {said.strip()}"[:400]

@@ -1,0 +1,172 @@
+"""streams, single: who waits for whom, without other ranks."""
+
+import argparse
+import functools
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+from gpu_checks.places import (
+    FAIL,
+    FAKE_RANKS,
+    NO_GPU,
+    PASS,
+    SKIP,
+    Outcome,
+    Place,
+    one_line,
+    pretend,
+)
+from gpu_checks.pretended import PretendedCollectives, SingleRankCollectives, sleep
+
+
+class Sleep(torch.autograd.Function):
+    """The GPU pauses, forwards and backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        sleep(x.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        sleep(gradient.device)
+        return gradient
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, slow: bool) -> None:
+        super().__init__()
+        self.linear, self.slow = nn.Linear(width, width), slow
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.linear(x))
+        return Sleep.apply(x) if self.slow else x
+
+
+STREAM_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "HYBRID_SHARD")
+
+
+def train_pretended(
+    device: torch.device,
+    strategy: str,
+    offload: CPUOffload | None,
+    collectives: PretendedCollectives,
+    slow_computation: bool = False,
+    mode: str = "auto",
+) -> list[Tensor]:
+    """This rank's shards before and after some steps."""
+    width = 1024 if device.type == "cuda" else 8
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Layer(width, slow_computation) for _ in range(6))).to(device)
+    batch = torch.randn(64, width, generator=torch.Generator().manual_seed(1)).to(device)
+    with collectives.installed():
+        model = ShardedWrapper(
+            layers,
+            sharding_strategy=strategy,
+            auto_wrap_policy=ModuleWrapPolicy({Layer}),
+            mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, reduce_mode=mode),
+            cpu_offload=offload,
+            device_id=device if device.type == "cuda" else None,
+            coalesce_bytes=0,
+        )
+        start = parts_of(model)
+        # Steps that bfloat16 does not round away: parameters of before must make a difference.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        for _ in range(4):
+            (model(batch).float().square().sum() / len(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        end = parts_of(model)
+    return [torch.cat([x.cpu().double() for x in one]) for one in (start, end)]
+
+
+def parts_of(model: nn.Module) -> list[Tensor]:
+    """Copies of what this rank holds; with NO_SHARD, parameters are plain ones."""
+    return [
+        getattr(p, "to_local", p.detach)().detach().flatten().clone() for p in model.parameters()
+    ]
+
+
+def offloads(place: Place) -> list[CPUOffload | None]:
+    if not place.is_cuda:
+        return [None]
+    return [None, CPUOffload(offload_params=True), CPUOffload(offload_optimizer=True)]
+
+
+def pretend_two_nodes(place: Place) -> torch.device:
+    device = torch.device("cuda", 0) if place.is_cuda else torch.device("cpu")
+    pretend(device, FAKE_RANKS)
+    os.environ["LOCAL_WORLD_SIZE"] = str(FAKE_RANKS // 2)  # for HYBRID_SHARD
+    return device
+
+
+def name_of(strategy: str, offload: CPUOffload | None, *more: str) -> str:
+    return ", ".join([strategy, *([] if offload is None else [offload.describe()]), *more])
+
+
+def judge(figures: dict[str, float | str], place: Place) -> Outcome:
+    """What became of training runs: how far each came from where it should be, or what failed."""
+    wrong = [
+        f"{case}: {x}" if isinstance(x, str) else f"{case}: {x:.1e} apart"
+        for case, x in figures.items()
+        if isinstance(x, str) or not x < 1e-3
+    ]
+    if wrong:
+        text = "\n".join([f"{len(wrong)} of {len(figures)} differ or failed", *wrong])
+        return Outcome(FAIL, text, figures)
+    if not place.is_cuda:
+        return Outcome(SKIP, f"{NO_GPU} with streams; the steps themselves ran", figures)
+    worst = max(float(x) for x in figures.values())
+    return Outcome(PASS, f"{len(figures)} cases, the worst {worst:.0e} apart", figures)
+
+
+def distance(reference: Callable[[], list[Tensor]], run: Callable[[], list[Tensor]]) -> float | str:
+    """How far a run ends from where another one ended, in terms of how far that went."""
+    try:
+        (start, expected), (_, actual) = reference(), run()
+        return float((actual - expected).norm() / (expected - start).norm())
+    except Exception as error:
+        traceback.print_exc()
+        return one_line(error)
+
+
+def part_streams(place: Place, args: argparse.Namespace) -> Outcome:
+    device = pretend_two_nodes(place)
+    figures: dict[str, float | str] = {}
+    for strategy in STREAM_STRATEGIES:
+        for offload in offloads(place):
+            train = functools.partial(train_pretended, device, strategy, offload)
+            for kind, slow, slow_computation in (
+                ("collectives", PretendedCollectives(device, slow=True), False),
+                ("computation", PretendedCollectives(device), True),
+            ):
+                case = name_of(strategy, offload, f"slow {kind}")
+                reference = functools.partial(train, PretendedCollectives(device))
+                run = functools.partial(train, slow, slow_computation)
+                figures[case] = distance(reference, run)
+                print(f"{case}: {figures[case]}", flush=True)
+    return judge(figures, place)
+
+
+def part_single(place: Place, args: argparse.Namespace) -> Outcome:
+    device = pretend_two_nodes(place)
+    real = SingleRankCollectives(device)
+    figures: dict[str, float | str] = {}
+    for strategy in (*STREAM_STRATEGIES, "NO_SHARD"):
+        for offload in offloads(place):
+            for mode in ("auto", "fixed_order"):
+                case = name_of(strategy, offload, mode)
+                train = functools.partial(train_pretended, device, strategy, offload, mode=mode)
+                reference = functools.partial(train, PretendedCollectives(device))
+                figures[case] = distance(reference, functools.partial(train, real))
+                print(f"{case}: {figures[case]}", flush=True)
+    dist.destroy_process_group(real.alone)  # has threads, which the process would wait for
+    return judge(figures, place)
