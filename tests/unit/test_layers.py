@@ -89,6 +89,8 @@ LAYERS = [
     {
         "unit",
         "context",
+        "prefetch",
+        "synced_buffers",
         "grad_norm",
         "left_out",
         "optim_places",
@@ -142,7 +144,8 @@ NEIGHBOURS = {
     "saved_tensors": {"handle"},
     "summon": {"handle", "whole"},
     "whole": {"handle"},
-    "context": {"hook_turns", "left_out", "step_in_backward", "unit"},
+    "context": {"hook_turns", "left_out", "prefetch", "step_in_backward", "synced_buffers", "unit"},
+    "prefetch": {"unit"},
     "unit": {"forward_edits"},
     "step_in_backward": {"scaled_loss", "unit"},
     "comm_hook": {"unit"},
