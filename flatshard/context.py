@@ -18,9 +18,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from flatshard import grad_publisher, optim, registrations
+from flatshard import grad_publisher, optim
 from flatshard.capture import check_not_captured
 from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
@@ -31,13 +30,15 @@ from flatshard.hook_turns import HookTurns
 from flatshard.left_out import LeftOut
 from flatshard.non_finite import NonFiniteWatch
 from flatshard.pending import CollectiveError, Unsettled
+from flatshard.prefetch import Prefetch
 from flatshard.profiling import profiled
 from flatshard.recorder import SILENT, Recorder
 from flatshard.saved_tensors import SavedTensors
-from flatshard.schedule import ExecutionOrder, ReduceOrder, UnevenUnits
+from flatshard.schedule import ReduceOrder, UnevenUnits
 from flatshard.spare import prepare_allocator
 from flatshard.step_in_backward import SteppedInBackward
 from flatshard.step_report import Kind, StepReport
+from flatshard.synced_buffers import SyncedBuffers
 from flatshard.unit import Phase, Portion, Unit
 
 _in_backward: weakref.WeakSet[RunContext] = weakref.WeakSet()
@@ -67,8 +68,7 @@ class RunContext:
         world: Communicator,
         *,
         buffers: Callable[[], Iterable[Tensor]],
-        before_first_run: Callable[[], object],
-        after_registration: Callable[[], object],
+        check: Callable[[], object],
         number: int,
         forward_prefetch: bool,
         backward_prefetch: BackwardPrefetch | None,
@@ -79,8 +79,7 @@ class RunContext:
             units: every unit, the root last.
             world: the ranks that train the model.
             buffers: lists what rank 0 gives to all before a forward.
-            before_first_run: called when the first forward begins; may raise, on all ranks.
-            after_registration: likewise in a later one, if something was assigned to modules.
+            check: called when a forward begins; may raise, on all ranks.
             number: below 256, to tell models apart; alike on all ranks.
             forward_prefetch: whether to gather early in forward.
             backward_prefetch: when to gather in backward.
@@ -95,14 +94,10 @@ class RunContext:
         self.non_finite: NonFiniteWatch | None = None
         self.last_report: StepReport | None = None
         self._world = world
-        self._buffers = buffers
-        self._before_first_run = before_first_run
-        self._after_registration = after_registration
-        self._registered = 0
+        self._buffers = SyncedBuffers(buffers)
+        self._check = check
         self._heap: Heap | None = None
-        self._forward_prefetch = forward_prefetch
-        self._backward_prefetch = backward_prefetch
-        self._order = ExecutionOrder()
+        self._prefetch = Prefetch(self.units, forward=forward_prefetch, backward=backward_prefetch)
         self._portions = [portion for unit in self.units for portion in unit.portions]
         for index, portion in enumerate(self._portions):
             portion.index = index
@@ -134,9 +129,7 @@ class RunContext:
 
     def refresh(self) -> None:
         """Look at the units' and the modules' buffers again, after they were made anew."""
-        # The objects of now, as DistributedDataParallel does: a buffer that some forward replaces
-        # may then have another size on each rank.
-        self._synced = list(self._buffers())
+        self._buffers.refresh()
         self._saved = SavedTensors((unit, unit.handles) for unit in self.units)
         # An accelerator's host is far ahead of it: reductions fill whatever they may.
         on_accelerator = any(h.device.type != "cpu" for unit in self.units for h in unit.handles)
@@ -145,12 +138,7 @@ class RunContext:
             for one in (self._portions if on_accelerator else self.units)
         ]
         self._budget = max(sizes, default=0)
-        self._prefetch_budget = max((unit.buffer_bytes for unit in self.units), default=0)
-        # Where backward gathers within a smaller group, that is quick.
-        self._backward_is_slow = any(
-            unit.topology.inner.uses_sockets and unit.placement.regather_size is None
-            for unit in self.units
-        )
+        self._prefetch.refresh()
         self._of_several = [unit for unit in self.units if len(unit.modules) > 1]
         # Where nothing is gathered or reduced, a forward is only kernels.
         self._device = next(
@@ -164,14 +152,16 @@ class RunContext:
 
     def enter(self, unit: Unit) -> None:
         """A unit's forward begins; the outermost one prepares the step."""
-        if self._depth == 0 and not self.in_backward and not self._begins_recomputation():
-            self.recorder.begin_forward()
-            self._begin_forward(unit)
+        if self._depth == 0 and not self.in_backward:
+            self._prefetch.recomputes_whole = self._begins_recomputation()
+            if not self._prefetch.recomputes_whole:
+                self.recorder.begin_forward()
+                self._begin_forward(unit)
         self.recorder.enter(unit, self.in_backward)
         self._saved.push()
         self._depth += 1
         if not self.in_backward and not unit.is_open:
-            self._order.record(unit.index)
+            self._prefetch.order.record(unit.index)
 
     def _begins_recomputation(self) -> bool:
         """Whether a reentrant checkpoint around the whole model computes it again.
@@ -187,11 +177,7 @@ class RunContext:
         if self._device is not None:
             check_not_captured(self._device)
         self.recover()
-        if not self.has_run:
-            self._before_first_run()
-        elif self._registered != registrations.count():
-            self._after_registration()
-        self._registered = registrations.count()
+        self._check()
         if not self.has_run and any(
             h.shard.device.type == "cpu" for u in self.units for h in u.handles
         ):
@@ -200,14 +186,15 @@ class RunContext:
         self.has_run = True
         for unit in self.units:
             unit.begin_run()
-        self._order.begin_forward()
-        self.expects_backward = torch.is_grad_enabled()
+        self._prefetch.order.begin_forward()
+        self.expects_backward = self._prefetch.expects_backward = torch.is_grad_enabled()
         if self.expects_backward:
             self._plan_syncs()
         else:
             self.give_back()
         if outermost is self.root and not self.is_accumulating:
-            self._broadcast_buffers()
+            with self.recorder.waiting(Kind.RANKS_WAIT):
+                self._buffers.broadcast(self._world, f"{self.root.name or 'the model'}'s buffers")
         with self.recorder.starting("forward", None):
             for handle in self._kept_from_afar:
                 handle.begin_refresh()
@@ -249,14 +236,14 @@ class RunContext:
         self._saved.pop()
         self.recorder.leave(unit)
         if self.in_backward:
+            self._prefetch.recomputes_whole &= self._depth > 0
             return
-        if self._foresees_backward and not failed:
-            # The first one is kept.
-            self._prefetch(self._order.first_backward()[1:], "backward")
+        if not failed:
+            self._prefetch.after_forward()
         if self._depth == 0:
             for one in self._of_several:
                 one.end_forward()
-            if failed or not self._order.is_complete:
+            if failed or not self._prefetch.order.is_complete:
                 self._drop_prefetched(failed=failed)
             with self.recorder.waiting(Kind.RANKS_WAIT):
                 for handle in self._kept_from_afar:
@@ -266,13 +253,6 @@ class RunContext:
             if self._heap is not None and self.expects_backward:
                 self._heap.end_forward()
             self.recorder.end_forward()
-
-    @property
-    def _foresees_backward(self) -> bool:
-        """Whether to keep and gather in forward what backward begins with."""
-        if self._backward_prefetch is BackwardPrefetch.AUTO:
-            return self.expects_backward and self._backward_is_slow
-        return self._backward_prefetch is BackwardPrefetch.END_OF_FORWARD and self.expects_backward
 
     @property
     def is_running_forward(self) -> bool:
@@ -285,48 +265,25 @@ class RunContext:
 
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Its backward begins at once, so freeing it would only cost a gather."""
-        if unit is self.root:
-            return True
-        return self._foresees_backward and self._order.first_backward()[:1] == [unit.index]
+        return self._prefetch.keeps_after_forward(unit)
 
     def prefetch_forward(self) -> None:
         """Begin the gathers of the units expected next."""
-        if self._forward_prefetch:
-            self._prefetch(self._order.next_forward(), "forward")
+        self._prefetch.in_forward()
+
+    def prefetch_recomputed(self, unit: Unit) -> None:
+        """The same where the whole model is computed again, after this one."""
+        self._prefetch.in_recomputation(unit)
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Begin the gathers of the units whose backward is expected after this one's."""
-        if self._backward_prefetch not in (None, BackwardPrefetch.BACKWARD_POST):
-            self._prefetch(self._order.next_backward(unit.index), "backward")
+        self._prefetch.before_backward(unit)
 
     def freed_in_backward(self, unit: Unit) -> None:
         """A unit's backward is over."""
         self.recorder.leave_backward(unit)
         self.stepping.advance()
-        if self._backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-            self._prefetch(self._order.next_backward(unit.index)[:1], "backward")
-
-    def _prefetch(self, coming: Sequence[int], purpose: str) -> None:
-        """Begin the gather of the unit that comes first.
-
-        Where it is on its way while this rank computes, also of those after it, as many as fit
-        into the memory of the largest unit: else the wires would be idle whenever one has come.
-        """
-        for index in coming:
-            unit = self.units[index]
-            if index != coming[0] and not self._fits_ahead(unit):
-                return
-            # One whose backward has begun was perhaps freed here, and gathered again, and not yet
-            # freed on other ranks; or it was stepped.
-            if purpose == "forward" or unit.num_awaited > 0:
-                unit.begin_gather(purpose)
-
-    def _fits_ahead(self, unit: Unit) -> bool:
-        """Whether to begin a gather for which no rank waits next."""
-        if not unit.topology.inner.uses_sockets:
-            return False
-        ahead = [one for one in self.units if one.is_prefetched]
-        return sum(one.buffer_bytes for one in {*ahead, unit}) <= self._prefetch_budget
+        self._prefetch.after_backward(unit)
 
     def _drop_prefetched(self, *, failed: bool) -> None:
         for unit in self.units:
@@ -337,26 +294,6 @@ class RunContext:
                 except CollectiveError:
                     if not failed:  # else the error on its way is the one to see
                         raise
-
-    def _broadcast_buffers(self) -> None:
-        """Give every rank rank 0's buffers, one collective per dtype and device."""
-        if self._world.size == 1:
-            return
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for buffer in self._synced:
-            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-        with torch.no_grad():
-            for buffers in kinds.values():
-                flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-                with self.recorder.waiting(Kind.RANKS_WAIT):
-                    self._world.broadcast(flat, label=f"{self.root.name or 'the model'}'s buffers")
-                if self._world.rank == 0:
-                    continue
-                pieces = flat.split([buffer.numel() for buffer in buffers])
-                theirs = [p.view(b.shape) for p, b in zip(pieces, buffers, strict=True)]
-                # Not an edit for autograd: rank 0's graph sees none either.
-                with _unsafe_preserve_version_counter(tuple(buffers)):
-                    torch._foreach_copy_(buffers, theirs)
 
     # ------------------------------------------------------------ backward
 

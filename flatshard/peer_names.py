@@ -48,7 +48,22 @@ class PeerNames(UnitModule):
         }[name]
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Of which child ``torch.distributed.checkpoint.state_dict`` leaves out the name."""
+        """Of which child ``torch.distributed.checkpoint.state_dict`` leaves out the name.
+
+        Its functions ask for this first, on all ranks.
+
+        Raises:
+            RuntimeError: there is a flat parameter, which they would take for one of the model's,
+                so that some ranks fail while others wait for them.
+        """
+        if self._parameters:
+            unit = f"unit {self._unit.name!r}" if self._unit.name else "the model"
+            raise RuntimeError(
+                f"{unit} was wrapped with use_orig_params=False, which the functions of "
+                "torch.distributed.checkpoint.state_dict do not know. Call model.state_dict(), "
+                "model.load_state_dict(), ShardedWrapper.optim_state_dict() and "
+                "optim_state_dict_to_load(), or wrap with use_orig_params=True."
+            )
         return {"": "module"}
 
     def check_is_root(self) -> bool:

@@ -43,6 +43,11 @@ class ExecutionOrder:
                 return _until(unit, order[position - 1 :: -1])
         return []
 
+    def next_recomputed(self, unit: int) -> list[int]:
+        """The units expected after ``unit`` where this forward is computed again, in order."""
+        order = self._current
+        return order[order.index(unit) + 1 :] if unit in order else []
+
     @property
     def is_complete(self) -> bool:
         """Whether this forward ran all the units of the one before, in the same order."""

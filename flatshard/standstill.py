@@ -12,6 +12,12 @@ that computes, loads or evaluates says nothing, and nobody who waits for it alon
 
 A process of which several threads wait is taken to be never waiting: one may begin what others
 wait for.
+
+[Note: the program's own]
+A rank may wait as well in a barrier or another collective that the program calls itself. Where it
+has called ours before by the same thread, that is said likewise: it needs all ranks of its group
+to begin as many collectives of the group as this one has. A rank of which that is not known is
+taken to have begun them.
 """
 
 from __future__ import annotations
@@ -27,11 +33,17 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from flatshard import program_collectives
+from flatshard.program_collectives import ProgramCollective
+
 FIRST_LOOK_SECONDS = 3.0
 """How long a rank has waited before it says so."""
 
 LOOK_SECONDS = 1.0
 _LONGEST_LOOK_SECONDS = 8.0
+_OF_PROGRAM = "the program's"
+"""The kind of collectives that the program calls itself."""
+
 _ASKED = 16  # of the ranks that are waited for, so many are asked: one that stands still is enough
 
 
@@ -140,7 +152,28 @@ class _Said(NamedTuple):
     def lacks(self, need: _SaidNeed) -> bool:
         """Whether it has not begun what another rank needs."""
         group, kind, number, _ = need
-        return self.begun.get(group, {}).get(kind, 0) < number
+        unknown = number if kind == _OF_PROGRAM else 0
+        return self.begun.get(group, {}).get(kind, unknown) < number
+
+
+class ProgramWaits:
+    """Waits of a thread in collectives of the program's own, one after another."""
+
+    def __init__(self) -> None:
+        """None was seen."""
+        self._collective: ProgramCollective | None = None
+        self._wait: Wait | None = None
+
+    def of(self, thread: int) -> Wait | None:
+        """The one that a thread is in now; the same as before while it lasts."""
+        found = program_collectives.waited_for_in(thread)
+        if found != self._collective:
+            self._collective, self._wait = found, None
+            if found is not None:
+                others = tuple(rank for rank in found.ranks if rank != dist.get_rank())
+                need = Need(found.group, _OF_PROGRAM, found.number, others)
+                self._wait = Wait(found.describe, need)
+        return self._wait
 
 
 class Standstill:
@@ -154,9 +187,9 @@ class Standstill:
         self._pause = self._next = 0.0
         self._before: dict[int, _Said] = {}
 
-    def look(self, wait: Wait | None) -> None:
+    def look(self, wait: Wait) -> None:
         """Say that ``wait`` goes on, and set its ``verdict`` if it will for ever."""
-        if wait is None or wait.need is None or wait.verdict or not dist.is_initialized():
+        if wait.need is None or wait.verdict or not dist.is_initialized():
             return
         if wait is not self._wait:
             self._wait, self._times, self._before = wait, 0, {}
@@ -185,6 +218,8 @@ class Standstill:
         assert wait.need is not None, "what nobody can tell is not said"
         self._times += 1
         begun = {name: dict(progress.begun) for name, progress in _progress.items()}
+        for name, number in program_collectives.begun().items():
+            begun.setdefault(name, {})[_OF_PROGRAM] = number
         need, text = wait.need.as_said(), wait.describe()
         said = _Said(wait.number, self._times, text, need, begun, verdict)
         _store().set(_key(dist.get_rank()), pickle.dumps(said))

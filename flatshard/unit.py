@@ -7,15 +7,16 @@ A parameter's life in a step:
 2.  ``_post_forward`` gives the modules the sharded ones back, hooks the outputs, and frees the
     buffer if the strategy says so.
 3.  ``_pre_backward``, from an output's hook, gathers again; the unit before starts too.
-4.  Each gradient is copied into its slot of the flat gradient buffer as it comes (``handle``).
+4.  Each gradient is collected as it comes (``gradients``).
 5.  When all have come, the reduction starts, in an order that all ranks share (``context``).
 6.  When the gradients of the unit's inputs are there too, nothing can need its parameters: the
     buffer is freed. What never came is settled at the end of backward (``context``).
 
 [Note: recomputation]
 Checkpointing runs forwards inside backward. Such a forward gathers and installs, but frees
-nothing, records no order and starts no prefetch: backward goes on to use what it saved. It may be
-left by an exception, which is how non-reentrant checkpointing stops early.
+nothing and records no order: backward goes on to use what it saved. It may be left by an
+exception, which is how non-reentrant checkpointing stops early; so it starts no prefetch, unless a
+reentrant checkpoint computes the whole model again.
 
 [Note: several modules]
 Small neighbours are one unit (``coalescing``), whose forward is that of each of its modules. It is
@@ -55,6 +56,10 @@ from flatshard.topology import Topology
 
 Portion: TypeAlias = "portions.Portion[Unit]"
 """Flat parameters of a unit that are reduced together."""
+
+
+_LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+"""Whose forward saves no parameters; where it does, or a hook, ``regather`` brings them back."""
 
 
 class Phase(enum.Enum):
@@ -110,6 +115,9 @@ class Context(Protocol):
 
     def will_gather_in_backward(self) -> None:
         """Before a unit is gathered for backward, for which all ranks are needed."""
+
+    def prefetch_recomputed(self, unit: Unit) -> None:
+        """Begin that of the unit expected after this one, in a forward that is computed again."""
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Begin the gather of the unit whose backward is expected after this one's."""
@@ -233,6 +241,11 @@ class Unit:
     def _count_trainable(self) -> None:
         for handle in self.handles:
             self._num_trainable[handle] = handle.params.num_trainable()
+
+    @property
+    def gathers_in_backward(self) -> bool:
+        """Whether backward needs the parameters; that of a lookup needs the indices alone."""
+        return not all(type(module) in _LOOKUPS for module in self._casts)
 
     def portion_of(self, handle: FlatParamHandle) -> Portion:
         """What a flat parameter is reduced with."""
@@ -389,10 +402,12 @@ class Unit:
         recomputing = self.context.in_backward
         if recomputing:
             self._enter_backward()
+            self.regather()
+            self.context.prefetch_recomputed(self)
         else:
             self.num_awaited += self.context.expects_backward
             if not self.is_open:
-                self._begin_forward()
+                self._begin_forward(module)
         changed = self._casts[module].cast_inputs(args, kwargs, is_root=self.is_root)
         if torch.is_grad_enabled():
             self._hook_inputs(call, (args, kwargs) if changed is None else changed)
@@ -403,12 +418,12 @@ class Unit:
         """Whether it was gathered for a call in this forward, and not freed since."""
         return self.phase is Phase.FORWARD and all(handle.is_current for handle in self.handles)
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, module: nn.Module) -> None:
         self.gather("forward")
         self.phase = Phase.FORWARD
         if len(self._running) == 1:
             for edits in self._edits:
-                edits.begin()
+                edits.begin(training=module.training)
         self._count_trainable()
         self.context.prefetch_forward()
 
@@ -543,13 +558,17 @@ class Unit:
             # They are good until the parameters change, and so long the buffer stays.
             self._sticky_version = self._version
         if self.phase is not Phase.BACKWARD:
-            self.context.will_gather_in_backward()
-            self.gather("backward")
+            if self.gathers_in_backward:
+                self.context.will_gather_in_backward()
+                self.gather("backward")
             self._count_trainable()
             self.phase = Phase.BACKWARD
 
     def regather(self) -> None:
-        """Bring the parameters back for a saved view. Collective, unless they are there."""
+        """Bring the parameters back in backward, for a saved view or to compute a forward again.
+
+        Collective, unless they are there.
+        """
         if all(handle.is_current for handle in self.handles):
             return
         self.gather("backward")

@@ -33,6 +33,7 @@ class UnitModule(StandIn):
     _context: RunContext
     _reason = ""  # of units that a policy chose
     _has_empty = False  # whether values are still to be loaded
+    _num_registered = 0  # assigned to modules when they were last looked at
 
     # ------------------------------------------------------------ the run
 
@@ -70,8 +71,7 @@ class UnitModule(StandIn):
             units,
             settings.ranks.world,
             buffers=self._synced_buffers,
-            before_first_run=self._check_complete,
-            after_registration=self._check_all_owned,
+            check=self._check_modules,
             number=number,
             forward_prefetch=settings.forward_prefetch,
             backward_prefetch=settings.backward_prefetch,
@@ -79,9 +79,13 @@ class UnitModule(StandIn):
         for wrapper in unit_modules(self):
             wrapper.__dict__["_context"] = self._context
 
-    def _check_complete(self) -> None:
-        self._check_all_owned()
-        if any(wrapper._has_empty for wrapper in unit_modules(self)):
+    def _check_modules(self) -> None:
+        """Before the first forward, and those that come after something was assigned to modules."""
+        is_first = not self._context.has_run
+        if is_first or self._num_registered != registrations.count():
+            self._check_all_owned()
+        self._num_registered = registrations.count()
+        if is_first and any(wrapper._has_empty for wrapper in unit_modules(self)):
             handles = [handle for unit in units_in(self) for handle in unit.handles]
             materialise.check_loaded(self, handles, self._settings.ranks.world)
 

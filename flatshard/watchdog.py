@@ -2,7 +2,7 @@
 
 One thread per process looks now and then at what the process waits for, and logs it (logger
 ``flatshard``, level WARNING) once per wait. It ends a wait only where it is certain that it would
-last for ever (``standstill``).
+last for ever (``standstill``). The program's own waits are not logged, unless they last for ever.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from flatshard import standstill
-from flatshard.standstill import Need, Standstill, Wait
+from flatshard.standstill import Need, ProgramWaits, Standstill, Wait
 
 PATIENCE_SECONDS = 60.0
 """How long a wait may take before it is logged."""
@@ -80,15 +80,28 @@ def _start() -> None:
         _thread.start()
 
 
+def _look_at_own(watcher: Standstill, wait: Wait | None) -> None:
+    """Look at a wait of the program's own, and log that it does not end: nobody makes it fail."""
+    if wait is not None and wait.verdict is None:
+        watcher.look(wait)
+        if wait.verdict is not None:
+            _logger.warning("%s", wait.verdict)
+
+
 def _watch() -> None:
     said = None
     watcher: Standstill | None = Standstill()
+    program = ProgramWaits()
     while True:
         time.sleep(min(PATIENCE_SECONDS / 4, standstill.LOOK_SECONDS))
         wait = _wait
         try:
-            if watcher is not None and len(_waiting_threads) == 1:
-                watcher.look(wait)
+            threads = tuple(_waiting_threads)
+            if watcher is not None and len(threads) == 1:
+                if wait is not None:
+                    watcher.look(wait)
+                else:
+                    _look_at_own(watcher, program.of(threads[0]))
         except Exception:  # a store that is gone, say; what is waited for tells the rest
             _logger.debug("standstills are not looked for any more", exc_info=True)
             watcher = None

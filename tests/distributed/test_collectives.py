@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from flatshard import CollectiveError, ShardedWrapper, collectives, sharded_modules, wire
 from flatshard.communicators import communicator
@@ -89,6 +90,54 @@ def _end_of_forward(rank: int, world_size: int) -> None:
     with torch.no_grad():  # what was gathered for a backward that did not come is used, and freed
         model(torch.ones(2, 8))
     assert _live_bytes(model) == 0
+
+
+def test_backward_of_a_lookup_gathers_nothing() -> None:
+    run_ranks(_lookups, 2)
+
+
+class _Lookups(nn.Module):
+    """Two embeddings, used as ``how`` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.bag = nn.Embedding(11, 8), nn.EmbeddingBag(11, 8, mode="sum")
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor, how: str) -> Tensor:
+        weights = torch.ones(tokens.shape, requires_grad=True) if how == "saved" else None
+        x = self.words(tokens).sum(dim=1) + self.bag(tokens, per_sample_weights=weights)
+        if how == "recomputed":
+            words = checkpoint.checkpoint(self.words, tokens, use_reentrant=False)
+            x = x + words.sum(dim=1) ** 2
+        return self.head(x)
+
+
+def _lookups(rank: int, world_size: int) -> None:
+    """Unless something of its forward is saved, or computed again."""
+    lookups, linear = {nn.Embedding, nn.EmbeddingBag}, {nn.Linear}
+    for how, regathered in (("plain", []), ("saved", ["bag"]), ("recomputed", ["words"])):
+        for mode in ("sockets", "native"):
+            model = ShardedWrapper(
+                _Lookups(), auto_wrap_policy=ModuleWrapPolicy(lookups | linear), collectives=mode
+            )
+            plain = _Lookups()
+            tokens = torch.arange(6).view(2, 3)
+            for _ in range(3):
+                with collectives.record() as events:
+                    model(tokens, how).square().sum().backward()
+                assert _live_bytes(model) == 0
+            seen = Counter(event.label for event in events if event.kind == "gather")
+            assert seen["head"] == (1 if mode == "sockets" else 2)  # kept, where links are slow
+            for name in ("words", "bag"):
+                calls = 2 if name == "words" and how == "recomputed" else 1
+                assert seen[name] == calls + (name in regathered), (how, mode, name)
+            for _ in range(3):
+                plain(tokens, how).square().sum().backward()
+            expected = dict(plain.named_parameters())
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(parameter.grad.full_tensor(), expected[name].grad)
 
 
 def test_prefetch_goes_as_far_as_the_largest_unit() -> None:

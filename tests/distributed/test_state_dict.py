@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -273,6 +275,19 @@ def _torchs_functions(rank: int, world_size: int) -> None:
         state = snapshot(case.model())
         set_model_state_dict(model, {**state} if rank == 0 else {}, options=from_rank_0)
         _assert_identical(model.state_dict(), state)
+    model = case.wrap(case.model(), use_orig_params=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    # On all ranks before any waits: rank 0 has what the others are to get.
+    for from_torch in (
+        lambda: get_model_state_dict(model, options=whole),
+        lambda: set_model_state_dict(model, {**state} if rank == 0 else {}, options=from_rank_0),
+        lambda: get_optimizer_state_dict(model, optimizer),
+        lambda: set_optimizer_state_dict(model, optimizer, {}, options=from_rank_0),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"use_orig_params=False.*Call model\.state_dict\(\)"
+        ):
+            from_torch()
 
 
 def _load(rank: int, world_size: int, name: str, way: str, prefix: str) -> None:

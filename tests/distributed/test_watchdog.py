@@ -84,7 +84,10 @@ def _different_collectives(rank: int, world_size: int) -> None:
     patched = mock.patch.multiple(standstill, FIRST_LOOK_SECONDS=0.3, LOOK_SECONDS=0.1)
     step, whole = "unit 'fc1', rank .* for forward", ".*all ranks must ask for together"
     buffers = ".*buffers.*: broadcasting from rank 0"
+    barrier = r"the program's own barrier\(\), test_watchdog.py:\d+, over ranks 0, 1, 2"
     for name, collectives, alone, others, expected in (
+        ("mlp", "auto", "summon", "barrier", (whole, barrier)),
+        ("mlp", "sockets", "dict", "barrier", (whole, barrier)),
         ("mlp", "auto", "norm", "forward", ("'norms'", step)),
         ("mlp", "sockets", "dict", "forward", (whole, step)),
         ("batch-norm", "auto", "forward", "dict", (buffers, whole)),
@@ -97,12 +100,45 @@ def _different_collectives(rank: int, world_size: int) -> None:
             "norm": functools.partial(model.clip_grad_norm_, 1.0),
             "dict": model.state_dict,
             "forward": functools.partial(model, inputs),
+            "summon": lambda: model.apply(lambda _: None),  # noqa: B023
         }
         with patched:
             if rank == 1 and alone == "norm":
                 time.sleep(0.8)  # being late is not enough
             model(inputs).sum().backward()
+            if rank > 0 and others == "barrier":
+                dist.barrier()  # which rank 0 ends, after the error
+                continue
+            start = time.monotonic()
             with pytest.raises(CollectiveError, match="for one another in different") as error:
                 call[alone if rank == 0 else others]()
+            assert time.monotonic() - start < 20
+            if others == "barrier":
+                dist.barrier()
         for number, where in enumerate(expected):
             error.match(rf"rank {number} in \[{where}")
+
+
+def test_the_programs_own_collectives_may_last() -> None:
+    run_ranks(_barrier_of_its_own, 3)
+
+
+def _barrier_of_its_own(rank: int, world_size: int) -> None:
+    """Ranks wait for ours and for the program's, and one that is late ends both."""
+    patched = mock.patch.multiple(standstill, FIRST_LOOK_SECONDS=0.1, LOOK_SECONDS=0.02)
+    case = CASES["mlp"]
+    model = case.wrap(case.model())
+    inputs, _ = case.batch(rank, 2)
+    later = dist.new_group([1, 2])
+    with patched:
+        model(inputs)
+        for group in (None, later):  # rank 0 has begun the first, and is not of the second
+            if rank == 2:  # the first time longer than the watchdog sleeps before the patch
+                time.sleep(1.5 if group is None else 0.5)
+            if rank != 0:
+                dist.barrier(group)
+            elif group is None:
+                under_way = dist.barrier(async_op=True)
+            model(inputs)
+        if rank == 0:
+            under_way.wait()

@@ -13,7 +13,7 @@ import torch
 from tests.harness import allow_warnings, run_ranks
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_transformer.py"
-SMALL = ["--width", "16", "--depth", "2", "--context", "16", "--batch-size", "4"]
+SMALL = ["--width", "16", "--depth", "2", "--context", "16", "--batch-size", "12"]
 
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(120)]
 pytest.importorskip("tqdm", reason='needs pip install ".[examples]"')
@@ -39,18 +39,20 @@ def losses(path: Path) -> list[float]:
 
 def test_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     def options(steps: int, name: str, *more: str) -> list[str]:
-        return ["--steps", str(steps), "--log-file", str(tmp_path / name), "--clip", "0.5", *more]
+        return ["--steps", str(steps), "--log-file", str(tmp_path / name), "--clip", "0.4", *more]
 
     checkpoint = str(tmp_path / "half.pt")
     run_ranks(_run, 1, options(4, "whole", "--ddp"))
     run_ranks(_run, 2, options(2, "first", "--save", checkpoint, "--accumulate", "2"))
-    run_ranks(_run, 1, options(4, "second", "--resume", checkpoint, "--sample", "3"))
+    run_ranks(_run, 3, options(4, "second", "--resume", checkpoint, "--sample", "3"))
     whole = losses(tmp_path / "whole")
     assert len(whole) == 4 + 1
+    # The last one is that of testing, on rows that three ranks cannot share out evenly.
+    assert load_script().TEST_ROWS % 3
     found = [*losses(tmp_path / "first")[:-1], *losses(tmp_path / "second")]
-    assert found[:-1] == pytest.approx(whole[:-1], rel=1e-4)
+    assert found == pytest.approx(whole, rel=1e-4)
     first = json.loads((tmp_path / "first").read_text().splitlines()[1])
-    assert 0.5 < first["grad_norm"]
+    assert 0.4 < first["grad_norm"]
     # The strategy, and how it is spread, are no part of what is saved.
     state = torch.load(checkpoint)
     model = load_script().Transformer(**state["sizes"])

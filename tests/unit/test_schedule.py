@@ -43,6 +43,13 @@ def test_backward_is_the_reverse_of_this_forward() -> None:
     assert [order.next_backward(unit) for unit in (2, 1, 0)] == [[1, 0], [0], []]
 
 
+def test_a_forward_computed_again_goes_the_same_way() -> None:
+    order = ExecutionOrder()
+    _run(order, [3, 0, 1])
+    _run(order, [3, 1, 0, 1])
+    assert [order.next_recomputed(unit) for unit in (3, 1, 0, 2)] == [[1, 0, 1], [0, 1], [1], []]
+
+
 def test_backward_is_foreseen_once_forward_ran_as_before() -> None:
     order = ExecutionOrder()
     _run(order, [0, 1, 2])

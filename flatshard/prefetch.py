@@ -1,0 +1,108 @@
+"""``Prefetch``: gathers that begin before their unit runs, in the order that was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flatshard.config import BackwardPrefetch
+from flatshard.schedule import ExecutionOrder
+from flatshard.unit import Unit
+
+
+class Prefetch:
+    """Of one model.
+
+    Attributes:
+        order: of its units.
+        expects_backward: whether the forward begun last will have one.
+        recomputes_whole: whether the forward that runs is the whole model's, computed again in
+            backward.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], *, forward: bool, backward: BackwardPrefetch | None
+    ) -> None:
+        """Nothing is recorded yet.
+
+        Args:
+            units: by their numbers, the root last.
+            forward: whether to gather early in forward.
+            backward: when to gather in backward.
+        """
+        self.order = ExecutionOrder()
+        self.expects_backward = False
+        self.recomputes_whole = False
+        self._units = units
+        self._forward, self._backward = forward, backward
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look at the units again, after their buffers were made anew."""
+        self._budget = max((unit.buffer_bytes for unit in self._units), default=0)
+        # Where backward gathers within a smaller group, that is quick.
+        self._backward_is_slow = any(
+            unit.topology.inner.uses_sockets and unit.placement.regather_size is None
+            for unit in self._units
+        )
+
+    @property
+    def _foresees_backward(self) -> bool:
+        """Whether to keep and gather in forward what backward begins with."""
+        if self._backward is BackwardPrefetch.AUTO:
+            return self.expects_backward and self._backward_is_slow
+        return self._backward is BackwardPrefetch.END_OF_FORWARD and self.expects_backward
+
+    def keeps_after_forward(self, unit: Unit) -> bool:
+        """Whether its backward begins at once, so that freeing it would only cost a gather."""
+        if unit is self._units[-1]:
+            return True
+        return self._foresees_backward and self.order.first_backward()[:1] == [unit.index]
+
+    def in_forward(self) -> None:
+        """Begin the gathers of the units expected next."""
+        if self._forward:
+            self._begin(self.order.next_forward(), "forward")
+
+    def after_forward(self) -> None:
+        """Begin those that backward will need first, once nothing more is to come in forward."""
+        if self._foresees_backward:
+            self._begin(self.order.first_backward()[1:], "backward")  # the first one is kept
+
+    def in_recomputation(self, unit: Unit) -> None:
+        """Begin those of the units expected after ``unit`` where all is computed again."""
+        if self._forward and self.recomputes_whole:
+            self._begin(self.order.next_recomputed(unit.index), "backward")
+
+    def before_backward(self, unit: Unit) -> None:
+        """Begin those of the units whose backward is expected after this one's."""
+        if self._backward not in (None, BackwardPrefetch.BACKWARD_POST):
+            self._begin(self.order.next_backward(unit.index), "backward")
+
+    def after_backward(self, unit: Unit) -> None:
+        """Likewise, where that is not to be sooner."""
+        if self._backward is BackwardPrefetch.BACKWARD_POST:
+            self._begin(self.order.next_backward(unit.index)[:1], "backward")
+
+    def _begin(self, coming: Sequence[int], purpose: str) -> None:
+        """Begin the gather of the unit that comes first.
+
+        Where it is on its way while this rank computes, also of those after it, as many as fit
+        into the memory of the largest unit: else the wires would be idle whenever one has come.
+        """
+        if purpose == "backward":
+            coming = [index for index in coming if self._units[index].gathers_in_backward]
+        for index in coming:
+            unit = self._units[index]
+            if index != coming[0] and not self._fits_ahead(unit):
+                return
+            # One whose backward has begun was perhaps freed here, and gathered again, and not yet
+            # freed on other ranks; or it was stepped.
+            if purpose == "forward" or self.recomputes_whole or unit.num_awaited > 0:
+                unit.begin_gather(purpose)
+
+    def _fits_ahead(self, unit: Unit) -> bool:
+        """Whether to begin a gather for which no rank waits next."""
+        if not unit.topology.inner.uses_sockets:
+            return False
+        ahead = [one for one in self._units if one.is_prefetched]
+        return sum(one.buffer_bytes for one in {*ahead, unit}) <= self._budget
