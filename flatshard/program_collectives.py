@@ -7,6 +7,7 @@ many collectives of a group it has begun in torch's own count, which goes up at 
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from pathlib import Path
 from types import FrameType
@@ -48,19 +49,30 @@ def waited_for_in(thread: int) -> ProgramCollective | None:
     Args:
         thread: its number, as ``threading.get_ident`` says.
     """
-    frame = sys._current_frames().get(thread)
+    frame = _frame_of(thread)
     if frame is None or not _is_collective(frame):
         return None
     group = frame.f_locals.get("group") or dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup) or frame.f_locals.get("async_op"):
         return None
-    return ProgramCollective(
-        frame.f_code.co_name,
-        _place(frame),
-        group.group_name,
-        _count(group),
-        tuple(dist.get_process_group_ranks(group)),
-    )
+    number = begun().get(group.group_name)
+    if number is None:
+        return None
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return ProgramCollective(frame.f_code.co_name, _place(frame), group.group_name, number, ranks)
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    # Before Python 3.12 a garbage collection in the middle of this, which may let another thread
+    # run, can stop the process for ever: python/cpython#106883.
+    was_enabled = gc.isenabled() and sys.version_info < (3, 12)
+    if was_enabled:
+        gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _is_collective(frame: FrameType) -> bool:
@@ -85,9 +97,5 @@ def begun() -> dict[str, int]:
     counts: dict[str, int] = {}
     for group, name in list(distributed_c10d._world.pg_names.items()):
         with contextlib.suppress(Exception):  # not every backend counts
-            counts[name] = _count(group)
+            counts[name] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return counts
-
-
-def _count(group: dist.ProcessGroup) -> int:
-    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
