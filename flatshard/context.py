@@ -23,6 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from flatshard import grad_publisher, optim, registrations
 from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
+from flatshard.given_copies import GivenCopies
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle
 from flatshard.heap import Heap
@@ -56,6 +57,7 @@ class RunContext:
         is_converting: whether modules are under way to another dtype or device.
         recorder: hears what the run does.
         non_finite: looks for gradients that are not finite, or None.
+        given_copies: what state dicts gave.
         number: tells models apart; alike on all ranks.
         last_report: of the last step that was recorded, once its recording is over; or None.
     """
@@ -92,6 +94,7 @@ class RunContext:
         self.is_converting = False
         self.recorder: Recorder = SILENT
         self.non_finite: NonFiniteWatch | None = None
+        self.given_copies = GivenCopies()
         self.last_report: StepReport | None = None
         self._world = world
         self._buffers = buffers
@@ -178,6 +181,7 @@ class RunContext:
 
     def _begin_forward(self, outermost: Unit) -> None:
         self.recover()
+        self.given_copies.check()
         if not self.has_run:
             self._before_first_run()
         elif self._registered != registrations.count():

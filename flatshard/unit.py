@@ -40,6 +40,7 @@ from flatshard import portions
 from flatshard.casting import UnitCasts
 from flatshard.config import Placement
 from flatshard.forward_edits import ForwardEdits
+from flatshard.given_copies import GivenCopies
 from flatshard.grad_publisher import GradPublisher
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle, ShardState
@@ -91,6 +92,9 @@ class Context(Protocol):
 
     non_finite: NonFiniteWatch | None
     """Looks for gradients that are not finite."""
+
+    given_copies: GivenCopies
+    """What state dicts gave."""
 
     @property
     def in_backward(self) -> bool:

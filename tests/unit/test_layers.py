@@ -31,6 +31,7 @@ LAYERS = [
         "memory_file",
         "spare",
         "registrations",
+        "given_copies",
         "tags",
         "peers",
         "state_dict_options",
