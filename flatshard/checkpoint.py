@@ -71,6 +71,7 @@ class _StateDictHooks:
 
     def after_load(self, *_: Any) -> None:
         if self._leave():
+            self._unit.context.num_loads += 1
             for handle in self._unit.handles:
                 names = (spec.name for spec in handle.params.specs)
                 self._unit.context.given_copies.forget(names)

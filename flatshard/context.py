@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard import grad_publisher, optim, registrations
+from flatshard.agreement import loaded_on_some_ranks
 from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
 from flatshard.given_copies import GivenCopies
@@ -58,6 +59,7 @@ class RunContext:
         recorder: hears what the run does.
         non_finite: looks for gradients that are not finite, or None.
         given_copies: what state dicts gave.
+        num_loads: how often state dicts were loaded into units; alike on all ranks.
         number: tells models apart; alike on all ranks.
         last_report: of the last step that was recorded, once its recording is over; or None.
     """
@@ -95,6 +97,7 @@ class RunContext:
         self.recorder: Recorder = SILENT
         self.non_finite: NonFiniteWatch | None = None
         self.given_copies = GivenCopies()
+        self.num_loads = 0
         self.last_report: StepReport | None = None
         self._world = world
         self._buffers = buffers
@@ -564,7 +567,7 @@ class RunContext:
     def _agree_on_used(self) -> _Used:
         """Which parameters any rank used. Collective."""
         rest = set(self._reduce_order.rest())
-        flags = [self.number, 255 - self.number]
+        flags = [self.number, 255 - self.number, self.num_loads % 256, 255 - self.num_loads % 256]
         for unit in self.units:
             to_come: set[FlatParamHandle] = set()
             for portion in unit.portions:
@@ -590,6 +593,8 @@ class RunContext:
                 "ShardedWrappers, it must reach them in the same order on all ranks: call "
                 "backward() once for each."
             )
+        if next(answers) + next(answers) != 255:
+            raise loaded_on_some_ranks(self.root.name)
         left_over: list[tuple[Unit, FlatParamHandle]] = []
         parameters: list[list[list[bool]]] = []
         uneven: list[int] = []

@@ -96,6 +96,9 @@ class Context(Protocol):
     given_copies: GivenCopies
     """What state dicts gave."""
 
+    num_loads: int
+    """How often state dicts were loaded into units; alike on all ranks."""
+
     @property
     def in_backward(self) -> bool:
         """Whether this model's backward is running now."""

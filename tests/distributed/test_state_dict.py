@@ -144,8 +144,19 @@ def _after_training(rank: int, world_size: int, way: str) -> None:
     for value in model.state_dict().values():
         value.zero_()
     with pytest.warns(UserWarning, match="changed no parameter"):
-        model(case.batch(0, 2)[0])
+        model(case.batch(0, 2)[0]).sum().backward()
+    model.zero_grad()
     _assert_identical(model.state_dict(), expected)
+
+    # Loaded on one rank alone, its parts would be of one model and the others' of another.
+    if rank == 0:
+        model.load_state_dict(expected)
+    loss = model(case.batch(0, 2)[0]).sum()
+    with pytest.raises(RuntimeError, match="on some ranks and not on others"):
+        loss.backward()
+    if rank == 1:
+        model.load_state_dict(expected)
+    model(case.batch(0, 2)[0]).sum().backward()
 
 
 def test_prefix_and_pickling() -> None:
