@@ -132,3 +132,12 @@ def _first_difference(facts: Facts, comm: Communicator, what: str) -> str:
                 f"on rank {comm.ranks[different]}"
             )
     raise AssertionError("the digests differ, so the facts do")
+
+
+def loaded_on_some_ranks(name: str) -> RuntimeError:
+    """The error, on all ranks, where some loaded a state dict and others did not."""
+    return RuntimeError(
+        f"backward of {name or 'the model'!r}: load_state_dict() was called on some ranks and not "
+        "on others, or more often, so that the model is a mixture of parts. Call it on every rank "
+        "with the same state: torch.load(path, mmap=True) reads what is needed alone."
+    )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard import whole
+from flatshard.given_copies import GivenCopies
 from flatshard.handle import FlatParamHandle
 from flatshard.shard_tensor import FlatShardTensor
 from flatshard.state_dict_options import StateDictOptions
@@ -49,10 +50,12 @@ class _StateDictHooks:
     def after_save(self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if not self._leave():
             return
+        given_copies = self._unit.context.given_copies
+        given_copies.check()
         options = self._unit.state_dict_options
         is_saving = not options.rank0_only or self._unit.topology.world.rank == 0
         for handle in self._unit.handles:
-            _replace_by_full(handle, state_dict, options, is_saving)
+            _replace_by_full(handle, state_dict, options, is_saving, given_copies)
         for key in [key for key in state_dict if key.startswith(prefix)]:
             _settle_rest(state_dict, key, options, is_saving)
 
@@ -67,7 +70,11 @@ class _StateDictHooks:
         self._enter(module)
 
     def after_load(self, *_: Any) -> None:
-        self._leave()
+        if self._leave():
+            self._unit.context.num_loads += 1
+            for handle in self._unit.handles:
+                names = (spec.name for spec in handle.params.specs)
+                self._unit.context.given_copies.forget(names)
 
     def _enter(self, module: nn.Module) -> None:
         if module in self._unit.modules:
@@ -91,6 +98,7 @@ def _replace_by_full(
     state_dict: dict[str, Any],
     options: StateDictOptions,
     is_saving: bool,
+    given_copies: GivenCopies,
 ) -> None:
     """Put full copies where the flat parameter's originals stand; drop them if not ``is_saving``.
 
@@ -110,6 +118,7 @@ def _replace_by_full(
     for key, index in places:
         if is_saving:
             state_dict[key] = full[index]
+            given_copies.give(handle.params.specs[index].name, full[index])
         else:
             del state_dict[key]
 

@@ -30,12 +30,19 @@ def check_module(module: nn.Module, policy: Policy | None) -> None:
 
     Raises:
         TypeError: it is no module, or the policy none.
-        ValueError: a policy over a model that already contains units.
+        ValueError: a policy over a model that already contains units; a part of it is wrapped in
+            DistributedDataParallel.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"ShardedWrapper: expected an nn.Module, got {type(module).__name__}")
     if policy is not None:
         check_policy(policy)
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ValueError(
+                f"ShardedWrapper: {name or 'the module'!r} is a {type(inner).__name__}, which "
+                "would reduce gradients by itself. Pass what it wraps: its .module."
+            )
     inside = unit_modules(module)
     if any(one._context.stepping.is_active for one in inside):
         raise ValueError(

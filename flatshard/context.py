@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from flatshard import grad_publisher, optim
+from flatshard.agreement import loaded_on_some_ranks
 from flatshard.capture import check_not_captured
 from flatshard.collectives import Communicator
 from flatshard.config import BackwardPrefetch
+from flatshard.given_copies import GivenCopies
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle
 from flatshard.heap import Heap
@@ -58,6 +60,8 @@ class RunContext:
         is_converting: whether modules are under way to another dtype or device.
         recorder: hears what the run does.
         non_finite: looks for gradients that are not finite, or None.
+        given_copies: what state dicts gave.
+        num_loads: how often state dicts were loaded into units; alike on all ranks.
         number: tells models apart; alike on all ranks.
         last_report: of the last step that was recorded, once its recording is over; or None.
     """
@@ -92,6 +96,8 @@ class RunContext:
         self.is_converting = False
         self.recorder: Recorder = SILENT
         self.non_finite: NonFiniteWatch | None = None
+        self.given_copies = GivenCopies()
+        self.num_loads = 0
         self.last_report: StepReport | None = None
         self._world = world
         self._buffers = SyncedBuffers(buffers)
@@ -177,6 +183,7 @@ class RunContext:
         if self._device is not None:
             check_not_captured(self._device)
         self.recover()
+        self.given_copies.check()
         self._check()
         if not self.has_run and any(
             h.shard.device.type == "cpu" for u in self.units for h in u.handles
@@ -506,8 +513,10 @@ class RunContext:
     def _agree_on_used(self) -> _Used:
         """Which parameters any rank used. Collective."""
         rest = set(self._reduce_order.rest())
-        number = 0 if self._device is None else self._world.num_in_order(self._device) % 256
-        flags = [self.number, 255 - self.number, number, 255 - number]
+        in_order = 0 if self._device is None else self._world.num_in_order(self._device)
+        flags = []
+        for number in (self.number, in_order % 256, self.num_loads % 256):
+            flags += [number, 255 - number]
         for unit in self.units:
             to_come: set[FlatParamHandle] = set()
             for portion in unit.portions:
@@ -541,6 +550,8 @@ class RunContext:
                 "and backwards, and call state_dict(), summon_full_params() and the like "
                 "together, not under `if rank == 0:`. Start again from a checkpoint."
             )
+        if next(answers) + next(answers) != 255:
+            raise loaded_on_some_ranks(self.root.name)
         left_over: list[tuple[Unit, FlatParamHandle]] = []
         parameters: list[list[list[bool]]] = []
         uneven: list[int] = []

@@ -155,9 +155,15 @@ def _drop_spent(optimizer: torch.optim.Optimizer) -> None:
 
 def _check_grads(optimizer: torch.optim.Optimizer) -> None:
     """Refuse a step on gradients that only this rank has, or that the optimizer can't take."""
+    takes_sparse_alone = isinstance(optimizer, torch.optim.SparseAdam)
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
             for param in group["params"]:
+                if takes_sparse_alone and isinstance(param, FlatShardTensor | FlatParameter):
+                    raise RuntimeError(
+                        "SparseAdam: gradients of sharded parameters are dense, also those of "
+                        "nn.Embedding(sparse=True). Use one that takes them: Adam, SGD, Adagrad."
+                    )
                 check_dtype(optimizer, group, param)
                 # An earlier, reduced gradient is marked too while more waits for its reduction.
                 unit = getattr(param.grad, "_unreduced_of", None)

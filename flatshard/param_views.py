@@ -128,7 +128,7 @@ class ParamViews:
         """
         requires_grad = [owned.param.requires_grad for owned in self._owned]
         if not self.use_orig_params:
-            self._placeholders = self._shard_views(shard, None)
+            self._placeholders = self._make_placeholders(shard, requires_grad[0])
             flat = FlatParameter(shard, requires_grad[0], self.layout, self._topology.index)
             for owned in self._owned:
                 # Kept any longer, the originals would be a whole copy of the unit on every rank.
@@ -150,18 +150,21 @@ class ParamViews:
                 owned.become(shown)
         self.sharded = [owned.param for owned in self._owned]
 
-    def _shard_views(
-        self, shard: Tensor, requires_grad: list[bool] | None
-    ) -> list[FlatShardTensor]:
+    def _shard_views(self, shard: Tensor, requires_grad: list[bool]) -> list[FlatShardTensor]:
         """One true-shape tensor per original parameter, over this rank's range of it."""
-        views: list[FlatShardTensor] = []
-        for index, (spec, local) in enumerate(zip(self.specs, self.local_spans, strict=True)):
-            piece = shard[local.start : local.end]
-            if requires_grad is None:
-                views.append(FlatShardTensor.placeholder(piece, spec))
-            else:
-                views.append(FlatShardTensor.parameter(piece, spec, requires_grad[index]))
-        return views
+        return [
+            FlatShardTensor.parameter(shard[local.start : local.end], spec, is_trained)
+            for spec, local, is_trained in zip(
+                self.specs, self.local_spans, requires_grad, strict=True
+            )
+        ]
+
+    def _make_placeholders(self, shard: Tensor, requires_grad: bool) -> list[FlatShardTensor]:
+        """The same where users hold one flat parameter."""
+        return [
+            FlatShardTensor.placeholder(shard[local.start : local.end], spec, requires_grad)
+            for spec, local in zip(self.specs, self.local_spans, strict=True)
+        ]
 
     def make_full(
         self,
@@ -219,7 +222,7 @@ class ParamViews:
             flat.point_at(shard)
             # A view of the parameter, so that both share one version counter.
             shard = flat.detach()
-            self._placeholders = self._shard_views(shard, None)
+            self._placeholders = self._make_placeholders(shard, flat.requires_grad)
         elif self.is_whole:
             for param, span in zip(self.sharded, self.layout.spans, strict=True):
                 param.data = view_of(shard, span)
@@ -318,8 +321,8 @@ class ParamViews:
                     if full.requires_grad is not sharded.requires_grad:
                         full.requires_grad_(sharded.requires_grad)
             else:
-                for full in self.full:
-                    full.requires_grad_(self.sharded[0].requires_grad)
+                for shown in (*self.full, *self._placeholders):
+                    shown.requires_grad_(self.sharded[0].requires_grad)
         self.check_places()
         self.put(self.full)
 

@@ -19,6 +19,7 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -185,10 +186,15 @@ class FlatShardTensor(torch.Tensor):
         return self
 
     @classmethod
-    def placeholder(cls, local: Tensor, spec: ShardSpec) -> FlatShardTensor:
+    def placeholder(cls, local: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
         """The same, where a part of a ``FlatParameter`` was; it is frozen or trained with that."""
-        self = cls(local, spec)
+        differentiable = local.is_floating_point() or local.is_complex()
+        self = cls(local, spec, differentiable)
         self._is_placeholder = True
+        if differentiable:  # a frozen tensor refuses hooks; it may be unfrozen later
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.Tensor.register_hook(self, partial(_refuse_gradient, spec))
+                self.requires_grad_(requires_grad)
         return self
 
     def to_local(self) -> Tensor:
@@ -293,6 +299,8 @@ class FlatShardTensor(torch.Tensor):
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call ``hook`` with this rank's full gradient, before it is reduced."""
+        if self._is_placeholder:
+            _refuse_gradient(self._spec)
         if self._is_computing_elsewhere():
             assert self._spec.full is not None
             if self.requires_grad:  # unfrozen since the unit was last gathered
@@ -302,6 +310,8 @@ class FlatShardTensor(torch.Tensor):
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Call ``hook`` with this parameter once its reduced gradient is in ``.grad``."""
+        if self._is_placeholder:
+            _refuse_gradient(self._spec)
         if not self._is_computing_elsewhere():
             return super().register_post_accumulate_grad_hook(hook)
         handle = torch_hooks.RemovableHandle(self._spec.post_accumulate_hooks)
@@ -409,6 +419,14 @@ def _refuse_requires_grad(tensor: FlatShardTensor) -> NoReturn:
         f"parameter {spec.name!r} (unit {spec.unit!r}) is a part of a flat parameter and cannot "
         "be frozen or unfrozen alone. Wrap with use_orig_params=True, freeze it before wrapping, "
         "or call requires_grad_() on the unit's ShardedWrapper."
+    )
+
+
+def _refuse_gradient(spec: ShardSpec, *_: Tensor) -> NoReturn:
+    raise RuntimeError(
+        f"parameter {spec.name!r} (unit {spec.unit!r}) is a part of a flat parameter, and gets "
+        "gradients from the forward of its unit alone: those of a penalty outside of it, and "
+        "hooks, would be lost. Wrap with use_orig_params=True, or compute it in forward."
     )
 
 

@@ -41,6 +41,7 @@ from flatshard import portions
 from flatshard.casting import UnitCasts
 from flatshard.config import Placement
 from flatshard.forward_edits import ForwardEdits
+from flatshard.given_copies import GivenCopies
 from flatshard.grad_publisher import GradPublisher
 from flatshard.gradients import Sync
 from flatshard.handle import FlatParamHandle, ShardState
@@ -96,6 +97,12 @@ class Context(Protocol):
 
     non_finite: NonFiniteWatch | None
     """Looks for gradients that are not finite."""
+
+    given_copies: GivenCopies
+    """What state dicts gave."""
+
+    num_loads: int
+    """How often state dicts were loaded into units; alike on all ranks."""
 
     @property
     def in_backward(self) -> bool:

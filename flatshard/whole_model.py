@@ -122,7 +122,8 @@ class WholeModel(UnitModule):
         """Load a state dict of the unwrapped module; each rank keeps its part.
 
         Dtypes are cast. DistributedDataParallel's ``module.`` prefix is understood. No
-        communication: every rank passes the same dict.
+        communication: every rank passes the same dict. That some ranks did not load at all is an
+        error at the end of the next backward.
 
         Returns:
             Missing and unexpected keys.

@@ -280,6 +280,9 @@ def _bad_arguments(rank: int, world_size: int) -> None:
             ShardedWrapper(Mlp(), **keywords)
     with pytest.raises(TypeError, match="Module"):
         ShardedWrapper([Mlp()])
+    wrapped = nn.parallel.DistributedDataParallel(Mlp())
+    with pytest.raises(ValueError, match=r"'0' is a DistributedDataParallel.*its \.module"):
+        ShardedWrapper(nn.Sequential(wrapped))
 
 
 def test_torch_spellings() -> None:

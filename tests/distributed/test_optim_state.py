@@ -396,6 +396,8 @@ def _ignored(rank: int, world_size: int) -> None:
         again = OPTIMIZERS["adamw"](model.parameters())
         ShardedWrapper.optim_state_dict_to_load(model, again, saved, load_directly=True)
         _assert_same(ShardedWrapper.optim_state_dict(model, again), saved, 0.0)
+        with pytest.raises(RuntimeError, match="gradients of sharded parameters are dense"):
+            torch.optim.SparseAdam(list(model.parameters())).step()
 
 
 def test_names_for_positions() -> None:

@@ -539,6 +539,20 @@ def _freeze_a_part(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match=refusal):
         model.first.weight.requires_grad = False
 
+    # A penalty on it would train nothing, silently; a log is right.
+    weight = model.first.weight
+    assert weight.norm().item() == pytest.approx(weight.full_tensor().norm().item())
+    refusal = "'first.weight'.*would be lost"
+    for penalty in (weight.pow(2).sum(), (weight - weight.detach()).abs().mean(), weight.norm()):
+        with pytest.raises(RuntimeError, match=refusal):
+            penalty.backward()
+    with pytest.raises(RuntimeError, match=refusal):
+        weight.register_hook(print)
+    model.requires_grad_(False)
+    with torch.no_grad():
+        model(torch.randn(2, 7))
+    assert not model.first.weight.pow(2).sum().requires_grad
+
 
 def test_a_part_of_a_flat_parameter_cannot_be_frozen() -> None:
     run_ranks(_freeze_a_part, 2)

@@ -33,6 +33,7 @@ LAYERS = [
         "memory_file",
         "spare",
         "registrations",
+        "given_copies",
         "tags",
         "peers",
         "state_dict_options",
