@@ -49,7 +49,13 @@ def waited_for_in(thread: int) -> ProgramCollective | None:
     Args:
         thread: its number, as ``threading.get_ident`` says.
     """
-    frame = _frame_of(thread)
+    # The thread goes on meanwhile, and the group may be gone.
+    with contextlib.suppress(Exception):
+        return _of_frame(_frame_of(thread))
+    return None
+
+
+def _of_frame(frame: FrameType | None) -> ProgramCollective | None:
     if frame is None or not _is_collective(frame):
         return None
     group = frame.f_locals.get("group") or dist.group.WORLD
@@ -95,7 +101,7 @@ def _place(frame: FrameType) -> str:
 def begun() -> dict[str, int]:
     """How many collectives this rank has begun, by the group's name; groups that count alone."""
     counts: dict[str, int] = {}
-    for group, name in list(distributed_c10d._world.pg_names.items()):
+    for group, name in distributed_c10d._world.pg_names.copy().items():
         with contextlib.suppress(Exception):  # not every backend counts
             counts[name] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return counts

@@ -217,7 +217,10 @@ class Standstill:
     def _say(self, wait: Wait, verdict: _Verdict | None) -> None:
         assert wait.need is not None, "what nobody can tell is not said"
         self._times += 1
-        begun = {name: dict(progress.begun) for name, progress in _progress.items()}
+        begun: dict[str, dict[Hashable, int]] = {}
+        for progress in [known() for known in _progress.valuerefs()]:  # more may come meanwhile
+            if progress is not None:
+                begun[progress.name] = dict(progress.begun)
         for name, number in program_collectives.begun().items():
             begun.setdefault(name, {})[_OF_PROGRAM] = number
         need, text = wait.need.as_said(), wait.describe()
