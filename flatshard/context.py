@@ -194,7 +194,7 @@ class RunContext:
         for unit in self.units:
             unit.begin_run()
         self._prefetch.order.begin_forward()
-        self.expects_backward = self._prefetch.expects_backward = torch.is_grad_enabled()
+        self.expects_backward = torch.is_grad_enabled()
         if self.expects_backward:
             self._plan_syncs()
         else:
@@ -245,7 +245,7 @@ class RunContext:
         if self.in_backward:
             self._prefetch.recomputes_whole &= self._depth > 0
             return
-        if not failed:
+        if self.expects_backward and not failed:
             self._prefetch.after_forward()
         if self._depth == 0:
             for one in self._of_several:
@@ -272,7 +272,9 @@ class RunContext:
 
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Its backward begins at once, so freeing it would only cost a gather."""
-        return self._prefetch.keeps_after_forward(unit)
+        if unit is self.root:
+            return True
+        return self.expects_backward and self._prefetch.keeps_for_backward(unit)
 
     def prefetch_forward(self) -> None:
         """Begin the gathers of the units expected next."""

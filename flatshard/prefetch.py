@@ -14,7 +14,6 @@ class Prefetch:
 
     Attributes:
         order: of its units.
-        expects_backward: whether the forward begun last will have one.
         recomputes_whole: whether the forward that runs is the whole model's, computed again in
             backward.
     """
@@ -30,7 +29,6 @@ class Prefetch:
             backward: when to gather in backward.
         """
         self.order = ExecutionOrder()
-        self.expects_backward = False
         self.recomputes_whole = False
         self._units = units
         self._forward, self._backward = forward, backward
@@ -46,17 +44,15 @@ class Prefetch:
         )
 
     @property
-    def _foresees_backward(self) -> bool:
+    def _begins_in_forward(self) -> bool:
         """Whether to keep and gather in forward what backward begins with."""
         if self._backward is BackwardPrefetch.AUTO:
-            return self.expects_backward and self._backward_is_slow
-        return self._backward is BackwardPrefetch.END_OF_FORWARD and self.expects_backward
+            return self._backward_is_slow
+        return self._backward is BackwardPrefetch.END_OF_FORWARD
 
-    def keeps_after_forward(self, unit: Unit) -> bool:
-        """Whether its backward begins at once, so that freeing it would only cost a gather."""
-        if unit is self._units[-1]:
-            return True
-        return self._foresees_backward and self.order.first_backward()[:1] == [unit.index]
+    def keeps_for_backward(self, unit: Unit) -> bool:
+        """Whether a unit stays gathered after forward because backward begins with it."""
+        return self._begins_in_forward and self.order.first_backward()[:1] == [unit.index]
 
     def in_forward(self) -> None:
         """Begin the gathers of the units expected next."""
@@ -65,7 +61,7 @@ class Prefetch:
 
     def after_forward(self) -> None:
         """Begin those that backward will need first, once nothing more is to come in forward."""
-        if self._foresees_backward:
+        if self._begins_in_forward:
             self._begin(self.order.first_backward()[1:], "backward")  # the first one is kept
 
     def in_recomputation(self, unit: Unit) -> None:
