@@ -197,6 +197,8 @@ class RunContext:
         self.expects_backward = torch.is_grad_enabled()
         if self.expects_backward:
             self._plan_syncs()
+            if self._heap is not None:
+                self._heap.begin_forward()
         else:
             self.give_back()
         if outermost is self.root and not self.is_accumulating:

@@ -1,4 +1,15 @@
-"""``Heap``: what glibc's free lists hold and no step uses again goes back to the system.
+"""``Heap``: what one step frees on a CPU, the next one finds again.
+
+[Note: remnants]
+For an aligned tensor glibc looks for ``_REMNANT_BYTES`` more than it needs, and gives the remnants
+on both sides back. The freed tensor's place is as large as before only if they lie free beside it,
+joined to it: else the next tensor of the same size does not fit, and takes another place. Small
+freed places are not joined but kept, seven of a size, for the next small objects (the thread's
+cache). While autograd builds its graph that cache is empty, so that remnants go into it and out
+again as parts of the graph. ``_release_remnants`` swaps what is in the cache for other places when
+hardly anything of a step is in use, and when nearly everything is: after that tensors fit. In gpt
+models a step's page faults fell by two thirds, and the heap by a tenth. The environment can switch
+the cache off (``GLIBC_TUNABLES``), a program cannot.
 
 [Note: growth]
 Where a program keeps something small from every step, a loss say, glibc cannot use places beside it
@@ -21,6 +32,12 @@ _MIN_BYTES = 32 << 20
 _NEW_STEPS = 2
 """Steps that make what stays, an optimizer's state say."""
 
+_REMNANT_BYTES = 96
+"""What glibc's ``posix_memalign`` asks for beyond a tensor's bytes: 64 to align, 32 to split."""
+
+_NUM_CACHED = 7
+"""Freed places of a size that a thread of glibc's keeps unjoined."""
+
 
 class Heap:
     """Watches this process's heap from step to step."""
@@ -31,8 +48,13 @@ class Heap:
         self._free = 0
         self._limit = _MIN_BYTES
 
+    def begin_forward(self) -> None:
+        """Let the places of the last step's tensors be whole again."""
+        _release_remnants()
+
     def end_forward(self) -> None:
-        """Give free memory back if there is much more of it than at the last time."""
+        """The same; give free memory back if there is much more of it than at the last time."""
+        _release_remnants()
         free = _free_bytes()
         if self._num_steps <= _NEW_STEPS:
             self._num_steps += 1
@@ -40,6 +62,17 @@ class Heap:
         elif free - self._free > self._limit:
             memory_file.give_back_freed()
             self._free = free
+
+
+def _release_remnants() -> None:
+    """Have other small places in the thread's cache than it holds now; see the note."""
+    if _malloc is None:
+        return
+    for nbytes in range(24, _REMNANT_BYTES, 16):  # what a place of 32, 48, ... 96 bytes holds
+        cached = [_malloc(nbytes) for _ in range(_NUM_CACHED)]
+        others = [_malloc(nbytes) for _ in range(_NUM_CACHED)]
+        for place in (*others, *cached):  # the cache is full after the others
+            _free(place)
 
 
 class _Info(ctypes.Structure):
@@ -56,11 +89,16 @@ def _free_bytes() -> int:
     return 0 if _mallinfo is None else int(_mallinfo().fordblks)
 
 
-def _find() -> Any:
-    found = getattr(ctypes.CDLL(None), "mallinfo2", None) if memory_file.CAN_MAP else None
-    if found is not None:
-        found.restype, found.argtypes = _Info, []
-    return found
+def _find(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of the C library, if that is glibc; it runs with the interpreter's lock."""
+    library = ctypes.PyDLL(None) if memory_file.CAN_MAP else None
+    if library is None or not hasattr(library, "mallinfo2"):
+        return None
+    function = getattr(library, name)
+    function.restype, function.argtypes = result, list(arguments)
+    return function
 
 
-_mallinfo = _find()
+_mallinfo = _find("mallinfo2", _Info)
+_malloc = _find("malloc", ctypes.c_void_p, ctypes.c_size_t)
+_free = _find("free", None, ctypes.c_void_p)

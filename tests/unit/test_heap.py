@@ -36,3 +36,20 @@ def test_what_is_free_is_seen() -> None:
     before = heap._free_bytes()
     del pieces[::2]  # so that none lies at the heap's end, which may shrink
     assert heap._free_bytes() - before > 2 * MIB
+
+
+def test_small_places_beside_tensors_are_let_go() -> None:
+    if heap._malloc is None:
+        pytest.skip("not glibc")
+    watched = heap.Heap()
+    for nbytes in range(24, 96, 16):
+        # What is free of the size is in use, as it is in a forward, and then these are cached.
+        held = [heap._malloc(nbytes) for _ in range(20_000)]
+        cached = {held.pop() for _ in range(7)}
+        for place in cached:
+            heap._free(place)
+        watched.begin_forward()
+        next_ones = [heap._malloc(nbytes) for _ in range(7)]
+        for place in next_ones + held:
+            heap._free(place)
+        assert cached.isdisjoint(next_ones)
