@@ -50,8 +50,9 @@ from torch import Tensor
 
 from flatshard import memory_file, peer_memory
 from flatshard.config import Collectives, Transport
+from flatshard.grad_parts import Whole
 from flatshard.mapped_shards import Files, MappedShards
-from flatshard.on_host import HostGroup, Whole
+from flatshard.on_host import HostGroup
 from flatshard.peer_memory import Board
 from flatshard.pending import Pending
 from flatshard.process_groups import (
@@ -69,7 +70,7 @@ from flatshard.process_groups import (
 from flatshard.rank_order import average, sum_dtype
 from flatshard.standstill import Need, Progress
 from flatshard.tags import Tags
-from flatshard.wire import Sockets
+from flatshard.wire import SENT_IN_PLACE_BYTES, Sockets
 
 # Newer names of the same collectives; some versions warn of the older ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -374,12 +375,16 @@ class Communicator(Tags):
         """What a collective's end is told by; pretended ones are over, and do not say so."""
         return [] if self._is_pretended else [work]
 
-    def reads_parts(self, tag: int) -> bool:
-        """Whether reductions on the CPU read gradients from where they are.
+    def part_bytes(self, tag: int, dtype: torch.dtype) -> int | None:
+        """From how many bytes on reductions on the CPU take a gradient from where it is.
 
-        Otherwise they want them in one piece.
+        Cheaper than to copy it to its neighbours, that is. None: they want all in one piece.
         """
-        return self._on_host is not None and HostGroup.takes(tag)
+        if self._on_host is not None and HostGroup.takes(tag):
+            return 0
+        if self.size > 1 and self._sends_cpu_directly and not self._sockets.narrows(dtype):
+            return SENT_IN_PLACE_BYTES
+        return None
 
     def sum_dtype(
         self, dtype: torch.dtype, device: torch.device, *, fixed_order: bool
@@ -429,8 +434,8 @@ class Communicator(Tags):
         Collective: all ranks of the group, in the same order of calls.
 
         Args:
-            whole: ``shard_numel * size`` elements, in one part unless ``reads_parts``; used up:
-                what is in it afterwards is undefined.
+            whole: ``shard_numel * size`` elements, in one part unless ``part_bytes`` allows more;
+                one part is used up: what is in it afterwards is undefined.
             out: ``(shard_numel,)``, on the same device, in the dtype that ``sum_dtype`` says; valid
                 after the wait. What ``whole`` has no range for is left as it is.
             label: names the unit in errors and recordings.
@@ -448,20 +453,20 @@ class Communicator(Tags):
         with named(what):
             if self._direct(out) and self._on_host is not None and HostGroup.takes(tag):
                 return self._on_host.reduce_scatter(whole, out, tag, what)
-            (buffer,) = whole.parts
-            assert buffer is not None, "gradients in one piece"
-            if self._direct(buffer):
+            if self._direct(out):
                 need = self._begins(self._reduce_group, ("average", tag))
-                averaged, sent = self._sockets.average(buffer, out, tag)
+                averaged, sent = self._sockets.average(whole, out, tag)
                 return Pending(
                     [averaged],
                     what,
-                    buffer,
+                    *whole.tensors,
                     out,
                     trailing=[sent],
                     need=need,
                     trailing_need=need,
                 )
+            (buffer,) = whole.parts
+            assert buffer is not None, "gradients in one piece"
             if fixed_order:
                 return self._reduce_in_order(buffer, out, what)
             need = self._begins(self._reduce_group)

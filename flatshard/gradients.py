@@ -24,9 +24,9 @@ from torch import Tensor
 
 from flatshard.collectives import Communicator
 from flatshard.flat_param import part_of, view_of
+from flatshard.grad_parts import Runs, Whole
 from flatshard.home import Home, Landing
 from flatshard.layout import FlatLayout
-from flatshard.on_host import Whole
 from flatshard.pending import CollectiveError, Pending, Unsettled
 from flatshard.precision import GradDtypes
 from flatshard.reduction import Reduction
@@ -133,19 +133,23 @@ class GradientBuffer:
         self._apart: set[int] = set()  # those that are tensors of their own
         nbytes = layout.padded_numel * dtypes.travel.itemsize
         is_small = nbytes < _IN_PLACE_BYTES
-        # Whether the other ranks read gradients where autograd made them, without a buffer.
-        self._stay_in_place = (
-            comm_hook is None
-            and device.type == "cpu"
-            and topology.inner.reads_parts(tags[0])
-            and nbytes >= max(_IN_PLACE_BYTES, _MEAN_IN_PLACE_BYTES * len(layout.spans))
-        )
+        # How the other ranks get gradients from where autograd made them, without a buffer.
+        self._runs = None if comm_hook is not None else self._plan_runs(nbytes)
         # Whether all slots are tensors of their own until the reduction begins.
-        self._stay = self._stay_in_place or is_small
+        self._stay = self._runs is not None or is_small
         self._copies_together = device.type != "cpu"
         self._reduction: Reduction | None = None
         self._reduced: Tensor | None = None
         self._given: list[Pending] = []
+
+    def _plan_runs(self, nbytes: int) -> Runs | None:
+        dtype, spans = self.dtypes.travel, self._layout.spans
+        if self._device.type != "cpu" or nbytes < _IN_PLACE_BYTES:
+            return None
+        min_bytes = self._topology.inner.part_bytes(self.tags[0], dtype)
+        if min_bytes is None or nbytes < _MEAN_IN_PLACE_BYTES * len(spans):
+            return None
+        return Runs(self._layout, min_bytes, dtype)
 
     @property
     def nbytes(self) -> int:
@@ -259,16 +263,9 @@ class GradientBuffer:
 
     def _whole(self) -> Whole:
         """Everything that was received; the rest is zero."""
+        if self._runs is not None:
+            return self._runs.whole({i: _in_memory_order(self._slots[i]) for i in self.filled})
         spans = self._layout.spans
-        if self._stay_in_place:
-            parts = [
-                _in_memory_order(self._slots[index]).to(self.dtypes.travel)
-                if index in self.filled
-                else None
-                for index in range(len(spans))
-            ]
-            ranges = [(span.start, span.end) for span in spans]
-            return Whole(parts, ranges, self._layout.padded_numel, self.dtypes.travel)
         buffer = self._allocate() if self._buffer is None else self._buffer
         absent = (span for index, span in enumerate(spans) if index not in self.filled)
         _zero([buffer[span.start : span.end] for span in absent])
@@ -376,7 +373,7 @@ class GradientBuffer:
             part = torch.empty(numel, dtype=dtype, device=self._device)
         else:
             part = self.spare.take(numel, dtype, self._device)
-        if self._stay_in_place:
+        if self._runs is not None:
             self._zero_padding(part, comm.rank)
         return part
 

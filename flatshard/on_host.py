@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flatshard import peer_memory
+from flatshard.grad_parts import Whole
 from flatshard.peer_memory import Awaited, Board, PeerMemory
 from flatshard.pending import Pending
 from flatshard.standstill import Progress
@@ -24,28 +25,6 @@ _REDUCING = peer_memory.TAGS // 2
 
 _PIECE_NUMEL = 1 << 16
 """Elements that are read and added at a time: they stay in the cache between."""
-
-
-@dataclass(frozen=True)
-class Whole:
-    """What lies, on each rank, over the whole length of a flat parameter: gradients, say.
-
-    Attributes:
-        parts: ``(end - start,)`` each, contiguous, of one dtype; None: zeros.
-        ranges: their ``[start, end)``, in elements; ascending, the same on all ranks.
-        numel: of all, padding included.
-        dtype: theirs.
-    """
-
-    parts: Sequence[Tensor | None]
-    ranges: Sequence[tuple[int, int]]
-    numel: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, buffer: Tensor) -> Whole:
-        """One piece of memory, ``(numel,)``."""
-        return cls([buffer], [(0, buffer.numel())], buffer.numel(), buffer.dtype)
 
 
 class HostGroup:
@@ -101,8 +80,7 @@ class HostGroup:
             self._average(whole, offer, out)
             offer.take()
 
-        kept = [part for part in whole.parts if part is not None]
-        return self.pending(offer, what, average, *kept, out, table)
+        return self.pending(offer, what, average, *whole.tensors, out, table)
 
     def _average(self, whole: Whole, offer: Offer, out: Tensor) -> None:
         """Average in rank order, so that every run and every rank rounds alike."""
@@ -115,18 +93,14 @@ class HostGroup:
             addresses.append(list(table))
         first = self.rank * out.numel()
         scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=whole.dtype)
-        for index, (start, end) in enumerate(whole.ranges):
-            begin, stop = max(start, first), min(end, first + out.numel())
-            for piece in range(begin, stop, _PIECE_NUMEL):
-                numel = min(_PIECE_NUMEL, stop - piece)
-                own = whole.parts[index]
-                self._average_piece(
-                    None if own is None else own[piece - start : piece - start + numel],
-                    [table[index] for table in addresses],
-                    (piece - start) * whole.dtype.itemsize,
-                    out[piece - first : piece - first + numel],
-                    scratch[:numel],
-                )
+        for piece in whole.cut(first, first + out.numel(), _PIECE_NUMEL):
+            self._average_piece(
+                piece.values,
+                [table[piece.part] for table in addresses],
+                piece.offset * whole.dtype.itemsize,
+                out[piece.start - first : piece.end - first],
+                scratch[: piece.end - piece.start],
+            )
 
     def _average_piece(
         self, own: Tensor | None, addresses: list[int], offset: int, out: Tensor, scratch: Tensor

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flatshard.collectives import Communicator
-from flatshard.on_host import Whole
+from flatshard.grad_parts import Whole
 from flatshard.pending import Pending, Unsettled
 from flatshard.precision import GradDtypes
 from flatshard.spare import Spare
@@ -82,7 +82,7 @@ class Reduction:
             self.out = of.new_part(inner)
             self._pending = self._reduce_scatter(inner, whole, of.tags[0])
         else:
-            (self.out,) = [part for part in whole.parts if part is not None]
+            (self.out,) = whole.tensors
         self.stages = [self._pending]
         self._must_cross = topology.crosses and not hold
         self._part: Tensor | None = None  # of the replicas' average, until that is gathered
@@ -205,7 +205,7 @@ def _padded(values: Tensor, size: int) -> Tensor:
 
 def _event_after(whole: Whole) -> torch.cuda.Event | None:
     """What an accelerator comes to when it has computed ``whole``."""
-    device = next((part.device for part in whole.parts if part is not None), None)
+    device = next((part.device for part in whole.tensors), None)
     if device is None or device.type != "cuda":
         return None
     event = torch.cuda.Event()

@@ -25,6 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from queue import SimpleQueue
 from typing import Any
 
@@ -32,8 +33,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatshard.grad_parts import Whole
+
 PIECE_BYTES = 2 << 20
 """Averages are received and added in pieces of so many bytes, while the next are on their way."""
+
+SENT_IN_PLACE_BYTES = 1 << 20
+"""From here on a gradient is sent from where autograd made it: to copy it takes longer than it
+takes to begin messages of its own."""
 
 _ADDED_AT_ONCE = 1 << 14
 """Elements that are added at a time: they stay in the cache, and torch starts no threads for so
@@ -162,7 +169,7 @@ class Sockets:
             exact: send values as they are whatever the wire dtype.
         """
         messages, slots = _Messages(self._gathers, tag), out.chunk(self.size)
-        narrow = None if exact else self._narrow(shard)
+        narrow = None if exact or not self.narrows(shard.dtype) else self._wire_dtype
         places = slots if narrow is None else [_last(slot, narrow) for slot in slots]
         receives = {peer: messages.receive(places[peer], peer) for peer in self._peers}
         source = shard if narrow is None else shard.to(narrow)
@@ -173,43 +180,46 @@ class Sockets:
         to_widen = [] if narrow is None else [slots[peer] for peer in self._peers]
         return Gathering(receives, sends, source, to_widen, narrow)
 
-    def average(self, buffer: Tensor, out: Tensor, tag: int) -> tuple[Told, Told]:
-        """Begin averaging this rank's part of all ranks' buffers, added up in rank order.
+    def average(self, whole: Whole, out: Tensor, tag: int) -> tuple[Told, Told]:
+        """Begin averaging this rank's share of what all ranks have, added up in rank order.
 
         Collective: all ranks start their averages in the same order.
 
         Args:
-            buffer: ``(shard_numel * size,)``; used up.
-            out: ``(shard_numel,)``, in the same dtype or the wider one in which to add.
+            whole: ``shard_numel * size`` elements; one part is used up, several are only read, and
+                must not travel in another dtype.
+            out: ``(shard_numel,)``, in the same dtype or the wider one in which to add. What
+                ``whole`` has no range for is left as it is.
             tag: tells what is sent from all else in the group of reductions.
 
         Returns:
-            What says that ``out`` has the average, and what says that ``buffer`` is sent.
+            What says that ``out`` has the average, and what says that the parts are sent.
         """
-        messages, narrow = _Messages(self._reductions, tag), self._narrow(buffer)
-        dtype = buffer.dtype if narrow is None else narrow
+        messages, numel = _Messages(self._reductions, tag), out.numel()
+        dtype = self._wire_dtype if self.narrows(whole.dtype) else whole.dtype
+        assert dtype is not None, "what narrows is a dtype"
         to_widen = None if dtype is out.dtype else dtype
-        parts = buffer.chunk(self.size)
         first, *others = sorted(self._peers)
         step = max(PIECE_BYTES // dtype.itemsize, 1)
-        scratch = self._scratch.take(len(others) * out.numel() * dtype.itemsize)
-        rows = scratch[: len(others) * out.numel() * dtype.itemsize].view(dtype)
+        scratch = self._scratch.take(len(others) * numel * dtype.itemsize)
+        rows = scratch[: len(others) * numel * dtype.itemsize].view(dtype)
         pieces = []
-        for start in range(0, max(out.numel(), 1), step):
-            end = min(start + step, out.numel())
+        begin = self.rank * numel
+        for own in whole.cut(begin, begin + numel, step):
+            start, end = own.start - begin, own.end - begin
             place = out[start:end]
             places = {first: place if to_widen is None else _last(place, to_widen)}
             for row, peer in enumerate(others):
-                places[peer] = rows[row * out.numel() + start : row * out.numel() + end]
+                places[peer] = rows[row * numel + start : row * numel + end]
             receives = {peer: messages.receive(place, peer) for peer, place in places.items()}
-            pieces.append(_Piece(out[start:end], parts[self.rank][start:end], places, receives))
+            pieces.append(_Piece(out[start:end], own.values, places, receives))
+        leaving = [self._leaving(whole, peer, numel, dtype, step) for peer in self._peers]
         sends = []
-        leaving = {
-            p: parts[p] if narrow is None else narrow_(parts[p], narrow) for p in self._peers
-        }
-        for start in range(0, max(out.numel(), 1), step):
-            for peer in self._peers:
-                sends.append(messages.send(leaving[peer][start : start + step], peer))
+        # To all peers in turn: so all connections are in use at once.
+        for ones in zip_longest(*leaving):
+            for peer, one in zip(self._peers, ones, strict=True):
+                if one is not None:
+                    sends.append(messages.send(one, peer))
         self._begins.put(messages)
         average = _Average(
             self.rank, self.size, first, to_widen, pieces, sends, [scratch], self._scratch
@@ -218,12 +228,24 @@ class Sockets:
         self._adds.put(average)
         return average.averaged, average.sent
 
-    def _narrow(self, tensor: Tensor) -> torch.dtype | None:
-        """The dtype in which a tensor's values travel, if it is not their own."""
+    def _leaving(
+        self, whole: Whole, peer: int, numel: int, dtype: torch.dtype, step: int
+    ) -> list[Tensor]:
+        """What is sent to ``peer``, in the pieces in which it receives it."""
+        leaving = []
+        for one in whole.cut(peer * numel, (peer + 1) * numel):
+            values = one.values
+            if values is None:
+                values = torch.zeros(one.end - one.start, dtype=dtype)
+            elif values.dtype is not dtype:
+                values = narrow_(values, dtype)
+            leaving += values.split(step)
+        return leaving
+
+    def narrows(self, dtype: torch.dtype) -> bool:
+        """Whether values of a dtype travel in a narrower one."""
         wire = self._wire_dtype
-        if wire is None or not tensor.is_floating_point() or tensor.element_size() <= wire.itemsize:
-            return None
-        return wire
+        return wire is not None and dtype.is_floating_point and dtype.itemsize > wire.itemsize
 
 
 @dataclass(frozen=True)
@@ -254,10 +276,14 @@ class Gathering:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of an average: where it goes, this rank's values, and where those of others arrive."""
+    """A part of an average: where it goes, this rank's values, and where those of others arrive.
+
+    Attributes:
+        own: this rank's values; None: zeros.
+    """
 
     out: Tensor
-    own: Tensor
+    own: Tensor | None
     places: dict[int, Tensor]
     receives: dict[int, _Message]
 
@@ -311,8 +337,8 @@ class _Average:
             total = piece.out[start:end]
             # The first sum of two is the same in either order.
             for rank in range(self.size):
-                if rank != self.first:
-                    place = piece.own if rank == self.rank else piece.places[rank]
+                place = piece.own if rank == self.rank else piece.places[rank]
+                if rank != self.first and place is not None:
                     total.add_(place[start:end])
             total.div_(self.size)
 

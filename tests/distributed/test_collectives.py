@@ -1,6 +1,7 @@
 """The exact sequence of collectives in a step, and what they do to memory."""
 
 import datetime
+import itertools
 import time
 from collections import Counter
 from unittest import mock
@@ -14,7 +15,7 @@ from torch.utils import checkpoint
 from flatshard import CollectiveError, ShardedWrapper, collectives, sharded_modules, wire
 from flatshard.communicators import communicator
 from flatshard.config import Collectives, Transport
-from flatshard.on_host import Whole
+from flatshard.grad_parts import Whole
 from flatshard.pending import Pending, Unsettled
 from flatshard.process_groups import control_of, new_group
 from flatshard.wrap import ModuleWrapPolicy
@@ -304,23 +305,24 @@ def _in_pieces(rank: int, world_size: int) -> None:
     wire._ADDED_AT_ONCE = 6
     comm = communicator(dist.group.WORLD, mode=SOCKETS)
     cases = [
-        (numel, dtype)
+        (numel, dtype, num_parts)
         for numel in (0, 1, 15, 16, 17, 70)
         for dtype in (torch.float32, torch.float64, torch.complex64)
+        for num_parts in (1, 2, 5)
     ]
     started: list[tuple[Pending, Tensor, Tensor]] = []
-    for tag, (numel, dtype) in enumerate(cases):
+    for tag, (numel, dtype, num_parts) in enumerate(cases):
         values = [
             torch.randn(numel * world_size, dtype=dtype, generator=_seeded(100 * tag + other))
             for other in range(world_size)
         ]
+        wholes = [_in_parts(one, num_parts, other % num_parts) for other, one in enumerate(values)]
         expected = _sum_in_order([one.chunk(world_size)[rank] for one in values] if numel else [])
         out = torch.full((numel,), torch.nan, dtype=dtype)
         if tag % world_size == rank:
             time.sleep(0.01)
-        started.append(
-            (comm.reduce_scatter(Whole.of(values[rank]), out, label="test", tag=tag), out, expected)
-        )
+        pending = comm.reduce_scatter(wholes[rank], out, label="test", tag=tag)
+        started.append((pending, out, expected))
     unsettled = Unsettled()
     for pending, out, expected in started:
         deadline = time.monotonic() + 10
@@ -331,6 +333,18 @@ def _in_pieces(rank: int, world_size: int) -> None:
         assert torch.equal(out, expected.to(out.dtype))
     unsettled.settle()
     assert comm._sockets._scratch._idle == []
+
+
+def _in_parts(values: Tensor, num_parts: int, missing: int) -> Whole:
+    """Without a part, where there are several: then ``values`` are zero there."""
+    numel = values.numel()
+    bounds = [numel * number // num_parts for number in range(num_parts + 1)]
+    ranges = list(itertools.pairwise(bounds))
+    parts: list[Tensor | None] = [values[start:end] for start, end in ranges]
+    if num_parts > 1:
+        values[slice(*ranges[missing])] = 0
+        parts[missing] = None
+    return Whole(parts, ranges, numel, values.dtype)
 
 
 def _seeded(seed: int) -> torch.Generator:

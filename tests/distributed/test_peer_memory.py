@@ -20,12 +20,14 @@ from torch import nn
 
 from flatshard import (
     CollectiveError,
+    collectives,
     gradients,
     layout,
     mapped_shards,
     memory_file,
     on_host,
     peer_memory,
+    wire,
 )
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Case, Mlp, vectors
@@ -103,6 +105,26 @@ def mapping() -> Iterator[list[Any]]:
         yield made
 
 
+@contextmanager
+def sending_in_place() -> Iterator[list[int]]:
+    """Small gradients are sent from where autograd made them; yields the numbers of their parts."""
+    average = wire.Sockets.average
+    numbers: list[int] = []
+
+    def counted(self: Any, whole: Any, *args: Any) -> Any:
+        numbers.append(len(whole.parts))
+        return average(self, whole, *args)
+
+    with (
+        mock.patch.object(gradients, "_IN_PLACE_BYTES", 0),
+        mock.patch.object(gradients, "_MEAN_IN_PLACE_BYTES", 0),
+        mock.patch.object(collectives, "SENT_IN_PLACE_BYTES", 100),
+        mock.patch.object(wire, "PIECE_BYTES", 256),
+        mock.patch.object(wire.Sockets, "average", counted),
+    ):
+        yield numbers
+
+
 def trained(case: Case, rank: int, world_size: int, **keywords: Any) -> Any:
     model = case.wrap(case.model(), **keywords)
     optimizer = OPTIMIZERS["sgd"](trainable(model))
@@ -112,11 +134,16 @@ def trained(case: Case, rank: int, world_size: int, **keywords: Any) -> Any:
 
 def same_as_sockets(rank: int, world_size: int, settings: dict[str, Any], names: list[str]) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size // 2 if settings is ON_NODES else world_size)
+    most_parts = 0
     for what, keywords in settings.items():
         for name in names:
             with naming(f"{what}, {name}"):
                 case = CASES[name]
                 expected = trained(case, rank, world_size, collectives="sockets", **keywords)
+                with sending_in_place() as numbers:
+                    actual = trained(case, rank, world_size, collectives="sockets", **keywords)
+                most_parts = max(most_parts, *numbers, 0)
+                torch.testing.assert_close(actual, expected, rtol=0, atol=0)
                 with counting_reads() as sizes:
                     actual = trained(case, rank, world_size, **keywords)
                 assert sizes, "nothing was read"
@@ -126,6 +153,7 @@ def same_as_sockets(rank: int, world_size: int, settings: dict[str, Any], names:
                     assert made or what in ON_NODES, "nothing was mapped"
                     expected = expected if made else actual
                 torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert most_parts > 2, "nothing was sent from where it was"
 
 
 @pytest.mark.parametrize(
