@@ -153,7 +153,7 @@ def same_as_sockets(rank: int, world_size: int, settings: dict[str, Any], names:
                     assert made or what in ON_NODES, "nothing was mapped"
                     expected = expected if made else actual
                 torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    assert most_parts > 2, "nothing was sent from where it was"
+    assert most_parts > 1, "nothing was sent from where it was"
 
 
 @pytest.mark.parametrize(
