@@ -207,6 +207,8 @@ class GradientBuffer:
             self._apart.discard(index)
             return
         fits = grad.dtype is dtype and grad.stride() == span.strides
+        # Of a lazy conjugate or negative the memory has other values.
+        fits = fits and not (grad.is_conj() or grad.is_neg())
         if not fits or grad.device != self._device:
             slot = torch.empty_strided(span.shape, span.strides, dtype=dtype, device=self._device)
             grad = slot.copy_(grad)

@@ -114,8 +114,8 @@ class SavedTensors:
                 found = buffers.get(tensor.untyped_storage()._cdata)
                 if found is not None:
                     unit, handle = found
-                    if tensor.dtype != handle.buffer.dtype:
-                        # A reinterpreting view: rare, so its bytes are kept.
+                    if tensor.dtype != handle.buffer.dtype or tensor.is_conj() or tensor.is_neg():
+                        # A reinterpreting view: rare, so its values are kept.
                         return outer_pack(tensor.clone())
                     return SavedView(
                         unit,

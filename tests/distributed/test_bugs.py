@@ -623,3 +623,40 @@ def _compiled(rank: int, world_size: int, whole: bool) -> None:
             plain.step()
             sharded.step()
             _assert_same(sharded, plain)
+
+
+@pytest.mark.parametrize("collectives", ["auto", "sockets", "native"])
+def test_lazy_conjugates(collectives: str) -> None:
+    """Views that autograd saved lost their conjugation, gradients sent or read in place, too."""
+    run_ranks(_lazy_conjugates, 2, collectives)
+
+
+def _lazy_conjugates(rank: int, world_size: int, collectives: str) -> None:
+    for numel in (6, (1 << 17) + 2):  # the larger one's gradients stay where autograd made them
+        plain, wrapped = _Complex(numel), _Complex(numel)
+        sharded = ShardedWrapper(wrapped, auto_wrap_policy=None, collectives=collectives)
+        batches = [
+            torch.randn(numel, generator=torch.Generator().manual_seed(one))
+            for one in range(world_size)
+        ]
+        torch.stack([plain(x) for x in batches]).mean().backward()
+        sharded(batches[rank]).backward()
+        with ShardedWrapper.summon_full_params(sharded, with_grads=True):
+            for param, expected in zip(wrapped.parameters(), plain.parameters(), strict=True):
+                assert expected.grad is not None
+                torch.testing.assert_close(param.grad, expected.grad.resolve_conj().resolve_neg())
+
+
+class _Complex(nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.phase = nn.Parameter(torch.randn(numel, dtype=torch.complex64, generator=generator))
+        self.turn = nn.Parameter(torch.randn(numel, dtype=torch.complex64, generator=generator))
+        self.real = nn.Parameter(torch.randn(numel, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The conjugate itself is saved, and one gradient is a conjugate, another a negative.
+        product = x * (self.phase * self.phase.conj() * self.turn.conj()).imag
+        alone = (x * self.turn.conj()).imag + torch.complex(x, self.real).conj().imag
+        return (product + alone).mean()
