@@ -1,9 +1,9 @@
 """``GradientBuffer``: gradients of one flat parameter, from autograd's hands to the reduced shard.
 
 Each gradient is copied, in the reduce dtype, into its slot of one buffer as it comes: no
-concatenation, no second full-size gradient. Where other ranks read them from this one's memory
-anyway, large ones stay in the tensors that autograd made. Buffer or tensors exist from the first
-gradient to the end of the reduction.
+concatenation, no second full-size gradient. On a CPU, large ones are read or sent from the tensors
+that autograd made (``grad_parts``). Buffer or tensors exist from the first gradient to the end of
+the reduction.
 
 [Note: accumulation]
 Sums are not kept in a reduce dtype narrower than the shard's. Where more gradients are to come
