@@ -140,10 +140,11 @@ def same_as_sockets(rank: int, world_size: int, settings: dict[str, Any], names:
             with naming(f"{what}, {name}"):
                 case = CASES[name]
                 expected = trained(case, rank, world_size, collectives="sockets", **keywords)
-                with sending_in_place() as numbers:
-                    actual = trained(case, rank, world_size, collectives="sockets", **keywords)
-                most_parts = max(most_parts, *numbers, 0)
-                torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+                if what == next(iter(settings)):
+                    with sending_in_place() as numbers:
+                        actual = trained(case, rank, world_size, collectives="sockets", **keywords)
+                    most_parts = max(most_parts, *numbers, 0)
+                    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
                 with counting_reads() as sizes:
                     actual = trained(case, rank, world_size, **keywords)
                 assert sizes, "nothing was read"
