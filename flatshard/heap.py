@@ -22,7 +22,6 @@ the free lists have grown by a part of what they held when all was new.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 from flatshard import memory_file
 
@@ -66,8 +65,8 @@ class Heap:
 
 def _release_remnants() -> None:
     """Have other small places in the thread's cache than it holds now; see the note."""
-    if _malloc is None:
-        return
+    if _mallinfo is None:
+        return  # it is not glibc
     for nbytes in range(24, _REMNANT_BYTES, 16):  # what a place of 32, 48, ... 96 bytes holds
         cached = [_malloc(nbytes) for _ in range(_NUM_CACHED)]
         others = [_malloc(nbytes) for _ in range(_NUM_CACHED)]
@@ -89,16 +88,6 @@ def _free_bytes() -> int:
     return 0 if _mallinfo is None else int(_mallinfo().fordblks)
 
 
-def _find(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of the C library, if that is glibc; it runs with the interpreter's lock."""
-    library = ctypes.PyDLL(None) if memory_file.CAN_MAP else None
-    if library is None or not hasattr(library, "mallinfo2"):
-        return None
-    function = getattr(library, name)
-    function.restype, function.argtypes = result, list(arguments)
-    return function
-
-
-_mallinfo = _find("mallinfo2", _Info)
-_malloc = _find("malloc", ctypes.c_void_p, ctypes.c_size_t)
-_free = _find("free", None, ctypes.c_void_p)
+_mallinfo = memory_file.find_function("mallinfo2", _Info)
+_malloc = memory_file.find_function("malloc", ctypes.c_void_p, ctypes.c_size_t)
+_free = memory_file.find_function("free", None, ctypes.c_void_p)

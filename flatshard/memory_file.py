@@ -100,7 +100,8 @@ def give_back_freed() -> None:
 CAN_MAP = sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
-def _find(name: str, result: Any, *arguments: Any) -> Any:
+def find_function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of the C library, by its types; None where there is none of that name."""
     if not CAN_MAP:
         return None
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
@@ -111,6 +112,6 @@ def _find(name: str, result: Any, *arguments: Any) -> Any:
 
 
 _address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-_mmap = _find("mmap", _address, _address, _size, _int, _int, _int, ctypes.c_long)
-_madvise = _find("madvise", _int, _address, _size, _int)
-_malloc_trim = _find("malloc_trim", _int, _size)  # glibc's
+_mmap = find_function("mmap", _address, _address, _size, _int, _int, _int, ctypes.c_long)
+_madvise = find_function("madvise", _int, _address, _size, _int)
+_malloc_trim = find_function("malloc_trim", _int, _size)  # glibc's
