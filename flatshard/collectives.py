@@ -51,7 +51,8 @@ from torch import Tensor
 from flatshard import memory_file, peer_memory
 from flatshard.config import Collectives, Transport
 from flatshard.grad_parts import Whole
-from flatshard.mapped_shards import Files, MappedShards
+from flatshard.mapped_shards import MappedShards
+from flatshard.memory_file import Files
 from flatshard.on_host import HostGroup
 from flatshard.peer_memory import Board
 from flatshard.pending import Pending
@@ -68,6 +69,7 @@ from flatshard.process_groups import (
     timeout_of,
 )
 from flatshard.rank_order import average, sum_dtype
+from flatshard.ring import RingBuffer
 from flatshard.standstill import Need, Progress
 from flatshard.tags import Tags
 from flatshard.wire import SENT_IN_PLACE_BYTES, Sockets
@@ -286,8 +288,8 @@ class Communicator(Tags):
         tag: int,
         map_tag: int,
         files: Files = memory_file,
-    ) -> MappedShards | None:
-        """Memory for a flat parameter from which gathers copy nothing, where that can be.
+    ) -> MappedShards | RingBuffer | None:
+        """Memory for a flat parameter from which gathers need not copy, where that can be.
 
         Args:
             numel: elements of a shard.
@@ -296,11 +298,16 @@ class Communicator(Tags):
             map_tag: another one.
             files: makes the file of this rank's part: in memory, or on a disk.
         """
-        if self._on_host is None or not HostGroup.takes(max(tag, map_tag)):
-            return None
         if not MappedShards.fits(numel, dtype):
             return None
-        return MappedShards(self._on_host, numel, dtype, tag=tag, map_tag=map_tag, files=files)
+        if self._on_host is not None and HostGroup.takes(max(tag, map_tag)):
+            return MappedShards(self._on_host, numel, dtype, tag=tag, map_tag=map_tag, files=files)
+        # Rounded for the wire, it is not the shard that all ranks compute with.
+        if self.uses_sockets and not self._sockets.narrows(dtype):
+            own = range(self.rank * numel, (self.rank + 1) * numel)
+            with contextlib.suppress(OSError):  # no addresses left
+                return RingBuffer(self.size * numel, dtype, own=own, files=files)
+        return None
 
     def all_gather(
         self,
@@ -310,7 +317,7 @@ class Communicator(Tags):
         label: str,
         tag: int,
         purpose: str,
-        mapped: MappedShards | None = None,
+        mapped: MappedShards | RingBuffer | None = None,
         exact: bool = False,
     ) -> Pending:
         """Begin filling ``out`` with every rank's shard, in rank order.
@@ -340,12 +347,13 @@ class Communicator(Tags):
             return Pending([], what)
         self._note("gather", label, out)
         with named(what):
-            if mapped is not None:
+            if isinstance(mapped, MappedShards):
                 return mapped.begin(what)
             if self._direct(shard):
                 if self._on_host is not None and HostGroup.takes(tag):
                     return self._on_host.all_gather(_as_real(shard), _as_real(out), tag, what)
-                return self._exchange(shard, out, tag, what, exact=exact)
+                is_there = mapped is not None and mapped.shard is not None
+                return self._exchange(shard, out, tag, what, exact=exact, is_there=is_there)
             need = self._begins(self._gather_group)
             # As bytes: not every backend knows every dtype.
             work = _all_gather_single(
@@ -606,9 +614,18 @@ class Communicator(Tags):
     def _direct(self, tensor: Tensor) -> bool:
         return self._sends_cpu_directly and tensor.device.type == "cpu"
 
-    def _exchange(self, shard: Tensor, out: Tensor, tag: int, what: str, *, exact: bool) -> Pending:
+    def _exchange(
+        self,
+        shard: Tensor,
+        out: Tensor,
+        tag: int,
+        what: str,
+        *,
+        exact: bool,
+        is_there: bool = False,
+    ) -> Pending:
         need = self._begins(self._gather_group, ("gather", tag))
-        gathering = self._sockets.gather(shard, out, tag, exact=exact)
+        gathering = self._sockets.gather(shard, out, tag, exact=exact, is_there=is_there)
         return Pending(
             list(gathering.receives.values()),
             what,

@@ -35,6 +35,7 @@ from flatshard.pending import CollectiveError, Unsettled
 from flatshard.prefetch import Prefetch
 from flatshard.profiling import profiled
 from flatshard.recorder import SILENT, Recorder
+from flatshard.ring import RING
 from flatshard.saved_tensors import SavedTensors
 from flatshard.schedule import ReduceOrder, UnevenUnits
 from flatshard.spare import prepare_allocator
@@ -213,6 +214,7 @@ class RunContext:
         for unit in self.units:
             for handle in unit.handles:
                 handle.gradients.spare.give_back()
+        RING.give_back()
 
     def _plan_syncs(self) -> None:
         for unit, sync in zip(self.units, self.syncs, strict=True):

@@ -8,8 +8,8 @@ Autograd saves views of the gathered parameters (a ``weight.t()``, say). They st
 the unsharded buffer's storage object stays the same: it is resized to zero to free it and back
 before the next gather.
 
-Where all shards can be mapped side by side (``MappedShards``), the buffer is that range of
-addresses, whose pages come and go instead.
+On a CPU a large buffer is a range of addresses, whose pages come and go instead: see
+``buffer_memory``.
 
 [Note: three rooms]
     FlatParamHandle   the memory: the shard, the unsharded buffer, and how one becomes the other
@@ -19,6 +19,7 @@ addresses, whose pages come and go instead.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard import disk_memory, memory_file
+from flatshard.buffer_memory import AllocatedBuffer, BufferMemory, ShardItself
 from flatshard.flat_param import part_of, view_of
 from flatshard.grad_publisher import GradPublisher
 from flatshard.gradients import CommHook, GradientBuffer
@@ -40,6 +42,7 @@ from flatshard.param_views import ParamViews
 from flatshard.pending import Pending, Unsettled
 from flatshard.precision import GradDtypes, ParamPrecision
 from flatshard.quantised import QuantisedShard
+from flatshard.ring import RingBuffer
 from flatshard.secondary import WHOLE, SecondaryShard, gather_in_two
 from flatshard.starting import RankZero, Start
 from flatshard.topology import Topology
@@ -204,10 +207,8 @@ class FlatParamHandle:
 
     def _adopt_shard(self, shard: Tensor) -> None:
         self._mapped = self._map_like(shard)
-        if self._mapped is None:
-            self.shard = self._homes.house(shard)
-        else:
-            self.shard = self._mapped.shard.copy_(shard)
+        mapped = None if self._mapped is None else self._mapped.shard
+        self.shard = self._homes.house(shard) if mapped is None else mapped.copy_(shard)
         self.rest()
 
     def rest(self) -> None:
@@ -215,7 +216,7 @@ class FlatParamHandle:
         if self._homes.shard is not None:
             disk_memory.release(self.shard)
 
-    def _map_like(self, shard: Tensor) -> MappedShards | None:
+    def _map_like(self, shard: Tensor) -> MappedShards | RingBuffer | None:
         """Memory for a shard that gathers need not copy, where that is possible."""
         uncast = _lowered(shard.dtype, self._precision.compute_dtype) == shard.dtype
         is_copied = self._secondary is not None or self._quantised is not None or not uncast
@@ -264,18 +265,23 @@ class FlatParamHandle:
         # Whether the shard is the unsharded buffer.
         self._aliased = self.is_whole and is_there and is_uncast
         with torch.inference_mode(False), torch.no_grad():
-            if self._aliased:
-                self.buffer = self.shard
-            elif self._mapped is not None:
-                self.buffer = self._mapped.buffer
-            else:
-                self.buffer = torch.empty(
-                    self.layout.padded_numel, dtype=self.compute_dtype, device=self.device
-                )
+            self._memory = self._find_memory()
+            self.buffer = self._memory.buffer
         self.params.make_full(self.buffer, is_shard=self._aliased, grad_hook=self.grads.hook)
         self.params.keep_state_at(self._homes.state)
         if not self._aliased:
             self._free_buffer()
+
+    def _find_memory(self) -> BufferMemory:
+        if self._aliased:
+            return ShardItself(self.shard)
+        if self._mapped is not None:
+            return self._mapped
+        numel, dtype = self.layout.padded_numel, self.compute_dtype
+        if self.device.type == "cpu" and RingBuffer.fits(numel, dtype):
+            with contextlib.suppress(OSError):  # no addresses left: the allocator may have some
+                return RingBuffer(numel, dtype)
+        return AllocatedBuffer(numel, dtype, self.device)
 
     def _make_gradients(self) -> GradientBuffer:
         dtype, travel = self.shard.dtype, self.reduce_dtype
@@ -342,10 +348,9 @@ class FlatParamHandle:
             # The shard was written since: what was gathered is stale. Its memory is used again.
             self.wait_unshard()
             torch.autograd.graph.increment_version(self.buffer)
-            if self._mapped is not None:
-                self._mapped.end()
+            self._memory.renew()
         with torch.inference_mode(False), torch.no_grad():
-            self._allocate_buffer()
+            self._memory.take()
             with self._lift.stream():
                 self._gather = self._begin_gather(purpose)
             # Not before: where memory for it lacks, a stale buffer must not pass for a current one.
@@ -520,9 +525,7 @@ class FlatParamHandle:
     @property
     def gathered_bytes(self) -> int:
         """What the unsharded buffer takes now, beside all ranks' shards."""
-        if self.state is ShardState.SHARDED:
-            return 0
-        return self.buffer_bytes if self._mapped is None else self._mapped.copied_bytes
+        return 0 if self.state is ShardState.SHARDED else self._memory.held_bytes
 
     @property
     def is_local(self) -> bool:
@@ -532,27 +535,18 @@ class FlatParamHandle:
     @property
     def is_mapped(self) -> bool:
         """Whether gathers copy nothing: then keeping the buffer saves nothing."""
-        return self._mapped is not None
+        return isinstance(self._mapped, MappedShards)
 
     def keep(self) -> None:
-        """Let the buffer stay as it is when shards change: a mapped one becomes a copy of them."""
-        if self._mapped is not None and self.state is ShardState.UNSHARDED:
+        """Let the buffer stay as it is when shards change: what shows them becomes a copy."""
+        if self.state is ShardState.UNSHARDED:
             with _unsafe_preserve_version_counter(self.buffer):
-                self._mapped.keep()
-
-    def _allocate_buffer(self) -> None:
-        storage, nbytes = self.buffer.untyped_storage(), self.buffer.nbytes
-        # To resize to the same size is a new allocation and a copy.
-        if self._mapped is None and storage.nbytes() != nbytes:
-            storage.resize_(nbytes)
+                self._memory.keep()
 
     def _free_buffer(self) -> None:
         # Whatever still holds a raw view now gets autograd's error instead of freed memory.
         torch.autograd.graph.increment_version(self.buffer)
-        if self._mapped is not None:
-            self._mapped.end()
-        else:
-            self.buffer.untyped_storage().resize_(0)
+        self._memory.free()
 
     # ------------------------------------------------------------ conversion, copies
 

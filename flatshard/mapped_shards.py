@@ -20,24 +20,14 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import Protocol
 
 import torch
 
 from flatshard import memory_file
 from flatshard.layout import PAGED_BYTES
+from flatshard.memory_file import Files
 from flatshard.on_host import HostGroup, Offer
 from flatshard.pending import Pending
-
-
-class Files(Protocol):
-    """What makes files to be mapped: ``memory_file``, or one like it."""
-
-    def create(self, nbytes: int, *, reserve: bool) -> int | None:
-        """An open file of ``nbytes`` zeros; None where there can be none."""
-
-    def mapped(self, number: int, nbytes: int, *, write: bool) -> mmap.mmap | None:
-        """A range in which an open file is seen, and written; None where that is impossible."""
 
 
 class MappedShards:
@@ -45,7 +35,7 @@ class MappedShards:
 
     Attributes:
         shard: this rank's, ``(shard_numel,)``, zeros at first; others see what is written.
-        buffer: all ranks', ``(padded_numel,)``; good between the wait for ``begin`` and ``end``.
+        buffer: all ranks', ``(padded_numel,)``; good between the wait for ``begin`` and ``free``.
     """
 
     def __init__(
@@ -94,7 +84,7 @@ class MappedShards:
         return memory_file.CAN_MAP and nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
 
     @property
-    def copied_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """Of the buffer, what is a copy: all after ``keep``, else what could not be mapped."""
         if self._is_kept:
             return self._group.size * self._nbytes
@@ -102,7 +92,7 @@ class MappedShards:
         return copied * self._nbytes
 
     def begin(self, what: str) -> Pending:
-        """Say that this rank's shard is final until ``end`` and begin to wait for the others'.
+        """Say that this rank's shard is final until ``free`` and begin to wait for the others'.
 
         Collective: all ranks of the group.
 
@@ -153,7 +143,14 @@ class MappedShards:
         theirs.wait()
         return memory_file.open_of(self._group.memory.pid(rank), theirs.address)
 
-    def end(self) -> None:
+    def take(self) -> None:
+        """The addresses are there anyway."""
+
+    def renew(self) -> None:
+        """What was gathered is stale: let other ranks write their shards."""
+        self.free()
+
+    def free(self) -> None:
         """The buffer is not needed any more: give its pages back. Does nothing the second time."""
         if self._offer is not None:
             self._offer.take()

@@ -10,11 +10,23 @@ import ctypes
 import mmap
 import os
 import sys
-from typing import Any
+from typing import Any, Protocol
 
 _MADV_DONTNEED = 4
 _MADV_POPULATE_WRITE = 23
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
+_NOTHING, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
+
+
+class Files(Protocol):
+    """What makes files to be mapped: this module, or one like it."""
+
+    def create(self, nbytes: int, *, reserve: bool) -> int | None:
+        """An open file of ``nbytes`` zeros; None where there can be none."""
+
+    def mapped(self, number: int, nbytes: int, *, write: bool) -> mmap.mmap | None:
+        """A range in which an open file is seen, and written; None where that is impossible."""
 
 
 def create(nbytes: int, *, reserve: bool) -> int | None:
@@ -59,14 +71,14 @@ def map_privately(number: int, place: int, nbytes: int) -> bool:
 
     What is written there stays there, and is gone after ``drop_pages``.
     """
-    return _map(number, place, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
+    return _map(number, place, nbytes, _READ_WRITE, mmap.MAP_PRIVATE)
 
 
 def mapped(number: int, nbytes: int, *, write: bool) -> mmap.mmap | None:
     """A range in which an open file is seen, and written; None where that is not possible."""
     # Python's own mapping of a file would keep it open.
     found = reserve_range(nbytes)
-    protection = mmap.PROT_READ | mmap.PROT_WRITE if write else mmap.PROT_READ
+    protection = _READ_WRITE if write else mmap.PROT_READ
     return found if _map(number, address_of(found), nbytes, protection, mmap.MAP_SHARED) else None
 
 
@@ -89,6 +101,32 @@ def drop_pages(place: int, nbytes: int) -> None:
 def want_pages(place: int, nbytes: int) -> None:
     """Have the pages of a range, for writing, at a fraction of what faults would cost."""
     _madvise(place, nbytes, _MADV_POPULATE_WRITE)  # older systems do not know it: pages then fault
+
+
+def move_pages(source: int, place: int, nbytes: int) -> bool:
+    """Move what is in one range of this process's own memory to another; says if that worked.
+
+    The first range is zeros after it, without memory. What was in the other is gone.
+    """
+    if _mremap is None:
+        return False
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+    return bool(_mremap(source, nbytes, nbytes, flags, place) == place)
+
+
+def forbid(place: int, nbytes: int) -> None:
+    """Let nobody read or write a range, from which the process dies."""
+    _mprotect(place, nbytes, _NOTHING)
+
+
+def allow(place: int, nbytes: int) -> None:
+    """Let a range be read and written again.
+
+    Raises:
+        MemoryError: the system has no room to tell its parts apart.
+    """
+    if _mprotect(place, nbytes, _READ_WRITE) != 0:
+        raise MemoryError(f"mprotect: {os.strerror(ctypes.get_errno())}")
 
 
 def give_back_freed() -> None:
@@ -114,4 +152,6 @@ def find_function(name: str, result: Any, *arguments: Any) -> Any:
 _address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _mmap = find_function("mmap", _address, _address, _size, _int, _int, _int, ctypes.c_long)
 _madvise = find_function("madvise", _int, _address, _size, _int)
+_mremap = find_function("mremap", _address, _address, _size, _size, _int, _address)
+_mprotect = find_function("mprotect", _int, _address, _size, _int)
 _malloc_trim = find_function("malloc_trim", _int, _size)  # glibc's

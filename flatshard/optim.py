@@ -34,7 +34,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils import hooks as torch_hooks
 
-from flatshard import optim_offload
+from flatshard import fused_step, optim_offload
 from flatshard.flat_param import FlatParameter
 from flatshard.grad_dtypes import check_dtype, set_grad
 from flatshard.optim_runs import Run, apart, find_runs
@@ -275,9 +275,10 @@ class _Exchange:
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._twins: list[tuple[nn.Parameter, FlatShardTensor | FlatParameter]] = []
         self._runs: list[Run] = []
+        self._fused: list[dict[str, Any]] = []
 
     def begin(self) -> None:
-        """Put twins into the groups, and move the state along."""
+        """Put twins into the groups, move the state along, and have the fastest kernel step it."""
         known = _runs.setdefault(self._optimizer, {})
         for group in self._optimizer.param_groups:
             params = group["params"]
@@ -304,6 +305,9 @@ class _Exchange:
                     if position in stand_in or position not in joined
                     for one in stand_in.get(position, [param])
                 ]
+                if fused_step.suits(self._optimizer, group):
+                    self._fused.append(group)
+                    group["fused"] = True
 
     def _join(
         self, members: list[FlatShardTensor | FlatParameter], known: dict[int, Run]
@@ -347,6 +351,8 @@ class _Exchange:
 
     def undo(self) -> None:
         """Put the parameters back, and their state."""
+        for group in self._fused:
+            group["fused"] = None
         for params, before in reversed(self._lists):
             params[:] = before
         for twin, param in self._twins:

@@ -159,7 +159,9 @@ class Sockets:
         self._begins = _Thread("flatshard messages")
         self._adds = _Thread("flatshard averages")
 
-    def gather(self, shard: Tensor, out: Tensor, tag: int, *, exact: bool) -> Gathering:
+    def gather(
+        self, shard: Tensor, out: Tensor, tag: int, *, exact: bool, is_there: bool
+    ) -> Gathering:
         """Begin filling ``out`` with every rank's shard. Collective: in any order under ``tag``.
 
         Args:
@@ -167,6 +169,7 @@ class Sockets:
             out: ``(shard_numel * size,)``, same dtype.
             tag: tells what is sent from all else in the group of gathers.
             exact: send values as they are whatever the wire dtype.
+            is_there: ``out`` shows ``shard`` already.
         """
         messages, slots = _Messages(self._gathers, tag), out.chunk(self.size)
         narrow = None if exact or not self.narrows(shard.dtype) else self._wire_dtype
@@ -175,7 +178,7 @@ class Sockets:
         source = shard if narrow is None else shard.to(narrow)
         sends = [messages.send(source, peer) for peer in self._peers]
         self._begins.put(messages)
-        if slots[self.rank].data_ptr() != source.data_ptr():
+        if not is_there:
             slots[self.rank].copy_(source)  # rounded like the others' copies of it
         to_widen = [] if narrow is None else [slots[peer] for peer in self._peers]
         return Gathering(receives, sends, source, to_widen, narrow)

@@ -27,6 +27,7 @@ from flatshard import (
     memory_file,
     on_host,
     peer_memory,
+    ring,
     wire,
 )
 from tests.harness import naming, run_ranks
@@ -87,22 +88,35 @@ def counting_reads() -> Iterator[list[int]]:
 
 
 @contextmanager
-def mapping() -> Iterator[list[Any]]:
-    """Small shards are mapped, and small gradients read in place; yields what was mapped."""
+def mapping(kind: type = mapped_shards.MappedShards) -> Iterator[list[Any]]:
+    """Small shards are mapped, and small gradients read in place; yields what was mapped.
+
+    Over sockets that is this rank's own, in a ``RingBuffer``; other small buffers are such, too.
+    """
     made: list[Any] = []
-    init = mapped_shards.MappedShards.__init__
+    init = kind.__init__
 
     def counted(self: Any, *args: Any, **keywords: Any) -> None:
         init(self, *args, **keywords)
-        made.append(type(self))
+        if self.shard is not None:
+            made.append(type(self))
 
     with (
         mock.patch.object(layout, "PAGED_BYTES", 1),
         mock.patch.object(mapped_shards, "PAGED_BYTES", 1),
+        mock.patch.object(ring, "PAGED_BYTES", 1),
         mock.patch.object(gradients, "_IN_PLACE_BYTES", 0),
-        mock.patch.object(mapped_shards.MappedShards, "__init__", counted),
+        mock.patch.object(kind, "__init__", counted),
     ):
         yield made
+
+
+WAYS = {"peer memory": {}, "sockets": {"collectives": "sockets"}}
+
+
+def mapping_for(way: str) -> Any:
+    """``mapping`` of what ranks map that talk so."""
+    return mapping(ring.RingBuffer if way == "sockets" else mapped_shards.MappedShards)
 
 
 @contextmanager
@@ -141,8 +155,9 @@ def same_as_sockets(rank: int, world_size: int, settings: dict[str, Any], names:
                 case = CASES[name]
                 expected = trained(case, rank, world_size, collectives="sockets", **keywords)
                 if what == next(iter(settings)):
-                    with sending_in_place() as numbers:
+                    with mapping_for("sockets") as made, sending_in_place() as numbers:
                         actual = trained(case, rank, world_size, collectives="sockets", **keywords)
+                    assert made or what in ON_NODES, "nothing was mapped"
                     most_parts = max(most_parts, *numbers, 0)
                     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
                 with counting_reads() as sizes:
@@ -198,22 +213,23 @@ class Slow(Mlp):
         return super().forward(x)
 
 
-def edited_after_forward(rank: int, world_size: int, maps: bool) -> None:
+def edited_after_forward(rank: int, world_size: int, maps: bool, way: str) -> None:
     case = Case("slow", Slow, vectors, (nn.Linear,))
     x = case.batch(0, 2)[0]
-    with torch.no_grad(), mapping() if maps else nullcontext():
+    with torch.no_grad(), mapping_for(way) if maps else nullcontext():
         expected = case.model()(x)
         with counting_reads():
-            model = case.wrap(case.model())
+            model = case.wrap(case.model(), **WAYS[way])
             actual = model(x)
             for param in model.parameters():
                 param.fill_(float("nan"))  # while the late rank computes
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("maps", [False, True])
-def test_parameters_stay_until_all_have_them(maps: bool) -> None:
-    run_ranks(edited_after_forward, 2, maps)
+def test_parameters_stay_until_all_have_them(maps: bool, way: str) -> None:
+    run_ranks(edited_after_forward, 2, maps, way)
 
 
 # ---------------------------------------------------------------- mapped shards
@@ -234,30 +250,31 @@ def _halve(module: nn.Module, _: Any) -> None:
         module.weight.data.mul_(0.5)
 
 
-def mapped_for_long(rank: int, world_size: int) -> None:
-    case = Case("writing", Writing, vectors, (nn.Linear,))
-    with mapping() as made:
+def mapped_for_long(rank: int, world_size: int, way: str) -> None:
+    case, keywords = Case("writing", Writing, vectors, (nn.Linear,)), WAYS[way]
+    with mapping_for(way) as made:
         # What a module writes into gathered parameters is gone with them, and told.
-        model = case.wrap(case.model())
+        model = case.wrap(case.model(), **keywords)
         before = model.state_dict()
         with torch.no_grad(), pytest.raises(RuntimeError, match="edited parameters in place"):
             model(case.batch(rank, world_size)[0])
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
-        # Where files or the others' cannot be had, ranks copy, each for itself.
+        # Where files or the others' cannot be had, ranks copy, each for itself; where pages cannot
+        # be moved, they have new ones.
         case = CASES["mlp"]
-        expected = trained(case, rank, world_size)
-        for rank_without, name in ((0, "create"), (1, "open_of"), (1, "map_privately")):
+        expected = trained(case, rank, world_size, **keywords)
+        last = "move_pages" if way == "sockets" else "open_of"
+        for rank_without, name in ((0, "create"), (1, "map_privately"), (1, last)):
             fails = mock.Mock(return_value=None) if rank == rank_without else None
             original = getattr(memory_file, name)
             with mock.patch.object(memory_file, name, fails or original):
-                torch.testing.assert_close(
-                    trained(case, rank, world_size), expected, rtol=0, atol=0
-                )
+                actual = trained(case, rank, world_size, **keywords)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
             assert fails is None or fails.called
 
         # Copies and conversions have files of their own; files are closed once all have met.
-        model = case.wrap(case.model())
+        model = case.wrap(case.model(), **keywords)
         twin = copy.deepcopy(model)
         model.float()
         for one, scale in ((model, 2.0), (twin, 3.0)):
@@ -279,8 +296,9 @@ def _files() -> list[str]:
     return [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
 
 
-def test_mapped_shards() -> None:
-    run_ranks(mapped_for_long, 2, fresh=True)
+@pytest.mark.parametrize("way", WAYS)
+def test_mapped_shards(way: str) -> None:
+    run_ranks(mapped_for_long, 2, way, fresh=True)
 
 
 class Forces(Mlp):
@@ -300,22 +318,23 @@ class Forces(Mlp):
 def backward_inside_forward(rank: int, world_size: int) -> None:
     case = Case("forces", Forces, vectors, (nn.Linear,))
     expected = trained(case, rank, world_size, collectives="sockets")
-    with mapping() as made:
-        actual = trained(case, rank, world_size)
-    assert made
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    for way, keywords in WAYS.items():
+        with mapping_for(way) as made:
+            actual = trained(case, rank, world_size, **keywords)
+        assert made
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_backward_inside_forward() -> None:
     run_ranks(backward_inside_forward, 2)
 
 
-def kept_for_a_second_backward(rank: int, world_size: int) -> None:
-    """A differentiable backward keeps what others may then write."""
+def kept_for_a_second_backward(rank: int, world_size: int, way: str) -> None:
+    """A differentiable backward keeps what others, or this rank, may then write."""
     case = CASES["mlp"]
     x = case.batch(rank, world_size)[0].requires_grad_()
-    with mapping():
-        model, plain = case.wrap(case.model()), case.model()
+    with mapping_for(way):
+        model, plain = case.wrap(case.model(), **WAYS[way]), case.model()
         for one in (plain, model):
             (grad,) = torch.autograd.grad(one(x).sum(), x, create_graph=True)
             grad.pow(2).sum().backward()
@@ -328,8 +347,9 @@ def kept_for_a_second_backward(rank: int, world_size: int) -> None:
             torch.testing.assert_close(param.grad.full_tensor(), average)
 
 
-def test_kept_for_a_second_backward() -> None:
-    run_ranks(kept_for_a_second_backward, 2)
+@pytest.mark.parametrize("way", WAYS)
+def test_kept_for_a_second_backward(way: str) -> None:
+    run_ranks(kept_for_a_second_backward, 2, way)
 
 
 def dies(rank: int, world_size: int) -> str:
