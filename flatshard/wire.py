@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.grad_parts import Whole
+from flatshard.rank_order import divide
 
 PIECE_BYTES = 2 << 20
 """Averages are received and added in pieces of so many bytes, while the next are on their way."""
@@ -343,7 +344,7 @@ class _Average:
                 place = piece.own if rank == self.rank else piece.places[rank]
                 if rank != self.first and place is not None:
                     total.add_(place[start:end])
-            total.div_(self.size)
+            divide(total, self.size, total)
 
 
 class _Thread:
