@@ -479,6 +479,7 @@ class FlatParamHandle:
                 self.state = ShardState.SHARDED
                 self._free_buffer()
                 raise
+            self.params.let_read(True)
         self.state = ShardState.UNSHARDED
 
     def _unpack(self) -> None:
@@ -547,6 +548,7 @@ class FlatParamHandle:
         # Whatever still holds a raw view now gets autograd's error instead of freed memory.
         torch.autograd.graph.increment_version(self.buffer)
         self._memory.free()
+        self.params.let_read(self._memory.stays_readable)
 
     # ------------------------------------------------------------ conversion, copies
 

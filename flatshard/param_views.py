@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatshard import freed_param
 from flatshard.disk_memory import DiskMemory
 from flatshard.flat_param import FlatParameter, view_of
 from flatshard.layout import FlatLayout, LocalSpan
@@ -73,6 +74,7 @@ class ParamViews:
         self._owned, self._topology = owned, topology
         self.sharded: list[nn.Parameter] = []
         self.full: list[nn.Parameter] = []
+        self._may_read = True
         self._placeholders: list[FlatShardTensor] = []
         self._hooked: set[int] = set()
         self._is_installed = False
@@ -191,6 +193,9 @@ class ParamViews:
                     nn.Parameter(view_of(buffer, span), requires_grad=False)
                     for span in self.layout.spans
                 ]
+                self._may_read = True
+                for spec, full in zip(self.specs, self.full, strict=True):
+                    freed_param.name(full, spec)
             for index, (spec, full) in enumerate(zip(self.specs, self.full, strict=True)):
                 spec.full = full
                 differentiable = full.is_floating_point() or full.is_complex()
@@ -206,6 +211,12 @@ class ParamViews:
                     self._owned[index].move_hooks(full)
         # Originals that compute themselves stay the same objects through a conversion.
         self._hooked = {id(full) for full in self.full}
+
+    def let_read(self, may_read: bool) -> None:
+        """Say whether the full parameters have memory, unless they compute themselves."""
+        if self._may_read is not may_read and not self.are_full:
+            self._may_read = may_read
+            freed_param.let_read(self.full, may_read)
 
     def repoint(self, shard: Tensor) -> Tensor:
         """Let the sharded parameters show another shard, keeping their identity.

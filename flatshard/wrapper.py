@@ -250,9 +250,10 @@ class ShardedWrapper(WholeModel, PeerNames):
             context.syncs, context.under_no_sync = before
 
     def free_buffers(self) -> None:
-        """Give back memory that is kept for the next step: of gradients that nobody holds.
+        """Give back memory that is kept for the next step.
 
-        A forward without gradients does the same. No communication.
+        Pages for gathered parameters, that is, and gradients that nobody holds. A forward without
+        gradients does the same when it begins. No communication.
         """
         self._context.give_back()
 

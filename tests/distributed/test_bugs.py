@@ -589,6 +589,63 @@ def _returned_view(rank: int, world_size: int, way: str) -> None:
     _assert_same(sharded, plain)
 
 
+class _Keeper(nn.Module):
+    """Keeps its weight, for a penalty, as if it stayed the same object."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(7, numel)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x)
+        self.kept[:] = [self.linear.weight]
+        assert type(self.linear.weight) is nn.Parameter
+        return out
+
+
+@pytest.mark.parametrize("collectives", ["auto", "sockets"])
+@pytest.mark.parametrize("numel", [7, 100_000])
+def test_a_weight_kept_from_forward(collectives: str, numel: int) -> None:
+    """Its memory was freed with its unit, and whoever read it got a crash."""
+    run_ranks(_kept_weight, 2, collectives, numel)
+
+
+def _kept_weight(rank: int, world_size: int, collectives: str, numel: int) -> None:
+    plain, x = _Keeper(numel), torch.ones(3, 7)
+
+    (plain(x).pow(2).mean() + plain.kept[0].pow(2).sum()).backward()
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        keeper = _Keeper(numel)
+        model = ShardedWrapper(
+            keeper,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            sharding_strategy=strategy,
+            collectives=collectives,
+            backward_prefetch="BACKWARD_PRE",
+        )
+        linear = model.linear
+        is_mapped = numel > 7 and collectives == "auto"
+        for _ in range(2):
+            out = model(x).pow(2).mean()
+            (kept,) = keeper.kept
+            assert kept.shape == (numel, 7)
+            if is_mapped or strategy == "SHARD_GRAD_OP":
+                (out + kept.pow(2).sum()).backward()
+            else:
+                assert repr(kept) == "FreedParameter('linear.weight')"
+                assert kept.requires_grad
+                for use in (torch.sum, Tensor.t, lambda weight: x @ weight, lambda w: w.data):
+                    with pytest.raises(RuntimeError, match=r"'linear.weight': .* in forward, wh"):
+                        use(kept)
+                # What the error recommends.
+                (out + linear.weight.pow(2).sum()).backward()
+            for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+            model.zero_grad()
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_view_of_a_weight_in_an_object_is_refused(grad: bool) -> None:
     """An object can't be copied in its owner's place, so its view was of freed memory."""

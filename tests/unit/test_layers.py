@@ -60,6 +60,7 @@ LAYERS = [
     },
     {
         "flat_param",
+        "freed_param",
         "shard_tensor",
         "elementwise",
         "reductions",
@@ -138,6 +139,7 @@ NEIGHBOURS = {
     "overrides": {"casting", "module_tree", "stand_in"},
     "plan_report": {"auto_policy", "module_tree"},
     "step_report": {"plan_report"},
+    "freed_param": {"shard_tensor"},
     "shard_tensor": {"collectives"},
     "elementwise": {"shard_tensor"},
     "reductions": {"collectives", "shard_tensor"},

@@ -1,0 +1,118 @@
+"""``FreedParameter``: a full parameter while its memory is given back.
+
+Whoever kept one from a forward could not know, and reading it would end the process. So what is
+kept changes its class when the unit is freed, and back when it is gathered; an operation on it then
+says what to do instead. Views of it that were made in forward can't be told.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from flatshard.shard_tensor import ShardSpec
+
+_NAMES = (
+    "__hash__",
+    "data_ptr",
+    "dim",
+    "element_size",
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "size",
+    "storage_offset",
+    "stride",
+    "untyped_storage",
+)
+_PROPERTIES = (
+    "_backward_hooks",
+    "_version",
+    "device",
+    "dtype",
+    "grad",
+    "grad_fn",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "is_meta",
+    "is_sparse",
+    "itemsize",
+    "layout",
+    "nbytes",
+    "ndim",
+    "requires_grad",
+    "shape",
+)
+
+_WITHOUT_VALUES = {getattr(Tensor, name) for name in _NAMES} | {
+    method
+    for name in _PROPERTIES
+    for method in (getattr(Tensor, name).__get__, getattr(Tensor, name).__set__)
+}
+"""What looks at no element."""
+
+
+class FreedParameter(nn.Parameter):
+    """See the module. Made by ``let_read``, never by a constructor."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Let through what needs no values.
+
+        Raises:
+            RuntimeError: ``func`` does.
+        """
+        kwargs = kwargs or {}
+        if func not in _WITHOUT_VALUES:
+            where = _name(args, kwargs)
+            if func is Tensor.__repr__:
+                return f"FreedParameter({where})"
+            raise RuntimeError(
+                f"parameter {where}: {_name_of(func)} on the object that it was in forward, which "
+                "was freed with its unit. Compute with it inside of forward, or keep a clone() "
+                "from there. Outside, take it from the module again: norms, sums and element-wise "
+                "operations count for the whole, and full_tensor(), on all ranks, is the whole."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def _name(*args: Any) -> str:
+    found = next(one for one in pytree.tree_leaves(args) if type(one) is FreedParameter)
+    spec = found._full_of()  # type: ignore[attr-defined]
+    return "of a model that is gone" if spec is None else repr(spec.name)
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return f".{getattr(getattr(func, '__self__', None), '__name__', name)}"
+    return f"{name}()"
+
+
+def name(param: nn.Parameter, spec: ShardSpec) -> None:
+    """Let errors of a full parameter say which it is."""
+    param._full_of = weakref.ref(spec)  # type: ignore[attr-defined]
+
+
+def let_read(params: Iterable[nn.Parameter], may_read: bool) -> None:
+    """Let operations on full parameters raise, or not any more."""
+    kind = nn.Parameter if may_read else FreedParameter
+    for param in params:
+        param.__class__ = kind
