@@ -31,7 +31,7 @@ def _load() -> ModuleType:
 
 
 script = _load()
-ARGUMENTS = "--world-size 4 --ranks-per-node 2 --width 96 --depth 4 --steps 3".split()
+ARGUMENTS = "--world-size 4 --ranks-per-node 2 --width 96 --depth 4 --steps 2".split()
 
 
 @pytest.fixture(scope="module")
