@@ -6,6 +6,7 @@ parameters: recomputation and backward of a unit share one gather.
 
 import contextlib
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -135,8 +136,10 @@ def _places(kind: str) -> dict[str, Callable[[], nn.Module]]:
     }
 
 
-@each_way
-@each_kind
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [*itertools.product(["reentrant", "saved"], WAYS), ("saved-to-the-end", "full")],
+)
 def test_same_numbers_and_no_gather_too_many(kind: str, way: str) -> None:
     run_ranks(_train_and_count, 2, kind, way)
 
@@ -327,7 +330,7 @@ def _wrapper_modules(
 # ---------------------------------------------------------------- with other idioms
 
 
-@each_way
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "grad_op-flat"])
 @both_kinds
 def test_scripts(kind: str, way: str) -> None:
     run_ranks(_run_scripts, 2, kind, way)
