@@ -1,8 +1,12 @@
-"""Optimizer steps over what lives on a disk: a part at a time, so that memory holds one part.
+"""Optimizer steps a part at a time: over what lives on a disk, and the first one.
 
 An optimizer steps all its parameters in one call. Before that call, those whose state is kept on a
 disk are stepped by themselves, some megabytes at a time; each time, state that the optimizer has
 made goes to the disk, and the pages are given back. The call itself steps the others.
+
+[Note: first step]
+State is made in the pieces in which the optimizer sees a run, and then put together. To make all of
+it at once takes twice the memory, which the process then keeps.
 
 [Note: room for state]
 What an optimizer keeps is known when it has made it, which is too late to find that a disk is full:
@@ -13,6 +17,7 @@ many bytes per element there will be, and room for all of it is reserved before 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -51,13 +56,15 @@ def local(value: Any) -> Any:
     return local_of(value) if isinstance(value, FlatShardTensor | FlatParameter) else value
 
 
-def find_parts(optimizer: torch.optim.Optimizer) -> list[Part]:
-    """What is to be stepped by itself."""
+def find_parts(
+    optimizer: torch.optim.Optimizer, is_included: Callable[[dict[str, Any], Any], bool]
+) -> list[Part]:
+    """Parameters with gradients, of a group each, for which ``is_included`` says so."""
     parts: list[Part] = []
     for group in optimizer.param_groups:
         storage, nbytes = None, 0
         for param in group["params"]:
-            if state_home(param) is None or not _has_grad(param):
+            if not _has_grad(param) or not is_included(group, param):
                 continue
             held = local(param)
             own = held.untyped_storage()._cdata
@@ -185,15 +192,39 @@ def step(
     optimizer: torch.optim.Optimizer,
     step_parts: Callable[[torch.optim.Optimizer, Sequence[Part]], None],
 ) -> set[int]:
-    """Step, a part at a time, what lives on a disk; returns the ids of what was stepped.
+    """Step, a part at a time, what is to be; returns the ids of what was stepped.
 
     Raises:
         OffloadError: there is no room for state; nothing was stepped.
     """
-    parts = find_parts(optimizer)
-    if not parts or not reserve(optimizer):
-        return set()
+    parts = find_parts(optimizer, lambda _, param: state_home(param) is not None)
+    if parts and not reserve(optimizer):
+        parts = []
+    if optimizer not in _begun:
+        _begun.add(optimizer)
+        parts += _first_parts(optimizer)
     for part in parts:
         disk_memory.fetch(*_tensors(optimizer, part.params))
         step_parts(optimizer, [part])
     return {id(param) for part in parts for param in part.params}
+
+
+_begun: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _first_parts(optimizer: torch.optim.Optimizer) -> list[Part]:
+    """What has no state yet; see the note."""
+    divisible: dict[int, bool] = {}
+
+    def is_included(group: dict[str, Any], param: Any) -> bool:
+        is_ours = isinstance(param, FlatShardTensor | FlatParameter)
+        if not is_ours or state_home(param) is not None or param in optimizer.state:
+            return False
+        if local(param).device.type != "cpu":
+            return False
+        if id(group) not in divisible:
+            divisible[id(group)] = _bytes_per_element(optimizer, group, param) is not None
+        return divisible[id(group)]
+
+    parts = find_parts(optimizer, is_included)
+    return parts if len(parts) > 1 else []

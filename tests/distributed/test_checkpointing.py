@@ -119,7 +119,6 @@ KINDS: dict[str, Checkpoint] = {
     "saved-to-the-end": functools.partial(checkpoint, use_reentrant=False, early_stop=False),
 }
 
-each_kind = pytest.mark.parametrize("kind", KINDS)
 both_kinds = pytest.mark.parametrize("kind", ["reentrant", "saved"])
 each_way = pytest.mark.parametrize("way", WAYS)
 

@@ -1,4 +1,4 @@
-"""Optimizers that get a run in pieces: to the bit what they do with all of it."""
+"""What optimizers get, and when: runs in pieces, the first step in parts; and by which kernel."""
 
 import io
 from functools import partial
@@ -6,8 +6,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 
-from flatshard import ShardedWrapper, declare_elementwise, optim, optim_runs
+from flatshard import ShardedWrapper, declare_elementwise, optim, optim_offload, optim_runs
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import snapshot, train_steps, trainable
@@ -36,6 +37,9 @@ def _compare(rank: int, world_size: int) -> None:
                 whole = _train(rank, world_size, kind, use_orig_params, piece=1 << 17)
                 pieces = _train(rank, world_size, kind, use_orig_params, piece=16)
                 torch.testing.assert_close(pieces, whole, rtol=0, atol=0)
+                with mock.patch.object(optim_offload, "_PART_BYTES", 1):
+                    parts = _train(rank, world_size, kind, use_orig_params, piece=16)
+                torch.testing.assert_close(parts, whole, rtol=0, atol=0)
 
 
 def _train(rank: int, world_size: int, kind: str, use_orig_params: bool, *, piece: int) -> Any:
@@ -56,6 +60,82 @@ def _train(rank: int, world_size: int, kind: str, use_orig_params: bool, *, piec
         assert len(set(cut)) == 1, "parameters are put back"
         state = ShardedWrapper.optim_state_dict(model, optimizer)
         return losses, snapshot(model), state["state"]
+
+
+def test_state_is_made_a_part_at_a_time() -> None:
+    """All of it at once was twice as large while it was put together."""
+    run_ranks(_made_in_parts, 2)
+
+
+def _made_in_parts(rank: int, world_size: int) -> None:
+    case, most = CASES["mlp"], 0
+    collect = optim_runs.Run.collect
+
+    def counted(run: Any, states: Any, home: Any = None) -> Any:
+        nonlocal most
+        in_pieces = [key for key in optimizer.state if type(key) is nn.Parameter]
+        most = max(most, len(in_pieces) + len(states))
+        return collect(run, states, home)
+
+    numbers = []
+    for part_bytes in (1, 1 << 30):
+        with (
+            mock.patch.object(optim_runs, "_PIECE_NUMEL", 16),
+            mock.patch.object(optim_offload, "_PART_BYTES", part_bytes),
+            mock.patch.object(optim_runs.Run, "collect", counted),
+        ):
+            model = case.wrap(case.model())
+            optimizer = KINDS["adamw"](trainable(model))
+            most = 0
+            train_steps(model, optimizer, case, rank, world_size, steps=1)
+            numbers.append(most)
+    assert numbers[0] < numbers[1], numbers
+
+
+# ---------------------------------------------------------------- by which kernel
+
+
+def test_fused_where_it_is_left_open() -> None:
+    run_ranks(_by_kernel, 2)
+
+
+def _by_kernel(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    called = 0
+    fused_adamw = torch._fused_adamw_
+
+    def counted(*args: Any, **keywords: Any) -> None:
+        nonlocal called
+        called += 1
+        fused_adamw(*args, **keywords)
+
+    ends = {}
+    for name, is_fused, dtype, keywords in (
+        ("open", True, torch.float32, {}),
+        ("fused", True, torch.float32, {"fused": True}),
+        ("not fused", False, torch.float32, {"fused": False}),
+        ("foreach", False, torch.float32, {"foreach": True}),
+        ("no foreach", False, torch.float32, {"foreach": False}),
+        ("tensor", False, torch.float32, {"lr": torch.tensor(0.01)}),
+        ("narrow", False, torch.bfloat16, {}),
+        ("wide", True, torch.float64, {}),
+    ):
+        with naming(name), mock.patch.object(torch, "_fused_adamw_", counted):
+            model = case.wrap(case.model().to(dtype))
+            optimizer = torch.optim.AdamW(trainable(model), **{"lr": 0.01, **keywords})
+            before = dict(optimizer.param_groups[0])
+            called = 0
+            for step in range(3):
+                x = case.batch(rank + 2 * step, 8)[0].to(dtype)
+                model(x).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert (called > 0) is is_fused
+            assert optimizer.param_groups[0] == before, "the user's options are as they were"
+            ends[name] = snapshot(model)
+    torch.testing.assert_close(ends["open"], ends["fused"], rtol=0, atol=0)
+    for name in ("not fused", "foreach", "no foreach", "tensor"):
+        torch.testing.assert_close(ends["open"], ends[name], rtol=1e-6, atol=1e-8)
 
 
 def _num_params(optimizer: torch.optim.Optimizer) -> int:
