@@ -41,6 +41,7 @@ PHASES = ("forward", "backward", "optimizer")
 TOLERANCES = {"none": 1e-4, "bf16": 2e-2}
 OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-3),
+    "adamw-fused": functools.partial(torch.optim.AdamW, lr=1e-3, fused=True),
     "sgd": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
 }
 
