@@ -180,7 +180,7 @@ def _exchange(
     # args[0] is the optimizer itself.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
-        _swap_in(optimizer, _step_offloaded(optimizer))
+        _swap_in(optimizer, _step_in_parts(optimizer))
         return None
     _swap_in(optimizer)
 
@@ -188,7 +188,7 @@ def _exchange(
         _swap_out(optimizer)
         result = closure()  # where it raises, the step is over
         _drop_spent(optimizer)
-        _swap_in(optimizer, _step_offloaded(optimizer))
+        _swap_in(optimizer, _step_in_parts(optimizer))
         return result
 
     if len(args) > 1:
@@ -196,8 +196,8 @@ def _exchange(
     return args, {**kwargs, "closure": with_sharded_parameters}
 
 
-def _step_offloaded(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Step what lives on a disk; returns the ids of what the step to come leaves out."""
+def _step_in_parts(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Step what is stepped a part at a time; returns the ids, which the step leaves out."""
     if inspect.unwrap(type(optimizer).step) not in _TORCHS_OWN:
         return set()  # others may count their steps somewhere
     return optim_offload.step(optimizer, step_parts)

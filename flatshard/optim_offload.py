@@ -2,7 +2,8 @@
 
 An optimizer steps all its parameters in one call. Before that call, those whose state is kept on a
 disk are stepped by themselves, some megabytes at a time; each time, state that the optimizer has
-made goes to the disk, and the pages are given back. The call itself steps the others.
+made goes to the disk, and the pages are given back. Those that have no state yet are, too, once.
+The call itself steps the others.
 
 [Note: first step]
 State is made in the pieces in which the optimizer sees a run, and then put together. To make all of
