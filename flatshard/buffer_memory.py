@@ -24,10 +24,6 @@ class BufferMemory(Protocol):
     buffer: Tensor
 
     @property
-    def stays_readable(self) -> bool:
-        """Whether it shows the parameters' values also when it is freed."""
-
-    @property
     def held_bytes(self) -> int:
         """What it takes now beside the shards."""
 
@@ -48,7 +44,6 @@ class ShardItself:
     """An unsharded buffer that is the shard."""
 
     held_bytes = 0
-    stays_readable = True
 
     def __init__(self, shard: Tensor) -> None:
         """``shard``: all of the flat parameter."""
@@ -69,8 +64,6 @@ class ShardItself:
 
 class AllocatedBuffer:
     """An unsharded buffer of the device's allocator, for small ones and on accelerators."""
-
-    stays_readable = False
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate ``(numel,)`` elements."""

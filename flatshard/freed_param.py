@@ -1,8 +1,9 @@
 """``FreedParameter``: a full parameter while its memory is given back.
 
-Whoever kept one from a forward could not know, and reading it would end the process. So what is
-kept changes its class when the unit is freed, and back when it is gathered; an operation on it then
-says what to do instead. Views of it that were made in forward can't be told.
+Whoever kept one from a forward could not know. Reading it would end the process; where it shows the
+ranks' shards, it would show some before the optimizer's step and some after it. So what is kept
+changes its class when the unit is freed, and back when it is gathered; an operation on it then says
+what to do instead. Views of it that were made in forward can't be told.
 """
 
 from __future__ import annotations

@@ -548,7 +548,7 @@ class FlatParamHandle:
         # Whatever still holds a raw view now gets autograd's error instead of freed memory.
         torch.autograd.graph.increment_version(self.buffer)
         self._memory.free()
-        self.params.let_read(self._memory.stays_readable)
+        self.params.let_read(False)
 
     # ------------------------------------------------------------ conversion, copies
 

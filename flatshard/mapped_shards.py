@@ -91,11 +91,6 @@ class MappedShards:
         copied = 0 if self._mapped is None else self._group.size - len(self._mapped)
         return copied * self._nbytes
 
-    @property
-    def stays_readable(self) -> bool:
-        """Whether the buffer shows all shards also when it is freed."""
-        return self._mapped is not None and len(self._mapped) == self._group.size
-
     def begin(self, what: str) -> Pending:
         """Say that this rank's shard is final until ``free`` and begin to wait for the others'.
 

@@ -123,8 +123,6 @@ class RingBuffer:
         shard: this rank's part, ``(shard_numel,)``, zeros at first; None where it lies elsewhere.
     """
 
-    stays_readable = False
-
     def __init__(
         self,
         numel: int,
