@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import operator
 import re
 import warnings
 import weakref
@@ -37,7 +38,7 @@ from torch.utils import hooks as torch_hooks
 from flatshard import fused_step, optim_offload
 from flatshard.flat_param import FlatParameter
 from flatshard.grad_dtypes import check_dtype, set_grad
-from flatshard.optim_runs import Run, apart, find_runs
+from flatshard.optim_runs import Part, Run, apart, find_runs
 from flatshard.shard_tensor import FlatShardTensor
 from flatshard.spent_gradient import drop_spent
 
@@ -106,8 +107,6 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Global hook: let the exchange be the optimizer's innermost hooks."""
     restore_all()
     _check_params(optimizer)
-    _drop_spent(optimizer)
-    _check_grads(optimizer)
     check_state(optimizer)
     if not is_elementwise(optimizer):
         return
@@ -134,15 +133,37 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_params(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            unit = getattr(param, "_flattened_into", None)
-            if unit is not None:
-                raise RuntimeError(
-                    f"step(): the optimizer was made before wrapping, and its parameters became a "
-                    f"part of the flat parameter of unit {unit!r}. Make it from "
-                    "model.parameters() after wrapping, or wrap with use_orig_params=True."
-                )
+    """Refuse a step on gradients that only this rank has, or that the optimizer can't take."""
+    takes_sparse_alone = isinstance(optimizer, torch.optim.SparseAdam)
+    with torch._C.DisableTorchFunctionSubclass():
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                is_ours = isinstance(param, FlatShardTensor | FlatParameter)
+                if takes_sparse_alone and is_ours:
+                    raise RuntimeError(
+                        "SparseAdam: gradients of sharded parameters are dense, also those of "
+                        "nn.Embedding(sparse=True). Use one that takes them: Adam, SGD, Adagrad."
+                    )
+                unit = None if is_ours else getattr(param, "_flattened_into", None)
+                if unit is not None:
+                    raise RuntimeError(
+                        f"step(): the optimizer was made before wrapping, and its parameters "
+                        f"became a part of the flat parameter of unit {unit!r}. Make it from "
+                        "model.parameters() after wrapping, or wrap with use_orig_params=True."
+                    )
+                drop_spent(param)  # what backward has stepped is not stepped again
+                grad = param.grad
+                if grad is None:
+                    continue
+                if grad.dtype is not param.dtype:
+                    check_dtype(optimizer, group, param)
+                # An earlier, reduced gradient is marked too while more waits for its reduction.
+                unit = getattr(grad, "_unreduced_of", None)
+                if unit is not None:
+                    raise RuntimeError(
+                        f"unit {unit!r}: step() on gradients that were accumulated under no_sync "
+                        "and not reduced. Run the last backward before a step outside of no_sync."
+                    )
 
 
 def _drop_spent(optimizer: torch.optim.Optimizer) -> None:
@@ -151,27 +172,6 @@ def _drop_spent(optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 drop_spent(param)
-
-
-def _check_grads(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a step on gradients that only this rank has, or that the optimizer can't take."""
-    takes_sparse_alone = isinstance(optimizer, torch.optim.SparseAdam)
-    with torch._C.DisableTorchFunctionSubclass():
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if takes_sparse_alone and isinstance(param, FlatShardTensor | FlatParameter):
-                    raise RuntimeError(
-                        "SparseAdam: gradients of sharded parameters are dense, also those of "
-                        "nn.Embedding(sparse=True). Use one that takes them: Adam, SGD, Adagrad."
-                    )
-                check_dtype(optimizer, group, param)
-                # An earlier, reduced gradient is marked too while more waits for its reduction.
-                unit = getattr(param.grad, "_unreduced_of", None)
-                if unit is not None:
-                    raise RuntimeError(
-                        f"unit {unit!r}: step() on gradients that were accumulated under no_sync "
-                        "and not reduced. Run the last backward before a step outside of no_sync."
-                    )
 
 
 def _exchange(
@@ -274,7 +274,7 @@ class _Exchange:
         self._left_out = left_out
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._twins: list[tuple[nn.Parameter, FlatShardTensor | FlatParameter]] = []
-        self._runs: list[Run] = []
+        self._runs: list[tuple[Run, list[Part] | None]] = []  # and the state its members kept
         self._fused: list[dict[str, Any]] = []
 
     def begin(self) -> None:
@@ -285,55 +285,49 @@ class _Exchange:
             if self._left_out:
                 self._lists.append((params, list(params)))
                 params[:] = [param for param in params if id(param) not in self._left_out]
-            joined: set[int] = set()
-            stand_in: dict[int, list[nn.Parameter]] = {}
-            for positions in find_runs(params):
-                pieces = self._join([params[position] for position in positions], known)
-                if pieces:
-                    stand_in[positions[0]] = pieces
-                    joined.update(positions)
-            for position, param in enumerate(params):
-                is_ours = isinstance(param, FlatShardTensor | FlatParameter)
-                # What has no gradient is left alone: its state may be part of a run's.
-                if is_ours and position not in joined and param.grad is not None:
-                    stand_in[position] = [self._replace(param)]
-            if stand_in:
+            seen = 0
+            shown: list[nn.Parameter] = []  # what the optimizer is to see
+            for position, run in find_runs(params, known):
+                shown += map(self._replaced, params[seen:position])
+                seen = position + len(run.members)
+                shown += self._join(run) or map(self._replaced, run.members)
+            shown += map(self._replaced, params[seen:])
+            if len(shown) != len(params) or not all(map(operator.is_, shown, params)):
                 self._lists.append((params, list(params)))
-                params[:] = [
-                    one
-                    for position, param in enumerate(params)
-                    if position in stand_in or position not in joined
-                    for one in stand_in.get(position, [param])
-                ]
+                params[:] = shown
                 if fused_step.suits(self._optimizer, group):
                     self._fused.append(group)
                     group["fused"] = True
 
-    def _join(
-        self, members: list[FlatShardTensor | FlatParameter], known: dict[int, Run]
-    ) -> list[nn.Parameter]:
+    def _join(self, run: Run) -> list[nn.Parameter]:
         """What stands for neighbours; nothing where their states differ in more than values."""
-        run = known.get(id(members[0]))
-        if run is None or not run.is_of(members):
-            run = known[id(members[0])] = Run(members)
-        own = [self._state.get(param) for param in members]
-        states = [
-            state if state is None else _local_state(param, state)
-            for param, state in zip(members, own, strict=True)
-        ]
-        whole = run.join(states)
-        if whole is None:
-            return []
-        for param in members:
-            self._state.pop(param, None)
+        own = [self._state.get(param) for param in run.members]
+        whole, parts = run.known_state(own) or (None, None)
+        if parts is None:
+            states = [
+                state if state is None else _local_state(param, state)
+                for param, state in zip(run.members, own, strict=True)
+            ]
+            whole = run.join(states)
+            if whole is None:
+                return []
+            for param in run.members:
+                self._state.pop(param, None)
         if whole:
             self._state.update(zip(run.pieces, run.hand_out(whole), strict=True))
         run.show_grads()
         # An optimizer that writes to `p.data` would leave no trace of it, and what was gathered
         # before would be taken for current.
         torch.autograd.graph.increment_version(run.pieces[0])
-        self._runs.append(run)
+        self._runs.append((run, parts))
         return run.pieces
+
+    def _replaced(self, param: Any) -> Any:
+        """What stands for a parameter that is stepped alone."""
+        # What has no gradient is left alone: its state may be part of a run's.
+        if isinstance(param, FlatShardTensor | FlatParameter) and param.grad is not None:
+            return self._replace(param)
+        return param
 
     def _replace(self, param: FlatShardTensor | FlatParameter) -> nn.Parameter:
         if isinstance(param, FlatShardTensor):
@@ -363,7 +357,7 @@ class _Exchange:
             if twin in self._state:
                 home = optim_offload.state_home(param)
                 self._state[param] = optim_offload.take_in(home, self._state.pop(twin), twin)
-        for run in self._runs:
+        for run, kept in self._runs:
             if run.pieces[0].grad is None:
                 for param in run.members:
                     param.grad = None
@@ -373,8 +367,8 @@ class _Exchange:
             if len(states) == len(run.pieces):  # else a step failed at the first
                 whole = run.collect(states, optim_offload.state_home(run.members[0]))
                 parts = run.split(whole)
-                for param, part in zip(run.members, parts, strict=True):
-                    self._state[param] = part
+                if parts is not kept:
+                    self._state.update(zip(run.members, parts, strict=True))
 
 
 def _swap_in(optimizer: torch.optim.Optimizer, left_out: Collection[int] = ()) -> None:

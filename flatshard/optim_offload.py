@@ -65,7 +65,7 @@ def find_parts(
     for group in optimizer.param_groups:
         storage, nbytes = None, 0
         for param in group["params"]:
-            if not _has_grad(param) or not is_included(group, param):
+            if not is_included(group, param) or not _has_grad(param):
                 continue
             held = local(param)
             own = held.untyped_storage()._cdata
@@ -90,13 +90,12 @@ def take_in(home: DiskMemory | None, state: dict[str, Any], like: Tensor) -> dic
 
 def rest(optimizer: torch.optim.Optimizer, params: Collection[Any]) -> None:
     """Put the state of parameters that were stepped where it is kept, and give pages back."""
-    for param in params:
-        home = state_home(param)
-        if home is None:
-            continue
+    kept = [param for param in params if state_home(param) is not None]
+    for param in kept:
         if not isinstance(param, FlatShardTensor):
-            take_in(home, optimizer.state.get(param, {}), param)
-    disk_memory.release(*_tensors(optimizer, params))
+            take_in(state_home(param), optimizer.state.get(param, {}), param)
+    if kept:
+        disk_memory.release(*_tensors(optimizer, kept))
 
 
 def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:

@@ -17,6 +17,7 @@ it for all. ``Part`` marks such state; ``apart`` makes it a parameter's own.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -69,28 +70,47 @@ class _Place(NamedTuple):
         return gap if gap * self.dtype.itemsize < ALIGNMENT_BYTES else -1
 
 
-def find_runs(params: Sequence[Any]) -> Iterator[list[int]]:
-    """Positions of parameters that can be stepped as one: neighbours, and their gradients too.
+def find_runs(params: Sequence[Any], known: dict[int, Run]) -> Iterator[tuple[int, Run]]:
+    """Parameters that can be stepped as one: neighbours, and their gradients too.
 
-    And of single ones that are worth cutting into pieces.
+    And single ones that are worth cutting into pieces.
+
+    Args:
+        params: a group's.
+        known: runs of earlier steps, by their first member's id; new ones are added.
+
+    Yields:
+        Positions of first members, and their runs; from left to right.
     """
-    run: list[int] = []
+    position = 0
+    while position < len(params):
+        run = known.get(id(params[position]))
+        if run is None or not run.goes_on(params, position):
+            members = _neighbours(params, position)
+            if not _is_worth_it(members):
+                position += max(1, len(members))
+                continue
+            if run is None or not run.is_of(members):
+                run = known[id(members[0])] = Run(members)
+        yield position, run
+        position += len(run.members)
+
+
+def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
+    """The longest run from there; nothing where none begins."""
+    found: list[Any] = []
     before: tuple[_Place, _Place] | None = None
-    for position, param in enumerate(params):
+    for param in params[position:]:
         places = _places(param)
-        if before is not None and places is not None and _follows(before, places):
-            run.append(position)
-        else:
-            if _is_worth_it(run, params):
-                yield run
-            run = [] if places is None else [position]
+        if places is None or (before is not None and not _follows(before, places)):
+            break
+        found.append(param)
         before = places
-    if _is_worth_it(run, params):
-        yield run
+    return found
 
 
-def _is_worth_it(run: list[int], params: Sequence[Any]) -> bool:
-    return len(run) > 1 or (len(run) == 1 and len(_pieces(local_of(params[run[0]]))) > 1)
+def _is_worth_it(members: Sequence[Any]) -> bool:
+    return len(members) > 1 or (len(members) == 1 and len(_pieces(local_of(members[0]))) > 1)
 
 
 def local_of(param: FlatShardTensor | FlatParameter) -> Tensor:
@@ -121,7 +141,7 @@ class Run:
     """Some neighbours, as one optimizer steps them."""
 
     def __init__(self, members: Sequence[FlatShardTensor | FlatParameter]) -> None:
-        """``members`` are as ``find_runs`` found them."""
+        """``members`` are neighbours, and so are their gradients."""
         self.members = list(members)
         local = local_of(members[0])
         first = int(local.storage_offset())
@@ -140,16 +160,48 @@ class Run:
         self._whole: dict[str, Any] = {}
         self._values: dict[str, Any] = {}  # what is in it, by object
         self._parts: list[Part] = []
-        self._shown: list[dict[str, Any]] = []  # what is in them
+        self._shown: list[tuple[Any, ...]] = []  # what is in them
 
     def is_of(self, members: Sequence[Any]) -> bool:
         """Whether these are its members, and still where they were."""
         return (
             len(members) == len(self.members)
-            and all(one is other for one, other in zip(members, self.members, strict=True))
+            and all(map(operator.is_, members, self.members))
             and _address(local_of(members[0])) == self._address
             and members[0].requires_grad == self._requires_grad
         )
+
+    def goes_on(self, params: Sequence[Any], position: int) -> bool:
+        """Whether its members are ``params`` from there on, with gradients that are neighbours.
+
+        Quickly: False also where only ``_neighbours`` can tell.
+        """
+        return self.is_of(params[position : position + len(self.members)]) and self._has_grads()
+
+    def _has_grads(self) -> bool:
+        """Whether the members' gradients are views of one tensor, and lie as the members do."""
+        first: Any = self.members[0].grad
+        if not isinstance(first, FlatShardTensor):
+            return False
+        if len(self.members) == 1:
+            return True
+        local = first._local
+        base, dtype, offset = local._base, local.dtype, local.storage_offset()
+        if base is None:
+            return False
+        for member, (start, end) in zip(self.members, self._bounds, strict=True):
+            grad: Any = member.grad
+            if not isinstance(grad, FlatShardTensor):
+                return False
+            local = grad._local
+            if (
+                local._base is not base
+                or local.storage_offset() != offset + start
+                or local.numel() != end - start
+                or local.dtype is not dtype
+            ):
+                return False
+        return True
 
     def show_grads(self) -> None:
         """Give the pieces the members' gradients."""
@@ -209,14 +261,23 @@ class Run:
             return home.take_in(first)
         return torch.cat(list(values), out=home.new(self._numel, first.dtype))
 
+    def known_state(
+        self, states: Sequence[dict[str, Any] | None]
+    ) -> tuple[dict[str, Any], list[Part]] | None:
+        """The run's state and its members', if these are as ``split`` left them; else None.
+
+        Up to edits in place, which both see.
+        """
+        if self._parts and all(map(_is_unchanged, states, self._parts, self._shown)):
+            return self._whole, self._parts
+        return None
+
     def join(self, states: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
         """The run's state, of its members'; None where they can't be joined.
 
         Args:
             states: each member's, this rank's part; None: it has none yet.
         """
-        if self._parts and all(map(_is_unchanged, states, self._parts, self._shown)):
-            return self._whole
         present = [state for state in states if state is not None]
         if not present:
             return {}
@@ -257,14 +318,16 @@ class Run:
                 )
                 for start, end in self._bounds
             ]
-            self._shown = [dict(part) for part in self._parts]
+            self._shown = [tuple(part.values()) for part in self._parts]
             self._whole, self._values = whole, dict(whole)
         return self._parts
 
 
-def _is_unchanged(state: dict[str, Any] | None, part: Part, shown: dict[str, Any]) -> bool:
+def _is_unchanged(state: dict[str, Any] | None, part: Part, shown: tuple[Any, ...]) -> bool:
     """Whether a member's state is what ``split`` made it, up to edits in place."""
-    return state is part and _same_values(part, shown)
+    return (
+        state is part and len(part) == len(shown) and all(map(operator.is_, part.values(), shown))
+    )
 
 
 def _same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:

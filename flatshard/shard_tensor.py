@@ -340,6 +340,9 @@ class FlatShardTensor(torch.Tensor):
     ) -> Any:
         """Catch, above autograd, what autograd would differentiate wrongly."""
         kwargs = kwargs or {}
+        if func not in DIFFERENTIABLE and func not in _WATCHED:  # `.grad`, say, of each parameter
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if torch.is_grad_enabled():
             if func in DIFFERENTIABLE:
                 source = args[0] if args else kwargs.get("input", kwargs.get("x"))
@@ -411,6 +414,9 @@ def _refuse_gradients_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 _SETS_REQUIRES_GRAD = frozenset(
     {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 )
+
+
+_WATCHED = _TAKES_GRADIENTS | _SETS_REQUIRES_GRAD
 
 
 def _refuse_requires_grad(tensor: FlatShardTensor) -> NoReturn:
