@@ -329,10 +329,12 @@ class RunContext:
         graph_task = torch._C._current_graph_task_id()
         if graph_task == -1:
             return False
+        if self._active and graph_task == self._graph_task:  # asked for every gradient
+            return True
         if self._active and self._end_callback() is None:
             # Autograd dropped the callback with the backward that failed; this is another one.
             self._reset()
-        if self._active and graph_task != self._graph_task:
+        if self._active:
             self.stepping.wait_for_end()
         if not self._active:
             self.stepping.begin_backward()

@@ -129,6 +129,7 @@ class GradientBuffer:
         self._landing = Landing(home)
         self._reduce_by_hook = None if comm_hook is None else comm_hook.reduce
         self._buffer: Tensor | None = None
+        self._sizes: list[int] = []  # of gaps and originals in turn, once they were asked for
         self._slots: dict[int, Tensor] = {}
         self._apart: set[int] = set()  # those that are tensors of their own
         nbytes = layout.padded_numel * dtypes.travel.itemsize
@@ -269,8 +270,9 @@ class GradientBuffer:
             return self._runs.whole({i: _in_memory_order(self._slots[i]) for i in self.filled})
         spans = self._layout.spans
         buffer = self._allocate() if self._buffer is None else self._buffer
-        absent = (span for index, span in enumerate(spans) if index not in self.filled)
-        _zero([buffer[span.start : span.end] for span in absent])
+        if len(self.filled) < len(spans):
+            absent = (span for index, span in enumerate(spans) if index not in self.filled)
+            _zero([buffer[span.start : span.end] for span in absent])
         apart = self._apart & self.filled
         if apart:
             pieces = self._split(buffer)
@@ -282,10 +284,11 @@ class GradientBuffer:
 
     def _split(self, buffer: Tensor) -> list[Tensor]:
         """The original parameters' ranges of a buffer; in one call."""
-        bounds = [bound for span in self._layout.spans for bound in (span.start, span.end)]
-        ends = [*bounds, buffer.numel()]
-        sizes = [end - start for start, end in zip([0, *bounds], ends, strict=True)]
-        return list(buffer.split_with_sizes(sizes)[1::2])
+        if not self._sizes:
+            bounds = [bound for span in self._layout.spans for bound in (span.start, span.end)]
+            ends = [*bounds, buffer.numel()]
+            self._sizes = [end - start for start, end in zip([0, *bounds], ends, strict=True)]
+        return list(buffer.split_with_sizes(self._sizes)[1::2])
 
     def forget(self, index: int) -> None:
         """Drop one gradient that was not reduced yet."""

@@ -203,13 +203,13 @@ def _padded(values: Tensor, size: int) -> Tensor:
     return torch.cat([values, values.new_zeros(missing)]) if missing else values
 
 
-def _event_after(whole: Whole) -> torch.cuda.Event | None:
+def _event_after(whole: Whole) -> torch.Event | None:
     """What an accelerator comes to when it has computed ``whole``."""
     device = next((part.device for part in whole.tensors), None)
     if device is None or device.type != "cuda":
         return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
+    event = torch.Event(device)
+    event.record()  # on the stream that is current on its device
     return event
 
 

@@ -252,7 +252,10 @@ class Unit:
     @property
     def gathers_in_backward(self) -> bool:
         """Whether backward needs the parameters; that of a lookup needs the indices alone."""
-        return not all(type(module) in _LOOKUPS for module in self._casts)
+        for module in self._casts:  # a loop: asked for every unit by each
+            if type(module) not in _LOOKUPS:
+                return True
+        return False
 
     def portion_of(self, handle: FlatParamHandle) -> Portion:
         """What a flat parameter is reduced with."""
