@@ -1,0 +1,2 @@
+// What nccl.h needs of it.
+#include <cuda_runtime_api.h>
