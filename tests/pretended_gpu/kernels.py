@@ -99,6 +99,11 @@ def _to_cpu(value: Any) -> Any:
     return value.on_cpu() if isinstance(value, _Argument) else value
 
 
+def _widened(value: Any) -> Any:
+    is_narrow = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_narrow else value
+
+
 _WITHOUT_A_KERNEL = {
     "aten::empty",
     "aten::empty_like",
@@ -175,7 +180,7 @@ class Kernels(TorchDispatchMode):
         def compute() -> None:
             inputs = tree_map(_to_cpu, arguments)
             if widen:
-                inputs = tree_map(lambda x: x.float() if isinstance(x, Tensor) else x, inputs)
+                inputs = tree_map(_widened, inputs)
             found = func(*inputs, **tree_map(_to_cpu, named))
             for place, one in zip(
                 tree_leaves(places), tree_leaves(found if is_many else [found]), strict=True
