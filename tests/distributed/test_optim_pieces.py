@@ -11,7 +11,7 @@ from torch import nn
 from flatshard import ShardedWrapper, declare_elementwise, optim, optim_offload, optim_runs
 from tests.harness import naming, run_ranks
 from tests.models import CASES
-from tests.oracle import snapshot, train_steps, trainable
+from tests.oracle import local_loss, snapshot, train_steps, trainable
 
 KINDS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -190,3 +190,50 @@ def _stays(rank: int, world_size: int) -> None:
         places.append([one.untyped_storage().data_ptr() for one in states])
     assert places[1] == places[0]
     assert places[2] == places[0]
+
+
+SURPRISES = ("nothing", "nothing", "no gradient", "another gradient", "state", "no state", "frozen")
+"""What happens to a parameter in the middle of a run before a step."""
+
+
+def test_runs_that_users_break_up() -> None:
+    """What was stepped as one the last time may not be one this time."""
+    for world_size in (1, 2):
+        run_ranks(_broken_up, world_size)
+
+
+def _broken_up(rank: int, world_size: int) -> None:
+    case = CASES["transformer"]
+    plain = case.model()
+    model = case.wrap(case.model())
+    for stepped, ranks in ((plain, (0, 1)), (model, (rank, world_size))):
+        optimizer = KINDS["adamw"](trainable(stepped))
+        for surprise in (*SURPRISES, "nothing"):
+            loss = (
+                sum(local_loss(plain, case, 0, one, world_size) for one in range(world_size))
+                if stepped is plain
+                else local_loss(model, case, 0, *ranks)
+            )
+            (loss / world_size if stepped is plain else loss).backward()
+            parameters = dict(stepped.named_parameters())
+            names = [name for name in parameters if name.endswith("norm2.weight")]
+            assert names, list(parameters)
+            for name in names:
+                _surprise(surprise, parameters[name], optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(snapshot(model), snapshot(plain), rtol=0, atol=1e-9)
+
+
+def _surprise(kind: str, param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    if kind == "no gradient":
+        param.grad = None
+    elif kind == "another gradient":
+        assert param.grad is not None
+        param.grad = param.grad * 2
+    elif kind == "state":
+        optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"] * 3
+    elif kind == "no state":
+        del optimizer.state[param]
+    elif kind == "frozen":
+        param.requires_grad_(False)
