@@ -100,11 +100,11 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
     """The longest run from there; nothing where none begins."""
     found: list[Any] = []
     before: tuple[_Place, _Place] | None = None
-    for param in params[position:]:
-        places = _places(param)
+    for number in range(position, len(params)):  # not a slice, which each run would make anew
+        places = _places(params[number])
         if places is None or (before is not None and not _follows(before, places)):
             break
-        found.append(param)
+        found.append(params[number])
         before = places
     return found
 
