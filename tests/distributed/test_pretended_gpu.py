@@ -57,22 +57,14 @@ def check(found: Limits, case: str) -> None:
 
 def test_streams_that_lag_behind_change_nothing(environment: dict[str, str]) -> None:
     cases = [
-        "FULL_SHARD,fp32,plain",
         "FULL_SHARD,fp32,checkpoint",
         "FULL_SHARD,bf16,unused",
         "FULL_SHARD,fp32,offload",
         "SHARD_GRAD_OP,fp32,no_sync",
-        "SHARD_GRAD_OP,fp32,fixed_order",
     ]
     slow = {**environment, "PRETENDED_SIDE_DELAY": "2000"}
     for case, found in zip(cases, run(slow, "nccl", *cases), strict=True):
         check(found, case)
-
-
-def test_computation_that_lags_behind_changes_nothing(environment: dict[str, str]) -> None:
-    case = "FULL_SHARD,fp32,no_sync"
-    slow = {**environment, "PRETENDED_MAIN_DELAY": "300"}
-    check(*run(slow, "cpu:gloo,cuda:gloo", case), case)
 
 
 def test_a_wait_that_lacks_is_seen(environment: dict[str, str]) -> None:

@@ -31,6 +31,7 @@ def main(rank: int, world_size: int, store: str, backend: str, cases: list[str])
         timeout=timedelta(seconds=60),
     )
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    equality.STEPS = 3
     start = dict(equality.make_model(cpu).state_dict())
     for text in cases:
         case = equality.Case(*text.split(","))
