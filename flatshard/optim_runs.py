@@ -153,7 +153,7 @@ class Run:
         self._numel = self._bounds[-1][1]
         self._requires_grad = members[0].requires_grad
         flat = _stretched(local, self._numel)
-        self._address = _address(local)
+        self._addresses = [_address(local_of(member)) for member in members]
         self.pieces = [nn.Parameter(piece, self._requires_grad) for piece in _pieces(flat)]
         self._handed: list[dict[str, Any]] = []  # what the pieces got last
         self._handed_of: dict[str, Any] = {}  # of what
@@ -167,7 +167,8 @@ class Run:
         return (
             len(members) == len(self.members)
             and all(map(operator.is_, members, self.members))
-            and _address(local_of(members[0])) == self._address
+            # Each: somebody may have assigned to `p.data` of one.
+            and [_address(local_of(member)) for member in members] == self._addresses
             and members[0].requires_grad == self._requires_grad
         )
 

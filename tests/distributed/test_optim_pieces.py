@@ -192,7 +192,10 @@ def _stays(rank: int, world_size: int) -> None:
     assert places[2] == places[0]
 
 
-SURPRISES = ("nothing", "nothing", "no gradient", "another gradient", "state", "no state", "frozen")
+SURPRISES = (
+    *("nothing", "nothing", "no gradient", "another gradient", "data", "nothing", "state"),
+    *("no state", "frozen"),
+)
 """What happens to a parameter in the middle of a run before a step."""
 
 
@@ -231,6 +234,8 @@ def _surprise(kind: str, param: nn.Parameter, optimizer: torch.optim.Optimizer) 
     elif kind == "another gradient":
         assert param.grad is not None
         param.grad = param.grad * 2
+    elif kind == "data":
+        param.data = param.data * 0.5
     elif kind == "state":
         optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"] * 3
     elif kind == "no state":
