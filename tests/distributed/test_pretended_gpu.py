@@ -22,13 +22,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**built, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "scripts")}
 
 
-def run(environment: dict[str, str], backend: str, *cases: str) -> list[Limits]:
+def run(environment: dict[str, str], *cases: str) -> list[Limits]:
     """How far training is from the unwrapped model's, case by case."""
     store = f"{tempfile.mkdtemp(dir=environment['PRETENDED_NCCL_FOLDER'])}/store"
     command = [sys.executable, "-m", "tests.pretended_gpu.rank"]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(WORLD_SIZE), store, backend, *cases],
+            [*command, str(rank), str(WORLD_SIZE), store, *cases],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -63,11 +63,11 @@ def test_streams_that_lag_behind_change_nothing(environment: dict[str, str]) -> 
         "SHARD_GRAD_OP,fp32,no_sync",
     ]
     slow = {**environment, "PRETENDED_SIDE_DELAY": "2000"}
-    for case, found in zip(cases, run(slow, "nccl", *cases), strict=True):
+    for case, found in zip(cases, run(slow, *cases), strict=True):
         check(found, case)
 
 
 def test_a_wait_that_lacks_is_seen(environment: dict[str, str]) -> None:
     slow = {**environment, "PRETENDED_SIDE_DELAY": "2000", "PRETENDED_WITHOUT_WAITS": "1"}
-    (found,) = run(slow, "nccl", "FULL_SHARD,fp32,offload")
+    (found,) = run(slow, "FULL_SHARD,fp32,offload")
     assert not found.distance <= LIMITS["fp32"].distance

@@ -3,8 +3,8 @@
 `runtime.cpp`, `driver.cpp` and `nccl.cpp` are loaded before CUDA's own libraries. What is torch's
 stays real: its caching allocator, streams and events, `ProcessGroupNCCL` with its watchdog,
 autograd's thread for the device. What kernels would compute, `kernels.py` computes on the CPU when
-their stream comes to them, which may be much later: streams can be told to take their time
-(``PRETENDED_SIDE_DELAY``, ``PRETENDED_MAIN_DELAY``, microseconds for all that is put into them). A
+their stream comes to them, which may be much later: streams beside the one that computes can be
+told to take their time (``PRETENDED_SIDE_DELAY``, microseconds for all that is put into them). A
 wait that lacks, or memory that is given away too early, shows as wrong numbers. What a kernel or a
 collective costs, it cannot tell.
 
@@ -50,6 +50,6 @@ def build(folder: Path) -> dict[str, str]:
     return {
         **os.environ,
         "LD_PRELOAD": str(runtime),
-        "LD_LIBRARY_PATH": str(folder),
+        "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":"),
         "PRETENDED_NCCL_FOLDER": str(folder),
     }

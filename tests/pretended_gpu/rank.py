@@ -1,6 +1,6 @@
 """One rank on a pretended GPU: trains as `scripts/gpu_check.py` does, and prints how far it is off.
 
-    python -m tests.pretended_gpu.rank RANK WORLD_SIZE STORE BACKEND CASE...
+    python -m tests.pretended_gpu.rank RANK WORLD_SIZE STORE CASE...
 
 A case is a strategy, a precision and a variant, with commas between. A line of JSON for each. With
 PRETENDED_WITHOUT_WAITS in the environment no stream waits for another one where flatshard says so.
@@ -19,12 +19,12 @@ from gpu_checks import equality
 from tests.pretended_gpu.kernels import Kernels
 
 
-def main(rank: int, world_size: int, store: str, backend: str, cases: list[str]) -> None:
+def main(rank: int, world_size: int, store: str, cases: list[str]) -> None:
     torch.set_num_threads(1)
     if os.environ.get("PRETENDED_WITHOUT_WAITS"):
         torch.cuda.Stream.wait_stream = lambda *_: None
     dist.init_process_group(
-        backend,
+        "nccl",
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
@@ -45,5 +45,5 @@ def main(rank: int, world_size: int, store: str, backend: str, cases: list[str])
 
 
 if __name__ == "__main__":
-    number, size, place, name, *wanted = sys.argv[1:]
-    main(int(number), int(size), place, name, wanted)
+    number, size, place, *wanted = sys.argv[1:]
+    main(int(number), int(size), place, wanted)
