@@ -22,12 +22,17 @@ def communicator(group: dist.ProcessGroup | None, *, mode: Transport = AUTO) -> 
     if group is None:
         return ALONE
     if group not in _communicators:
-        for destroyed in [one for one in _communicators if not exists(one)]:
-            del _communicators[destroyed]
+        forget_destroyed()
     known = _communicators.setdefault(group, {})
     if mode not in known:
         known[mode] = Communicator(group, mode=mode)
     return known[mode]
+
+
+def forget_destroyed() -> None:
+    """Let go of the groups that were destroyed, and so of their threads."""
+    for destroyed in [one for one in _communicators if not exists(one)]:
+        del _communicators[destroyed]
 
 
 def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:

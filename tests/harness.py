@@ -1,8 +1,8 @@
 """`run_ranks`: run a function on several gloo ranks and bring back what they return.
 
 A rank is a process forked from a server that has torch and the package loaded. It stays for the
-calls that follow, up to `CALLS_PER_PROCESS`, since its first forward, backward and step cost more
-than the process group that each call makes anew. A call begins and ends with the state that
+calls that follow, up to `CALLS_PER_PROCESS`, since its first forward, backward and step cost far
+more than the process group that each call makes anew. A call begins and ends with the state that
 `_isolated` lists, and after anything but a clean return all its processes are thrown away, so that
 a rank that fails or hangs can't disturb the next test. What a test changes besides (a module's
 constant, a thread) needs ``fresh=True``; ``FRESH_RANKS=1`` in the environment makes every call
@@ -41,7 +41,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from flatshard import config
+from flatshard import communicators, config
 
 PRELOAD = [
     "flatshard.wrap",
@@ -53,11 +53,11 @@ PRELOAD = [
 ]
 ROOT = Path(__file__).resolve().parents[1]
 config.COALESCE_BYTES = 0  # the tests' models are so small that each would be one unit
-CALLS_PER_PROCESS = 10
-"""After so many calls a process is replaced, which bounds what tests may leave behind.
-
-Mind a model that is never freed: it keeps its process groups, whose threads wake up all the time.
-"""
+CALLS_PER_PROCESS = 60
+"""After so many calls a process is replaced, which bounds what tests may leave behind."""
+THREADS_PER_PROCESS = 40
+"""The same with so many threads: a model that is never freed keeps its process groups, whose
+threads wake up all the time."""
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -94,6 +94,13 @@ class _Worker:
     pipe: Connection
     stack_path: Path
     calls: int = 0
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it has served long enough."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        num_threads = len(list(tasks.iterdir())) if tasks.is_dir() else 0
+        return self.calls >= CALLS_PER_PROCESS or num_threads > THREADS_PER_PROCESS
 
 
 @dataclass
@@ -213,7 +220,7 @@ def _kept(world_size: int, fresh: bool) -> list[_Worker]:
     if fresh:
         return []
     workers = _idle.pop(world_size, [])
-    if workers and workers[0].calls >= CALLS_PER_PROCESS:
+    if any(worker.is_spent for worker in workers):
         _end(workers)
         return []
     return workers
@@ -400,6 +407,7 @@ def _serve(setup: _Setup, pipe: Connection) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+        communicators.forget_destroyed()
     gc.collect()
     ended = (_State.ENDED, time.monotonic(), None)
     if lost:
