@@ -4,6 +4,9 @@ Whoever kept one from a forward could not know. Reading it would end the process
 ranks' shards, it would show some before the optimizer's step and some after it. So what is kept
 changes its class when the unit is freed, and back when it is gathered; an operation on it then says
 what to do instead. Views of it that were made in forward can't be told.
+
+What backward is expected to do without, and asks for after all, is brought back
+(``ShardSpec.bring_back``).
 """
 
 from __future__ import annotations
@@ -74,16 +77,19 @@ class FreedParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Let through what needs no values.
+        """Let through what needs no values, or brings them back.
 
         Raises:
-            RuntimeError: ``func`` does.
+            RuntimeError: ``func`` needs values that are gone.
         """
         kwargs = kwargs or {}
         if func not in _WITHOUT_VALUES:
-            where = _name(args, kwargs)
+            spec = _spec(args, kwargs)
+            where = "of a model that is gone" if spec is None else repr(spec.name)
             if func is Tensor.__repr__:
                 return f"FreedParameter({where})"
+            if spec is not None and spec.bring_back():
+                return func(*args, **kwargs)
             raise RuntimeError(
                 f"parameter {where}: {_name_of(func)} on the object that it was in forward, which "
                 "was freed with its unit. Compute with it inside of forward, or keep a clone() "
@@ -94,10 +100,10 @@ class FreedParameter(nn.Parameter):
             return func(*args, **kwargs)
 
 
-def _name(*args: Any) -> str:
+def _spec(*args: Any) -> ShardSpec | None:
     found = next(one for one in pytree.tree_leaves(args) if type(one) is FreedParameter)
-    spec = found._full_of()  # type: ignore[attr-defined]
-    return "of a model that is gone" if spec is None else repr(spec.name)
+    spec: ShardSpec | None = found._full_of()  # type: ignore[attr-defined]
+    return spec
 
 
 def _name_of(func: Any) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from flatshard.layout import FlatLayout, LocalSpan
 from flatshard.ownership import OwnedParam, Site
 from flatshard.shard_tensor import FlatShardTensor, ShardSpec, attributes_of
 from flatshard.topology import Topology
+
+T = TypeVar("T")
 
 
 class ParamViews:
@@ -89,7 +91,7 @@ class ParamViews:
         # By wrapped module: of the places, those inside.
         self._places_of: dict[nn.Module, list[tuple[nn.Module, str, int]]] = {}
         self._rnns = [module for module in self.modules() if isinstance(module, nn.RNNBase)]
-        self._make_specs(_weakly(on_outside_grad))
+        self._make_specs(_weakly(on_outside_grad, gone=None))
 
     # ------------------------------------------------------------ construction
 
@@ -242,6 +244,15 @@ class ParamViews:
             for owned, view in zip(self._owned, views, strict=True):
                 owned.become(view)
         return shard
+
+    def bring_back_by(self, bring_back: Callable[[], bool]) -> None:
+        """Say what gathers the full parameters where they are used after they were freed.
+
+        Args:
+            bring_back: whether they are there then; is not kept alive.
+        """
+        for spec in self.specs:
+            spec.bring_back = _weakly(bring_back, gone=False)
 
     def keep_state_at(self, home: DiskMemory | None) -> None:
         """Let optimizers keep what has the parameters' shape in ``home``; None: in memory."""
@@ -429,13 +440,12 @@ class ParamViews:
                 module._parameters[attribute] = None
 
 
-def _weakly(method: Callable[[], object]) -> Callable[[], object]:
+def _weakly(method: Callable[[], T], gone: T) -> Callable[[], T]:
     """A bound method that does not keep its object: ``.grad`` is unseen by the collector too."""
     this = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call() -> T:
         found = this()
-        if found is not None:
-            found()
+        return gone if found is None else found()
 
     return call

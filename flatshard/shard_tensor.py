@@ -60,6 +60,8 @@ class ShardSpec:
         total_numel: elements that all ranks hold together, without padding.
         on_outside_grad: called before autograd adds to the parameter's gradient what came of its
             use outside of forward.
+        bring_back: called where the values of ``full`` are asked for while it has no memory;
+            whether it has some then.
         state_home: where optimizers keep what has this shape; None: in memory.
         full: the parameter that computes while the unit is gathered; hooks for it go there.
         post_accumulate_hooks: run with the sharded parameter once its gradient is published.
@@ -95,6 +97,7 @@ class ShardSpec:
         self.number = number
         self.total_numel = math.prod(shape) if total_numel is None else total_numel
         self.on_outside_grad = on_outside_grad
+        self.bring_back: Callable[[], bool] = _stay_away
         self.state_home: DiskMemory | None = None
         self.full: nn.Parameter | None = None
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
@@ -142,6 +145,10 @@ class ShardSpec:
             "that owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor(). "
             "(For an optimizer that treats every element alike: flatshard.declare_elementwise.)"
         )
+
+
+def _stay_away() -> bool:
+    return False
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
@@ -273,6 +280,7 @@ class FlatShardTensor(torch.Tensor):
             place = copy.copy(self._spec)
             # The copy takes part in no forward until a copied unit takes it over.
             place.full, place.on_outside_grad = None, lambda: None
+            place.bring_back = _stay_away
             place.post_accumulate_hooks = OrderedDict()
             place.aliases = weakref.WeakValueDictionary()
             held, home = self._local.detach(), place.state_home

@@ -60,7 +60,7 @@ Portion: TypeAlias = "portions.Portion[Unit]"
 
 
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
-"""Whose forward saves no parameters; where it does, or a hook, ``regather`` brings them back."""
+"""Whose backward needs the indices alone; what saves their parameters gets them by ``regather``."""
 
 
 class Phase(enum.Enum):
@@ -194,6 +194,7 @@ class Unit:
         self._running: list[Call] = []
         self._waiting_for: dict[Call, int] = {}
         self._num_trainable: dict[FlatParamHandle, int] = {}
+        self._for_backward: set[FlatParamHandle] = set()
         self.portions: list[Portion] = portions.split(self, [], self._num_trainable)
         self._portion_of: dict[GradPublisher, Portion] = {}
         self._sticky_version = -1  # of the parameters that a differentiable backward uses
@@ -243,6 +244,12 @@ class Unit:
         self.portions = portions.split(self, self.handles, self._num_trainable)
         self._portion_of = {h.grads: portion for portion in self.portions for h in portion.handles}
         self._edits = [ForwardEdits(handle) for handle in self.handles]
+        self._for_backward = set()
+        for handle in self.handles:
+            if _are_looked_up(handle):
+                handle.params.bring_back_by(self._bring_back)
+            else:
+                self._for_backward.add(handle)
         self._count_trainable()
 
     def _count_trainable(self) -> None:
@@ -251,11 +258,8 @@ class Unit:
 
     @property
     def gathers_in_backward(self) -> bool:
-        """Whether backward needs the parameters; that of a lookup needs the indices alone."""
-        for module in self._casts:  # a loop: asked for every unit by each
-            if type(module) not in _LOOKUPS:
-                return True
-        return False
+        """Whether backward needs any of the parameters."""
+        return bool(self._for_backward)
 
     def portion_of(self, handle: FlatParamHandle) -> Portion:
         """What a flat parameter is reduced with."""
@@ -313,17 +317,28 @@ class Unit:
     # ------------------------------------------------------------ gather and free
 
     def begin_gather(self, purpose: str) -> None:
-        """Start gathering without waiting, for "forward" or "backward". Collective."""
+        """Start gathering what is needed for "forward" or "backward"; don't wait. Collective."""
+        self._begin_gather(self._needed_for(purpose), purpose)
+
+    def _begin_gather(self, handles: list[FlatParamHandle], purpose: str) -> None:
         with self.context.recorder.starting(purpose, self), profiled("unshard", self.name):
-            for handle in self.handles:
+            for handle in handles:
                 handle.unshard(purpose)
 
+    def _needed_for(self, purpose: str) -> list[FlatParamHandle]:
+        if purpose == "forward":
+            return self.handles
+        return [handle for handle in self.handles if handle in self._for_backward]
+
     def gather(self, purpose: str) -> None:
-        """Gather and install the full parameters. Collective."""
-        self.begin_gather(purpose)
+        """Gather what is needed for "forward" or "backward", and install all. Collective."""
+        self._gather(self._needed_for(purpose), purpose)
+
+    def _gather(self, handles: list[FlatParamHandle], purpose: str) -> None:
+        self._begin_gather(handles, purpose)
         waiting = self.context.recorder.waiting(Kind.GATHER_WAIT, self)
         with waiting, profiled("wait_unshard", self.name):
-            for handle in self.handles:
+            for handle in handles:
                 handle.wait_unshard()
         for handle in self.handles:
             handle.params.install()
@@ -493,10 +508,14 @@ class Unit:
             # nor see what others write into shards that are mapped.
             if self._is_sticky or (stays and self.sync is Sync.LOCAL):
                 handle.keep()
-            elif handle.is_mapped or not stays:
+            elif handle.is_mapped or not stays or self._spares(handle):
                 if backward_follows:
                     handle.keep_secondary()
                 handle.reshard()
+
+    def _spares(self, handle: FlatParamHandle) -> bool:
+        """Whether to free what backward does not need of a unit that else stays for it."""
+        return self.placement.reshard_after_forward and handle not in self._for_backward
 
     @property
     def _stays_after_forward(self) -> bool:
@@ -581,9 +600,16 @@ class Unit:
         """
         if all(handle.is_current for handle in self.handles):
             return
-        self.gather("backward")
+        self._gather(self.handles, "backward")
         if self.context.begin_backward():
             self.phase = Phase.BACKWARD
+
+    def _bring_back(self) -> bool:
+        """``regather``, if a backward has begun; what it does without was used after all."""
+        if self.phase is not Phase.BACKWARD or not self.context.in_backward:
+            return False
+        self.regather()
+        return True
 
     def on_grad(self, grads: GradPublisher, index: int, grad: Tensor) -> None:
         """A gradient has come."""
@@ -627,6 +653,11 @@ class Unit:
         for handle in self.handles:
             handle.grads.drop()
         self.free()
+
+
+def _are_looked_up(handle: FlatParamHandle) -> bool:
+    """Whether only lookups use the parameters."""
+    return all(type(module) in _LOOKUPS for module in handle.params.modules())
 
 
 def _renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """Small units that share a flat parameter: the numbers of a plain model, and fewer collectives."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from flatshard import ShardedWrapper, coalescing
 from flatshard.collectives import record
 from flatshard.memory_plan import predict
-from flatshard.wrap import ModuleWrapPolicy
+from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 from tests.models import CASES, loss_of
 from tests.oracle import ROWS
@@ -208,6 +209,63 @@ def _large_parameters(rank: int, world_size: int) -> None:
     assert [reduced[0], reduced[-1], reduced.count("")] == ["", "", 3]
     sizes = [event.nbytes for event in events if event.kind == "reduce" and not event.label]
     assert sizes[0] >= 8 * 11 * 8
+
+
+class Looking(nn.Module):
+    """Its root looks up an embedding, and may compute with the parameter besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(9, 6, dtype=torch.float64)
+        self.blocks = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(2)))
+        self.head = nn.Linear(6, 9, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor, ties: bool, checkpoints: bool) -> Tensor:
+        if checkpoints:
+            x = checkpoint(self.looked_up, tokens, use_reentrant=False)
+        else:
+            x = self.looked_up(tokens)
+        x = self.blocks(x)
+        return self.head(x) + (x @ self.embed.weight.t() if ties else 0)
+
+    def looked_up(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.embed(tokens))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_the_roots_embedding_is_freed_after_forward(strategy: str) -> None:
+    run_ranks(_embedding, 2, strategy)
+
+
+def _embedding(rank: int, world_size: int, strategy: str) -> None:
+    """Backward needs it only where something else than the lookup does."""
+    plain, model = Looking(), Looking()
+    with mock.patch.object(coalescing, "LARGE_BYTES", 8 * 9 * 6):
+        model = ShardedWrapper(
+            model,
+            sharding_strategy=strategy,
+            auto_wrap_policy=CustomPolicy(lambda module: getattr(module, "out_features", 0) == 6),
+        )
+    handles = model._context.root.handles
+    embedding = next(h for h in handles if h.params.sites(0)[0].name == "embed.weight")
+    optimizers = [optimizer_of(one) for one in (plain, model)]
+    stays = strategy == "SHARD_GRAD_OP"
+    for step, (ties, checkpoints) in enumerate(itertools.product((False, True), repeat=2)):
+        tokens = torch.randint(9, (world_size, 4), generator=torch.Generator().manual_seed(step))
+        with naming((ties, checkpoints)):
+            loss = model(tokens[rank : rank + 1], ties, checkpoints).square().mean()
+            assert [h.is_current for h in handles] == [stays or h is not embedding for h in handles]
+            with record() as events:
+                loss.backward()
+            sizes = [e.nbytes for e in events if e.kind == "gather" and not e.label]
+            again = not stays and (ties or checkpoints)
+            assert sizes == ([embedding.layout.padded_numel * 8] if again else [])
+            plain(tokens, ties, checkpoints).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same(model, plain)
 
 
 def test_one_of_several() -> None:
