@@ -24,7 +24,7 @@ def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
         flat: ``(padded_numel,)``.
         span: the original parameter's place.
     """
-    return flat[span.start : span.end].as_strided(span.shape, span.strides)
+    return flat.as_strided(span.shape, span.strides, flat.storage_offset() + span.start)
 
 
 def part_of(tensor: Tensor, span: ParamSpan, local: LocalSpan) -> Tensor:

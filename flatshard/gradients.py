@@ -478,5 +478,7 @@ def _zero(pieces: list[Tensor]) -> None:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements as they lie, ``(numel,)``; a view."""
+    """A dense tensor's elements as they lie, ``(numel,)``; a view, or the tensor itself."""
+    if tensor.dim() == 1:  # most are
+        return tensor
     return tensor.as_strided((tensor.numel(),), (1,))
