@@ -11,6 +11,11 @@ setup dev examples tutorials
 export OMP_NUM_THREADS=1
 "$python" -m ruff check
 "$python" -m ruff format --check
-"$python" -m mypy
-# Two files at a time, since ranks wait for each other; the last ones are the shortest.
-exec "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# Beside the tests, whose ranks wait for each other now and then.
+"$python" -m mypy &
+types=$!
+failed=0
+# Two files at a time; the last ones are the shortest.
+"$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@" || failed=$?
+wait "$types"
+exit "$failed"

@@ -56,8 +56,8 @@ def _ways(*more: str) -> Iterator[Any]:
             yield pytest.param(way, False, id=f"{way}-flat")
 
 
-# What these add to the others shows in shorter tests, too.
-NOT_IN_FULL = ["hybrid-op-flat", "regather-flat", "hybrid-nodes-of-one"]
+# What these add to the others shows in shorter tests, too; "keep" is SHARD_GRAD_OP.
+NOT_IN_FULL = ["hybrid-op-flat", "regather-flat", "hybrid-nodes-of-one", "keep"]
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,16 @@ def run(command: Any, **options: Any) -> subprocess.CompletedProcess:
         return _run(command, **options)
     ranks, script, *arguments = map(str, command[len(TORCHRUN) :])
     name, _, world_size = ranks.partition("=")
-    environment = options.pop("env")
-    assert (name, options) == ("--nproc-per-node", {"capture_output": True, "text": True})
-    done = scripts.torchrun(
+    environment, check = options.pop("env"), options.pop("check", False)
+    options.pop("text", None)  # what ended says it in text
+    assert (name, options) == ("--nproc-per-node", {"capture_output": True})
+    ended = scripts.torchrun(
         int(world_size), Path(script), *arguments, environment=environment, cwd=Path.cwd()
     )
-    return subprocess.CompletedProcess(command, *done)
+    done = subprocess.CompletedProcess(command, *ended)
+    if check:
+        done.check_returncode()
+    return done
 
 
 subprocess.run = run

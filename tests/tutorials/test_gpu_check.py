@@ -60,7 +60,7 @@ def test_a_part_that_breaks_is_named_and_others_go_on(
 ) -> None:
     monkeypatch.setattr(script.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--parts", "nccl,sync"])
-    nowhere = script.Place("nowhere", "gloo", 2)
+    nowhere = script.Place("nowhere", "gloo", 1)
     monkeypatch.setattr(
         script, "place_of_part", lambda name, args: nowhere if name == "nccl" else None
     )

@@ -17,7 +17,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "scripts" / "build_notebooks.py"
 NAMES = sorted(path.stem for path in (ROOT / "tutorials").glob("*.py"))
-BY_TORCHRUN = "memory"  # which runs its ranks as its reader would
 
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(240)]
 for package in ("jupytext", "nbclient", "ipykernel", "matplotlib", "sklearn"):
@@ -51,7 +50,7 @@ def kinds(notebook: Any) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All notebooks at toy size, side by side; but for one, torchrun need not import torch."""
+    """All notebooks at toy size, side by side, where torchrun need not import torch."""
     folder = tmp_path_factory.mktemp("notebooks")
     startup = tmp_path_factory.mktemp("ipython") / "profile_default" / "startup"
     startup.mkdir(parents=True)
@@ -61,12 +60,12 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "TUTORIAL_TOY": "1",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
+        "IPYTHONDIR": str(startup.parents[1]),
     }
-    forking = {**environment, "IPYTHONDIR": str(startup.parents[1])}
     running = {
         name: subprocess.Popen(
             [sys.executable, str(BUILD), name, "--out", str(folder)],
-            env=environment if name == BY_TORCHRUN else forking,
+            env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
