@@ -28,6 +28,9 @@ class Regather(Protocol):
     def regather(self) -> None:
         """Gather the unit unless it is there. Collective."""
 
+    def copies_saved(self, handle: FlatParamHandle) -> bool:
+        """Whether to save copies of its parameters, as other ranks may not gather them again."""
+
 
 class SavedView(NamedTuple):
     """A view of an unsharded buffer, by its place; ``version`` is the shard's at that time."""
@@ -114,8 +117,9 @@ class SavedTensors:
                 found = buffers.get(tensor.untyped_storage()._cdata)
                 if found is not None:
                     unit, handle = found
-                    if tensor.dtype != handle.buffer.dtype or tensor.is_conj() or tensor.is_neg():
-                        # A reinterpreting view: rare, so its values are kept.
+                    reinterprets = tensor.dtype != handle.buffer.dtype
+                    reinterprets |= tensor.is_conj() or tensor.is_neg()
+                    if reinterprets or unit.copies_saved(handle):  # both are rare
                         return outer_pack(tensor.clone())
                     return SavedView(
                         unit,

@@ -194,7 +194,7 @@ class Unit:
         self._running: list[Call] = []
         self._waiting_for: dict[Call, int] = {}
         self._num_trainable: dict[FlatParamHandle, int] = {}
-        self._for_backward: set[FlatParamHandle] = set()
+        self._for_backward: list[FlatParamHandle] = []
         self.portions: list[Portion] = portions.split(self, [], self._num_trainable)
         self._portion_of: dict[GradPublisher, Portion] = {}
         self._sticky_version = -1  # of the parameters that a differentiable backward uses
@@ -244,12 +244,12 @@ class Unit:
         self.portions = portions.split(self, self.handles, self._num_trainable)
         self._portion_of = {h.grads: portion for portion in self.portions for h in portion.handles}
         self._edits = [ForwardEdits(handle) for handle in self.handles]
-        self._for_backward = set()
+        self._for_backward = []
         for handle in self.handles:
             if _are_looked_up(handle):
                 handle.params.bring_back_by(self._bring_back)
             else:
-                self._for_backward.add(handle)
+                self._for_backward.append(handle)
         self._count_trainable()
 
     def _count_trainable(self) -> None:
@@ -326,9 +326,7 @@ class Unit:
                 handle.unshard(purpose)
 
     def _needed_for(self, purpose: str) -> list[FlatParamHandle]:
-        if purpose == "forward":
-            return self.handles
-        return [handle for handle in self.handles if handle in self._for_backward]
+        return self.handles if purpose == "forward" else self._for_backward
 
     def gather(self, purpose: str) -> None:
         """Gather what is needed for "forward" or "backward", and install all. Collective."""
@@ -515,7 +513,16 @@ class Unit:
 
     def _spares(self, handle: FlatParamHandle) -> bool:
         """Whether to free what backward does not need of a unit that else stays for it."""
-        return self.placement.reshard_after_forward and handle not in self._for_backward
+        frees = self.placement.reshard_after_forward or handle.is_mapped
+        return frees and handle not in self._for_backward
+
+    def copies_saved(self, handle: FlatParamHandle) -> bool:
+        """Whether autograd is to save values instead of a place that is gathered again.
+
+        In the root, any rank may use a parameter as it likes: backward must not need a gather that
+        the other ranks do without.
+        """
+        return self.is_root and self._spares(handle)
 
     @property
     def _stays_after_forward(self) -> bool:
