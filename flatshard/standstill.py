@@ -155,6 +155,11 @@ class _Said(NamedTuple):
         unknown = number if kind == _OF_PROGRAM else 0
         return self.begun.get(group, {}).get(kind, unknown) < number
 
+    def was_to_begin(self, need: _SaidNeed) -> bool:
+        """Whether what another rank needs is the next of its kind that this one would begin."""
+        group, kind, number, _ = need
+        return self.begun.get(group, {}).get(kind, 0) == number - 1
+
 
 class ProgramWaits:
     """Waits of a thread in collectives of the program's own, one after another."""
@@ -255,25 +260,36 @@ class Standstill:
 
 
 def verdict_of_others(wait: Wait) -> _Verdict | None:
-    """Why the wait does not end, if ranks that it is for have found that out.
-
-    They may have left since, so that it fails.
-    """
-    if wait.need is not None and wait.number:
-        with contextlib.suppress(Exception):  # a store that is gone
-            for told in map(_heard, wait.need.ranks[:_ASKED]):
-                verdict = None if told is None else told.verdict
-                if verdict is not None and verdict.waits.get(dist.get_rank()) == wait.number:
-                    return verdict
-    return None
+    """Why the wait does not end, if ranks that it is for have found that out."""
+    return next((one for told, one in _verdicts(wait) if _is_about(wait, one)), None)
 
 
 def explain(wait: Wait) -> str | None:
-    """Why the wait, which failed, could not end; None if that is not known."""
-    if wait.verdict is None:
-        verdict = verdict_of_others(wait)
-        return None if verdict is None else verdict.text
-    return wait.verdict
+    """Why the wait, which failed, could not end; None if that is not known.
+
+    A rank that it is for may have given up another wait before this one was said, and have left.
+    """
+    if wait.verdict is not None:
+        return wait.verdict
+    for told, verdict in _verdicts(wait):
+        assert wait.need is not None, "what nobody can tell has no verdicts"
+        if _is_about(wait, verdict) or told.was_to_begin(wait.need.as_said()):
+            return verdict.text
+    return None
+
+
+def _verdicts(wait: Wait) -> list[tuple[_Said, _Verdict]]:
+    """What ranks that the wait is for said last, if they gave up waiting."""
+    if wait.need is None:
+        return []
+    with contextlib.suppress(Exception):  # a store that is gone
+        heard = [_heard(rank) for rank in wait.need.ranks[:_ASKED]]
+        return [(told, told.verdict) for told in heard if told is not None and told.verdict]
+    return []
+
+
+def _is_about(wait: Wait, verdict: _Verdict) -> bool:
+    return wait.number > 0 and verdict.waits.get(dist.get_rank()) == wait.number
 
 
 def _waits(stuck: dict[int, _Said]) -> dict[int, int]:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All checks: lint, format, types, tests. One command on a fresh machine.
 #   bash scripts/test.sh [PYTEST ARGUMENT...]
+# THOROUGH=1 tries all combinations of settings (see tests/combinations.py), in twice the time.
 # The first run makes .venv and installs into it; see scripts/venv.sh for the settings.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,6 +10,8 @@ cd "$(dirname "$0")/.."
 setup dev examples tutorials
 # Several ranks share the cores: one thread each.
 export OMP_NUM_THREADS=1
+# Each rank's process imports the tests: that they are compiled once is a part of the time.
+unset PYTHONDONTWRITEBYTECODE
 "$python" -m ruff check
 "$python" -m ruff format --check
 # Beside the tests, whose ranks wait for each other now and then.

@@ -15,6 +15,7 @@ from flatshard import ShardedWrapper, coalescing
 from flatshard.collectives import record
 from flatshard.memory_plan import predict
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
+from tests.combinations import diagonal
 from tests.harness import naming, run_ranks
 from tests.models import CASES, loss_of
 from tests.oracle import ROWS
@@ -93,12 +94,10 @@ def _equals(rank: int, world_size: int) -> None:
         {"sharding_strategy": "SHARD_GRAD_OP", "collectives": "sockets"},
         {"sharding_strategy": "NO_SHARD", "collectives": "native"},
     ]
-    for keywords in settings:
-        for name, order in ORDERS.items():
-            for accumulates in (False, True):
-                with naming(f"{keywords}, {name}, accumulates={accumulates}"):
-                    model = wrapped(**keywords)
-                    _train(model, order, rank, world_size, accumulates)
+    for keywords, name, accumulates in diagonal(2, settings, list(ORDERS), (False, True)):
+        with naming(f"{keywords}, {name}, accumulates={accumulates}"):
+            model = wrapped(**keywords)
+            _train(model, ORDERS[name], rank, world_size, accumulates)
 
 
 def _train(

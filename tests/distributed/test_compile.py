@@ -115,12 +115,8 @@ def _train_one(rank: int, world_size: int, build: Build) -> None:
     plain = Run(case.model(), case, rank, world_size)
     plain.train(0, 4)
     # To compile all of a model takes longest, and does no more with the units.
-    ways = (
-        ("full", "grad_op-flat", "no_shard")
-        if build in (_blocks_before, _blocks_after)
-        else ("full",)
-    )
-    for way in ways:
+    more = {_blocks_before: "grad_op-flat", _blocks_after: "no_shard"}
+    for way in ("full", *filter(None, [more.get(build)])):
         with naming(way), allow_warnings():
             torch.compiler.reset()
             counters.clear()

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flatshard import ShardedWrapper
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from tests.combinations import every
 from tests.harness import naming, run_ranks
 from tests.models import loss_of, vectors
 from tests.oracle import ROWS, assert_same_state, snapshot
@@ -156,7 +157,7 @@ def _training(
     rank: int, world_size: int, strategy: str, per_node: int, use_orig_params: bool
 ) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
-    for how in ("modules", "parameters", "states", "names"):
+    for how in every(2, ("modules", "parameters", "states", "names"), start=use_orig_params):
         with naming(how):
             model, keywords, ignored = _build(rank, how)
             wrapped = ShardedWrapper(

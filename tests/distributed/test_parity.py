@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import ShardingStrategy
 from flatshard.wrap import size_based_auto_wrap_policy
+from tests.combinations import diagonal
 from tests.harness import run_ranks
 from tests.models import CASES
 from tests.oracle import (
@@ -26,6 +28,7 @@ from tests.oracle import (
 
 # Hybrid ones on one node are the same; test_strategies has nodes.
 STRATEGIES = [strategy.name for strategy in ShardingStrategy if not strategy.placement.hybrid]
+FORMS = (True, False)  # original parameters, or flat ones
 
 # Ranks add up in another order than one process does: some units in the last place, here of
 # float64, per step.
@@ -60,15 +63,12 @@ def _configs() -> Iterator[Config]:
     for case in CASES:
         yield Config(case)
         yield Config(case, 3, "SHARD_GRAD_OP", use_orig_params=False)
-    for strategy in STRATEGIES:
-        for use_orig_params in (True, False):
-            for world_size in (1, 2, 3, 4):
-                yield Config("mlp", world_size, strategy, use_orig_params)
-            yield Config("tied-in-unit", 3, strategy, use_orig_params)
-    for optimizer in ("adamw", "adadelta"):
-        for strategy in STRATEGIES:
-            for use_orig_params in (True, False):
-                yield Config("tied-in-unit", 2, strategy, use_orig_params, optimizer)
+    for strategy, use_orig_params, world_size in diagonal(2, STRATEGIES, FORMS, [1, 2, 3, 4]):
+        yield Config("mlp", world_size, strategy, use_orig_params)
+    for strategy, use_orig_params in itertools.product(STRATEGIES, FORMS):
+        yield Config("tied-in-unit", 3, strategy, use_orig_params)
+    for optimizer, strategy, form in diagonal(2, ["adamw", "adadelta"], STRATEGIES, FORMS):
+        yield Config("tied-in-unit", 2, strategy, form, optimizer)
     for case in ("batch-norm", "frozen", "odd-shapes"):
         yield Config(case, 2, "NO_SHARD")
         yield Config(case, 4, "FULL_SHARD", optimizer="adamw")
@@ -114,11 +114,15 @@ def test_same_as_one_process(config: Config) -> None:
             assert torch.equal(result.state[name], results[0].state[name]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    "name", ["mlp", "cnn", "cnn-channels-last", "tied-in-unit", "batch-norm", "dropout"]
+    ("name", "world_size", "strategy", "dtype"),
+    diagonal(
+        2,
+        ["mlp", "cnn", "cnn-channels-last", "tied-in-unit", "batch-norm", "dropout"],
+        [1, 2],
+        STRATEGIES,
+        [torch.float64, torch.float32],
+    ),
 )
 def test_bitwise(name: str, world_size: int, strategy: str, dtype: torch.dtype) -> None:
     """The average of two gradients is exact but for one rounding, whatever the order."""

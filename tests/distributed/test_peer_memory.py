@@ -30,6 +30,7 @@ from flatshard import (
     ring,
     wire,
 )
+from tests.combinations import every
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Case, Mlp, vectors
 from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
@@ -149,8 +150,8 @@ def trained(case: Case, rank: int, world_size: int, **keywords: Any) -> Any:
 def same_as_sockets(rank: int, world_size: int, settings: dict[str, Any], names: list[str]) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size // 2 if settings is ON_NODES else world_size)
     most_parts = 0
-    for what, keywords in settings.items():
-        for name in names:
+    for number, (what, keywords) in enumerate(settings.items()):
+        for name in every(min(2, len(settings)), names, start=number):
             with naming(f"{what}, {name}"):
                 case = CASES[name]
                 expected = trained(case, rank, world_size, collectives="sockets", **keywords)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from flatshard import ShardedWrapper, ShardingStrategy, declare_elementwise, portions
 from flatshard.pending import Pending, Unsettled
 from flatshard.wrap import ModuleWrapPolicy
+from tests.combinations import every
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Case
 from tests.oracle import assert_same_state, local_loss, snapshot, trainable
@@ -71,7 +72,7 @@ def _configurations() -> Iterator[tuple[str, str, str, bool]]:
 
 def _all_alike(rank: int, world_size: int) -> int:
     early = 0
-    for name, optimizer, strategy, use_orig_params in _configurations():
+    for name, optimizer, strategy, use_orig_params in every(2, _configurations(), world_size):
         case = CASES[name]
         ends = []
         with naming((name, optimizer, strategy, use_orig_params)):
@@ -309,8 +310,8 @@ def _scripts_alike(
     strategies: list[str],
     scripts: Sequence[Callable[[Script], None]] = SCRIPTS,
 ) -> None:
-    for strategy in strategies:
-        for script in scripts:
+    for number, strategy in enumerate(strategies):
+        for script in every(2, scripts, start=number):
             with naming((strategy, script.__name__)):
                 ends = []
                 for in_backward in (False, True):

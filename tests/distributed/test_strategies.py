@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from flatshard import CollectiveError, ShardedWrapper, ShardingStrategy
 from flatshard.collectives import record
 from flatshard.wrap import CustomPolicy
+from tests.combinations import every
 from tests.distributed.test_training import (
     EVERYWHERE,
     TOLERANCE,
@@ -66,13 +67,14 @@ NOT_IN_FULL = ["hybrid-op-flat", "regather-flat", "hybrid-nodes-of-one", "keep"]
 def test_scripts(way: str, use_orig_params: bool) -> None:
     keywords, world_size, per_node = WAYS[way]
     keywords = {**keywords, "use_orig_params": use_orig_params}
-    run_ranks(_scripts, world_size, keywords, per_node, timeout=120)
+    number = list(WAYS).index(way)
+    run_ranks(_scripts, world_size, keywords, per_node, number, timeout=120)
 
 
-def _scripts(rank: int, world_size: int, keywords: Keywords, per_node: int) -> None:
+def _scripts(rank: int, world_size: int, keywords: Keywords, per_node: int, number: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
     scripts = EVERYWHERE + (TRUE_SHAPES if keywords["use_orig_params"] else [])
-    for script, name in scripts:
+    for script, name in every(4, scripts, start=number):
         with naming(f"{script.__name__}, {name}"):
             case = CASES[name]
             plain = Run(case.model(), case, rank, world_size)
@@ -323,12 +325,15 @@ def test_accumulation(way: str, use_orig_params: bool) -> None:
         way, ({"sharding_strategy": strategies.get(way)}, 2, 2)
     )
     keywords = {**keywords, "use_orig_params": use_orig_params}
-    run_ranks(_accumulation, world_size, keywords, per_node)
+    number = list(WAYS).index(way) if way in WAYS else 0
+    run_ranks(_accumulation, world_size, keywords, per_node, number)
 
 
-def _accumulation(rank: int, world_size: int, keywords: Keywords, per_node: int) -> None:
+def _accumulation(
+    rank: int, world_size: int, keywords: Keywords, per_node: int, number: int
+) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
-    for mode, accumulation in ACCUMULATIONS.items():
+    for mode, accumulation in every(2, ACCUMULATIONS.items(), start=number):
         case = CASES["mlp"]
         sharded = Run(case.wrap(case.model(), **keywords), case, rank, world_size)
         plain = Run(case.model(), case, rank, world_size)

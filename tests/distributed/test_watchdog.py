@@ -105,6 +105,8 @@ def _different_collectives(rank: int, world_size: int) -> None:
         with patched:
             if rank == 1 and alone == "norm":
                 time.sleep(0.8)  # being late is not enough
+            if rank == 1 and (alone, others) == ("dict", "forward"):
+                time.sleep(1.5)  # the other two have found out and left
             model(inputs).sum().backward()
             if rank > 0 and others == "barrier":
                 dist.barrier()  # which rank 0 ends, after the error
