@@ -3,7 +3,8 @@
 Whoever kept one from a forward could not know. Reading it would end the process; where it shows the
 ranks' shards, it would show some before the optimizer's step and some after it. So what is kept
 changes its class when the unit is freed, and back when it is gathered; an operation on it then says
-what to do instead. Views of it that were made in forward can't be told.
+what to do instead. Views of it that were made in forward can't be told: to read one still ends the
+process, which at least says in which line (``show_crashes``).
 
 What backward is expected to do without, and asks for after all, is brought back
 (``ShardSpec.bring_back``).
@@ -11,6 +12,9 @@ What backward is expected to do without, and asks for after all, is brought back
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -123,3 +127,14 @@ def let_read(params: Iterable[nn.Parameter], may_read: bool) -> None:
     kind = nn.Parameter if may_read else FreedParameter
     for param in params:
         param.__class__ = kind
+
+
+def show_crashes() -> None:
+    """Let a process that ends by a signal say where it was; for all of what it does.
+
+    By Python's ``faulthandler``, unless somebody set that up already.
+    """
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # that is no file, or closed
+            # Ranks write all at once: each no more than what ended it.
+            faulthandler.enable(sys.__stderr__, all_threads=False)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from flatshard import disk_memory, memory_file
+from flatshard import disk_memory, freed_param, memory_file
 from flatshard.buffer_memory import AllocatedBuffer, BufferMemory, ShardItself
 from flatshard.flat_param import part_of, view_of
 from flatshard.grad_publisher import GradPublisher
@@ -270,6 +270,7 @@ class FlatParamHandle:
         self.params.make_full(self.buffer, is_shard=self._aliased, grad_hook=self.grads.hook)
         self.params.keep_state_at(self._homes.state)
         if not self._aliased:
+            freed_param.show_crashes()
             self._free_buffer()
 
     def _find_memory(self) -> BufferMemory:

@@ -2,8 +2,11 @@
 
 import contextlib
 import functools
+import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from tests.distributed.test_training import TRUE_SHAPE_WAYS, WAYS, Run
 from tests.harness import allow_warnings, run_ranks
 from tests.models import CASES, Case, vectors
 from tests.oracle import OPTIMIZERS, assert_same_state, snapshot
+from tests.scripts import torchrun
 
 MLP = CASES["mlp"]
 
@@ -642,6 +646,35 @@ def _kept_weight(rank: int, world_size: int, collectives: str, numel: int) -> No
             for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
             model.zero_grad()
+
+
+READS_A_VIEW = """
+import torch, torch.distributed as dist
+from flatshard import ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+from torch import nn
+
+dist.init_process_group("gloo")
+kept = []
+linear = nn.Linear(7, 7)
+linear.register_forward_pre_hook(lambda module, _: kept.append(module.weight[0]))
+model = nn.Sequential(linear, nn.Linear(7, 7))
+model = ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+model(torch.ones(3, 7))
+if dist.get_rank() == 0:  # or both would write at once
+    kept[0].sum()  # the last line
+"""
+
+
+def test_a_view_kept_from_forward(tmp_path: Path) -> None:
+    """Nobody can tell, but the process ended without a word."""
+    script = tmp_path / "reads_a_view.py"
+    script.write_text(READS_A_VIEW)
+    done = torchrun(2, script, environment=dict(os.environ), cwd=tmp_path)
+    assert done.status == -signal.SIGSEGV
+    last = READS_A_VIEW[: READS_A_VIEW.index("# the last line")].count("\n") + 1
+    assert "Fatal Python error: Segmentation fault" in done.err
+    assert f'File "{script}", line {last} in <module>' in done.err
 
 
 @pytest.mark.parametrize("grad", [True, False])
