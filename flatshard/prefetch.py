@@ -32,6 +32,7 @@ class Prefetch:
         self.recomputes_whole = False
         self._units = units
         self._forward, self._backward = forward, backward
+        self._ahead: list[Unit] = []  # what was begun here, and perhaps waited for since
         self.refresh()
 
     def refresh(self) -> None:
@@ -85,20 +86,26 @@ class Prefetch:
         Where it is on its way while this rank computes, also of those after it, as many as fit
         into the memory of the largest unit: else the wires would be idle whenever one has come.
         """
-        if purpose == "backward":
-            coming = [index for index in coming if self._units[index].gathers_in_backward]
+        first = None
         for index in coming:
             unit = self._units[index]
-            if index != coming[0] and not self._fits_ahead(unit):
+            if purpose == "backward" and not unit.gathers_in_backward:
+                continue
+            if first is None:
+                first = index
+            elif index != first and not self._fits_ahead(unit):
                 return
             # One whose backward has begun was perhaps freed here, and gathered again, and not yet
             # freed on other ranks; or it was stepped.
             if purpose == "forward" or self.recomputes_whole or unit.num_awaited > 0:
                 unit.begin_gather(purpose)
+                self._ahead = [*self._under_way(), unit]
 
     def _fits_ahead(self, unit: Unit) -> bool:
         """Whether to begin a gather for which no rank waits next."""
         if not unit.topology.inner.uses_sockets:
             return False
-        ahead = [one for one in self._units if one.is_prefetched]
-        return sum(one.buffer_bytes for one in {*ahead, unit}) <= self._budget
+        return sum(one.buffer_bytes for one in {*self._under_way(), unit}) <= self._budget
+
+    def _under_way(self) -> list[Unit]:
+        return [one for one in self._ahead if one.is_prefetched]

@@ -37,11 +37,8 @@ class ExecutionOrder:
 
     def next_backward(self, unit: int) -> list[int]:
         """The units whose backward is expected after that of ``unit``, in order."""
-        order = self._current or self._previous
-        for position in range(len(order) - 1, 0, -1):
-            if order[position] == unit:
-                return _until(unit, order[position - 1 :: -1])
-        return []
+        order = (self._current or self._previous)[::-1]
+        return _until(unit, order[order.index(unit) + 1 :]) if unit in order else []
 
     def next_recomputed(self, unit: int) -> list[int]:
         """The units expected after ``unit`` where this forward is computed again, in order."""
