@@ -107,6 +107,11 @@ class Pending:
         self._have()
         self.settle()
 
+    @property
+    def is_mute(self) -> bool:
+        """Whether ``is_settled`` becomes true by ``settle`` alone."""
+        return not all(getattr(work, "tells", True) for work in self._trailing)
+
     def is_settled(self) -> bool:
         """Whether the others have taken everything; nothing is kept then."""
         if not all(work.is_completed() for work in self._trailing):
@@ -167,10 +172,12 @@ class Unsettled:
 
     def __init__(self) -> None:
         self._pending: list[Pending] = []
+        # Not asked every time whether they are over: there may be two for each unit of a model.
+        self._mute: list[Pending] = []
 
     def add(self, pending: Pending) -> None:
         """Keep one more."""
-        self._pending.append(pending)
+        (self._mute if pending.is_mute else self._pending).append(pending)
 
     def settle(self) -> None:
         """Wait until other ranks have taken all that this one gave: it may be written then.
@@ -178,13 +185,14 @@ class Unsettled:
         Raises:
             CollectiveError: as ``Pending.wait``.
         """
-        while self._pending:
-            self._pending.pop(0).settle()
+        for kept in (self._mute, self._pending):
+            while kept:
+                kept.pop(0).settle()
 
     def is_giving(self, tensor: Tensor) -> bool:
         """Whether other ranks may still be taking what lies in the memory of ``tensor``."""
         self.drop_settled()
-        return any(pending.keeps(tensor) for pending in self._pending)
+        return any(pending.keeps(tensor) for pending in (*self._mute, *self._pending))
 
     def drop_settled(self) -> None:
         """Give back what other ranks have taken meanwhile."""

@@ -118,7 +118,13 @@ class _Messages(Told):
 
 
 class _Message:
-    """One of them; has the methods of a backend's work."""
+    """One of them; has the methods of a backend's work.
+
+    Attributes:
+        tells: whether it becomes completed without a wait.
+    """
+
+    tells = False
 
     def __init__(self, of: _Messages, number: int) -> None:
         self._of, self._number = of, number
