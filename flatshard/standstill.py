@@ -261,31 +261,39 @@ class Standstill:
 
 def verdict_of_others(wait: Wait) -> _Verdict | None:
     """Why the wait does not end, if ranks that it is for have found that out."""
-    return next((one for told, one in _verdicts(wait) if _is_about(wait, one)), None)
+    verdicts = (told.verdict for told in _heard_for(wait).values())
+    return next((one for one in verdicts if one is not None and _is_about(wait, one)), None)
 
 
 def explain(wait: Wait) -> str | None:
     """Why the wait, which failed, could not end; None if that is not known.
 
-    A rank that it is for may have given up another wait before this one was said, and have left.
+    Ranks that it is for may have given up another wait before this one was said, and have left.
     """
-    if wait.verdict is not None:
+    if wait.verdict is not None or wait.need is None:
         return wait.verdict
-    for told, verdict in _verdicts(wait):
-        assert wait.need is not None, "what nobody can tell has no verdicts"
-        if _is_about(wait, verdict) or told.was_to_begin(wait.need.as_said()):
+    heard, need = _heard_for(wait), wait.need.as_said()
+    for told in heard.values():
+        verdict = told.verdict
+        if verdict is not None and (
+            _is_about(wait, verdict)
+            or any(
+                rank in heard and heard[rank].wait == number and heard[rank].was_to_begin(need)
+                for rank, number in verdict.waits.items()
+            )
+        ):
             return verdict.text
     return None
 
 
-def _verdicts(wait: Wait) -> list[tuple[_Said, _Verdict]]:
-    """What ranks that the wait is for said last, if they gave up waiting."""
+def _heard_for(wait: Wait) -> dict[int, _Said]:
+    """What the ranks that the wait is for said last."""
     if wait.need is None:
-        return []
+        return {}
     with contextlib.suppress(Exception):  # a store that is gone
-        heard = [_heard(rank) for rank in wait.need.ranks[:_ASKED]]
-        return [(told, told.verdict) for told in heard if told is not None and told.verdict]
-    return []
+        heard = {rank: _heard(rank) for rank in wait.need.ranks[:_ASKED]}
+        return {rank: told for rank, told in heard.items() if told is not None}
+    return {}
 
 
 def _is_about(wait: Wait, verdict: _Verdict) -> bool:

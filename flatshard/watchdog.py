@@ -3,10 +3,16 @@
 One thread per process looks now and then at what the process waits for, and logs it (logger
 ``flatshard``, level WARNING) once per wait. It ends a wait only where it is certain that it would
 last for ever (``standstill``). The program's own waits are not logged, unless they last for ever.
+
+[Note: the end of the program]
+Python ends a thread that is still there by unwinding it, and a thread that is unwound in the middle
+of a backend's code ends the process with SIGABRT, whatever the program's own end was. So the end of
+the program waits until the thread is outside of it.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -26,8 +32,12 @@ _REMEDY = (
     "and whatever else is collective on every rank, not under `if rank == 0:`"
 )
 
+_END_SECONDS = 5.0
+"""How long the end of the program waits for the thread."""
+
 _logger = logging.getLogger("flatshard")
 _thread: threading.Thread | None = None
+_looking = threading.Lock()  # held where the thread is in a backend's code
 _wait: Wait | None = None
 _waiting_threads: set[int] = set()
 
@@ -74,10 +84,20 @@ def check() -> None:
 
 
 def _start() -> None:
-    global _thread
+    global _thread, _looking
     if _thread is None or not _thread.is_alive():  # a forked child has none
-        _thread = threading.Thread(target=_watch, name="flatshard-watchdog", daemon=True)
+        _looking = threading.Lock()
+        _thread = threading.Thread(
+            target=_watch, args=(_looking,), name="flatshard-watchdog", daemon=True
+        )
         _thread.start()
+
+
+@atexit.register
+def _stop() -> None:
+    """Let the thread look at nothing any more; see the note on the end of the program."""
+    if _thread is not None and _thread.is_alive():
+        _looking.acquire(timeout=_END_SECONDS)
 
 
 def _look_at_own(watcher: Standstill, wait: Wait | None) -> None:
@@ -88,7 +108,7 @@ def _look_at_own(watcher: Standstill, wait: Wait | None) -> None:
             _logger.warning("%s", wait.verdict)
 
 
-def _watch() -> None:
+def _watch(looking: threading.Lock) -> None:
     said = None
     watcher: Standstill | None = Standstill()
     program = ProgramWaits()
@@ -98,10 +118,11 @@ def _watch() -> None:
         try:
             threads = tuple(_waiting_threads)
             if watcher is not None and len(threads) == 1:
-                if wait is not None:
-                    watcher.look(wait)
-                else:
-                    _look_at_own(watcher, program.of(threads[0]))
+                with looking:
+                    if wait is not None:
+                        watcher.look(wait)
+                    else:
+                        _look_at_own(watcher, program.of(threads[0]))
         except Exception:  # a store that is gone, say; what is waited for tells the rest
             _logger.debug("standstills are not looked for any more", exc_info=True)
             watcher = None

@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import subprocess
+import sys
 import time
 from unittest import mock
 
@@ -9,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from flatshard import CollectiveError, standstill, watchdog
-from tests.harness import run_ranks
+from tests.harness import ROOT, run_ranks
 from tests.models import CASES
 
 
@@ -144,3 +146,27 @@ def _barrier_of_its_own(rank: int, world_size: int) -> None:
             model(inputs)
         if rank == 0:
             under_way.wait()
+
+
+LOOKS_AT_THE_END = """
+import threading, time
+from flatshard import standstill, watchdog
+
+def look(self, wait):
+    begun.set()
+    time.sleep(0.5)
+    print("looked", flush=True)
+
+begun = threading.Event()
+standstill.LOOK_SECONDS = 0.01
+standstill.Standstill.look = look
+with watchdog.watched(lambda: "something"):
+    begun.wait()
+"""
+
+
+def test_the_end_of_the_program_waits_for_a_look() -> None:
+    """One in the middle of gloo's code ended the process with SIGABRT."""
+    command = [sys.executable, "-c", LOOKS_AT_THE_END]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "looked\n"
