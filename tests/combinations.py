@@ -1,7 +1,8 @@
 """Which combinations of settings a run of the tests takes.
 
 Where settings are crossed with one another, each value of each of them meets some values of the
-others, and by default not all. THOROUGH=1 in the environment takes all.
+others, and by default not all; where ways to wrap are crossed with something, the usual one meets
+all of it. THOROUGH=1 in the environment takes all.
 """
 
 import itertools
@@ -17,6 +18,12 @@ THOROUGH = bool(os.environ.get("THOROUGH"))
 def every(nth: int, items: Iterable[T], start: int = 0) -> list[T]:
     """Each `nth` of the items, from another one on for each `start`."""
     return list(items) if THOROUGH else list(items)[start % nth :: nth]
+
+
+def usual_and_every(nth: int, items: Iterable[T], start: int = 0) -> list[T]:
+    """The first item, which is the usual one, and each `nth` of the rest."""
+    usual, *rest = items
+    return [usual, *every(nth, rest, start)]
 
 
 def diagonal(nth: int, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:

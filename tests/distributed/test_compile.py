@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
+from tests.combinations import usual_and_every
 from tests.distributed.test_training import WAYS, Run
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import Case, vectors
@@ -115,8 +116,8 @@ def _train_one(rank: int, world_size: int, build: Build) -> None:
     plain = Run(case.model(), case, rank, world_size)
     plain.train(0, 4)
     # To compile all of a model takes longest, and does no more with the units.
-    more = {_blocks_before: "grad_op-flat", _blocks_after: "no_shard"}
-    for way in ("full", *filter(None, [more.get(build)])):
+    more = ["grad_op-flat", "no_shard"] if build in (_blocks_before, _blocks_after) else []
+    for way in usual_and_every(2, ["full", *more], start=BUILDS.index(build)):
         with naming(way), allow_warnings():
             torch.compiler.reset()
             counters.clear()

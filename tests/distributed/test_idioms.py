@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.combinations import every
+from tests.combinations import usual_and_every
 from tests.distributed.test_training import TRUE_SHAPE_WAYS, WAYS
 from tests.harness import naming, run_ranks
 from tests.models import Mlp
@@ -724,7 +724,7 @@ TRUE_SHAPES: list[Script] = [
 
 @pytest.mark.parametrize("script", EVERYWHERE, ids=lambda script: script.__name__)
 def test_script(script: Script) -> None:
-    run_ranks(_run_both, 2, script, every(2, WAYS, start=EVERYWHERE.index(script)))
+    run_ranks(_run_both, 2, script, usual_and_every(2, WAYS, EVERYWHERE.index(script)))
 
 
 @pytest.mark.parametrize("script", TRUE_SHAPES, ids=lambda script: script.__name__)

@@ -325,15 +325,16 @@ def test_accumulation(way: str, use_orig_params: bool) -> None:
         way, ({"sharding_strategy": strategies.get(way)}, 2, 2)
     )
     keywords = {**keywords, "use_orig_params": use_orig_params}
-    number = list(WAYS).index(way) if way in WAYS else 0
+    number = list(WAYS).index(way) if way in WAYS else None
     run_ranks(_accumulation, world_size, keywords, per_node, number)
 
 
 def _accumulation(
-    rank: int, world_size: int, keywords: Keywords, per_node: int, number: int
+    rank: int, world_size: int, keywords: Keywords, per_node: int, number: int | None
 ) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
-    for mode, accumulation in every(2, ACCUMULATIONS.items(), start=number):
+    some = every(2, ACCUMULATIONS.items(), start=number or 0)
+    for mode, accumulation in some if number is not None else ACCUMULATIONS.items():
         case = CASES["mlp"]
         sharded = Run(case.wrap(case.model(), **keywords), case, rank, world_size)
         plain = Run(case.model(), case, rank, world_size)

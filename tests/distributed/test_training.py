@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper, ShardingStrategy
-from tests.combinations import every
+from tests.combinations import usual_and_every
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Case, Mlp, loss_of, vectors
 from tests.oracle import OPTIMIZERS, ROWS, assert_same_state, local_loss, snapshot, trainable
@@ -438,7 +438,7 @@ def _combinations() -> Iterator[Any]:
     one_flat = [way for way in WAYS if way != "grad_op-flat"]
     for scripts, ways in ((EVERYWHERE, one_flat), (TRUE_SHAPES, TRUE_SHAPE_WAYS)):
         for number, (script, name) in enumerate(scripts):
-            for way in every(2, ways, start=number):
+            for way in usual_and_every(2, ways, start=number):
                 yield pytest.param(script, name, way, id=f"{script.__name__}-{name}-{way}")
 
 
