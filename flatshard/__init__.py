@@ -1,14 +1,17 @@
 """Flat-parameter fully sharded data parallel training for PyTorch."""
 
-from flatshard import elementwise, reductions  # noqa: F401  (they enter their operations)
-from flatshard.config import BackwardPrefetch, ShardingStrategy
-from flatshard.flat_param import FlatParameter
-from flatshard.materialise import leave_empty
-from flatshard.offload import CPUOffload
-from flatshard.optim import declare_elementwise
-from flatshard.pending import CollectiveError
-from flatshard.precision import MixedPrecision
-from flatshard.shard_tensor import FlatShardTensor
+from flatshard.comm.work import CollectiveError
+from flatshard.module.meta_init import leave_empty
+from flatshard.optimizer.step import declare_elementwise
+from flatshard.options.offload import CPUOffload
+from flatshard.options.precision import MixedPrecision
+from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
+from flatshard.tensor import (
+    elementwise_ops,  # noqa: F401  (they enter their operations)
+    reduction_ops,  # noqa: F401  (they enter their operations)
+)
+from flatshard.tensor.flat_parameter import FlatParameter
+from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
 __version__ = "0.1.0"

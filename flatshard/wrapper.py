@@ -1,7 +1,7 @@
 """``ShardedWrapper``: the module that users meet. It says what they may ask for, and passes it on.
 
-Its bases are rooms of their own: a ``StandIn`` for the wrapped module, a ``UnitModule`` among
-others, a ``WholeModel`` to be seen and saved, and ``PeerNames``, names of other wrappers.
+Its bases are rooms of their own: a ``ModuleProxy`` for the wrapped module, a ``UnitModule`` among
+others, a ``FullModel`` to be seen and saved, and ``PeerNames``, names of other wrappers.
 ``construction`` makes units of modules.
 """
 
@@ -17,41 +17,37 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard import (
-    comm_hook,
-    config,
-    construction,
-    grad_norm,
-    inspection,
-    optim,
-    peers,
-    recording,
-)
-from flatshard.config import BackwardPrefetch, ShardingStrategy
-from flatshard.construction import Construction
-from flatshard.non_finite import NonFiniteWatch
-from flatshard.offload import CPUOffload, as_cpu_offload
-from flatshard.peer_names import PeerNames
-from flatshard.precision import MixedPrecision, as_mixed_precision
-from flatshard.settings import (
+from flatshard.compat import comm_hook, torch_names
+from flatshard.compat.torch_surface import PeerNames
+from flatshard.diagnostics import recording
+from flatshard.diagnostics.non_finite import NonFiniteWatch
+from flatshard.diagnostics.step_report import StepReport
+from flatshard.module import construction, inspection
+from flatshard.module.construction import Construction
+from flatshard.module.full_model import FullModel
+from flatshard.module.settings import (
     ProcessGroups,
     Settings,
     check_grid_is_used,
     ranks_or_alone,
     read_strategy,
 )
-from flatshard.step_in_backward import StepInBackward
-from flatshard.step_report import StepReport
-from flatshard.unit_module import (
+from flatshard.module.unit_module import (
     outermost_unit_modules,
     unit_modules,
     units_in,
 )
-from flatshard.whole_model import WholeModel
-from flatshard.wrap import Policy
+from flatshard.optimizer import grad_norm
+from flatshard.optimizer import step as optimizer_step
+from flatshard.optimizer.in_backward import StepInBackward
+from flatshard.options import strategy as strategies
+from flatshard.options.offload import CPUOffload, as_cpu_offload
+from flatshard.options.precision import MixedPrecision, as_mixed_precision
+from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
+from flatshard.plan.wrap import Policy
 
 
-class ShardedWrapper(WholeModel, PeerNames):
+class ShardedWrapper(FullModel, PeerNames):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
     Parameters are gathered unit by unit just before they are needed and freed just after.
@@ -72,7 +68,7 @@ class ShardedWrapper(WholeModel, PeerNames):
             without either shards within each node, as ``LOCAL_WORLD_SIZE`` says.
         cpu_offload: see ``CPUOffload``.
         auto_wrap_policy: which submodules become units: ``"auto"`` or a policy of
-            ``flatshard.wrap``. None: one unit.
+            ``flatshard.plan.wrap``. None: one unit.
         backward_prefetch: when the next unit's gather starts in backward, see
             ``BackwardPrefetch``; None: never early.
         mixed_precision: see ``MixedPrecision``.
@@ -159,7 +155,7 @@ class ShardedWrapper(WholeModel, PeerNames):
     ) -> None:
         """See the class."""
         super().__init__()
-        given = peers.read_ddp_keywords(
+        given = torch_names.read_ddp_keywords(
             extra, inspect.signature(ShardedWrapper.__init__).parameters
         )
         given.check_against(
@@ -170,7 +166,7 @@ class ShardedWrapper(WholeModel, PeerNames):
         broadcast_buffers = given.ours.get("broadcast_buffers", broadcast_buffers)
         sync_module_states = given.ours.get("sync_module_states", sync_module_states)
         device_id = given.ours.get("device_id", device_id)
-        prefetch = config.as_backward_prefetch(backward_prefetch)
+        prefetch = strategies.as_backward_prefetch(backward_prefetch)
         offload = as_cpu_offload(cpu_offload)
         if param_init_fn is not None and not callable(param_init_fn):
             raise TypeError(
@@ -179,7 +175,7 @@ class ShardedWrapper(WholeModel, PeerNames):
         construction.check_module(module, auto_wrap_policy)
         ignored = construction.read_ignored(module, ignored_modules, ignored_states)
         inspection.check_params(module, construction.left_alone(module, ignored))
-        transport = config.as_transport(collectives, wire_dtype)
+        transport = strategies.as_transport(collectives, wire_dtype)
         ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
         check_grid_is_used(ranks, placement, strategy)
@@ -197,7 +193,7 @@ class ShardedWrapper(WholeModel, PeerNames):
             backward_prefetch=prefetch,
             forward_prefetch=forward_prefetch is not False,
             use_orig_params=use_orig_params,
-            coalesce_bytes=config.as_coalesce_bytes(coalesce_bytes),
+            coalesce_bytes=strategies.as_coalesce_bytes(coalesce_bytes),
             broadcast_buffers=broadcast_buffers is not False,
             device=device,
         )
@@ -209,7 +205,7 @@ class ShardedWrapper(WholeModel, PeerNames):
             for remark in built.remarks():
                 warnings.warn(remark, stacklevel=2)
         built.make_units(self, ShardedWrapper, start)
-        optim.install()
+        optimizer_step.install()
         start.warn()
 
     # ------------------------------------------------------------ training

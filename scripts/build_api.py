@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from flatshard.whole_model import WholeModel
+from flatshard.module.full_model import FullModel
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 
@@ -21,20 +21,20 @@ MODULES = {
     "flatshard": "The wrapper, and what it is told.",
     "flatshard.wrap": "Which modules become units.",
     "flatshard.memory_plan": "What a model will take, from its shapes alone.",
-    "flatshard.step_report": "What a recorded step consisted of.",
+    "flatshard.diagnostics.step_report": "What a recorded step consisted of.",
 }
 """Modules with public names, and a line about each."""
 
 NAMES = {
     "flatshard.memory_plan": ["predict", "MemoryPlan", "UnitMemory"],
-    "flatshard.step_report": ["StepReport", "UnitReport", "Range", "Kind"],
+    "flatshard.diagnostics.step_report": ["StepReport", "UnitReport", "Range", "Kind"],
 }
 """Where a module has no ``__all__``."""
 
 LEFT_OUT = {"check_policy", "explain_no_match", "find_units", "UnitPlan", "Policy"}
 """Names that only the library itself needs."""
 
-WITH_MEMBERS = {WholeModel}
+WITH_MEMBERS = {FullModel}
 """Bases whose methods stand with those of the class."""
 
 OWN = {"alias", "let_go", "parameter", "placeholder", "point_at"}

@@ -40,8 +40,9 @@ except ModuleNotFoundError:
     print('error: rich is not installed: pip install ".[examples]"', file=sys.stderr)
     sys.exit(2)
 
-from flatshard import CPUOffload, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
+
+from flatshard import CPUOffload, ShardedWrapper
 
 STATE_BYTES = 16  # of a parameter: itself, its gradient, Adam's two averages
 WAYS = ("none", "state", "all", "early")

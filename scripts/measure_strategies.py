@@ -361,7 +361,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(memory.values())
 
 
-BUFFERS_IN = ("flatshard.gradients", "flatshard.secondary", "flatshard.collectives")
+BUFFERS_IN = ("flatshard.engine.grad_buffer", "flatshard.engine.gather", "flatshard.collectives")
 
 
 def tensors_in(thing: Any) -> Iterator[Tensor]:
@@ -383,7 +383,7 @@ def handles_of(model: ShardedWrapper) -> Iterator[Any]:
 def held(job: Job) -> dict[str, int]:
     """Bytes that this rank holds now."""
     handles = list(handles_of(job.model))
-    gradients = [tensor for handle in handles for tensor in tensors_in(handle.gradients)]
+    gradients = [tensor for handle in handles for tensor in tensors_in(handle.grad_buffer)]
     published = [p.grad for p in job.model.parameters() if p.grad is not None]
     states = (value for state in job.optimizer.state.values() for value in state.values())
     return {

@@ -41,7 +41,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from flatshard import communicators, config
+from flatshard.comm import registry
+from flatshard.options import strategy as strategies
 
 PRELOAD = [
     "flatshard.wrap",
@@ -52,7 +53,7 @@ PRELOAD = [
     "torch._dynamo",  # torch loads it, in more than a second, when it makes the first optimizer
 ]
 ROOT = Path(__file__).resolve().parents[1]
-config.COALESCE_BYTES = 0  # the tests' models are so small that each would be one unit
+strategies.COALESCE_BYTES = 0  # the tests' models are so small that each would be one unit
 CALLS_PER_PROCESS = 60
 """After so many calls a process is replaced, which bounds what tests may leave behind."""
 THREADS_PER_PROCESS = 40
@@ -407,7 +408,7 @@ def _serve(setup: _Setup, pipe: Connection) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-        communicators.forget_destroyed()
+        registry.forget_destroyed()
     gc.collect()
     ended = (_State.ENDED, time.monotonic(), None)
     if lost:

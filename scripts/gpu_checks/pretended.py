@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import flatshard
+import flatshard.comm.communicator
 
 SLEEP_CYCLES = 2_000_000  # about a millisecond
 
@@ -101,7 +101,7 @@ class PretendedCollectives:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """In the place of torch's, which move nothing."""
-        inside = flatshard.collectives
+        inside = flatshard.comm.communicator
         with contextlib.ExitStack() as stack:
             for owner, name, function in (
                 (inside, "_all_gather_single", self.all_gather),
@@ -123,8 +123,8 @@ class SingleRankCollectives(PretendedCollectives):
         group = dist.new_group([0], backend=backend)
         assert isinstance(group, dist.ProcessGroup)
         self.alone, self.device = group, device
-        self.gather = flatshard.collectives._all_gather_single
-        self.reduce = flatshard.collectives._reduce_scatter_single
+        self.gather = flatshard.comm.communicator._all_gather_single
+        self.reduce = flatshard.comm.communicator._reduce_scatter_single
         # Of one rank both are the same, and gloo has no average.
         self.op = dist.ReduceOp.AVG if device.type == "cuda" else dist.ReduceOp.SUM
 

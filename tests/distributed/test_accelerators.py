@@ -16,27 +16,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatshard import (
-    MixedPrecision,
-    coalescing,
-    collectives,
-    home,
-    inspection,
-    portions,
-    reduction,
-    watchdog,
-)
-from flatshard.collectives import ALONE
-from flatshard.communicators import communicator
-from flatshard.config import Collectives, Transport
-from flatshard.gradients import GradientBuffer
-from flatshard.handle import FlatParamHandle
-from flatshard.layout import FlatLayout
-from flatshard.pending import CollectiveError, Pending, Unsettled
-from flatshard.precision import GradDtypes
-from flatshard.process_groups import named
-from flatshard.topology import Topology
-from flatshard.watchdog import watched
+from flatshard import MixedPrecision
+from flatshard.comm import communicator as collectives
+from flatshard.comm.communicator import ALONE
+from flatshard.comm.deadlock import watchdog
+from flatshard.comm.deadlock.watchdog import watched
+from flatshard.comm.process_groups import named
+from flatshard.comm.registry import communicator
+from flatshard.comm.topology import Topology
+from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends
+from flatshard.engine import grad_reduce, offload, reduce_buckets
+from flatshard.engine.grad_buffer import GradientBuffer
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.module import inspection
+from flatshard.options.precision import GradDtypes
+from flatshard.options.strategy import Collectives, Transport
+from flatshard.plan import coalescing
+from flatshard.plan.layout import FlatLayout
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import local_loss
@@ -78,9 +74,9 @@ class _Gradients:
 def test_a_reduction_on_a_device_is_waited_for_by_the_host(
     gradients: _Gradients, is_reduced: bool
 ) -> None:
-    handle = SimpleNamespace(device=torch.device("cuda", 0), gradients=gradients)
-    with mock.patch.object(portions, "_STALL_SECONDS", 0.05):
-        assert portions.Portion(None, [handle], {}).wait_until_reduced() is is_reduced
+    handle = SimpleNamespace(device=torch.device("cuda", 0), grad_buffer=gradients)
+    with mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0.05):
+        assert reduce_buckets.ReduceBucket(None, [handle], {}).wait_until_reduced() is is_reduced
 
 
 class _Late:
@@ -130,11 +126,11 @@ def _collectives(late: bool) -> Iterator[None]:
         mock.patch.object(dist, "all_reduce", all_reduce),
         mock.patch.object(dist, "all_to_all_single", exchange),
         mock.patch.object(inside, "_under_way", new=lambda _, work: [work]),
-        mock.patch.object(inside, "streams_wait", return_value=True),
-        mock.patch.object(portions, "_STALL_SECONDS", 0),
+        mock.patch.object(inside, "is_stream_ordered", return_value=True),
+        mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0),
         mock.patch.multiple(torch.cuda, Stream=mock.DEFAULT, current_stream=mock.DEFAULT),
         mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
-        mock.patch.dict(reduction._side_streams),
+        mock.patch.dict(grad_reduce._side_streams),
     ):
         yield
     assert not queue, "nobody waited"
@@ -195,7 +191,7 @@ def test_gloo_with_tensors_of_a_device_is_waited_for_by_the_host() -> None:
 
 def _gloo(rank: int, world_size: int) -> None:
     comm = communicator(dist.group.WORLD)
-    assert not comm.streams_wait(torch.device("cuda", 0))
+    assert not comm.is_stream_ordered(torch.device("cuda", 0))
     _reductions_are_connected_at_construction()
     _stale_buffers_are_used_again()
     _memory_that_lacks_leaves_no_stale_buffer()
@@ -237,7 +233,7 @@ def _reductions_are_connected_at_construction() -> None:
         return call
 
     with contextlib.ExitStack() as stack:
-        waits = mock.patch.object(collectives.Communicator, "streams_wait", return_value=True)
+        waits = mock.patch.object(collectives.Communicator, "is_stream_ordered", return_value=True)
         stack.enter_context(waits)
         for owner, name in (
             (collectives, "_reduce_scatter_single"),
@@ -308,7 +304,7 @@ def test_a_lack_of_memory_is_no_failure_of_other_ranks() -> None:
     with pytest.raises(torch.OutOfMemoryError), named("a collective"):
         _lacking()
     with pytest.raises(torch.OutOfMemoryError):
-        Pending([], "a collective", then=_lacking).wait(Unsettled())
+        AsyncWork([], "a collective", then=_lacking).wait(PendingSends())
 
 
 def test_ranks_on_one_gpu_are_told_what_to_do() -> None:
@@ -343,10 +339,10 @@ def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
 
     numbers = iter(range(3))
     on_device: list[weakref.ref[Tensor]] = []
-    units = [home.Landing(home.HostMemory(pinned=False)) for _ in range(3)]
+    units = [offload.DeviceToHost(offload.HostMemory(pinned=False)) for _ in range(3)]
     with (
         mock.patch.object(Tensor, "copy_"),  # nothing comes from there
-        mock.patch.object(home, "_beside", return_value=contextlib.nullcontext()),
+        mock.patch.object(offload, "_beside", return_value=contextlib.nullcontext()),
         mock.patch.object(torch.cuda, "Event", Event),
     ):
         for unit in units:
@@ -377,7 +373,7 @@ def test_small_gradients_on_an_accelerator_are_copied_at_once() -> None:
             device=torch.device(device),
             home=None,
             tags=(0, 0, 0),
-            unsettled=Unsettled(),
+            pending_sends=PendingSends(),
         )
 
     gradients = buffer_on("cpu")
@@ -466,7 +462,7 @@ def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
         handle.device = torch.device("cuda", 0)
         sizes.append(handle.layout.padded_numel * handle.reduce_dtype.itemsize)
     context.refresh()
-    assert len(context.root.portions) > 1, "the root's large parameters are apart"
+    assert len(context.root.buckets) > 1, "the root's large parameters are apart"
     assert context._budget == 2 * max(sizes)
     for handle in _handles(model):
         handle.device = torch.device("cpu")

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatshard import FlatShardTensor, ShardedWrapper, collectives, reductions
-from flatshard.communicators import communicator
-from flatshard.shard_tensor import ShardSpec
+from flatshard import FlatShardTensor, ShardedWrapper, collectives
+from flatshard.comm.registry import communicator
+from flatshard.tensor import reduction_ops
+from flatshard.tensor.sharded_tensor import ShardSpec
 from flatshard.wrap import ModuleWrapPolicy
 from tests.distributed.test_training import WAYS
 from tests.harness import naming, run_ranks
@@ -249,7 +250,7 @@ def _groups_mixed(rank: int, world_size: int) -> None:
         wholes.append(whole)
         parts.append(FlatShardTensor(whole[start : start + numel].clone(), spec))
     with collectives.record() as events:
-        found = reductions.norms(parts, 2.0)
+        found = reduction_ops.norms(parts, 2.0)
     assert len(events) == 2
     for norm, whole in zip(found, wholes, strict=True):
         _assert_close(norm, whole.norm())
@@ -371,7 +372,7 @@ def _uneven_parts(rank: int, world_size: int) -> None:
             parts.append(FlatShardTensor(whole[start:end].clone(), spec))
         for order in ORDERS:
             with naming(f"trial {trial}, order {order}: {wholes}"):
-                found = reductions.norms([*parts, wholes[0].abs()], order)
+                found = reduction_ops.norms([*parts, wholes[0].abs()], order)
                 for norm, whole in zip(found, [*wholes, wholes[0]], strict=True):
                     _assert_close(norm, torch.linalg.vector_norm(whole.abs(), order))
         for whole, part in zip(wholes, parts, strict=True):

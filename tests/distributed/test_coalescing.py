@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import ShardedWrapper, coalescing
+from flatshard import ShardedWrapper
 from flatshard.collectives import record
 from flatshard.memory_plan import predict
+from flatshard.plan import coalescing
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import diagonal
 from tests.harness import naming, run_ranks
@@ -247,7 +248,7 @@ def _embedding(rank: int, world_size: int, strategy: str) -> None:
             auto_wrap_policy=CustomPolicy(lambda module: getattr(module, "out_features", 0) == 6),
         )
     handles = model._context.root.handles
-    embedding = next(h for h in handles if h.params.sites(0)[0].name == "embed.weight")
+    embedding = next(h for h in handles if h.params.locations(0)[0].name == "embed.weight")
     optimizers = [optimizer_of(one) for one in (plain, model)]
     stays = strategy == "SHARD_GRAD_OP"
     ways = itertools.product((set(), {0}, {0, 1}), (False, True))  # who ties

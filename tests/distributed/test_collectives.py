@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from flatshard import CollectiveError, ShardedWrapper, collectives, sharded_modules, wire
-from flatshard.communicators import communicator
-from flatshard.config import Collectives, Transport
-from flatshard.grad_parts import Whole
-from flatshard.pending import Pending, Unsettled
-from flatshard.process_groups import control_of, new_group
+from flatshard import CollectiveError, ShardedWrapper, collectives, sharded_modules
+from flatshard.comm.flat_chunks import FlatChunks
+from flatshard.comm.process_groups import control_of, new_group
+from flatshard.comm.registry import communicator
+from flatshard.comm.transports import sockets
+from flatshard.comm.work import AsyncWork, PendingSends
+from flatshard.options.strategy import Collectives, Transport
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
 
@@ -289,7 +290,9 @@ def _reduce(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     results = []
     for _ in range(2):
         out = torch.empty(5)
-        comm.reduce_scatter(Whole.of(_values(rank, world_size)), out, label="test", tag=1).finish()
+        comm.reduce_scatter(
+            FlatChunks.of(_values(rank, world_size)), out, label="test", tag=1
+        ).finish()
         results.append(out)
     return results[0], results[1]
 
@@ -301,8 +304,8 @@ def test_averages_in_pieces(world_size: int) -> None:
 
 def _in_pieces(rank: int, world_size: int) -> None:
     """Bit by bit what one piece gives, whatever their number and when each rank comes."""
-    wire.PIECE_BYTES = 64
-    wire._ADDED_AT_ONCE = 6
+    sockets.PIECE_BYTES = 64
+    sockets._ADDED_AT_ONCE = 6
     comm = communicator(dist.group.WORLD, mode=SOCKETS)
     cases = [
         (numel, dtype, num_parts)
@@ -310,7 +313,7 @@ def _in_pieces(rank: int, world_size: int) -> None:
         for dtype in (torch.float32, torch.float64, torch.complex64)
         for num_parts in (1, 2, 5)
     ]
-    started: list[tuple[Pending, Tensor, Tensor]] = []
+    started: list[tuple[AsyncWork, Tensor, Tensor]] = []
     for tag, (numel, dtype, num_parts) in enumerate(cases):
         values = [
             torch.randn(numel * world_size, dtype=dtype, generator=_seeded(100 * tag + other))
@@ -323,19 +326,19 @@ def _in_pieces(rank: int, world_size: int) -> None:
             time.sleep(0.01)
         pending = comm.reduce_scatter(wholes[rank], out, label="test", tag=tag)
         started.append((pending, out, expected))
-    unsettled = Unsettled()
+    pending_sends = PendingSends()
     for pending, out, expected in started:
         deadline = time.monotonic() + 10
         while not pending.done():  # without a wait, which another rank may never answer
             assert time.monotonic() < deadline
             time.sleep(1e-3)
-        pending.wait(unsettled)
+        pending.wait(pending_sends)
         assert torch.equal(out, expected.to(out.dtype))
-    unsettled.settle()
+    pending_sends.wait_sends()
     assert comm._sockets._scratch._idle == []
 
 
-def _in_parts(values: Tensor, num_parts: int, missing: int) -> Whole:
+def _in_parts(values: Tensor, num_parts: int, missing: int) -> FlatChunks:
     """Without a part, where there are several: then ``values`` are zero there."""
     numel = values.numel()
     bounds = [numel * number // num_parts for number in range(num_parts + 1)]
@@ -344,7 +347,7 @@ def _in_parts(values: Tensor, num_parts: int, missing: int) -> Whole:
     if num_parts > 1:
         values[slice(*ranges[missing])] = 0
         parts[missing] = None
-    return Whole(parts, ranges, numel, values.dtype)
+    return FlatChunks(parts, ranges, numel, values.dtype)
 
 
 def _seeded(seed: int) -> torch.Generator:
@@ -366,13 +369,13 @@ def _late(rank: int, world_size: int) -> None:
     comm = communicator(dist.group.WORLD, mode=SOCKETS)
     out = torch.empty(5)
     if rank == 0:
-        pending = comm.reduce_scatter(Whole.of(torch.ones(10)), out, label="test", tag=1)
+        pending = comm.reduce_scatter(FlatChunks.of(torch.ones(10)), out, label="test", tag=1)
         time.sleep(0.05)
         assert not pending.done()
         comm.gather_objects(None, label="not before")
     else:
         comm.gather_objects(None, label="not before")
-        pending = comm.reduce_scatter(Whole.of(torch.ones(10)), out, label="test", tag=1)
+        pending = comm.reduce_scatter(FlatChunks.of(torch.ones(10)), out, label="test", tag=1)
     pending.finish()
     assert out.tolist() == [1.0] * 5
 
@@ -384,9 +387,9 @@ def test_narrow_on_the_wire(world_size: int) -> None:
 
 def _narrow(rank: int, world_size: int) -> None:
     """Gathered alike on all ranks; sums of what came in bfloat16 and of what is one's own."""
-    wire.PIECE_BYTES = 600
+    sockets.PIECE_BYTES = 600
     comm = communicator(dist.group.WORLD, mode=Transport(wire_dtype=torch.bfloat16))
-    assert comm.moved_by == "sockets, bfloat16"
+    assert comm.transport == "sockets, bfloat16"
     tag = 0
     for dtype in (torch.float32, torch.float64, torch.complex64, torch.float16, torch.int64):
         for numel in (1, 7, 300, 1025):
@@ -410,7 +413,9 @@ def _narrow(rank: int, world_size: int) -> None:
             parts = [(values if r == rank else sent)[r] for r in range(world_size)]
             expected = _sum_in_order([part.chunk(world_size)[rank] for part in parts])
             out = torch.empty(numel, dtype=dtype)
-            comm.reduce_scatter(Whole.of(values[rank].clone()), out, label="test", tag=tag).finish()
+            comm.reduce_scatter(
+                FlatChunks.of(values[rank].clone()), out, label="test", tag=tag
+            ).finish()
             assert torch.equal(out, expected)
 
 
@@ -486,8 +491,8 @@ def _groups_without_host_memory(world: dist.ProcessGroup) -> None:
     dist.all_reduce(numbers, group=beside)
     assert (numbers.tolist(), device.type) == ([1, 1, 1], "cpu")
     comm = communicator(world)
-    assert comm.streams_wait(cuda)
-    assert not comm.streams_wait(torch.device("cpu"))
+    assert comm.is_stream_ordered(cuda)
+    assert not comm.is_stream_ordered(torch.device("cpu"))
     # In torch 2.11 pretended collectives do not say that they are over.
     shard, whole = torch.ones(1), torch.zeros(4)
     assert comm.all_gather(shard, whole, label="", tag=1, purpose="").done()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from flatshard import MixedPrecision
-from flatshard.handle import FlatParamHandle
+from flatshard.engine.handle import FlatParamHandle
 from tests.combinations import every
 from tests.distributed.test_training import WAYS, Run, Script
 from tests.harness import naming, run_ranks

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatshard import MixedPrecision, ShardedWrapper, registrations
+from flatshard import MixedPrecision, ShardedWrapper
+from flatshard.diagnostics import late_modules
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 
@@ -165,5 +166,5 @@ def _registers(rank: int, world_size: int) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            counts.add(registrations.count())
+            counts.add(late_modules.count())
         assert len(counts) == 1, counts

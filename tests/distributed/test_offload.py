@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
 
-from flatshard import CPUOffload, ShardedWrapper, disk_memory
-from flatshard.offload import OffloadError, as_cpu_offload
+from flatshard import CPUOffload, ShardedWrapper
+from flatshard.memory import disk
+from flatshard.options.offload import OffloadError, as_cpu_offload
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, local_loss, snapshot, trainable
@@ -73,11 +74,11 @@ def _train_both(rank: int, size: int, folder: str) -> None:
                     figures.append(_train(model, name, optimizer, rank))
                 _assert_equal(figures[1], figures[0])
                 handles = [h for unit in model._context.units for h in unit.handles]
-                assert all(map(disk_memory.is_on_disk, _tensors(optimizer)))
-                assert all(disk_memory.is_on_disk(h.shard) is mode.takes_params for h in handles)
+                assert all(map(disk.is_on_disk, _tensors(optimizer)))
+                assert all(disk.is_on_disk(h.shard) is mode.takes_params for h in handles)
     del model, optimizer, handles, figures
     gc.collect()
-    assert not disk_memory._mapped, "files outlive what was in them"
+    assert not disk._mapped, "files outlive what was in them"
 
 
 def test_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def _use_large(rank: int, size: int, folder: str) -> None:
     before_step = snapshot(model)
     _step(twin, twin_optimizer, rank)
     _assert_equal(snapshot(model), before_step)
-    assert all(disk_memory.is_on_disk(h.shard) for u in twin._context.units for h in u.handles)
+    assert all(disk.is_on_disk(h.shard) for u in twin._context.units for h in u.handles)
 
     # What is loaded and converted lives on the disk as well.
     state = ShardedWrapper.optim_state_dict(plain, optimizers[1])
@@ -150,11 +151,11 @@ def _use_large(rank: int, size: int, folder: str) -> None:
     _step(twin, fresh, rank)
     _step(plain, optimizers[1], rank)
     _assert_equal(snapshot(twin), snapshot(plain))
-    assert all(map(disk_memory.is_on_disk, _tensors(fresh)))
+    assert all(map(disk.is_on_disk, _tensors(fresh)))
     with ShardedWrapper.summon_full_params(twin), torch.no_grad():
         twin.module[0].weight.mul_(2)
     twin.double()
-    assert all(disk_memory.is_on_disk(h.shard) for u in twin._context.units for h in u.handles)
+    assert all(disk.is_on_disk(h.shard) for u in twin._context.units for h in u.handles)
     doubled = snapshot(plain)["0.weight"].double() * 2
     _assert_equal(snapshot(twin)["0.weight"], doubled)
 
@@ -192,7 +193,7 @@ def _meet_full_disk(rank: int, size: int, folder: str) -> None:
         assert param is now
         _assert_equal(param.detach(), value)
     gc.collect()
-    assert not disk_memory._mapped
+    assert not disk._mapped
 
     # At the optimizer's first step nothing is stepped; once there is room, it goes on.
     wrapped = ShardedWrapper(
@@ -206,7 +207,7 @@ def _meet_full_disk(rank: int, size: int, folder: str) -> None:
     _assert_equal(snapshot(wrapped), values)
     assert not optimizer.state
     optimizer.step()
-    assert all(map(disk_memory.is_on_disk, _tensors(optimizer)))
+    assert all(map(disk.is_on_disk, _tensors(optimizer)))
 
 
 def test_full_disk(tmp_path: Path) -> None:

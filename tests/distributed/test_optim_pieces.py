@@ -8,7 +8,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from flatshard import ShardedWrapper, declare_elementwise, optim, optim_offload, optim_runs
+from flatshard import ShardedWrapper, declare_elementwise
+from flatshard.optimizer import buckets, offload
+from flatshard.optimizer import step as optimizer_step
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, snapshot, train_steps, trainable
@@ -37,7 +39,7 @@ def _compare(rank: int, world_size: int) -> None:
                 whole = _train(rank, world_size, kind, use_orig_params, piece=1 << 17)
                 pieces = _train(rank, world_size, kind, use_orig_params, piece=16)
                 torch.testing.assert_close(pieces, whole, rtol=0, atol=0)
-                with mock.patch.object(optim_offload, "_PART_BYTES", 1):
+                with mock.patch.object(offload, "_PART_BYTES", 1):
                     parts = _train(rank, world_size, kind, use_orig_params, piece=16)
                 torch.testing.assert_close(parts, whole, rtol=0, atol=0)
 
@@ -45,14 +47,14 @@ def _compare(rank: int, world_size: int) -> None:
 def _train(rank: int, world_size: int, kind: str, use_orig_params: bool, *, piece: int) -> Any:
     """Train, and save and load the optimizer in the middle."""
     case = CASES["mlp"]
-    with mock.patch.object(optim_runs, "_PIECE_NUMEL", piece):
+    with mock.patch.object(buckets, "_PIECE_NUMEL", piece):
         model = case.wrap(case.model(), use_orig_params=use_orig_params)
         optimizer = KINDS[kind](trainable(model))
         cut: list[int] = []
         optimizer.register_step_post_hook(lambda one, *_: cut.append(_num_params(one)))
         losses = train_steps(model, optimizer, case, rank, world_size, steps=2)
         saved = io.BytesIO()
-        torch.save(optim.parts(optimizer), saved)
+        torch.save(optimizer_step.parts(optimizer), saved)
         optimizer = KINDS[kind](trainable(model))
         saved.seek(0)
         optimizer.load_state_dict(torch.load(saved, weights_only=False))
@@ -69,7 +71,7 @@ def test_state_is_made_a_part_at_a_time() -> None:
 
 def _made_in_parts(rank: int, world_size: int) -> None:
     case, most = CASES["mlp"], 0
-    collect = optim_runs.Run.collect
+    collect = buckets.Run.collect
 
     def counted(run: Any, states: Any, home: Any = None) -> Any:
         nonlocal most
@@ -80,9 +82,9 @@ def _made_in_parts(rank: int, world_size: int) -> None:
     numbers = []
     for part_bytes in (1, 1 << 30):
         with (
-            mock.patch.object(optim_runs, "_PIECE_NUMEL", 16),
-            mock.patch.object(optim_offload, "_PART_BYTES", part_bytes),
-            mock.patch.object(optim_runs.Run, "collect", counted),
+            mock.patch.object(buckets, "_PIECE_NUMEL", 16),
+            mock.patch.object(offload, "_PART_BYTES", part_bytes),
+            mock.patch.object(buckets.Run, "collect", counted),
         ):
             model = case.wrap(case.model())
             optimizer = KINDS["adamw"](trainable(model))
@@ -166,7 +168,7 @@ class _Watching(torch.optim.Optimizer):
 def _seen(rank: int, world_size: int) -> list[int]:
     declare_elementwise(_Watching)
     case = CASES["mlp"]
-    with mock.patch.object(optim_runs, "_PIECE_NUMEL", 16):
+    with mock.patch.object(buckets, "_PIECE_NUMEL", 16):
         model = case.wrap(case.model())
         optimizer = _Watching(trainable(model))
         train_steps(model, optimizer, case, rank, world_size, steps=1)

@@ -18,18 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatshard import (
-    CollectiveError,
-    collectives,
-    gradients,
-    layout,
-    mapped_shards,
-    memory_file,
-    on_host,
-    peer_memory,
-    ring,
-    wire,
-)
+from flatshard import CollectiveError
+from flatshard.comm import communicator as collectives
+from flatshard.comm.transports import mapped_shards, peer_memory, shared_memory, sockets
+from flatshard.engine import grad_buffer
+from flatshard.memory import mapped_files, page_pool
+from flatshard.plan import layout
 from tests.combinations import every
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Case, Mlp, vectors
@@ -82,7 +76,7 @@ def counting_reads() -> Iterator[list[int]]:
         read(pid, source, destination, nbytes)
 
     with (
-        mock.patch.object(on_host, "_PIECE_NUMEL", 7),
+        mock.patch.object(shared_memory, "_PIECE_NUMEL", 7),
         mock.patch.object(peer_memory, "_read", counted),
     ):
         yield sizes
@@ -92,7 +86,7 @@ def counting_reads() -> Iterator[list[int]]:
 def mapping(kind: type = mapped_shards.MappedShards) -> Iterator[list[Any]]:
     """Small shards are mapped, and small gradients read in place; yields what was mapped.
 
-    Over sockets that is this rank's own, in a ``RingBuffer``; other small buffers are such, too.
+    Over sockets that is this rank's own, in a ``PooledBuffer``; other small buffers are such, too.
     """
     made: list[Any] = []
     init = kind.__init__
@@ -105,8 +99,8 @@ def mapping(kind: type = mapped_shards.MappedShards) -> Iterator[list[Any]]:
     with (
         mock.patch.object(layout, "PAGED_BYTES", 1),
         mock.patch.object(mapped_shards, "PAGED_BYTES", 1),
-        mock.patch.object(ring, "PAGED_BYTES", 1),
-        mock.patch.object(gradients, "_IN_PLACE_BYTES", 0),
+        mock.patch.object(page_pool, "PAGED_BYTES", 1),
+        mock.patch.object(grad_buffer, "_IN_PLACE_BYTES", 0),
         mock.patch.object(kind, "__init__", counted),
     ):
         yield made
@@ -117,13 +111,13 @@ WAYS = {"peer memory": {}, "sockets": {"collectives": "sockets"}}
 
 def mapping_for(way: str) -> Any:
     """``mapping`` of what ranks map that talk so."""
-    return mapping(ring.RingBuffer if way == "sockets" else mapped_shards.MappedShards)
+    return mapping(page_pool.PooledBuffer if way == "sockets" else mapped_shards.MappedShards)
 
 
 @contextmanager
 def sending_in_place() -> Iterator[list[int]]:
     """Small gradients are sent from where autograd made them; yields the numbers of their parts."""
-    average = wire.Sockets.average
+    average = sockets.SocketTransport.average
     numbers: list[int] = []
 
     def counted(self: Any, whole: Any, *args: Any) -> Any:
@@ -131,11 +125,11 @@ def sending_in_place() -> Iterator[list[int]]:
         return average(self, whole, *args)
 
     with (
-        mock.patch.object(gradients, "_IN_PLACE_BYTES", 0),
-        mock.patch.object(gradients, "_MEAN_IN_PLACE_BYTES", 0),
+        mock.patch.object(grad_buffer, "_IN_PLACE_BYTES", 0),
+        mock.patch.object(grad_buffer, "_MEAN_IN_PLACE_BYTES", 0),
         mock.patch.object(collectives, "SENT_IN_PLACE_BYTES", 100),
-        mock.patch.object(wire, "PIECE_BYTES", 256),
-        mock.patch.object(wire.Sockets, "average", counted),
+        mock.patch.object(sockets, "PIECE_BYTES", 256),
+        mock.patch.object(sockets.SocketTransport, "average", counted),
     ):
         yield numbers
 
@@ -268,8 +262,8 @@ def mapped_for_long(rank: int, world_size: int, way: str) -> None:
         last = "move_pages" if way == "sockets" else "open_of"
         for rank_without, name in ((0, "create"), (1, "map_privately"), (1, last)):
             fails = mock.Mock(return_value=None) if rank == rank_without else None
-            original = getattr(memory_file, name)
-            with mock.patch.object(memory_file, name, fails or original):
+            original = getattr(mapped_files, name)
+            with mock.patch.object(mapped_files, name, fails or original):
                 actual = trained(case, rank, world_size, **keywords)
             torch.testing.assert_close(actual, expected, rtol=0, atol=0)
             assert fails is None or fails.called

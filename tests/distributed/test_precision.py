@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.func import functional_call
 
-from flatshard import MixedPrecision, ShardedWrapper, collectives, quantised
+from flatshard import MixedPrecision, ShardedWrapper, collectives
+from flatshard.options.precision import FLOAT8
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.distributed.test_training import WAYS
 from tests.harness import allow_warnings, naming, run_ranks
@@ -512,7 +513,7 @@ def _low_precision_gradients(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- float8 on the wire
 
 
-@pytest.mark.parametrize("dtype", quantised.FLOAT8)
+@pytest.mark.parametrize("dtype", FLOAT8)
 def test_float8_gather(dtype: torch.dtype) -> None:
     run_ranks(_float8_gather, 2, dtype)
 

@@ -9,16 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatshard import (
-    MixedPrecision,
-    ShardedWrapper,
-    collectives,
-    gradients,
-    on_host,
-    portions,
-    sharded_modules,
-    wire,
-)
+from flatshard import MixedPrecision, ShardedWrapper, collectives, sharded_modules
+from flatshard.comm.transports import shared_memory, sockets
+from flatshard.engine import grad_buffer, reduce_buckets
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 
@@ -116,12 +109,12 @@ def _check(model: ShardedWrapper, expected: list[Tensor]) -> None:
 def _small_limits() -> Iterator[None]:
     """As if the large unit had millions of elements: read in place, and in several pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "_IN_PLACE_BYTES", 1 << 12)
-        patch.setattr(on_host, "_PIECE_NUMEL", 1000)
-        patch.setattr(wire, "PIECE_BYTES", 1 << 12)
-        patch.setattr(wire, "_ADDED_AT_ONCE", 300)
+        patch.setattr(grad_buffer, "_IN_PLACE_BYTES", 1 << 12)
+        patch.setattr(shared_memory, "_PIECE_NUMEL", 1000)
+        patch.setattr(sockets, "PIECE_BYTES", 1 << 12)
+        patch.setattr(sockets, "_ADDED_AT_ONCE", 300)
         # A parameter that a rank does not use holds up its other units' reductions.
-        patch.setattr(portions, "_STALL_SECONDS", 0.01)
+        patch.setattr(reduce_buckets, "_STALL_SECONDS", 0.01)
         patch.setenv("LOCAL_WORLD_SIZE", "2")  # for HYBRID strategies
         yield
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper, ShardingStrategy
-from flatshard.gradients import GradientBuffer
-from flatshard.layout import ALIGNMENT_BYTES
+from flatshard.engine.grad_buffer import GradientBuffer
+from flatshard.plan.layout import ALIGNMENT_BYTES
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
 from tests.models import Case, loss_of, vectors

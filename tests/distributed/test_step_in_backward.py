@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import ShardedWrapper, ShardingStrategy, declare_elementwise, portions
-from flatshard.pending import Pending, Unsettled
+from flatshard import ShardedWrapper, ShardingStrategy, declare_elementwise
+from flatshard.comm.work import AsyncWork, PendingSends
+from flatshard.engine import reduce_buckets
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import naming, run_ranks
@@ -213,7 +214,7 @@ def whole_model_recomputed(run: Script) -> None:
 
 def used_on_one_rank(run: Script) -> None:
     run.net.first.module.register_forward_pre_hook(lambda _, args: (*args, run.rank == 0))
-    with mock.patch.object(portions, "_STALL_SECONDS", 0.05):
+    with mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0.05):
         for step in range(3):
             run.loss(step).backward()
             run.step(set_to_none=False)
@@ -349,12 +350,12 @@ def test_not_while_others_take() -> None:
             assert self.over
 
     taking, shard, other = Taking(), torch.zeros(4), torch.zeros(4)
-    unsettled = Unsettled()
-    Pending([], "a gather", shard.detach(), trailing=[taking]).wait(unsettled)
-    assert unsettled.is_giving(shard[2:])
-    assert not unsettled.is_giving(other)
+    pending_sends = PendingSends()
+    AsyncWork([], "a gather", shard.detach(), trailing=[taking]).wait(pending_sends)
+    assert pending_sends.is_giving(shard[2:])
+    assert not pending_sends.is_giving(other)
     taking.over = True
-    assert not unsettled.is_giving(shard)
+    assert not pending_sends.is_giving(shard)
 
 
 # ---------------------------------------------------------------- errors
@@ -419,7 +420,7 @@ def _refused(rank: int, world_size: int) -> None:
         nn.utils.clip_grad_norm_(params[:1], 1.0)
     with pytest.raises(RuntimeError, match="has used and dropped"):
         params[0].grad.norm()
-    assert "SpentGradient('mixing'" in repr(params[0].grad)
+    assert "ConsumedGrad('mixing'" in repr(params[0].grad)
 
 
 def _left_in_the_middle(rank: int, world_size: int) -> None:

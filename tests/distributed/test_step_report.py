@@ -14,7 +14,7 @@ from torch import nn
 
 from flatshard import ShardedWrapper, collectives, sharded_modules
 from flatshard.collectives import Event
-from flatshard.step_report import Kind, Range, StepReport
+from flatshard.diagnostics.step_report import Kind, Range, StepReport
 from tests.harness import run_ranks
 from tests.models import CASES, loss_of
 

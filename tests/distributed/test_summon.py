@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper, collectives
-from flatshard.collectives import Communicator
+from flatshard.comm.communicator import Communicator
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.distributed.test_objects import _assert_same, _pair

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
-from flatshard.wrap import Policy, always_wrap_policy, size_based_auto_wrap_policy
+from flatshard.plan.wrap import Policy, always_wrap_policy, size_based_auto_wrap_policy
 from tests.combinations import every
 from tests.distributed.test_training import TRUE_SHAPE_WAYS, WAYS, Run
 from tests.harness import naming, run_ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatshard import portions
+from flatshard.engine import reduce_buckets
 from tests.distributed.test_comm_hooks import Averaging
 from tests.distributed.test_peer_memory import mapping
 from tests.distributed.test_training import Run, _assert_same_model
@@ -158,7 +158,7 @@ def _two_models(rank: int, world_size: int) -> None:
         sharded = [
             Run(_PAIRS.wrap(_PAIRS.model(), **keywords), _PAIRS, rank, world_size) for _ in range(2)
         ]
-        with naming(keywords), mock.patch.object(portions, "_STALL_SECONDS", 0.1):
+        with naming(keywords), mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0.1):
             for step in range(3):
                 for runs in (plain, sharded):
                     _step_of_two(runs, step)
@@ -182,7 +182,7 @@ def _step_of_two(runs: list[Run], step: int) -> None:
 @contextlib.contextmanager
 def _counting_stalls() -> Iterator[list[Any]]:
     stalls: list[Any] = []
-    wait = portions.Portion.wait_until_reduced
+    wait = reduce_buckets.ReduceBucket.wait_until_reduced
 
     def counted(unit: Any) -> bool:
         is_reduced = wait(unit)
@@ -191,8 +191,8 @@ def _counting_stalls() -> Iterator[list[Any]]:
         return is_reduced
 
     with (
-        mock.patch.object(portions, "_STALL_SECONDS", 0.1),
-        mock.patch.object(portions.Portion, "wait_until_reduced", counted),
+        mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0.1),
+        mock.patch.object(reduce_buckets.ReduceBucket, "wait_until_reduced", counted),
     ):
         yield stalls
 

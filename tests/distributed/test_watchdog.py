@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from flatshard import CollectiveError, standstill, watchdog
+from flatshard import CollectiveError
+from flatshard.comm.deadlock import detector, watchdog
 from tests.harness import ROOT, run_ranks
 from tests.models import CASES
 
@@ -83,7 +84,7 @@ def test_ranks_in_different_collectives_do_not_wait_for_the_timeout() -> None:
 
 def _different_collectives(rank: int, world_size: int) -> None:
     """Rank 0 calls something collective, and the others something else."""
-    patched = mock.patch.multiple(standstill, FIRST_LOOK_SECONDS=0.3, LOOK_SECONDS=0.1)
+    patched = mock.patch.multiple(detector, FIRST_LOOK_SECONDS=0.3, LOOK_SECONDS=0.1)
     step, whole = "unit 'fc1', rank .* for forward", ".*all ranks must ask for together"
     buffers = ".*buffers.*: broadcasting from rank 0"
     barrier = r"the program's own barrier\(\), test_watchdog.py:\d+, over ranks 0, 1, 2"
@@ -129,7 +130,7 @@ def test_the_programs_own_collectives_may_last() -> None:
 
 def _barrier_of_its_own(rank: int, world_size: int) -> None:
     """Ranks wait for ours and for the program's, and one that is late ends both."""
-    patched = mock.patch.multiple(standstill, FIRST_LOOK_SECONDS=0.1, LOOK_SECONDS=0.02)
+    patched = mock.patch.multiple(detector, FIRST_LOOK_SECONDS=0.1, LOOK_SECONDS=0.02)
     case = CASES["mlp"]
     model = case.wrap(case.model())
     inputs, _ = case.batch(rank, 2)

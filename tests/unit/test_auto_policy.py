@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from flatshard.auto_policy import MIN_UNIT_NUMEL, ROOT_TAKES_NUMEL
-from flatshard.wrap import UnitPlan, find_units
+from flatshard.plan.auto_wrap import MIN_UNIT_NUMEL, ROOT_TAKES_NUMEL
+from flatshard.plan.wrap import UnitPlan, find_units
 from tests.models import CASES
 
 REPEATED = "policy 'auto': one of {} repeated {}"

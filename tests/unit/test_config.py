@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.nn.parallel.distributed import _MixedPrecision as DDPMixedPrecision
 
-from flatshard import MixedPrecision, ShardingStrategy, precision
-from flatshard.config import as_strategy, resharding
-from flatshard.precision import as_mixed_precision
+from flatshard import MixedPrecision, ShardingStrategy
+from flatshard.options import precision
+from flatshard.options.precision import as_mixed_precision
+from flatshard.options.strategy import as_strategy, resharding
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

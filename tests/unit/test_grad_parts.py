@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatshard.grad_parts import Runs, Whole
-from flatshard.layout import FlatLayout
+from flatshard.comm.flat_chunks import ChunkPlan, FlatChunks
+from flatshard.plan.layout import FlatLayout
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=2).map(tuple), min_size=1, max_size=6)
 
@@ -35,7 +35,7 @@ def test_every_element_once(
         if index not in absent:
             gradients[index] = 1 + index + torch.rand(span.end - span.start)
             expected[span.start : span.end] = gradients[index]
-    whole = Runs(layout, 4 * min_numel, torch.float32).whole(gradients)
+    whole = ChunkPlan(layout, 4 * min_numel, torch.float32).whole(gradients)
     found = torch.zeros(layout.padded_numel)
     last = 0
     for rank in range(world_size):
@@ -58,7 +58,7 @@ def test_large_ones_are_not_copied() -> None:
         itemsize=4,
     )
     gradients = {index: torch.rand(shape) for index, shape in enumerate(shapes) if index != 5}
-    whole = Runs(layout, 400, torch.float32).whole(gradients)
+    whole = ChunkPlan(layout, 400, torch.float32).whole(gradients)
     small, large, joined, larger, missing, last = whole.parts
     assert large is gradients[1]
     assert larger is gradients[4]
@@ -70,5 +70,5 @@ def test_large_ones_are_not_copied() -> None:
 
 def test_one_piece() -> None:
     buffer = torch.arange(10.0)
-    (piece,) = Whole.of(buffer).cut(4, 9)
+    (piece,) = FlatChunks.of(buffer).cut(4, 9)
     assert piece.values.tolist() == [4, 5, 6, 7, 8]

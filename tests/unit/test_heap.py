@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flatshard import heap, memory_file
+from flatshard.memory import heap, mapped_files
 
 MIB = 1 << 20
 
@@ -21,7 +21,7 @@ def test_when(free: list[int], given_back: list[int], monkeypatch: pytest.Monkey
     calls: list[int] = []
     steps: list[int] = []
     monkeypatch.setattr(heap, "_free_bytes", lambda: free[steps[-1]] * MIB)
-    monkeypatch.setattr(memory_file, "give_back_freed", lambda: calls.append(steps[-1]))
+    monkeypatch.setattr(mapped_files, "give_back_freed", lambda: calls.append(steps[-1]))
     watched = heap.Heap()
     for step in range(len(free)):
         steps.append(step)

@@ -10,17 +10,18 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from flatshard import ShardedWrapper, peers
-from flatshard.peers import Entry, Fate
+from flatshard import ShardedWrapper
+from flatshard.compat import torch_names
+from flatshard.compat.torch_names import Entry, Fate
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
 SIGNATURES = [
-    (DistributedDataParallel, peers.DDP_KEYWORDS),
-    (FullyShardedDataParallel, peers.FSDP_KEYWORDS),
+    (DistributedDataParallel, torch_names.DDP_KEYWORDS),
+    (FullyShardedDataParallel, torch_names.FSDP_KEYWORDS),
 ]
 METHODS = [
-    (DistributedDataParallel, peers.DDP_METHODS),
-    (FullyShardedDataParallel, peers.FSDP_METHODS),
+    (DistributedDataParallel, torch_names.DDP_METHODS),
+    (FullyShardedDataParallel, torch_names.FSDP_METHODS),
 ]
 OURS = inspect.signature(ShardedWrapper.__init__).parameters
 
@@ -42,14 +43,14 @@ def test_every_method(wrapper: Any, entries: dict[str, Entry]) -> None:
 
 
 def test_same_keywords_are_the_constructors() -> None:
-    for entries in (peers.DDP_KEYWORDS, peers.FSDP_KEYWORDS):
+    for entries in (torch_names.DDP_KEYWORDS, torch_names.FSDP_KEYWORDS):
         same = {name for name, entry in entries.items() if entry.fate is Fate.SAME}
         assert not same - set(OURS)
 
 
 def test_defaults_are_torchs() -> None:
     theirs = inspect.signature(DistributedDataParallel.__init__).parameters
-    for name, entry in peers.DDP_KEYWORDS.items():
+    for name, entry in torch_names.DDP_KEYWORDS.items():
         if name in theirs and entry.fate in (Fate.IGNORED, Fate.REFUSED):
             assert entry.default == theirs[name].default, name
 
@@ -57,18 +58,18 @@ def test_defaults_are_torchs() -> None:
 def test_docs_have_the_tables() -> None:
     text = DOCS.read_text()
     for entries in (
-        peers.DDP_KEYWORDS,
-        peers.DDP_METHODS,
-        peers.FSDP_KEYWORDS,
-        peers.FSDP_METHODS,
+        torch_names.DDP_KEYWORDS,
+        torch_names.DDP_METHODS,
+        torch_names.FSDP_KEYWORDS,
+        torch_names.FSDP_METHODS,
     ):
-        assert peers.table(entries) in text
-    for name, note in peers.DDP_ATTRIBUTES.items():
+        assert torch_names.table(entries) in text
+    for name, note in torch_names.DDP_ATTRIBUTES.items():
         assert f"`{name}` ({note})" in text
 
 
 def test_ignored_keywords_warn_once() -> None:
-    given = peers.read_ddp_keywords(
+    given = torch_names.read_ddp_keywords(
         {"bucket_cap_mb": 25, "static_graph": True, "find_unused_parameters": False}, OURS
     )
     assert given.ours == {}
@@ -88,11 +89,11 @@ def test_ignored_keywords_warn_once() -> None:
 )
 def test_refused_keywords(keywords: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        peers.read_ddp_keywords(keywords, OURS)
+        torch_names.read_ddp_keywords(keywords, OURS)
 
 
 def test_other_names() -> None:
-    given = peers.read_ddp_keywords(
+    given = torch_names.read_ddp_keywords(
         {
             "device_ids": [1],
             "output_device": "cuda:1",
@@ -114,7 +115,7 @@ def test_other_names() -> None:
 def test_attributes_and_refused_methods() -> None:
     with pytest.warns(UserWarning, match="trains alone"):
         model = ShardedWrapper(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    for name in peers.DDP_ATTRIBUTES:
+    for name in torch_names.DDP_ATTRIBUTES:
         getattr(model, name)
     assert model.require_backward_grad_sync
     assert model.will_sync_module_buffers()

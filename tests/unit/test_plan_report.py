@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatshard.plan_report import (
+from flatshard.diagnostics.unit_report import (
     FEW_ELEMENTS,
     LARGE_MODEL_NUMEL,
     LARGE_TIE_NUMEL,
@@ -13,8 +13,8 @@ from flatshard.plan_report import (
     UnitRow,
     UnitSize,
     describe,
-    judge,
     judge_one_unit,
+    lint,
 )
 from tests.models import CASES
 
@@ -101,38 +101,38 @@ def test_no_false_alarm_for_test_models(case: object) -> None:
 
 def test_many_small_units() -> None:
     units = sizes(**{f"norm{i}": FEW_ELEMENTS - 1 for i in range(MANY_UNITS)}, head=M)
-    (remark,) = judge(units, [])
+    (remark,) = lint(units, [])
     assert f"{MANY_UNITS} of {MANY_UNITS + 2} units" in remark
     assert "norm0, norm1, norm2, 29 more" in remark
     assert "min_num_params" in remark
-    assert judge(units[:MANY_UNITS] + units[-1:], []) == []
-    assert judge(sizes(**{f"l{i}": FEW_ELEMENTS for i in range(100)}), []) == []
+    assert lint(units[:MANY_UNITS] + units[-1:], []) == []
+    assert lint(sizes(**{f"l{i}": FEW_ELEMENTS for i in range(100)}), []) == []
 
 
 def test_one_unit_far_larger_than_the_others() -> None:
     blocks = {f"block{i}": 2 * M for i in range(6)}
     units = sizes(**blocks)
     big = UnitSize(("tower",), 21 * M, M)
-    (remark,) = judge([*units, big], [])
+    (remark,) = lint([*units, big], [])
     assert "unit 'tower' holds 21,000,000 elements" in remark
     assert "the median of 7 units (2,000,000)" in remark
-    (remark,) = judge([UnitSize(("",), 21 * M, M), *units[1:]], [])
+    (remark,) = lint([UnitSize(("",), 21 * M, M), *units[1:]], [])
     assert "the root holds" in remark
     for fine in (
         UnitSize(("tower",), 20 * M, M),  # ten times is not more than ten times
         UnitSize(("embed",), 90 * M, 89 * M),  # one parameter, which nothing divides
     ):
-        assert judge([*units, fine], []) == []
+        assert lint([*units, fine], []) == []
     few = sizes(a=M, b=M)
-    assert judge([*few, UnitSize(("c",), 90 * M, M)], []) == []  # no median to speak of
+    assert lint([*few, UnitSize(("c",), 90 * M, M)], []) == []  # no median to speak of
     small = sizes(**{f"block{i}": 2000 for i in range(6)})
-    assert judge([*small, UnitSize(("tower",), 900_000, 1000)], []) == []
+    assert lint([*small, UnitSize(("tower",), 900_000, 1000)], []) == []
 
 
 def test_a_tie_that_empties_two_units() -> None:
     units = sizes(root=20 * M, embed=0, head=0, blocks=20 * M)
     names = ["embed.weight", "head.proj.weight"]
-    (remark,) = judge(units, [(LARGE_TIE_NUMEL, names)])
+    (remark,) = lint(units, [(LARGE_TIE_NUMEL, names)])
     assert "'embed.weight' and 'head.proj.weight' are one weight of 1,000,000" in remark
     assert "units 'embed', 'head'" in remark
     for numel, places in (
@@ -142,10 +142,10 @@ def test_a_tie_that_empties_two_units() -> None:
         (LARGE_TIE_NUMEL, ["embed.weight", "lm_head.weight"]),  # the root holds one anyway
         (LARGE_TIE_NUMEL, ["embedding.weight", "heads.weight"]),  # no names of units
     ):
-        assert judge(units, [(numel, places)]) == []
+        assert lint(units, [(numel, places)]) == []
 
 
 def test_good_plans_pass() -> None:
-    assert judge(sizes(root=500, **{f"block{i}": 7 * M for i in range(12)}, head=38 * M), []) == []
-    assert judge([], []) == []
-    assert judge(sizes(root=11), [(11, ["a", "b"])]) == []
+    assert lint(sizes(root=500, **{f"block{i}": 7 * M for i in range(12)}, head=38 * M), []) == []
+    assert lint([], []) == []
+    assert lint(sizes(root=11), [(11, ["a", "b"])]) == []

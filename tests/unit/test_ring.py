@@ -6,13 +6,13 @@ import resource
 import pytest
 import torch
 
-from flatshard import memory_file, ring
-from flatshard.ring import RING, RingBuffer
+from flatshard.memory import mapped_files, page_pool
+from flatshard.memory.page_pool import POOL, PooledBuffer
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
 
-pytestmark = pytest.mark.skipif(not memory_file.CAN_MAP, reason="this system maps no files")
+pytestmark = pytest.mark.skipif(not mapped_files.CAN_MAP, reason="this system maps no files")
 
 
 def num_faults() -> int:
@@ -24,7 +24,7 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * PAGE
 
 
-def used(buffer: RingBuffer) -> int:
+def used(buffer: PooledBuffer) -> int:
     """How many pages it took from the system to be written and freed."""
     buffer.take()
     before = num_faults()
@@ -37,7 +37,7 @@ def used(buffer: RingBuffer) -> int:
 @pytest.mark.parametrize("sizes", [(8 * MIB, 8 * MIB), (5 * MIB + 3 * PAGE, 7 * MIB - PAGE, 3)])
 def test_pages_go_round(sizes: tuple[int, ...]) -> None:
     """Buffers of whatever sizes use the same ones, in any order."""
-    buffers = [RingBuffer(size, torch.uint8) for size in sizes]
+    buffers = [PooledBuffer(size, torch.uint8) for size in sizes]
     for buffer in buffers:
         used(buffer)
     before = resident_bytes()
@@ -47,37 +47,37 @@ def test_pages_go_round(sizes: tuple[int, ...]) -> None:
 
 
 def test_as_many_as_are_in_use_at_once_and_none_after() -> None:
-    RING.give_back()
+    POOL.give_back()
     before = resident_bytes()
-    one, other = RingBuffer(16 * MIB, torch.uint8), RingBuffer(16 * MIB, torch.uint8)
+    one, other = PooledBuffer(16 * MIB, torch.uint8), PooledBuffer(16 * MIB, torch.uint8)
     one.take()
     one.buffer.fill_(1)
     assert used(other) >= 16 * MIB // PAGE // 512  # pages may be huge
     one.free()
     assert 30 * MIB < resident_bytes() - before < 40 * MIB
-    RING.give_back()
+    POOL.give_back()
     assert resident_bytes() - before < 8 * MIB
     assert used(one) > 0
 
 
 def test_a_buffer_that_ends_in_use() -> None:
     """Its pages are gone, the places for pages are not."""
-    used(RingBuffer(4 * MIB, torch.uint8))
-    arenas, idle = len(RING._arenas), len(RING._idle)
+    used(PooledBuffer(4 * MIB, torch.uint8))
+    arenas, idle = len(POOL._arenas), len(POOL._idle)
     for _ in range(40):
-        buffer = RingBuffer(4 * MIB, torch.uint8)
+        buffer = PooledBuffer(4 * MIB, torch.uint8)
         buffer.take()
         del buffer
-    assert (len(RING._arenas), len(RING._idle)) == (arenas, idle)
+    assert (len(POOL._arenas), len(POOL._idle)) == (arenas, idle)
 
 
 @pytest.mark.parametrize("moves", [True, False])
 def test_the_own_part(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It shows what the shard holds; what is written there stays out of the shard."""
     if not moves:
-        monkeypatch.setattr(memory_file, "_mremap", None)
+        monkeypatch.setattr(mapped_files, "_mremap", None)
     numel = 2 * PAGE // 4
-    buffer = RingBuffer(3 * numel, torch.float32, own=range(numel, 2 * numel))
+    buffer = PooledBuffer(3 * numel, torch.float32, own=range(numel, 2 * numel))
     shard, own = buffer.shard, buffer.buffer[numel : 2 * numel]
     assert shard is not None
     shard.fill_(2)
@@ -105,9 +105,9 @@ def test_the_own_part(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_more_pages_than_may_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer then has its own ones, and gives them back."""
-    monkeypatch.setattr(ring, "_MAX_CHUNKS", 0)
-    monkeypatch.setattr(RING, "_idle", RING._idle[:2])
-    buffer = RingBuffer(16 * MIB, torch.uint8)
+    monkeypatch.setattr(page_pool, "_MAX_CHUNKS", 0)
+    monkeypatch.setattr(POOL, "_idle", POOL._idle[:2])
+    buffer = PooledBuffer(16 * MIB, torch.uint8)
     before = resident_bytes()
     assert used(buffer) >= 14 * MIB // PAGE // 512
     assert resident_bytes() - before < 4 * MIB
@@ -128,9 +128,9 @@ def allowed(address: int) -> str:
 def test_a_freed_buffer_is_not_zeros(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can read it, but for the shard."""
     if not moves:
-        monkeypatch.setattr(memory_file, "_mremap", None)
+        monkeypatch.setattr(mapped_files, "_mremap", None)
     numel = PAGE // 4
-    buffer = RingBuffer(3 * numel, torch.float32, own=range(numel, 2 * numel))
+    buffer = PooledBuffer(3 * numel, torch.float32, own=range(numel, 2 * numel))
     places = [buffer.buffer.data_ptr() + number * PAGE for number in range(3)]
     for _ in range(2):
         assert [allowed(place) for place in places] == ["---p", "rw-p", "---p"]

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatshard.schedule import ExecutionOrder, ReduceOrder
+from flatshard.plan.schedule import ExecutionOrder, ReduceOrder
 
 
 def _run(order: ExecutionOrder, units: list[int]) -> list[list[int]]:

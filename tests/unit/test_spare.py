@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from flatshard import spare as spare_module
-from flatshard.spare import Spare
+from flatshard.memory import buffer_cache as spare_module
+from flatshard.memory.buffer_cache import BufferCache
 
 CPU = torch.device("cpu")
 
@@ -15,7 +15,7 @@ def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_same_memory_comes_back_once_it_is_unused() -> None:
-    spare = Spare()
+    spare = BufferCache()
     first = spare.take(10, torch.float32, CPU)
     place = first.data_ptr()
     second = spare.take(10, torch.float32, CPU)
@@ -28,7 +28,7 @@ def test_the_same_memory_comes_back_once_it_is_unused() -> None:
 
 
 def test_other_kinds_are_other_memory() -> None:
-    spare = Spare()
+    spare = BufferCache()
     spare.take(10, torch.float32, CPU)
     for numel, dtype in ((11, torch.float32), (10, torch.int32)):
         taken = spare.take(numel, dtype, CPU)
@@ -36,7 +36,7 @@ def test_other_kinds_are_other_memory() -> None:
 
 
 def test_what_is_unused_is_given_back() -> None:
-    spare = Spare()
+    spare = BufferCache()
     used = spare.take(10, torch.float32, CPU)
     spare.give_back()
     assert spare.take(10, torch.float32, CPU).data_ptr() != used.data_ptr()
@@ -48,8 +48,8 @@ def test_what_is_unused_is_given_back() -> None:
 
 def test_what_the_allocator_keeps_is_not_kept_twice() -> None:
     for spare, is_kept in (
-        (Spare(), False),
-        (Spare(new=lambda numel, dtype: torch.zeros(numel, dtype=dtype)), True),
+        (BufferCache(), False),
+        (BufferCache(new=lambda numel, dtype: torch.zeros(numel, dtype=dtype)), True),
     ):
         spare.take(4, torch.uint8, CPU)
         assert (spare._kept is not None) is is_kept

@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from flatshard.memory_timeline import MemorySample, MemoryTimeline
-from flatshard.step_report import Kind, Range, StepRecord, StepReport, chrome_trace, sum_up
+from flatshard.diagnostics.memory_timeline import MemorySample, MemoryTimeline
+from flatshard.diagnostics.step_report import (
+    Kind,
+    Range,
+    StepRecord,
+    StepReport,
+    chrome_trace,
+    sum_up,
+)
 
 MIB = 2**20
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from flatshard import wrap
-from flatshard.wrap import (
+from flatshard.plan import wrap
+from flatshard.plan.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
     UnitPlan,

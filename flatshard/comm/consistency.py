@@ -1,0 +1,176 @@
+"""Do all ranks build the same model, mean the same, and can all do it? All go on, or all raise."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from itertools import chain, zip_longest
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from flatshard.comm.communicator import Communicator
+from flatshard.plan.layout import memory_order, strides_of
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+Facts = dict[str, str]
+"""What ranks must agree on: names of things, and what they are."""
+T = TypeVar("T")
+
+Checksum = tuple[int, int]
+"""Tells tensors apart by their bytes; see ``checksum``."""
+
+_COLUMNS = 1 << 10
+
+
+def check_same_model(
+    named: NamedTensors,
+    settings: str,
+    units: Iterable[str],
+    ignored: Iterable[str],
+    comm: Communicator,
+) -> None:
+    """Compare names, shapes, dtypes, memory formats, units and settings with the other ranks.
+
+    Collective: all ranks of ``comm``.
+
+    Args:
+        named: parameters and buffers with their names.
+        settings: what else must agree, as text.
+        units: the names of the units.
+        ignored: the names of what the user ignores; what it holds may differ.
+        comm: the ranks that train the model.
+
+    Raises:
+        ValueError: on every rank, naming the first difference.
+    """
+    lines = [f"settings {settings}"]
+    lines += [f"{name!r} to be ignored" for name in ignored]
+    lines += [f"{name!r}: {_describe(tensor)}" for name, tensor in named]
+    lines += [f"unit {name!r}" for name in units]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if len(set(comm.gather_objects(digest, label="comparing models"))) == 1:
+        return
+    everyone = comm.gather_objects(lines, label="comparing models")
+    for versions in zip_longest(*everyone, fillvalue="nothing"):
+        if len(set(versions)) > 1:
+            other = next(r for r, line in enumerate(versions) if line != versions[0])
+            raise ValueError(
+                "ShardedWrapper: the ranks build different models. First difference: "
+                f"rank 0 has {versions[0]}; rank {other} has {versions[other]}. Every rank must "
+                "wrap the same modules in the same order with the same settings."
+            )
+
+
+def _describe(tensor: Tensor) -> str:
+    shape = tuple(tensor.shape)
+    text = f"shape {shape}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
+    if isinstance(tensor, nn.Parameter):
+        # Those of the flat layout; buffers may have any, nothing depends on them.
+        text += f", strides {strides_of(shape, memory_order(shape, tensor.stride()))}"
+    return text
+
+
+def raise_everywhere(error: Exception | None, comm: Communicator) -> None:
+    """Raise the first rank's error, if any has one, on every rank, where it is of the same type.
+
+    Collective: all ranks of ``comm``.
+    """
+    mine = None if error is None else (type(error), str(error))
+    for rank, told in enumerate(comm.gather_objects(mine, label="comparing errors")):
+        if told is not None:
+            kind, message = told
+            raise kind(f"{message} (rank {comm.ranks[rank]})") from error
+
+
+def agreed(
+    prepare: Callable[[], tuple[T, Facts]], comms: Iterable[Communicator], what: str, remedy: str
+) -> T:
+    """Do what each rank does alone, and go on only where all did, and had the same to do.
+
+    Collective: all ranks of each of ``comms``.
+
+    Args:
+        prepare: gives the result, and facts that must be the same on all ranks.
+        comms: the ranks to ask; none: this one alone.
+        what: names the call in errors.
+        remedy: says there what to do where facts differ.
+
+    Raises:
+        ValueError: on all ranks, where ``prepare`` raised on one or facts differ.
+    """
+    result: T | None = None
+    facts: Facts = {}
+    problem: Exception | None = None
+    try:
+        result, facts = prepare()
+    except Exception as error:
+        problem = error
+    digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+    told: list[str] = []
+    for comm in comms:
+        answers = comm.gather_objects((problem and str(problem), digest), label=what)
+        told += [
+            f"{what}, rank {rank}: {text}"
+            for rank, (text, _) in zip(comm.ranks, answers, strict=True)
+            if text is not None
+        ]
+        if not told and len({digest for _, digest in answers}) > 1:
+            told.append(f"{what}: {_first_difference(facts, comm, what)}. {remedy}")
+    if problem is not None and not isinstance(problem, ValueError):
+        raise problem
+    if told or problem is not None:
+        raise ValueError(told[0] if told else f"{what}: {problem}") from problem
+    assert result is not None, "it was prepared"
+    return result
+
+
+def _first_difference(facts: Facts, comm: Communicator, what: str) -> str:
+    """What differs between the ranks, in words. Collective."""
+    everyone = comm.gather_objects(facts, label=what)
+    for key in dict.fromkeys(chain.from_iterable(everyone)):
+        values = [other.get(key, "nothing") for other in everyone]
+        different = next((r for r, value in enumerate(values) if value != values[0]), None)
+        if different is not None:
+            return (
+                f"ranks differ: {key} is {values[0]} on rank {comm.ranks[0]}, {values[different]} "
+                f"on rank {comm.ranks[different]}"
+            )
+    raise AssertionError("the digests differ, so the facts do")
+
+
+def loaded_on_some_ranks(name: str) -> RuntimeError:
+    """The error, on all ranks, where some loaded a state dict and others did not."""
+    return RuntimeError(
+        f"backward of {name or 'the model'!r}: load_state_dict() was called on some ranks and not "
+        "on others, or more often, so that the model is a mixture of parts. Call it on every rank "
+        "with the same state: torch.load(path, mmap=True) reads what is needed alone."
+    )
+
+
+def checksum(tensor: Tensor) -> Checksum:
+    """A few sums over the bytes that tell tensors apart, also those of the same elements.
+
+    The memory is read as a table: the sums of its rows and of its columns are weighted by place.
+    """
+    if tensor.numel() == 0:
+        return (0, 0)
+    data = as_bytes(tensor.detach().contiguous())
+    width = 8 if data.numel() % 8 == 0 and data.data_ptr() % 8 == 0 else 1
+    words = data.view(torch.int64) if width == 8 else data
+    whole = words.numel() // _COLUMNS * _COLUMNS
+    table, rest = words[:whole].view(-1, _COLUMNS), words[whole:].to(torch.int64)
+    columns, rows = table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64)
+    by_place = [int((sums * _places(sums)).sum()) for sums in (columns, rows, rest)]
+    return (by_place[0] + by_place[2], by_place[1] + int(rest.sum()))
+
+
+def _places(sums: Tensor) -> Tensor:
+    return torch.arange(1, sums.numel() + 1, device=sums.device)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, 1-D uint8."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(-1).view(torch.uint8)

@@ -1,0 +1,118 @@
+"""``FlatChunks``: what lies over a whole flat parameter, in the pieces of memory in which it lies.
+
+Gradients can be averaged from the tensors in which autograd made them; to copy them all to one
+place first takes as long as a good network takes to move them. ``ChunkPlan`` says which
+are worth it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatshard.plan.layout import FlatLayout
+
+
+@dataclass(frozen=True)
+class FlatChunks:
+    """What lies, on each rank, over the whole length of a flat parameter: gradients, say.
+
+    Attributes:
+        parts: ``(end - start,)`` each, contiguous, of one dtype; None: zeros.
+        ranges: their ``[start, end)``, in elements; ascending, the same on all ranks.
+        numel: of all, padding included.
+        dtype: theirs.
+    """
+
+    parts: Sequence[Tensor | None]
+    ranges: Sequence[tuple[int, int]]
+    numel: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, buffer: Tensor) -> FlatChunks:
+        """One piece of memory, ``(numel,)``."""
+        return cls([buffer], [(0, buffer.numel())], buffer.numel(), buffer.dtype)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parts that are not zeros."""
+        return [part for part in self.parts if part is not None]
+
+    def cut(self, begin: int, end: int, numel: int | None = None) -> Iterator[Chunk]:
+        """What there is in ``[begin, end)``, at most ``numel`` elements at a time."""
+        for index, (first, last) in enumerate(self.ranges):
+            start, stop = max(first, begin), min(last, end)
+            part = self.parts[index]
+            for at in range(start, stop, numel or max(stop - start, 1)):
+                until = stop if numel is None else min(at + numel, stop)
+                values = None if part is None else part[at - first : until - first]
+                yield Chunk(index, at - first, at, until, values)
+
+
+class Chunk(NamedTuple):
+    """Elements of one part.
+
+    Attributes:
+        part: its number.
+        offset: where they begin in it.
+        start: where they begin in the whole.
+        end: where they end there.
+        values: they themselves; None: zeros.
+    """
+
+    part: int
+    offset: int
+    start: int
+    end: int
+    values: Tensor | None
+
+
+class ChunkPlan:
+    """Which original parameters' gradients make a part of a ``FlatChunks`` together.
+
+    Large ones lie alone, as they are; small neighbours are copied together.
+    """
+
+    def __init__(self, layout: FlatLayout, min_bytes: int, dtype: torch.dtype) -> None:
+        """Plan.
+
+        Args:
+            layout: where each original lies.
+            min_bytes: of a gradient that lies alone.
+            dtype: of the gradients.
+        """
+        self._layout, self._dtype = layout, dtype
+        self._runs: list[list[int]] = []
+        joins = False
+        for index, span in enumerate(layout.spans):
+            is_small = (span.end - span.start) * dtype.itemsize < min_bytes
+            if joins and is_small:
+                self._runs[-1].append(index)
+            else:
+                self._runs.append([index])
+            joins = is_small
+
+    def whole(self, gradients: dict[int, Tensor]) -> FlatChunks:
+        """Gradients by original parameter, in memory order and of any dtype; others are zero."""
+        spans = self._layout.spans
+        ranges = [(spans[run[0]].start, spans[run[-1]].end) for run in self._runs]
+        parts = [self._part(run, gradients) for run in self._runs]
+        return FlatChunks(parts, ranges, self._layout.padded_numel, self._dtype)
+
+    def _part(self, run: list[int], gradients: dict[int, Tensor]) -> Tensor | None:
+        there = [index for index in run if index in gradients]
+        if not there:
+            return None
+        if len(run) == 1:
+            return gradients[run[0]].to(self._dtype)
+        spans, device = self._layout.spans, gradients[there[0]].device
+        first = spans[run[0]].start
+        part = torch.zeros(spans[run[-1]].end - first, dtype=self._dtype, device=device)
+        places = [part[spans[i].start - first : spans[i].end - first] for i in there]
+        torch._foreach_copy_(places, [gradients[index] for index in there])
+        return part

@@ -1,0 +1,199 @@
+"""``AsyncWork``: a collective under way, and what other ranks have yet to take of it.
+
+[Note: settled]
+A rank has what it asked for as soon as all others have sent theirs; that the others have taken what
+this one sent is a matter of its own. Until then it must not be overwritten, but nothing else need
+wait for it: a rank that is ahead would otherwise wait at every unit. ``PendingSends`` keeps it
+until the end of a forward or backward, before anybody may write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatshard.comm.deadlock.detector import BlockedWait, WaitCondition, explain
+from flatshard.comm.deadlock.watchdog import watched
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: a peer died, ran other units, or did not come within the timeout."""
+
+
+class AsyncWork:
+    """A collective under way. Keeps its tensors alive until nobody needs them.
+
+    Attributes:
+        tells: whether ``done`` can become true before the wait.
+    """
+
+    def __init__(
+        self,
+        works: list[Any],
+        what: str,
+        *kept: object,
+        peers: Sequence[int] = (),
+        then: Callable[[], None] | None = None,
+        trailing: Sequence[Any] = (),
+        tells: bool = True,
+        need: WaitCondition | None = None,
+        trailing_need: WaitCondition | None = None,
+    ) -> None:
+        """Take over what was started.
+
+        Args:
+            works: the backend's handles that the result needs, all to be waited for.
+            what: names the unit, the rank and the collective.
+            kept: what must stay alive, tensors above all.
+            peers: the ranks that the first handles receive from, where each has its own.
+            then: called once after the wait.
+            trailing: handles that are over when the other ranks have taken what this one gave.
+            tells: see the class.
+            need: what the result needs of the other ranks.
+            trailing_need: what ``trailing`` needs of them.
+        """
+        self.tells = tells
+        self._works = works
+        self._what = what
+        self._kept = kept
+        self._peers = peers
+        self._then = then
+        self._trailing = list(trailing)
+        self._need, self._trailing_need = need, trailing_need
+
+    @property
+    def kept(self) -> tuple[object, ...]:
+        """What is kept alive: the source and the result, until others have taken everything."""
+        return self._kept
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return without waiting for other ranks."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, pending_sends: PendingSends) -> None:
+        """Have the result; on an accelerator the current stream waits, not the host.
+
+        The source must not be written before ``pending_sends.wait_sends()``.
+
+        Raises:
+            CollectiveError: a peer failed or did not come within the group's timeout.
+        """
+        self._have()
+        if self._trailing:
+            pending_sends.add(self)
+        else:
+            self.wait_sends()
+
+    def _have(self) -> None:
+        self._works = self._wait_for(self._works, self._need)
+        then, self._then = self._then, None
+        if then is not None:
+            try:
+                then()
+            except torch.OutOfMemoryError:
+                raise  # nobody else's fault
+            except RuntimeError as error:
+                raise self._failed(error) from error
+
+    def finish(self) -> None:
+        """Have the result, and see that the others have theirs.
+
+        Raises:
+            CollectiveError: as ``wait``.
+        """
+        self._have()
+        self.wait_sends()
+
+    @property
+    def is_mute(self) -> bool:
+        """Whether ``is_settled`` becomes true by ``wait_sends`` alone."""
+        return not all(getattr(work, "tells", True) for work in self._trailing)
+
+    def is_settled(self) -> bool:
+        """Whether the others have taken everything; nothing is kept then."""
+        if not all(work.is_completed() for work in self._trailing):
+            return False
+        self.wait_sends()
+        return True
+
+    def keeps(self, tensor: Tensor) -> bool:
+        """Whether it keeps the memory of ``tensor`` alive."""
+        storage = tensor.untyped_storage()._cdata
+        return any(
+            isinstance(one, Tensor) and one.untyped_storage()._cdata == storage
+            for one in self._kept
+        )
+
+    def wait_sends(self) -> None:
+        """Wait until the others have taken everything.
+
+        Raises:
+            CollectiveError: as ``wait``.
+        """
+        self._trailing = self._wait_for(self._trailing, self._trailing_need)
+        self._kept = ()
+
+    def _wait_for(self, works: list[Any], need: WaitCondition | None) -> list[Any]:
+        """Wait for all; returns what is left of them, which is nothing."""
+        if works:
+            with watched(self._describe, need) as wait:
+                for work in works:
+                    try:
+                        work.wait()
+                    except RuntimeError as error:
+                        raise self._failed(error, wait) from error
+        return []
+
+    def _failed(self, error: RuntimeError, wait: BlockedWait | None = None) -> CollectiveError:
+        described, self._works, self._trailing = self._describe(), [], []
+        reason = None if wait is None else explain(wait)
+        if reason is not None:
+            return CollectiveError(f"{described} failed: {reason}")
+        return CollectiveError(
+            f"{described} failed. A peer died, ran other units than this rank, or did not "
+            "come within the group's timeout. Look for the first error on the other ranks. "
+            f"Reported by the backend: {error}"
+        )
+
+    def _describe(self) -> str:
+        late = [
+            peer
+            for work, peer in zip(self._works, self._peers, strict=False)
+            if not work.is_completed()
+        ]
+        return f"{self._what}, not heard of rank {late[0]}" if late else self._what
+
+
+class PendingSends:
+    """Collectives of which this rank has the result, and other ranks perhaps not yet."""
+
+    def __init__(self) -> None:
+        self._pending: list[AsyncWork] = []
+        # Not asked every time whether they are over: there may be two for each unit of a model.
+        self._mute: list[AsyncWork] = []
+
+    def add(self, pending: AsyncWork) -> None:
+        """Keep one more."""
+        (self._mute if pending.is_mute else self._pending).append(pending)
+
+    def wait_sends(self) -> None:
+        """Wait until other ranks have taken all that this one gave: it may be written then.
+
+        Raises:
+            CollectiveError: as ``AsyncWork.wait``.
+        """
+        for kept in (self._mute, self._pending):
+            while kept:
+                kept.pop(0).wait_sends()
+
+    def is_giving(self, tensor: Tensor) -> bool:
+        """Whether other ranks may still be taking what lies in the memory of ``tensor``."""
+        self.drop_settled()
+        return any(pending.keeps(tensor) for pending in (*self._mute, *self._pending))
+
+    def drop_settled(self) -> None:
+        """Give back what other ranks have taken meanwhile."""
+        self._pending = [pending for pending in self._pending if not pending.is_settled()]

@@ -1,0 +1,1 @@
+"""Whoever listens to a step: reports, plans, checks."""

@@ -1,0 +1,385 @@
+"""``MemoryPlan``: the bytes that a rank will hold for a model, from its shapes alone.
+
+Nothing is allocated and nobody communicates: the model may be on the meta device. What is not in
+it: activations, and what a library or the interpreter takes for itself.
+
+[Note: what is held in a step]
+Forward and backward follow the order of the units. A unit that is freed after forward is gathered
+with those around it, and with at most two neighbours: one's backward ends, the next begins, a third
+is on its way. The root and what is kept after forward stay. Of gradients there are at most the
+root's, whole; those of two units whose reductions overlap, to send and to receive; and what the
+others were reduced to. Ranks on one host that map one another's shards hold less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatshard.diagnostics.unit_report import show_bytes, tabulate
+from flatshard.options.precision import MixedPrecision, as_mixed_precision
+from flatshard.options.strategy import (
+    Placement,
+    ShardingStrategy,
+    as_coalesce_bytes,
+    as_strategy,
+    resharding,
+)
+from flatshard.plan.coalescing import coalesce, is_apart
+from flatshard.plan.layout import FlatLayout
+from flatshard.plan.module_tree import name_of
+from flatshard.plan.param_info import ParamInfo, find_owners
+from flatshard.plan.wrap import Policy, UnitPlan, find_units
+from flatshard.tensor.sharded_tensor import FlatShardTensor
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """One unit's part of what a rank holds, in bytes, padding included.
+
+    Attributes:
+        name: its name in the unwrapped model; empty for the root.
+        strategy: the strategy's name.
+        numel: elements of its parameters.
+        parameter_bytes: of this rank's shard.
+        gradient_bytes: of its ``.grad`` after a backward that reduces.
+        optimizer_bytes: of the optimizer's state for the shard.
+        kept_bytes: of gathered parameters, or a part of them, that stay between steps.
+        gathered_bytes: of the parameters while they are gathered, in the dtype that computes; 0
+            where the shard is all of them.
+        whole_gradient_bytes: of gradients before they are reduced, in the dtype that is reduced.
+        crossing_bytes: of what their reduction within a node, or over all ranks, leaves of them.
+        reduced_bytes: of what is left once they are reduced over all ranks.
+        is_freed: whether it is freed between forward and backward.
+        secondary_bytes: of the part that backward gathers from, between forward and backward.
+    """
+
+    name: str
+    strategy: str
+    numel: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    kept_bytes: int
+    gathered_bytes: int
+    whole_gradient_bytes: int
+    crossing_bytes: int
+    reduced_bytes: int
+    is_freed: bool
+    secondary_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What each rank holds; ``str()`` is a table.
+
+    Attributes:
+        units: every unit in the order of forward, the root last.
+        buffer_bytes: of the modules' buffers, which every rank has whole.
+    """
+
+    units: tuple[UnitMemory, ...]
+    buffer_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of this rank's shards."""
+        return sum(unit.parameter_bytes for unit in self.units)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of ``.grad`` after a backward; 0 in truth where optimizers step in backward."""
+        return sum(unit.gradient_bytes for unit in self.units)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Of the optimizer's state."""
+        return sum(unit.optimizer_bytes for unit in self.units)
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Held between steps, gradients included."""
+        kept = sum(unit.kept_bytes for unit in self.units)
+        return self._without_gradients + self.gradient_bytes + kept
+
+    @property
+    def peak_gathered_bytes(self) -> int:
+        """The most that gathered parameters take, with parts kept to gather from."""
+        staying = sum(unit.gathered_bytes for unit in self.units if not unit.is_freed)
+        secondary = sum(unit.secondary_bytes for unit in self.units)
+        freed = [unit for unit in self.units if unit.is_freed]
+        return staying + secondary + max(map(self._gathered_at_once, _runs(freed, 3)), default=0)
+
+    @property
+    def peak_gradient_bytes(self) -> int:
+        """The most that gradients take during backward; at most so."""
+        done = sum(unit.reduced_bytes for unit in self.units)
+        moments = [*_runs(self.units[:-1], 2), self.units[-1:]]
+        return done + max(map(self._gradients_at_once, moments), default=0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is held at any moment of a step; at most so."""
+        in_step = self._without_gradients + self.peak_gathered_bytes + self.peak_gradient_bytes
+        return max(in_step, self.persistent_bytes)
+
+    @property
+    def _without_gradients(self) -> int:
+        return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes
+
+    @cached_property
+    def _by_name(self) -> dict[str, UnitMemory]:
+        return {unit.name: unit for unit in self.units}
+
+    def _around(self, inner: Sequence[UnitMemory]) -> list[UnitMemory]:
+        """The units around these, without them."""
+        names = {name for one in inner for name in _names_around(one.name)}
+        names -= {one.name for one in inner}
+        return [self._by_name[name] for name in names if name in self._by_name]
+
+    def _gathered_at_once(self, units: Sequence[UnitMemory]) -> int:
+        around = [unit for unit in self._around(units) if unit.is_freed]
+        return sum(unit.gathered_bytes for unit in (*units, *around))
+
+    def _gradients_at_once(self, units: Sequence[UnitMemory]) -> int:
+        """Beside what is reduced: whole gradients, of those under way to send and to receive."""
+        filling = sum(unit.whole_gradient_bytes for unit in self._around(units))
+        # An all-reduce of what every rank has whole takes place where it is.
+        under_way = [unit for unit in units if unit.reduced_bytes < unit.whole_gradient_bytes]
+        results = sum(unit.crossing_bytes - unit.reduced_bytes for unit in under_way)
+        return filling + results + 2 * sum(unit.whole_gradient_bytes for unit in under_way)
+
+    def __str__(self) -> str:
+        header = ("unit", "elements", "parameters", "gradients", "optimizer", "gathered")
+        rows = [
+            (
+                unit.name or "(root)",
+                f"{unit.numel:,}",
+                show_bytes(unit.parameter_bytes),
+                show_bytes(unit.gradient_bytes),
+                show_bytes(unit.optimizer_bytes),
+                show_bytes(unit.gathered_bytes),
+            )
+            for unit in self.units
+        ]
+        totals = (
+            "total",
+            f"{self.numel:,}",
+            show_bytes(self.parameter_bytes),
+            show_bytes(self.gradient_bytes),
+            show_bytes(self.optimizer_bytes),
+            f"{show_bytes(self.peak_gathered_bytes)} at most",
+        )
+        table = tabulate([header, *_shortened(rows), totals], numbers=range(1, len(header)))
+        return (
+            f"{table}\n"
+            f"each rank, between steps: {show_bytes(self.persistent_bytes)}; during a step at "
+            f"most: {show_bytes(self.peak_bytes)}, without activations"
+        )
+
+
+def predict(
+    model: nn.Module,
+    *,
+    world_size: int,
+    auto_wrap_policy: Policy | None = None,
+    sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
+    mixed_precision: MixedPrecision | None = None,
+    reshard_after_forward: bool | int | None = None,
+    coalesce_bytes: int | None = None,
+    ranks_per_node: int | None = None,
+    optimizer_bytes: float | None = None,
+) -> MemoryPlan:
+    """Say what each rank would hold, with the keywords that ``ShardedWrapper`` would be given.
+
+    No communication, and no process group: any number of ranks can be asked about.
+
+    Args:
+        model: the unwrapped model, on any device; build it ``with torch.device("meta"):`` and
+            nothing of it needs memory. It is not changed.
+        world_size: ranks that train it.
+        auto_wrap_policy: which submodules become units; None: one unit.
+        sharding_strategy: as ``ShardedWrapper``'s.
+        mixed_precision: likewise.
+        reshard_after_forward: likewise.
+        coalesce_bytes: likewise.
+        ranks_per_node: for HYBRID strategies: ranks that share one copy.
+        optimizer_bytes: of the optimizer's state, per trained element. None: two tensors of the
+            parameter's dtype, as AdamW has.
+
+    Raises:
+        TypeError: ``auto_wrap_policy`` is none, or another keyword of the wrong type.
+        ValueError: ``world_size`` below 1, a HYBRID strategy without ``ranks_per_node``, one that
+            does not divide the ranks, or a model that is sharded already.
+    """
+    if world_size < 1:
+        raise ValueError(f"predict: world_size must be at least 1, got {world_size}")
+    if any(isinstance(param, FlatShardTensor) for param in model.parameters()):
+        raise ValueError("predict: the model is sharded already. Pass the unwrapped model.")
+    plans = [] if auto_wrap_policy is None else find_units(model, auto_wrap_policy)
+    owners = find_owners(model, [plan.module for plan in plans])
+    ours = {
+        "sharding_strategy": sharding_strategy,
+        "reshard_after_forward": reshard_after_forward,
+        "mixed_precision": mixed_precision,
+    }
+    units = []
+    together = coalesce(
+        plans, owners, as_coalesce_bytes(coalesce_bytes), kind=lambda plan: plan.overrides
+    )
+    for members in (*together, [UnitPlan("", model)]):
+        plan = members[0]
+        # An override of the strategy alone has its own default of what is freed.
+        inherited = {**ours, "reshard_after_forward": None} if plan.overrides else ours
+        settings = {**inherited, **plan.overrides}
+        strategy, placement = resharding(
+            as_strategy(settings["sharding_strategy"]), settings["reshard_after_forward"]
+        )
+        group = _Group.of(placement, strategy, world_size, ranks_per_node)
+        units.append(
+            _plan_unit(
+                name_of([member.name for member in members]),
+                _segments(
+                    [one for member in members for one in owners[member.module]],
+                    may_part=plan.name == "" and bool(together),
+                ),
+                strategy=strategy,
+                placement=placement,
+                group=group,
+                precision=as_mixed_precision(settings["mixed_precision"]),
+                optimizer_bytes=optimizer_bytes,
+            )
+        )
+    buffers = {id(one): one for one in model.buffers()}.values()
+    return MemoryPlan(tuple(units), sum(one.numel() * one.element_size() for one in buffers))
+
+
+@dataclass(frozen=True)
+class _Group:
+    """How many ranks share what.
+
+    Attributes:
+        shard: ranks that split parameters, gradients and optimizer state.
+        inner: ranks that gather from one another: of a node with HYBRID strategies.
+    """
+
+    shard: int
+    inner: int
+
+    @classmethod
+    def of(
+        cls,
+        placement: Placement,
+        strategy: ShardingStrategy,
+        world_size: int,
+        ranks_per_node: int | None,
+    ) -> _Group:
+        if not placement.sharded:
+            return cls(1, 1)
+        if not placement.hybrid:
+            return cls(world_size, world_size)
+        if ranks_per_node is None or ranks_per_node < 1 or world_size % ranks_per_node:
+            raise ValueError(
+                f"predict: {strategy.name} needs ranks_per_node, a divisor of world_size="
+                f"{world_size}, got {ranks_per_node}"
+            )
+        return cls(world_size if placement.over_all else ranks_per_node, ranks_per_node)
+
+
+def _segments(owned: Iterable[ParamInfo], *, may_part: bool) -> list[list[ParamInfo]]:
+    """A unit's parameters by flat parameter."""
+    found: dict[tuple[torch.dtype, bool, int], list[ParamInfo]] = {}
+    for one in owned:
+        param = one.param
+        apart = id(param) if may_part and is_apart(param) else 0
+        found.setdefault((param.dtype, param.requires_grad, apart), []).append(one)
+    return list(found.values())
+
+
+def _plan_unit(
+    name: str,
+    segments: Sequence[Sequence[ParamInfo]],
+    *,
+    strategy: ShardingStrategy,
+    placement: Placement,
+    group: _Group,
+    precision: MixedPrecision,
+    optimizer_bytes: float | None,
+) -> UnitMemory:
+    kinds = ("parameter", "gradient", "optimizer", "kept", "gathered")
+    total = dict.fromkeys((*kinds, "whole_gradient", "crossing", "reduced"), 0)
+    secondary = 0
+    is_freed = placement.sharded and placement.reshard_after_forward and name != ""
+    for owned in segments:
+        param = owned[0].param
+        layout = FlatLayout.build(
+            ((one.name, one.param.shape) for one in owned),
+            world_size=group.shard,
+            itemsize=param.element_size(),
+        )
+        computes = _lowered(param.dtype, precision.param_dtype)
+        reduces = _lowered(param.dtype, precision.reduce_dtype or precision.param_dtype)
+        shard = layout.shard_numel
+        whole = layout.padded_numel * computes.itemsize
+        total["parameter"] += shard * param.element_size()
+        aliased = group.shard == 1 and computes == param.dtype
+        total["gathered"] += 0 if aliased else whole
+        if placement.over_all:
+            total["kept"] += whole // group.inner
+        elif not placement.reshard_after_backward and not aliased:
+            total["kept"] += whole
+        if placement.regather_size and is_freed:
+            secondary += whole // placement.regather_size
+        if param.requires_grad:
+            each = 2 * param.element_size() if optimizer_bytes is None else optimizer_bytes
+            total["gradient"] += shard * param.element_size()
+            total["optimizer"] += math.ceil(shard * each)
+            total["whole_gradient"] += layout.padded_numel * reduces.itemsize
+            total["crossing"] += layout.padded_numel * reduces.itemsize // group.inner
+            total["reduced"] += shard * reduces.itemsize
+    return UnitMemory(
+        name=name,
+        strategy=strategy.name,
+        numel=sum(one.param.numel() for owned in segments for one in owned),
+        is_freed=is_freed,
+        secondary_bytes=secondary + (total["kept"] if placement.over_all else 0),
+        **{f"{kind}_bytes": count for kind, count in total.items()},
+    )
+
+
+def _lowered(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
+    return to if to is not None and dtype.is_floating_point else dtype
+
+
+def _names_around(name: str) -> Iterator[str]:
+    """Of the modules around a module."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _runs(units: Sequence[UnitMemory], length: int) -> list[Sequence[UnitMemory]]:
+    """Every run of so many units that follow one another; all of them where there are fewer."""
+    return [units[i : i + length] for i in range(max(1, len(units) - length + 1)) if units]
+
+
+_ROWS = 24
+"""Units that a table lists; of more, those in the middle are left out."""
+
+
+def _shortened(rows: list[Any]) -> list[Any]:
+    if len(rows) <= _ROWS:
+        return rows
+    left_out = (f"... {len(rows) - _ROWS} more", *("" for _ in rows[0][1:]))
+    return [*rows[: _ROWS // 2], left_out, *rows[-_ROWS // 2 :]]

@@ -1,0 +1,354 @@
+"""``Recorder``: hears what a run does, and does nothing with it; ``StepRecorder`` makes reports.
+
+A run always has one, so that its code tells what it does without asking whether anybody listens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import torch
+
+from flatshard.comm.communicator import Event
+from flatshard.diagnostics.memory_timeline import MemorySample, MemoryTimeline
+from flatshard.diagnostics.step_report import Kind, Range, StepRecord, StepReport, sum_up
+
+
+class RecordedUnit(Protocol):
+    """What a recorder asks of a unit."""
+
+    name: str
+    index: int
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What its gathered parameters take now."""
+
+    @property
+    def held_gradient_bytes(self) -> int:
+        """What its gradients take now."""
+
+    @property
+    def gives_gradients(self) -> bool:
+        """Whether other ranks may be taking them."""
+
+
+class Recorder:
+    """Hears what a run does, and keeps nothing."""
+
+    def begin_forward(self) -> None:
+        """The outermost forward begins."""
+
+    def end_forward(self) -> None:
+        """It is over."""
+
+    def begin_backward(self) -> None:
+        """The model's backward begins."""
+
+    def end_backward(self) -> None:
+        """It is over."""
+
+    def enter(self, unit: RecordedUnit, in_backward: bool) -> None:
+        """A unit's forward begins; one in backward computes it again."""
+
+    def leave(self, unit: RecordedUnit) -> None:
+        """It is over."""
+
+    def enter_backward(self, unit: RecordedUnit) -> None:
+        """A unit's backward begins."""
+
+    def leave_backward(self, unit: RecordedUnit) -> None:
+        """It is over."""
+
+    def starting(self, purpose: str, unit: RecordedUnit | None) -> AbstractContextManager[object]:
+        """Around the start of collectives: gathers for "forward" or "backward", or a "reduce"."""
+        return _NOTHING
+
+    def waiting(
+        self, kind: Kind, unit: RecordedUnit | None = None, *, ends: bool = True
+    ) -> AbstractContextManager[object]:
+        """Around a wait; ``ends``: what was under way for it is over then."""
+        return _NOTHING
+
+    def look(self, unit: RecordedUnit) -> None:
+        """A unit may hold more than before."""
+
+
+_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
+
+SILENT = Recorder()
+"""Hears a run that nobody records."""
+
+
+class _Doing(NamedTuple):
+    """What the thread has begun and not ended."""
+
+    kind: Kind
+    unit: int | None
+    is_call: bool = False  # of a unit's forward
+
+
+class _Span:
+    """A stretch of one thing that the thread does; all of it goes to the recorder."""
+
+    def __init__(
+        self,
+        recorder: StepRecorder,
+        kind: Kind,
+        unit: RecordedUnit | None,
+        purpose: str,
+        ends: bool = True,
+    ) -> None:
+        self._recorder = recorder
+        self.doing = _Doing(kind, None if unit is None else unit.index)
+        self.unit, self.purpose, self.ends = unit, purpose, ends
+        self.num_before = 0  # collectives that had begun
+
+    def __enter__(self) -> None:
+        self._recorder._begin_span(self)
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder._end_span(self)
+
+
+_UNDER_WAY = {Kind.GATHER_WAIT: Kind.GATHER, Kind.REDUCE_WAIT: Kind.REDUCE}
+
+
+class StepRecorder(Recorder):
+    """Makes a report of every step.
+
+    Attributes:
+        reports: of the steps that are over.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[RecordedUnit],
+        events: list[Event],
+        *,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        """Begin to record.
+
+        Args:
+            units: the model's, the root last.
+            events: what ``collectives.record`` lists meanwhile; taken out.
+            rank: this rank's number among those that train it.
+            device: where it computes.
+        """
+        self.reports: list[StepReport] = []
+        self._units, self._events = units, events
+        # A wrapper around nothing but another one has its name, and no parameters; it comes later.
+        self._by_name = {unit.name: unit.index for unit in reversed(units)}
+        self._rank, self._device = rank, device
+        self._epoch = time.time() - time.perf_counter()
+        self._number = 0
+        self._doing: list[_Doing] = []
+        self._reducing: dict[int, RecordedUnit] = {}
+        self._begin_step()
+
+    # ------------------------------------------------------------ steps
+
+    def _begin_step(self) -> None:
+        self._began, self._since = time.perf_counter(), 0.0
+        self._ranges: list[Range] = []
+        self._samples: list[MemorySample] = []
+        self._moved: Counter[tuple[int | None, str]] = Counter()
+        self._pass: tuple[Kind, float] | None = None
+        self._under_way: dict[tuple[Kind, int | None], float] = {}
+        self._held: dict[int, tuple[int, int]] = {}
+        self._events.clear()  # what began outside of the model's steps
+        self._is_over = False  # all of it but what lies between it and the next one
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        for unit in self._units:
+            self.look(unit)
+
+    def end_step(self) -> None:
+        """End the step under way, if anything of it ran, and keep its report."""
+        report = self.report()
+        if report is None:
+            return
+        self._number += 1
+        self.reports.append(report)
+
+    def last_report(self) -> StepReport | None:
+        """Of the step under way, or before anything of it ran of the last one, if there is one."""
+        return self.report() or (self.reports[-1] if self.reports else None)
+
+    def report(self) -> StepReport | None:
+        """Of the step under way, so far; None before anything of it ran."""
+        if not self._ranges:
+            return None
+        now = self._clock()
+        names = tuple(unit.name for unit in self._units)
+        cuda = self._device.type == "cuda"
+        return sum_up(
+            StepRecord(self._number, self._epoch + self._began, self._ranges, self._moved),
+            MemoryTimeline(names, now, tuple(self._samples)),
+            rank=self._rank,
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
+            peak_resident_bytes=peak_resident_bytes(),
+        )
+
+    def begin_forward(self) -> None:
+        """See ``Recorder``."""
+        self._doing.clear()  # what a step left that failed
+        if self._is_over or not self._ranges:
+            self.end_step()
+            self._begin_step()
+        self._is_over = not torch.is_grad_enabled()
+        self._begin_pass(Kind.FORWARD_PASS)
+
+    def end_forward(self) -> None:
+        """See ``Recorder``."""
+        self._end_pass(Kind.FORWARD_PASS)
+
+    def begin_backward(self) -> None:
+        """See ``Recorder``."""
+        self._is_over = True
+        self._begin_pass(Kind.BACKWARD_PASS)
+
+    def end_backward(self) -> None:
+        """See ``Recorder``."""
+        self._switch()
+        self._doing = [one for one in self._doing if one.is_call]
+        self._reducing.clear()
+        self._end_pass(Kind.BACKWARD_PASS)
+
+    def _begin_pass(self, kind: Kind) -> None:
+        # A forward that runs a backward inside, for forces say, is one pass.
+        if self._pass is None or kind is Kind.FORWARD_PASS:
+            self._pass = kind, self._clock()
+
+    def _end_pass(self, kind: Kind) -> None:
+        for unit in self._units:
+            self.look(unit)
+        if self._pass is not None and self._pass[0] is kind:
+            self._ranges.append(Range(kind, None, self._pass[1], self._clock()))
+            self._pass = None
+
+    # ------------------------------------------------------------ what the thread does
+
+    def enter(self, unit: RecordedUnit, in_backward: bool) -> None:
+        """See ``Recorder``."""
+        kind = Kind.BACKWARD if in_backward else Kind.FORWARD
+        self._begin(_Doing(kind, unit.index, is_call=True))
+
+    def leave(self, unit: RecordedUnit) -> None:
+        """See ``Recorder``."""
+        self.look(unit)
+        calls = [one for one in self._doing if one.is_call and one.unit == unit.index]
+        if calls:  # none where the recording began inside
+            self._end(calls[-1])
+
+    def enter_backward(self, unit: RecordedUnit) -> None:
+        """See ``Recorder``."""
+        self.leave_backward(unit)
+        self._begin(_Doing(Kind.BACKWARD, unit.index))
+
+    def leave_backward(self, unit: RecordedUnit) -> None:
+        """See ``Recorder``."""
+        self.look(unit)
+        self._end(_Doing(Kind.BACKWARD, unit.index))
+
+    def _clock(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _begin(self, doing: _Doing) -> None:
+        self._switch()
+        self._doing.append(doing)
+
+    def _end(self, doing: _Doing) -> None:
+        """End the last that is like this; another one may have begun since."""
+        for position in reversed(range(len(self._doing))):
+            if self._doing[position] == doing:
+                self._switch()
+                del self._doing[position]
+                return
+
+    def _switch(self) -> float:
+        """Note what was done until now."""
+        now = self._clock()
+        if self._doing:
+            kind, unit, _ = self._doing[-1]
+            self._ranges.append(Range(kind, unit, self._since, now))
+        self._since = now
+        return now
+
+    # ------------------------------------------------------------ collectives
+
+    def starting(self, purpose: str, unit: RecordedUnit | None) -> AbstractContextManager[object]:
+        """See ``Recorder``."""
+        return _Span(self, Kind.STARTING, unit, purpose)
+
+    def waiting(
+        self, kind: Kind, unit: RecordedUnit | None = None, *, ends: bool = True
+    ) -> AbstractContextManager[object]:
+        """See ``Recorder``."""
+        # Second stages of reductions start in waits for the first.
+        return _Span(self, kind, unit, "other" if unit is None else "reduce", ends)
+
+    def _begin_span(self, span: _Span) -> None:
+        self._begin(span.doing)
+        span.num_before = len(self._events)
+
+    def _end_span(self, span: _Span) -> None:
+        self._end(span.doing)
+        events = self._events[span.num_before :]
+        del self._events[span.num_before :]
+        if events:
+            self._note(events, span.purpose, self._since)
+        unit = span.unit
+        if span.doing.kind is Kind.STARTING:
+            if unit is not None and span.purpose == "reduce":
+                self._reducing[unit.index] = unit
+        elif unit is not None and span.ends:
+            self._end_under_way(_UNDER_WAY[span.doing.kind], unit)
+        if unit is not None and span.doing.kind is not Kind.GATHER_WAIT:
+            self.look(unit)
+        if span.purpose == "reduce":
+            # Others' memory goes back whenever their ranks have taken what they gave.
+            for one in list(self._reducing.values()):
+                self.look(one)
+                if not one.gives_gradients:
+                    del self._reducing[one.index]
+
+    def _note(self, events: list[Event], purpose: str, now: float) -> None:
+        """Note collectives that have just begun."""
+        way = Kind.REDUCE if purpose == "reduce" else Kind.GATHER
+        for event in events:
+            # Other models' where second stages of reductions share a queue.
+            unit = None if purpose == "other" else self._by_name.get(event.label)
+            self._moved[unit, purpose] += event.nbytes
+            if unit is not None:
+                self._under_way.setdefault((way, unit), now)
+
+    def _end_under_way(self, kind: Kind, unit: RecordedUnit) -> None:
+        begin = self._under_way.pop((kind, unit.index), None)
+        if begin is not None:
+            self._ranges.append(Range(kind, unit.index, begin, self._clock()))
+
+    def look(self, unit: RecordedUnit) -> None:
+        """See ``Recorder``."""
+        held = unit.gathered_bytes, unit.held_gradient_bytes
+        if self._held.get(unit.index, (0, 0)) != held:
+            self._held[unit.index] = held
+            self._samples.append(MemorySample(self._clock(), unit.index, *held))
+
+
+def peak_resident_bytes() -> int | None:
+    """The most of this process that was ever in memory; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

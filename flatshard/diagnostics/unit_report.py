@@ -1,0 +1,275 @@
+"""A model's units in words: ``describe`` tabulates them, ``lint`` says what will be slow or large.
+
+A plan that ``lint`` objects to is right, but wastes time or memory. Each of its thresholds is far
+from what a reasonable plan does, as a false alarm costs more than a missed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import nn
+
+from flatshard.plan.auto_wrap import count_blocks
+from flatshard.plan.module_tree import ModuleTree, name_of, numel
+
+LARGE_MODEL_NUMEL = 10_000_000
+"""Elements from which on sizes of units matter: 40 MB of float32. Below, any plan will do."""
+
+FEW_ELEMENTS = 10_000
+"""Elements below which a unit's gather is nearly all latency."""
+
+MANY_UNITS = 32
+"""How many units of few elements are too many: each costs a fraction of a millisecond per pass."""
+
+LARGE_TIE_NUMEL = 1_000_000
+"""Elements in a tied weight for which it matters in which unit it is."""
+
+UNEVEN = 10
+"""How many times the median a unit may hold."""
+
+AUTO = 'auto_wrap_policy="auto"'
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One flat parameter of a unit.
+
+    Attributes:
+        dtype: of the shard.
+        trainable: whether it takes gradients.
+        numel: elements of its parameters.
+        padding_numel: elements of the whole flat parameter that belong to none.
+        gathered_bytes: what a gather fills on each rank; 0 if each has it whole anyway.
+    """
+
+    dtype: torch.dtype
+    trainable: bool
+    numel: int
+    padding_numel: int
+    gathered_bytes: int
+
+    def __str__(self) -> str:
+        return str(self.dtype).removeprefix("torch.") + ("" if self.trainable else " frozen")
+
+
+@dataclass(frozen=True)
+class UnitRow:
+    """One unit, as ``describe`` shows it.
+
+    Attributes:
+        name: its FQN; empty for the root.
+        class_name: of its module.
+        segments: its flat parameters; may be none.
+        strategy: the strategy's name.
+        ranks: how many ranks share it.
+        reason: why it is a unit.
+        moved_by: what moves its parameters and gradients between ranks.
+    """
+
+    name: str
+    class_name: str
+    segments: tuple[Segment, ...]
+    strategy: str
+    ranks: int
+    reason: str
+    transport: str
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """What ``lint`` knows of a unit.
+
+    Attributes:
+        names: the FQNs of its modules; one, empty for the root.
+        numel: elements of its parameters.
+        largest_numel: elements of the largest of them, which no plan can divide.
+    """
+
+    names: tuple[str, ...]
+    numel: int
+    largest_numel: int
+
+    @property
+    def name(self) -> str:
+        """The same as one."""
+        return name_of(self.names)
+
+
+# ------------------------------------------------------------ the table
+
+
+def describe(rows: Sequence[UnitRow]) -> str:
+    """Tabulate units, with a line of totals."""
+    header = (
+        *("unit", "class", "elements", "padding", "segments", "gathered"),
+        *("strategy", "ranks", "moved by", "why"),
+    )
+    return tabulate([header, *map(_cells, rows), _totals(rows)], numbers={2, 3, 5, 7})
+
+
+def tabulate(table: Sequence[Sequence[str]], *, numbers: Collection[int]) -> str:
+    """Set cells in columns, those of ``numbers`` flush right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join(_line(cells, widths, numbers) for cells in table)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], numbers: Collection[int]) -> str:
+    padded = [
+        cell.rjust(width) if index in numbers else cell.ljust(width)
+        for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return "  ".join(padded).rstrip()
+
+
+def _cells(row: UnitRow) -> tuple[str, ...]:
+    segments = row.segments
+    if len(segments) == 1:
+        kinds = str(segments[0])
+    else:
+        kinds = " + ".join(f"{segment} {segment.numel:,}" for segment in segments)
+    return (
+        row.name or "(root)",
+        row.class_name,
+        f"{sum(segment.numel for segment in segments):,}",
+        f"{sum(segment.padding_numel for segment in segments):,}",
+        kinds or "none",
+        show_bytes(sum(segment.gathered_bytes for segment in segments)),
+        row.strategy,
+        str(row.ranks),
+        row.transport,
+        row.reason,
+    )
+
+
+def _totals(rows: Sequence[UnitRow]) -> tuple[str, ...]:
+    segments = [segment for row in rows for segment in row.segments]
+    return (
+        "total",
+        f"{len(rows)} unit{'s' if len(rows) != 1 else ''}",
+        f"{sum(segment.numel for segment in segments):,}",
+        f"{sum(segment.padding_numel for segment in segments):,}",
+        "",
+        show_bytes(sum(segment.gathered_bytes for segment in segments)),
+        *("", "", "", ""),
+    )
+
+
+def show_bytes(count: int) -> str:
+    """A size as people read it."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.1f} {unit}" if unit != "B" else f"{count} B"
+
+
+# ------------------------------------------------------------ the judgement
+
+
+def lint(units: Sequence[UnitSize], tied: Iterable[tuple[int, Sequence[str]]]) -> list[str]:
+    """Say what about a plan will be slow or large, and what to do; nothing about a good one.
+
+    Args:
+        units: every unit of the model, the root too.
+        tied: for each weight with several names, its elements and these.
+    """
+    remarks = [_many_small(units), _uneven(units)]
+    remarks += [_pulled_up(count, names, units) for count, names in tied]
+    return [remark for remark in remarks if remark]
+
+
+def judge_one_unit(
+    module: nn.Module,
+    *,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_params: Collection[nn.Parameter] = (),
+) -> list[str]:
+    """Say of a model that is to be one unit whether it had better be several.
+
+    Only repeated blocks count: a large layer without any may be a part that is wrapped by hand.
+
+    Args:
+        module: the model.
+        ignored_modules: modules left out, descendants included.
+        ignored_params: parameters that count for nothing.
+    """
+    tree = ModuleTree(module, set(ignored_modules), set(ignored_params))
+    size = numel(tree.params(module))
+    blocks = count_blocks(tree) if size >= LARGE_MODEL_NUMEL else 0
+    if not blocks:
+        return []
+    return [
+        f"ShardedWrapper: all {size:,} elements of {type(module).__name__} are one unit, so every "
+        f"rank holds the whole model during a step. {AUTO} makes a unit of each of {blocks} "
+        "repeated blocks in it, so that two of them at a time are whole."
+    ]
+
+
+def _many_small(units: Sequence[UnitSize]) -> str:
+    small = [unit for unit in units if 0 < unit.numel < FEW_ELEMENTS]
+    if len(small) < MANY_UNITS:
+        return ""
+    return (
+        f"ShardedWrapper: {len(small)} of {len(units)} units hold fewer than {FEW_ELEMENTS:,} "
+        f"elements ({_some(unit.name or '(root)' for unit in small)}); each is gathered and "
+        f"reduced by itself, which takes longer than its bytes do. Choose larger modules: {AUTO}, "
+        "or a size_based_auto_wrap_policy with a larger min_num_params."
+    )
+
+
+def _uneven(units: Sequence[UnitSize]) -> str:
+    filled = [unit for unit in units if unit.numel]
+    if len(filled) < 4 or sum(unit.numel for unit in filled) < LARGE_MODEL_NUMEL:
+        return ""
+    middle = median(unit.numel for unit in filled)
+    largest = max(filled, key=lambda unit: unit.numel)
+    # Where one parameter is most of it, no plan makes it much smaller.
+    if largest.numel <= UNEVEN * middle or largest.largest_numel > largest.numel / 2:
+        return ""
+    where = f"unit {largest.name!r}" if largest.name else "the root"
+    return (
+        f"ShardedWrapper: {where} holds {largest.numel:,} elements, more than {UNEVEN} times the "
+        f"median of {len(filled)} units ({int(middle):,}), and is gathered as a whole. Make units "
+        f"of the modules in it too (embeddings and heads, say), or use {AUTO}. "
+        "model.unit_report() lists the units."
+    )
+
+
+def _pulled_up(count: int, names: Sequence[str], units: Sequence[UnitSize]) -> str:
+    if count < LARGE_TIE_NUMEL:
+        return ""
+    nearest = list(dict.fromkeys(_nearest(name, units) for name in names))
+    if len(nearest) < 2:
+        return ""
+    # A unit around the other one holds the weight anyway.
+    lowest = max(nearest, key=len)
+    if all(_contains(unit, lowest) for unit in nearest):
+        return ""
+    where = _some(repr(unit) if unit else "the root" for unit in nearest)
+    return (
+        f"ShardedWrapper: {' and '.join(map(repr, names))} are one weight of {count:,} elements, "
+        f"but units {where} are around its places, so it moved up to a unit that contains them "
+        f"all. Choose a policy that makes no units there: {AUTO} does not."
+    )
+
+
+def _nearest(parameter: str, units: Sequence[UnitSize]) -> str:
+    """The name of the innermost unit around a parameter."""
+    names = [name for unit in units for name in unit.names]
+    return max((name for name in names if _contains(name, parameter)), key=len)
+
+
+def _contains(unit: str, name: str) -> bool:
+    return not unit or name == unit or name.startswith(f"{unit}.")
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first three, and how many more there are."""
+    found = list(names)
+    more = [f"{len(found) - 3} more"] if len(found) > 3 else []
+    return ", ".join([*found[:3], *more])

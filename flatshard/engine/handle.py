@@ -1,0 +1,644 @@
+"""``FlatParamHandle``: owns every buffer of one flat parameter, which is one segment of a unit.
+
+It works on the current stream with explicit arguments, never picks a stream and never reads the
+phase of a step: ``Unit`` decides when.
+
+[Note: one storage for life]
+Autograd saves views of the gathered parameters (a ``weight.t()``, say). They stay valid because
+the unsharded buffer's storage object stays the same: it is resized to zero to free it and back
+before the next gather.
+
+On a CPU a large buffer is a range of addresses, whose pages come and go instead: see
+``buffer_memory``.
+
+[Note: three rooms]
+    FlatParamHandle   the memory: the shard, the unsharded buffer, and how one becomes the other
+    ParamViews        ``params``: the parameters that users and modules hold over that memory
+    GradPublish     ``grads``: what autograd gave goes in, what users read in ``.grad`` comes out
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from flatshard.comm.topology import Topology
+from flatshard.comm.transports.mapped_shards import MappedShards
+from flatshard.comm.work import AsyncWork, PendingSends
+from flatshard.engine.gather import WHOLE, SecondaryShard, gather_in_two
+from flatshard.engine.grad_buffer import CommHook, GradientBuffer
+from flatshard.engine.grad_publish import GradPublish
+from flatshard.engine.offload import HostToDevice, OffloadTargets
+from flatshard.engine.param_views import ParamViews
+from flatshard.memory import disk, mapped_files
+from flatshard.memory.buffers import AllocatedBuffer, BufferMemory, ShardItself
+from flatshard.memory.page_pool import PooledBuffer
+from flatshard.module.initial_values import BroadcastSource, InitialValues
+from flatshard.options.precision import GradDtypes, ParamPrecision
+from flatshard.plan.layout import FlatLayout, memory_order, strides_of
+from flatshard.plan.param_info import ParamInfo
+from flatshard.precision.float8 import Float8Shard
+from flatshard.tensor import freed_parameter
+from flatshard.tensor.flat_parameter import part_of, view_of
+
+
+class ShardState(enum.Enum):
+    """Whether the unsharded buffer exists. Moves only in ``FlatParamHandle``."""
+
+    SHARDED = "SHARDED"
+    UNSHARDING = "UNSHARDING"
+    UNSHARDED = "UNSHARDED"
+
+
+class FlatParamHandle:
+    """One flat parameter: parameters of one unit that agree in dtype and ``requires_grad``.
+
+    Attributes:
+        unit_name: names the unit in errors.
+        reduces_alone: whether its gradients do not wait for the rest of the unit's.
+        layout: where each original parameter lies.
+        shard: this rank's part, ``(layout.shard_numel,)``; what the optimizer updates.
+        buffer: the unsharded buffer, ``(layout.padded_numel,)``; empty storage while SHARDED.
+        device: where the unit computes; the shard may live elsewhere.
+        params: the sharded and the full parameters, and where in the modules they stand.
+        grads: takes their gradients, and publishes them.
+        local_spans: which range of ``shard`` is of which original parameter.
+        state: see ``ShardState``.
+        topology: the ranks that share it.
+        is_whole: whether this rank's shard is all of it.
+        unfilled: original parameters that have no values yet, by index.
+        unsettled: what other ranks may still be taking from this one; of all handles of a run.
+        summoned: the ``summon.Summoned`` that is open, or None.
+        comm_hook: what the user put in the place of the usual reduction, or None.
+    """
+
+    def __init__(
+        self,
+        owned: list[ParamInfo],
+        unit_name: str,
+        *,
+        topology: Topology,
+        device: torch.device,
+        homes: OffloadTargets,
+        start: InitialValues,
+        precision: ParamPrecision,
+        use_orig_params: bool,
+        reduces_alone: bool,
+        on_grad: Callable[[GradPublish, int, Tensor], None],
+        on_outside_grad: Callable[[], object],
+    ) -> None:
+        """Keep this rank's part of ``owned``, and turn the originals into views of it.
+
+        Collective where ``start`` sends rank 0's values.
+
+        Args:
+            owned: parameters of one dtype and ``requires_grad``.
+            unit_name: the unit's name in the unwrapped model.
+            topology: the ranks that share the flat parameter.
+            start: whose values count. What has none yet is ``unfilled``.
+            device: where the unit computes.
+            homes: where the shard, its gradient and its optimizer state live.
+            precision: in which dtypes they are gathered and reduced.
+            use_orig_params: whether users see original parameters or one ``FlatParameter``.
+            reduces_alone: see the class.
+            on_grad: called with ``grads``, an original parameter's index and its gradient when
+                that has come; calls ``grads.receive``.
+            on_outside_grad: called before autograd adds to a sharded parameter's ``.grad`` what
+                came of its use outside of forward.
+        """
+        self.unit_name = unit_name
+        self.reduces_alone = reduces_alone
+        self.topology = topology
+        self.is_whole = topology.shard.size == 1
+        self._take_tags()
+        self._secondary = self._plan_secondary()
+        self.device, self._offload = device, homes
+        self._to_device = HostToDevice(device, homes)
+        self._precision = precision
+        self._packed: Tensor | None = None
+        self.pending_sends = PendingSends()
+        self.summoned: Any = None
+        self.comm_hook: CommHook | None = None
+        self.state = ShardState.SHARDED
+        self._gather: AsyncWork | None = None
+        self._gathered_version = -1
+
+        first = owned[0].param
+        self.layout = FlatLayout.build(
+            ((o.name, o.param.shape) for o in owned),
+            world_size=topology.shard.size,
+            itemsize=first.element_size(),
+            orders=[memory_order(o.param.shape, o.param.stride()) for o in owned],
+        )
+        self._float8: Float8Shard | None = None
+        if precision.gather_dtype is not None and not self.is_whole:
+            self._float8 = Float8Shard(precision.gather_dtype, self.layout.shard_numel)
+        self.params = ParamViews(
+            owned,
+            unit_name,
+            layout=self.layout,
+            topology=topology,
+            use_orig_params=use_orig_params,
+            on_outside_grad=on_outside_grad,
+        )
+        self.local_spans = self.params.local_spans
+        with torch.inference_mode(False), torch.no_grad():
+            self._adopt_shard(
+                torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=device)
+            )
+            self.unfilled = {i for i, o in enumerate(owned) if id(o.param) in start.missing}
+            source = start.source(topology)
+            for index, one in enumerate(owned):
+                if index not in self.unfilled:
+                    self.fill(index, one.param, source)
+            self.params.make_sharded(self.shard)
+        self.grad_publish = GradPublish(self.params, self._make_gradients(), on_grad)
+        self._make_buffer()
+        self.params.use_sharded_views()
+
+    # ------------------------------------------------------------ construction
+
+    def _take_tags(self) -> None:
+        """Numbers that tell this one's messages from others'."""
+        topology = self.topology
+        self._tag, self._outer_tag = topology.inner.new_tag(), topology.outer.new_tag()
+        self._replicate_tag = topology.replicate.new_tag()
+        # Apart from those of a step: a state_dict() on one rank alone must not take what another
+        # rank sends for its forward.
+        self._parts_tags = topology.inner.new_tag(), topology.outer.new_tag()
+        self._map_tag = topology.inner.new_tag()
+
+    def _plan_secondary(self) -> SecondaryShard | None:
+        topology = self.topology
+        if topology.regather is not None:
+            return SecondaryShard(topology.regather, self.unit_name)
+        if topology.outer.size > 1:
+            return SecondaryShard(topology.inner, self.unit_name)
+        return None
+
+    def fill(self, index: int, value: Tensor | None, source: BroadcastSource | None) -> None:
+        """Keep this rank's part of the values of original parameter ``index``.
+
+        Collective with a ``source``: all ranks.
+
+        Args:
+            index: which one.
+            value: all of it, on any device; with a ``source`` rank 0's alone counts.
+            source: hands rank 0's values out; None: each rank has its own.
+        """
+        local, span = self.local_spans[index], self.layout.spans[index]
+        if source is not None:
+            source.hand_out(self.layout, index, value, self.part(index))
+        else:
+            assert value is not None, "without a source every rank has the values"
+            self.part(index).copy_(part_of(value, span, local))
+        self.unfilled.discard(index)
+
+    def part(self, index: int) -> Tensor:
+        """This rank's part of original parameter ``index``, ``(numel held here,)``; a view."""
+        local = self.local_spans[index]
+        return self.shard[local.start : local.end]
+
+    def _adopt_shard(self, shard: Tensor) -> None:
+        self._mapped = self._map_like(shard)
+        mapped = None if self._mapped is None else self._mapped.shard
+        self.shard = self._offload.house(shard) if mapped is None else mapped.copy_(shard)
+        self.rest()
+
+    def rest(self) -> None:
+        """Nobody reads or writes the shard for a while: on a disk it need not be in memory."""
+        if self._offload.shard is not None:
+            disk.release(self.shard)
+
+    def _map_like(self, shard: Tensor) -> MappedShards | PooledBuffer | None:
+        """Memory for a shard that gathers need not copy, where that is possible."""
+        uncast = _lowered(shard.dtype, self._precision.compute_dtype) == shard.dtype
+        is_copied = self._secondary is not None or self._float8 is not None or not uncast
+        if self.device.type != "cpu" or is_copied:
+            return None
+        files = self._offload.disk if self._offload.shard is not None else None
+        return self.topology.inner.map_shards(
+            shard.numel(),
+            shard.dtype,
+            tag=self._tag,
+            map_tag=self._map_tag,
+            files=mapped_files if files is None else files,
+        )
+
+    @property
+    def sharded(self) -> list[nn.Parameter]:
+        """The parameters that users see."""
+        return self.params.sharded
+
+    @property
+    def full(self) -> list[nn.Parameter]:
+        """The parameters that compute, in the order of ``layout.spans``."""
+        return self.params.full
+
+    @property
+    def grad_buffer(self) -> GradientBuffer:
+        """What backward brought and what became of it."""
+        return self.grad_publish.grad_buffer
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the full parameters."""
+        return _lowered(self.shard.dtype, self._precision.compute_dtype)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are reduced."""
+        of_hook = self.comm_hook and self.comm_hook.reduce_dtype
+        lower = of_hook or self._precision.reduce_dtype or self._precision.compute_dtype
+        return _lowered(self.shard.dtype, lower)
+
+    def _make_buffer(self) -> None:
+        """The unsharded buffer and the full parameters over it; views are made once."""
+        is_there = self.shard.device.type == self.device.type
+        is_uncast = self.compute_dtype == self.shard.dtype
+        # Whether the shard is the unsharded buffer.
+        self._aliased = self.is_whole and is_there and is_uncast
+        with torch.inference_mode(False), torch.no_grad():
+            self._memory = self._find_memory()
+            self.buffer = self._memory.buffer
+        self.params.make_full(self.buffer, is_shard=self._aliased, grad_hook=self.grad_publish.hook)
+        self.params.keep_state_at(self._offload.state)
+        if not self._aliased:
+            freed_parameter.show_crashes()
+            self._free_buffer()
+
+    def _find_memory(self) -> BufferMemory:
+        if self._aliased:
+            return ShardItself(self.shard)
+        if self._mapped is not None:
+            return self._mapped
+        numel, dtype = self.layout.padded_numel, self.compute_dtype
+        if self.device.type == "cpu" and PooledBuffer.fits(numel, dtype):
+            with contextlib.suppress(OSError):  # no addresses left: the allocator may have some
+                return PooledBuffer(numel, dtype)
+        return AllocatedBuffer(numel, dtype, self.device)
+
+    def _make_gradients(self) -> GradientBuffer:
+        dtype, reduce_dtype = self.shard.dtype, self.reduce_dtype
+        return GradientBuffer(
+            self.layout,
+            self.unit_name,
+            topology=self.topology,
+            dtypes=GradDtypes(
+                reduce_dtype=reduce_dtype,
+                accum_dtype=dtype if dtype.itemsize > reduce_dtype.itemsize else reduce_dtype,
+                grad_dtype=reduce_dtype if self._precision.keeps_reduce_dtype else dtype,
+            ),
+            device=self.device,
+            home=self._offload.gradient,
+            comm_hook=self.comm_hook,
+            tags=(self._tag, self._outer_tag, self._replicate_tag),
+            pending_sends=self.pending_sends,
+            fixed_order=self._precision.fixed_order,
+        )
+
+    def share_pending_sends(self, pending_sends: PendingSends) -> None:
+        """Keep what is unsettled where a whole run does."""
+        self.pending_sends = self.grad_buffer.pending_sends = pending_sends
+        if self._secondary is not None:
+            self._secondary.pending_sends = pending_sends
+
+    def set_comm_hook(self, hook: CommHook) -> None:
+        """Reduce as ``hook`` says from now on; no gradients may be accumulated."""
+        assert not self.grad_publish.holds_gradients, "they are in the dtype of before"
+        self.comm_hook = hook
+        self.grad_publish.grad_buffer = self._make_gradients()
+
+    def rename(self, unit_name: str, strip: Callable[[str], str]) -> None:
+        """Take names relative to another root; ``strip`` maps the old to the new ones."""
+        self.unit_name = self.grad_buffer.label = unit_name
+        self.params.rename(unit_name, strip)
+        if self._secondary is not None:
+            self._secondary.rename(unit_name)
+
+    # ------------------------------------------------------------ gather and free
+
+    def unshard(self, purpose: str) -> None:
+        """Begin gathering the parameters, unless they are there or coming.
+
+        Collective: all ranks of the shard group.
+
+        Args:
+            purpose: what for, in errors: "forward" or "backward".
+
+        State: SHARDED -> UNSHARDING.
+        """
+        if self.summoned is not None:
+            raise RuntimeError(
+                f"unit {self.unit_name!r}: a forward was run under summon_full_params(). Leave "
+                "the context first: units gather what they need by themselves."
+            )
+        if self._aliased:
+            self.state = ShardState.UNSHARDED
+            return
+        self.absorb_replaced()
+        if self.state is not ShardState.SHARDED:
+            if self._gathered_version == self.version:
+                return
+            # The shard was written since: what was gathered is stale. Its memory is used again.
+            self.wait_unshard()
+            torch.autograd.graph.increment_version(self.buffer)
+            self._memory.renew()
+        with torch.inference_mode(False), torch.no_grad():
+            self._memory.take()
+            with self._to_device.stream():
+                self._gather = self._begin_gather(purpose)
+            # Not before: where memory for it lacks, a stale buffer must not pass for a current one.
+            self._gathered_version = self.version
+            self._to_device.report(self.shard, self.unit_name, self.pending_sends)
+        self.state = ShardState.UNSHARDING
+
+    def _begin_gather(self, purpose: str) -> AsyncWork:
+        """Begin filling the buffer from where that is cheapest."""
+        if self._secondary is not None:
+            self.begin_refresh()
+            if self._secondary.is_current(self.version):
+                return self._secondary.gather(self.buffer, purpose)
+        if self._float8 is None:
+            source, out = self._source(), self.buffer
+        else:
+            shard = self._to_device.up(self.shard.detach(), self.shard.dtype, self.version)
+            source = self._float8.pack(shard)
+            self._packed = out = source.new_empty(source.numel() * self.topology.inner.size)
+        return self.topology.inner.all_gather(
+            source,
+            out,
+            label=self.unit_name,
+            tag=self._tag,
+            purpose=purpose,
+            mapped=self._mapped,
+        )
+
+    def _source(self) -> Tensor:
+        """The shard where the unit computes, in the dtype that computes."""
+        dtype = self.compute_dtype
+        if self.is_whole and not self._offload.keeps_copy:
+            dtype = self.shard.dtype  # what one rank gathers is copied, and cast by that
+        return self._to_device.up(self.shard.detach(), dtype, self.version)
+
+    def begin_refresh(self) -> None:
+        """Begin to bring parameters from other nodes, if they are kept there and have changed.
+
+        Collective: all ranks of the outer group.
+        """
+        outer = self.topology.outer
+        if self._secondary is not None and outer.size > 1:
+            with torch.inference_mode(False), torch.no_grad(), self._to_device.stream():
+                self._secondary.begin_refresh(self._source(), self.version, outer, self._outer_tag)
+            self._to_device.report(self.shard, self.unit_name, self.pending_sends)
+
+    def finish_refresh(self) -> None:
+        """Wait for what ``begin_refresh`` began: the shard may be written after it."""
+        if self._secondary is not None:
+            self._secondary.finish_refresh()
+
+    def begin_gather_parts(self, part: Tensor, out: Tensor) -> AsyncWork:
+        """Begin gathering something of the shard's shape, ``(padded_numel,)`` in all.
+
+        Collective: all ranks of the shard group.
+        """
+        topology = self.topology
+        if topology.outer.size == 1:
+            return topology.inner.all_gather(
+                part, out, label=self.unit_name, tag=self._parts_tags[0], purpose=WHOLE, exact=True
+            )
+        return gather_in_two(
+            part, out, topology.inner, topology.outer, self.unit_name, self._parts_tags
+        )
+
+    def keep_secondary(self) -> None:
+        """Before ``reshard`` between forward and backward: keep what backward gathers from."""
+        if self.topology.regather is not None and self.is_current:
+            assert self._secondary is not None, "planned with the topology"
+            self._secondary.cut(self.buffer, self._gathered_version)
+
+    def drop_secondary(self) -> None:
+        """After backward: give back what ``keep_secondary`` kept."""
+        if self.topology.regather is not None:
+            assert self._secondary is not None, "planned with the topology"
+            self._secondary.drop()
+
+    @property
+    def has_secondary(self) -> bool:
+        """Whether ``keep_secondary`` kept something."""
+        return self.topology.regather is not None and self.secondary_bytes > 0
+
+    @property
+    def secondary_bytes(self) -> int:
+        """What is held beside the shard to gather from, in bytes."""
+        return 0 if self._secondary is None else self._secondary.nbytes
+
+    def absorb_replaced(self) -> None:
+        """Where plain originals stand over the shard, take over data assigned to ``p.data``."""
+        if not self.params.are_originals:
+            return
+        places = [view_of(self.shard, span) for span in self.layout.spans]
+        if all(
+            param.data_ptr() == place.data_ptr() or not param.numel()
+            for param, place in zip(self.sharded, places, strict=True)
+        ):
+            return
+        # In new memory: what was assigned over may be kept by somebody to be put back.
+        with torch.inference_mode(False), torch.no_grad():
+            self.shard = self._offload.house(self.shard.clone())
+            if self._aliased:
+                self.buffer = self.shard
+            for param, span in zip(self.sharded, self.layout.spans, strict=True):
+                place = view_of(self.shard, span)
+                place.copy_(param)
+                param.data = place
+                torch.autograd.graph.increment_version(param)
+
+    def wait_unshard(self) -> None:
+        """Finish the gather that ``unshard`` began.
+
+        State: UNSHARDING -> UNSHARDED.
+
+        Raises:
+            CollectiveError: a peer failed.
+        """
+        gather, self._gather = self._gather, None
+        if gather is not None:
+            try:
+                # Autograd must not take the refill for an edit of what it saved.
+                with _unsafe_preserve_version_counter(self.buffer):
+                    gather.wait(self.pending_sends)
+                    self._to_device.join()
+                    self._unpack()
+            except Exception:
+                self.state = ShardState.SHARDED
+                self._free_buffer()
+                raise
+            self.params.set_accessible(True)
+        self.state = ShardState.UNSHARDED
+
+    def _unpack(self) -> None:
+        """Fill the buffer with what came in float8."""
+        packed, self._packed = self._packed, None
+        if packed is not None:
+            assert self._float8 is not None, "it was packed"
+            with torch.inference_mode(False), torch.no_grad():
+                self._float8.unpack(packed, self.buffer)
+
+    def reshard(self) -> None:
+        """Give back the unsharded buffer; does nothing when there is none.
+
+        State: UNSHARDED -> SHARDED. No communication.
+        """
+        if self.state is ShardState.SHARDED:
+            return
+        if self.state is ShardState.UNSHARDING:
+            self.wait_unshard()
+        self.state = ShardState.SHARDED
+        if not self._aliased:
+            self._free_buffer()
+        self.rest()
+
+    @property
+    def version(self) -> int:
+        """Grows whenever the shard is written."""
+        if self.params.are_originals:
+            return sum(param._version for param in self.sharded)
+        return self.shard._version
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the buffer holds what the shards hold."""
+        return self.state is ShardState.UNSHARDED and (
+            self._aliased or self._gathered_version == self.version
+        )
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the unsharded buffer in bytes; 0 where the shard is the buffer."""
+        return 0 if self._aliased else self.buffer.numel() * self.buffer.element_size()
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What the unsharded buffer takes now, beside all ranks' shards."""
+        return 0 if self.state is ShardState.SHARDED else self._memory.held_bytes
+
+    @property
+    def is_local(self) -> bool:
+        """Whether there is nothing to gather or to reduce."""
+        return self._aliased and self.topology.world.size == 1
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether gathers copy nothing: then keeping the buffer saves nothing."""
+        return isinstance(self._mapped, MappedShards)
+
+    def keep(self) -> None:
+        """Let the buffer stay as it is when shards change: what shows them becomes a copy."""
+        if self.state is ShardState.UNSHARDED:
+            with _unsafe_preserve_version_counter(self.buffer):
+                self._memory.keep()
+
+    def _free_buffer(self) -> None:
+        # Whatever still holds a raw view now gets autograd's error instead of freed memory.
+        torch.autograd.graph.increment_version(self.buffer)
+        self._memory.free()
+        self.params.set_accessible(False)
+
+    # ------------------------------------------------------------ conversion, copies
+
+    def check_keeps_order(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Refuse a ``module._apply`` function that gives a parameter another memory format.
+
+        Optimizer state lies in the order of the shard, and nobody would rearrange it.
+
+        Raises:
+            RuntimeError: it does.
+        """
+        after: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for span, spec in zip(self.layout.spans, self.params.specs, strict=True):
+            if span.order not in after:
+                # As many dimensions in the same order, but small: the shape takes no part.
+                sizes = (2,) * len(span.order)
+                strides = strides_of(sizes, span.order)
+                probe = fn(self.shard.new_zeros(2 ** len(sizes)).as_strided(sizes, strides))
+                after[span.order] = memory_order(probe.shape, probe.stride())
+            if strides_of(span.shape, after[span.order]) != span.strides:
+                raise RuntimeError(
+                    f"parameter {spec.name!r} (unit {self.unit_name!r}): the memory format cannot "
+                    f"be changed after wrapping: strides are {span.strides}, "
+                    f"{strides_of(span.shape, after[span.order])} are asked for. Call "
+                    "model.to(memory_format=...) before ShardedWrapper(model): formats are kept."
+                )
+
+    def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
+        self.reshard()
+        if self._secondary is not None:
+            self._secondary.drop()
+        self.absorb_replaced()
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            before = self.shard.data_ptr()
+            converted = fn(self.shard)
+            if converted is self.shard and converted.data_ptr() == before:
+                return
+            if converted.device.type == "meta":
+                raise RuntimeError(
+                    f"unit {self.unit_name!r}: moving a sharded model to the meta device would "
+                    "lose its weights"
+                )
+            if converted.device != self.shard.device:
+                self.device = converted.device
+            self._to_device = HostToDevice(self.device, self._offload)
+            grads = self.grad_publish.take_off(fn)
+            self._adopt_shard(converted)
+            self.shard = self.params.repoint(self.shard)
+            self.grad_publish.put_back(grads, lambda grad: self._offload.house_gradient(fn(grad)))
+        self._make_buffer()
+        self.grad_publish.replace_buffer(self._make_gradients())
+        self.params.use_sharded_views()
+
+    def copy_for(
+        self,
+        memo: dict[int, Any],
+        on_grad: Callable[[GradPublish, int, Tensor], None],
+        on_outside_grad: Callable[[], object],
+    ) -> FlatParamHandle:
+        """A handle like this one for modules that were deep-copied; no communication.
+
+        Ranks that use the copy make it in one order of copies, so that tags agree.
+
+        Args:
+            memo: the finished copy's memo, which knows every module's and parameter's copy.
+            on_grad: as at construction, for the copy.
+            on_outside_grad: likewise.
+        """
+        self.absorb_replaced()
+        twin = copy.copy(self)
+        twin.state, twin._gather, twin._gathered_version = ShardState.SHARDED, None, -1
+        twin._packed = None
+        twin.unfilled, twin.comm_hook = set(self.unfilled), None
+        twin._take_tags()
+        twin._to_device = HostToDevice(self.device, self._offload)
+        twin._secondary = twin._plan_secondary()
+        twin.params = self.params.copy_for(memo, on_outside_grad)
+        twin.local_spans = twin.params.local_spans
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            twin._adopt_shard(self.shard.detach().clone())
+            twin.shard = twin.params.repoint(twin.shard)
+        twin.grad_publish = GradPublish(twin.params, twin._make_gradients(), on_grad)
+        twin._make_buffer()
+        twin.params.use_sharded_views()
+        return twin
+
+
+def _lowered(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
+    """What a policy's ``to`` makes of a parameter's ``dtype``."""
+    return to if to is not None and dtype.is_floating_point else dtype

@@ -1,0 +1,111 @@
+"""``Prefetch``: gathers that begin before their unit runs, in the order that was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flatshard.engine.unit import Unit
+from flatshard.options.strategy import BackwardPrefetch
+from flatshard.plan.schedule import ExecutionOrder
+
+
+class Prefetch:
+    """Of one model.
+
+    Attributes:
+        order: of its units.
+        recomputes_whole: whether the forward that runs is the whole model's, computed again in
+            backward.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], *, forward: bool, backward: BackwardPrefetch | None
+    ) -> None:
+        """Nothing is recorded yet.
+
+        Args:
+            units: by their numbers, the root last.
+            forward: whether to gather early in forward.
+            backward: when to gather in backward.
+        """
+        self.order = ExecutionOrder()
+        self.recomputes_whole = False
+        self._units = units
+        self._forward, self._backward = forward, backward
+        self._ahead: list[Unit] = []  # what was begun here, and perhaps waited for since
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look at the units again, after their buffers were made anew."""
+        self._budget = max((unit.buffer_bytes for unit in self._units), default=0)
+        # Where backward gathers within a smaller group, that is quick.
+        self._backward_is_slow = any(
+            unit.topology.inner.uses_sockets and unit.placement.regather_size is None
+            for unit in self._units
+        )
+
+    @property
+    def _begins_in_forward(self) -> bool:
+        """Whether to keep and gather in forward what backward begins with."""
+        if self._backward is BackwardPrefetch.AUTO:
+            return self._backward_is_slow
+        return self._backward is BackwardPrefetch.END_OF_FORWARD
+
+    def keeps_for_backward(self, unit: Unit) -> bool:
+        """Whether a unit stays gathered after forward because backward begins with it."""
+        return self._begins_in_forward and self.order.first_backward()[:1] == [unit.index]
+
+    def in_forward(self) -> None:
+        """Begin the gathers of the units expected next."""
+        if self._forward:
+            self._begin(self.order.next_forward(), "forward")
+
+    def after_forward(self) -> None:
+        """Begin those that backward will need first, once nothing more is to come in forward."""
+        if self._begins_in_forward:
+            self._begin(self.order.first_backward()[1:], "backward")  # the first one is kept
+
+    def in_recomputation(self, unit: Unit) -> None:
+        """Begin those of the units expected after ``unit`` where all is computed again."""
+        if self._forward and self.recomputes_whole:
+            self._begin(self.order.next_recomputed(unit.index), "backward")
+
+    def before_backward(self, unit: Unit) -> None:
+        """Begin those of the units whose backward is expected after this one's."""
+        if self._backward not in (None, BackwardPrefetch.BACKWARD_POST):
+            self._begin(self.order.next_backward(unit.index), "backward")
+
+    def after_backward(self, unit: Unit) -> None:
+        """Likewise, where that is not to be sooner."""
+        if self._backward is BackwardPrefetch.BACKWARD_POST:
+            self._begin(self.order.next_backward(unit.index)[:1], "backward")
+
+    def _begin(self, coming: Sequence[int], purpose: str) -> None:
+        """Begin the gather of the unit that comes first.
+
+        Where it is on its way while this rank computes, also of those after it, as many as fit
+        into the memory of the largest unit: else the wires would be idle whenever one has come.
+        """
+        first = None
+        for index in coming:
+            unit = self._units[index]
+            if purpose == "backward" and not unit.gathers_in_backward:
+                continue
+            if first is None:
+                first = index
+            elif index != first and not self._fits_ahead(unit):
+                return
+            # One whose backward has begun was perhaps freed here, and gathered again, and not yet
+            # freed on other ranks; or it was stepped.
+            if purpose == "forward" or self.recomputes_whole or unit.outstanding_backwards > 0:
+                unit.unshard_ahead(purpose)
+                self._ahead = [*self._under_way(), unit]
+
+    def _fits_ahead(self, unit: Unit) -> bool:
+        """Whether to begin a gather for which no rank waits next."""
+        if not unit.topology.inner.uses_sockets:
+            return False
+        return sum(one.buffer_bytes for one in {*self._under_way(), unit}) <= self._budget
+
+    def _under_way(self) -> list[Unit]:
+        return [one for one in self._ahead if one.is_prefetched]

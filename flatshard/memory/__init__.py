@@ -1,0 +1,1 @@
+"""Bytes on the host: mapped files, page pool, disk, buffers."""

@@ -1,0 +1,84 @@
+"""``BufferCache``: memory of results that comes back for the next ones once nobody else has it.
+
+On a CPU a tensor of ``GLIBC_LIMIT_BYTES`` or more that is freed goes back to the operating system,
+and the next one costs a page fault for every few kilobytes. Accelerators' allocators keep memory
+themselves.
+
+[Note: glibc]
+glibc's malloc gives freed memory back above a threshold, which it raises, up to 32 MiB, to the
+size of what was freed: it takes that for a sign that more of the kind comes. In training it does,
+in every step. ``prepare_allocator`` gives the sign at once. Where users set the thresholds
+themselves (``MALLOC_TRIM_THRESHOLD_``), or use another allocator, it changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+
+GLIBC_LIMIT_BYTES = 32 << 20
+"""From here on glibc maps tensors one by one, and unmaps them when they are freed."""
+
+
+@functools.cache
+def prepare_allocator() -> None:
+    """Let the CPU's allocator keep the memory of a step for the next one; see the note."""
+    torch.empty(GLIBC_LIMIT_BYTES - 4096, dtype=torch.uint8)
+
+
+class BufferCache:
+    """Hands out 1-D tensors of one kind, the same memory again where that is unused.
+
+    Keeps one at most.
+    """
+
+    def __init__(self, new: Callable[[int, torch.dtype], Tensor] | None = None) -> None:
+        """Keep nothing yet; ``new`` makes tensors, None: on the device asked for."""
+        self._new = new
+        self._kept: Tensor | None = None
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor, ``(numel,)``."""
+        kept = self._kept
+        if kept is not None:
+            fits = kept.numel() == numel and kept.dtype == dtype and kept.device == device
+            if fits and _is_unused(kept):
+                return kept.detach()  # an alias, which counts as a use
+        self.give_back()
+        if self._new is None:
+            new = torch.empty(numel, dtype=dtype, device=device)
+        else:
+            new = self._new(numel, dtype)
+        # The memory of others the allocator keeps, and it serves other things meanwhile.
+        is_worth_it = self._new is not None or new.nbytes >= GLIBC_LIMIT_BYTES
+        may_keep = device.type == "cpu" and _use_count is not None
+        if is_worth_it and may_keep and self._kept is None:
+            self._kept = new
+            return new.detach()
+        return new
+
+    def give_back(self) -> None:
+        """Free what is kept, unless somebody else uses it."""
+        if self._kept is not None and _is_unused(self._kept):
+            self._kept = None
+
+
+def _uses(tensor: Tensor) -> int:
+    """How many tensors there are over its memory, and what the asking itself counts."""
+    return int(_use_count(tensor.untyped_storage()._cdata)) if _use_count is not None else 0
+
+
+_PROBE = torch.empty(1)
+_ALONE = _uses(_PROBE)
+
+
+def _is_unused(kept: Tensor) -> bool:
+    """Whether this is the only tensor over its memory."""
+    return _uses(kept) <= _ALONE

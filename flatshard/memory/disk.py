@@ -1,0 +1,212 @@
+"""``DiskMemory``: tensors whose memory is files in a directory, which have no name.
+
+The files end with the process, also with one that is killed. Where the system cannot make files
+without a name, they lose it as soon as they are there.
+
+[Note: pages]
+What is touched takes memory, like all memory. ``release`` gives the pages of a tensor back to the
+system's cache of files, which writes them when it needs the room, and not at all where it does
+not: releasing costs little, and what is used again soon comes from that cache.
+
+[Note: reserving]
+A write to a page for which the disk has no room ends the process. So files have all their room when
+they are made, and ``reserve`` keeps room for those that will be, where a failure can still be told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatshard.memory import mapped_files
+from flatshard.options.offload import OffloadError
+
+_mapped: dict[int, int] = {}
+"""Of the ranges of addresses where files are seen: the first one, and how many bytes."""
+
+
+class DiskMemory:
+    """Makes tensors over files in one directory."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Try whether files can be made there.
+
+        Raises:
+            ValueError: there is no such directory, or nothing can be written to it.
+            NotImplementedError: this system cannot map files.
+        """
+        self._folder = os.fspath(folder)
+        self._reserve: int | None = None
+        if not mapped_files.CAN_MAP:
+            raise NotImplementedError("CPUOffload: path is supported on Linux alone; leave it out")
+        if not os.path.isdir(self._folder):
+            kind = "is not a directory" if os.path.exists(self._folder) else "does not exist"
+            raise ValueError(
+                f"CPUOffload: path {self._folder!r} {kind}. Make the directory first, or pass "
+                "another."
+            )
+        try:
+            os.close(self._nameless())
+        except OSError as error:
+            raise ValueError(
+                f"CPUOffload: no file can be made in path {self._folder!r}: {error.strerror}. "
+                "Pass a directory that this user may write to."
+            ) from error
+
+    def _nameless(self) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC
+        with contextlib.suppress(OSError):
+            return os.open(self._folder, flags | os.O_TMPFILE, 0o600)
+        number, name = tempfile.mkstemp(prefix="flatshard-", dir=self._folder)
+        os.unlink(name)
+        return number
+
+    def reserve(self, nbytes: int, what: str) -> None:
+        """Keep room on the disk for tensors to come.
+
+        Args:
+            nbytes: of them together.
+            what: names them in errors.
+
+        Raises:
+            OffloadError: the disk is full; what was reserved before stays.
+        """
+        if nbytes == 0:
+            return
+        if self._reserve is None:
+            self._reserve = self._nameless()
+            weakref.finalize(self, os.close, self._reserve)
+        before = os.fstat(self._reserve).st_size
+        try:
+            os.posix_fallocate(self._reserve, before, nbytes)
+        except OSError as error:
+            os.ftruncate(self._reserve, before)
+            raise self._full(error, nbytes, what) from error
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that are reserved, and not in use yet."""
+        return 0 if self._reserve is None else os.fstat(self._reserve).st_size
+
+    def unreserve(self, nbytes: int) -> None:
+        """Give room back that was reserved."""
+        if self._reserve is not None:
+            os.ftruncate(self._reserve, max(0, self.reserved_bytes - nbytes))
+
+    def create(self, nbytes: int, *, reserve: bool = True) -> int:
+        """An open file of ``nbytes`` zeros, which have their room; takes it from the reserve.
+
+        Raises:
+            OffloadError: the disk is full.
+        """
+        assert reserve, "a page without room ends the process"
+        self.unreserve(nbytes)
+        number = self._nameless()
+        try:
+            os.posix_fallocate(number, 0, nbytes)
+        except OSError as error:
+            os.close(number)
+            raise self._full(error, nbytes, "a tensor") from error
+        return number
+
+    def mapped(self, number: int, nbytes: int, *, write: bool) -> mmap.mmap | None:
+        """As ``memory_file.mapped``, in a range whose pages ``release`` gives back."""
+        found = mapped_files.mapped(number, nbytes, write=write)
+        if found is not None:
+            address = mapped_files.address_of(found)
+            _mapped[address] = nbytes
+            weakref.finalize(found, _mapped.pop, address)
+        return found
+
+    def new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros in a file, ``(numel,)``.
+
+        Raises:
+            OffloadError: the disk is full, or the system maps no more files.
+        """
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        nbytes = rounded(numel * dtype.itemsize)
+        number = self.create(nbytes)
+        try:
+            found = self.mapped(number, nbytes, write=True)
+        finally:
+            os.close(number)
+        if found is None:
+            raise OffloadError(
+                f"{nbytes:,} bytes in a file in {self._folder!r} cannot be mapped: the limit of "
+                "mappings (vm.max_map_count) or of addresses (ulimit -v) is reached"
+            )
+        return torch.frombuffer(found, dtype=dtype, count=numel)
+
+    def take_in(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor without gaps in a file, of the same shape and strides.
+
+        A tensor that is in a file already is returned as it is.
+
+        Raises:
+            OffloadError: the disk is full.
+        """
+        return self.copy(tensor) if tensor.numel() and not is_on_disk(tensor) else tensor
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """The same, also of one that is in a file already."""
+        place = self.new(tensor.numel(), tensor.dtype)
+        place = place.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+        release(place, tensor)
+        return place
+
+    def _full(self, error: OSError, nbytes: int, what: str) -> OffloadError:
+        state = os.statvfs(self._folder)
+        free = state.f_bavail * state.f_frsize
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            reason = "the disk is full"
+        else:
+            reason = str(error.strerror)
+        return OffloadError(
+            f"CPUOffload: {what} needs {nbytes:,} bytes on disk in {self._folder!r}, where "
+            f"{free:,} are free: {reason}. Make room or pass another path; the files go when the "
+            "process does, or with the model and its optimizer."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DiskMemory:
+        """The same: each tensor has a file of its own."""
+        return self
+
+
+def rounded(nbytes: int) -> int:
+    """How long a file for so many bytes is."""
+    return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+
+
+def is_on_disk(tensor: Tensor) -> bool:
+    """Whether the memory of a plain tensor is a file."""
+    return tensor.untyped_storage().data_ptr() in _mapped
+
+
+def fetch(*tensors: Tensor | None) -> None:
+    """Have the pages of plain tensors that are about to be written, in one go."""
+    for address in _addresses(tensors):
+        mapped_files.want_pages(address, _mapped[address])
+
+
+def release(*tensors: Tensor | None) -> None:
+    """Give back the pages of plain tensors, and of what shares memory with them.
+
+    Their values stay. Does nothing for tensors that are not in files.
+    """
+    for address in _addresses(tensors):
+        mapped_files.drop_pages(address, _mapped[address])
+
+
+def _addresses(tensors: Iterable[Tensor | None]) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors if t is not None} & _mapped.keys()

@@ -1,0 +1,245 @@
+"""``PagePool``: pages that go from one unit's gathered parameters to the next one's.
+
+Memory had from the system costs a page fault for every few kilobytes, more than to fill it. A
+buffer's addresses stay the same for life, since autograd holds views of it (``handle``); so it is
+the pages that are moved there and away, by ``mremap``, in a tenth of the time.
+
+[Note: homes]
+Pages come in chunks, each with addresses of its own, its home, where nobody looks. A chunk, or as
+much of it as is needed, is moved from there into a buffer and back. There are as many as were in
+use at once, in whatever sizes; the system is asked for more only then. Where pages cannot be moved
+(another system, too many mappings), a buffer gets new ones, by faults: slower, and nothing else.
+
+[Note: own part]
+Over sockets a gather would copy this rank's shard into the buffer. A large shard lies in a file in
+memory instead, which the buffer shows as well: privately, so that what a module writes into its
+parameters stays out of the shard, and goes when they are freed.
+
+[Note: no reading]
+A freed buffer can be neither read nor written: to hand out zeros for parameters would be worse than
+the end of the process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatshard.memory import mapped_files
+from flatshard.memory.mapped_files import Files
+from flatshard.plan.layout import PAGED_BYTES
+
+_CHUNK_BYTES = 1 << 20
+"""To move one takes 15 us. What a buffer does not fill of its last one lies idle meanwhile."""
+
+_ARENA_BYTES = 64 << 20
+"""Addresses for homes are had for so many bytes at a time."""
+
+_MAX_CHUNKS = 1 << 13
+"""Chunks in buffers are mappings of their own, of which a process has some 65,000."""
+
+
+class _Loan(NamedTuple):
+    home: int
+    place: int
+    nbytes: int
+
+
+class PagePool:
+    """Chunks that are lent to buffers."""
+
+    def __init__(self) -> None:
+        """Take no memory yet."""
+        self._arenas: list[mmap.mmap] = []
+        # Appended to by finalizers, too, which may run anywhere: each use is one operation.
+        self._idle: list[int] = []
+
+    def lend(self, place: int, nbytes: int) -> list[_Loan]:
+        """Move pages to ``place``, whole pages at addresses that are reserved; maybe not all."""
+        loans: list[_Loan] = []
+        while nbytes:
+            home = self._find_home()
+            step = min(nbytes, _CHUNK_BYTES)
+            if home is None:
+                break
+            if not mapped_files.move_pages(home, place, step):
+                self._idle.append(home)
+                break
+            loans.append(_Loan(home, place, step))
+            place, nbytes = place + step, nbytes - step
+        return loans
+
+    def _find_home(self) -> int | None:
+        try:
+            return self._idle.pop()  # what came back last: it has pages
+        except IndexError:
+            pass
+        chunks = _ARENA_BYTES // _CHUNK_BYTES
+        if (len(self._arenas) + 1) * chunks > _MAX_CHUNKS:
+            return None
+        try:
+            arena = mapped_files.reserve_range(_ARENA_BYTES)
+        except OSError:
+            return None
+        self._arenas.append(arena)
+        first = mapped_files.address_of(arena)
+        self._idle += [first + number * _CHUNK_BYTES for number in range(1, chunks)]
+        return first
+
+    def take_back(self, loans: list[_Loan]) -> None:
+        """Move pages home; empties ``loans``."""
+        # In reverse, so that the next buffer gets them in the same order.
+        while loans:
+            home, place, nbytes = loans.pop()
+            if not mapped_files.move_pages(place, home, nbytes):
+                mapped_files.drop_pages(place, nbytes)
+            self._idle.append(home)
+
+    def forget(self, loans: list[_Loan]) -> None:
+        """The addresses where pages were moved to are gone, and the pages with them."""
+        while loans:
+            self._idle.insert(0, loans.pop().home)
+
+    def give_back(self) -> None:
+        """Give the pages that no buffer has to the system."""
+        for home in list(self._idle):
+            mapped_files.drop_pages(home, _CHUNK_BYTES)
+
+
+POOL = PagePool()
+"""That of this process."""
+
+
+class PooledBuffer:
+    """An unsharded buffer with pages of the ring, and this rank's shard where it shows that.
+
+    Attributes:
+        buffer: ``(numel,)``; may be used after ``take`` and before ``free``.
+        shard: this rank's part, ``(shard_numel,)``, zeros at first; None where it lies elsewhere.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        own: range | None = None,
+        files: Files = mapped_files,
+    ) -> None:
+        """Reserve the addresses.
+
+        Args:
+            numel: elements of the buffer.
+            dtype: of them.
+            own: which of them are the shard, for one in a file; its bytes fill whole pages.
+            files: makes the file: in memory, or on a disk.
+
+        Raises:
+            OSError: there are no addresses left.
+        """
+        nbytes = numel * dtype.itemsize
+        everything = mapped_files.reserve_range(nbytes)
+        self.buffer = torch.frombuffer(everything, dtype=dtype)
+        address = self.buffer.data_ptr()
+        end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.shard: Tensor | None = None
+        self._own: tuple[int, int] | None = None
+        self._own_elements = own
+        self._is_kept = False
+        # Ranges of addresses whose pages come and go.
+        self._rooms = [(address, end)]
+        if own is not None:
+            start, stop = (address + at * dtype.itemsize for at in (own.start, own.stop))
+            self.shard = _shown_twice(start, stop, dtype, files)
+            if self.shard is not None:
+                self._own = start, stop
+                self._rooms = [(address, start), (stop, end)]
+        self._loans: list[_Loan] = []
+        self._is_taken = False
+        self._forbid()
+        # Not at the end of the process, which has other worries.
+        weakref.finalize(everything, POOL.forget, self._loans).atexit = False
+
+    @staticmethod
+    def fits(numel: int, dtype: torch.dtype) -> bool:
+        """Whether a buffer is large enough; the allocator is as good for smaller ones."""
+        return mapped_files.CAN_MAP and numel * dtype.itemsize >= PAGED_BYTES
+
+    @property
+    def held_bytes(self) -> int:
+        """What it takes now beside the shard."""
+        if not self._is_taken:
+            return 0
+        start, stop = self._own or (0, 0)
+        return self.buffer.nbytes - (0 if self._is_kept else stop - start)
+
+    def take(self) -> None:
+        """Have the memory, unless it is there. What is in it is undefined, but for the shard.
+
+        Raises:
+            MemoryError: the process has too many mappings.
+        """
+        if self._is_taken:
+            return
+        self._is_taken = True
+        try:
+            for start, end in self._rooms:
+                loans = POOL.lend(start, end - start)
+                self._loans += loans
+                missing = start + sum(loan.nbytes for loan in loans)
+                if missing < end:
+                    mapped_files.allow(missing, end - missing)
+        except MemoryError:
+            self.free()
+            raise
+
+    def renew(self) -> None:
+        """What is in it is stale: show the shard as it is now."""
+        self._is_kept = False
+        if self._own is not None:
+            start, stop = self._own
+            mapped_files.drop_pages(start, stop - start)
+
+    def free(self) -> None:
+        """Give the memory back; does nothing the second time."""
+        if self._is_taken:
+            self._is_taken = False
+            POOL.take_back(self._loans)
+            self._forbid()
+            self.renew()
+
+    def _forbid(self) -> None:
+        for start, end in self._rooms:
+            if start < end:
+                mapped_files.drop_pages(start, end - start)
+                mapped_files.forbid(start, end - start)
+
+    def keep(self) -> None:
+        """Have the shard's values as they are now, until the buffer is freed."""
+        if self._own is not None and self._is_taken:
+            assert self._own_elements is not None, "it shows them"
+            per_page = mmap.PAGESIZE // self.buffer.element_size()
+            own = self._own_elements
+            touched = self.buffer.detach()[own.start : own.stop : per_page]
+            touched.copy_(touched.clone())  # a write makes the page this process's own
+            self._is_kept = True
+
+
+def _shown_twice(start: int, stop: int, dtype: torch.dtype, files: Files) -> Tensor | None:
+    """A new file's memory, whose values also show, privately, in a range of addresses."""
+    nbytes = stop - start
+    number = files.create(nbytes, reserve=True)
+    if number is None:
+        return None
+    try:
+        found = files.mapped(number, nbytes, write=True)
+        if found is None or not mapped_files.map_privately(number, start, nbytes):
+            return None
+    finally:
+        os.close(number)
+    return torch.frombuffer(found, dtype=dtype)

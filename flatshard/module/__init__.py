@@ -1,0 +1,1 @@
+"""A plain module made a sharded one."""

@@ -1,0 +1,528 @@
+"""Values for parameters and buffers on the meta device: made after sharding, piece by piece.
+
+A group of modules gets whole plain tensors to initialise, each rank keeps its parts of the result,
+and the rest is given back before the next group's turn.
+
+[Note: the order of initialisation]
+Without a ``param_init_fn`` modules are initialised children first, in registration order, which is
+the order in which constructors work. So from the same seed come the numbers that the model has
+when it is built on its device, as far as ``reset_parameters`` is what its constructors do. Neither
+units nor ranks have a part in it. With one, a whole unit at a time is initialised, from its root
+down, as FullyShardedDataParallel does.
+
+[Note: what nobody wrote]
+Memory to be initialised is filled with a pattern before. Where it is still there afterwards, an
+initialiser forgot the tensor, which would train on garbage; or it was left empty on purpose, and
+``load_state_dict`` did not bring it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flatshard.comm.communicator import Communicator
+from flatshard.comm.consistency import Checksum, as_bytes, checksum, raise_everywhere
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.module.initial_values import InitialValues, give_out, names_of_different
+
+InitFn = Callable[[nn.Module], Any]
+"""What ``param_init_fn`` is."""
+
+_PATTERN = 0xCB
+_PIECE_BYTES = 1 << 16
+_LEFT_EMPTY = "_flatshard_left_empty"
+
+
+def leave_empty(module: nn.Module) -> None:
+    """Say, as or in a ``param_init_fn``, that values come later, by ``load_state_dict``.
+
+    No more memory than the shards is taken. The first forward checks that the values have come.
+    """
+    module.__dict__[_LEFT_EMPTY] = True
+
+
+# ---------------------------------------------------------------- before sharding
+
+
+def check_initialisable(
+    root: nn.Module, start: InitialValues, init_fn: InitFn | None, ignored: Iterable[nn.Module]
+) -> None:
+    """See that the values that are missing can be made, where they are to be.
+
+    Collective if any rank has values to make.
+
+    Raises:
+        ValueError: on every rank: modules have nothing that initialises them; names their tensors.
+    """
+    if not start.any_missing:
+        return
+    problem = None
+    if start.initialises and init_fn is None:
+        problem = _what_cannot_be_made(root, start, set(ignored))
+    raise_everywhere(ValueError(problem) if problem else None, start.world)
+
+
+def _what_cannot_be_made(
+    root: nn.Module, start: InitialValues, ignored: set[nn.Module]
+) -> str | None:
+    unknown, mixed = [], []
+    for name, module in root.named_modules():
+        own = {**module._parameters, **module._buffers}
+        missing = [one for one, tensor in own.items() if id(tensor) in start.missing]
+        if module in ignored or not missing:
+            continue
+        prefix = f"{name}." if name else ""
+        if _reset_of(module) is None:
+            unknown += [f"{prefix}{one} ({type(module).__name__})" for one in missing]
+        elif any(one not in missing and p is not None for one, p in module._parameters.items()):
+            mixed.append(name or "the model itself")
+    if unknown:
+        return (
+            "ShardedWrapper: these tensors are on the meta device, and their modules have no "
+            f"reset_parameters(): {', '.join(unknown)}. Pass a param_init_fn, which gives a "
+            "module's own tensors memory (module.to_empty(device=..., recurse=False)) and values; "
+            "flatshard.leave_empty, if load_state_dict() follows; or sync_module_states=True, "
+            "where rank 0 has the weights."
+        )
+    if mixed:
+        return (
+            f"ShardedWrapper: module {mixed[0]!r} has some parameters on the meta device and "
+            "others not, which its reset_parameters() would overwrite. Put all of a module's own "
+            "parameters there, or none."
+        )
+    return None
+
+
+def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    """What initialises a module's own tensors; torch's attention has it under another name."""
+    for name in ("reset_parameters", "_reset_parameters"):
+        reset = getattr(module, name, None)
+        if callable(reset):
+            return reset  # type: ignore[no-any-return]
+    return None
+
+
+# ---------------------------------------------------------------- places without values
+
+
+class _ParamSlot(NamedTuple):
+    """A place of a parameter; of a tied one only the first place ``gives`` the values."""
+
+    module: nn.Module
+    attribute: str
+    handle: FlatParamHandle
+    number: int
+    gives: bool
+
+    @property
+    def name(self) -> str:
+        return self.handle.params.specs[self.number].name
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.handle.params.specs[self.number].shape
+
+    @property
+    def held(self) -> Tensor | None:
+        return self.module._parameters.get(self.attribute)
+
+    def show(self, device: torch.device | str) -> None:
+        """Let the module hold a whole plain parameter, with what users attached to this one."""
+        empty = self.handle.params.specs[self.number].empty(
+            self.handle.shard.new_empty(0, device=device)
+        )
+        trainable, attributes = self.handle.params.traits(self.number)
+        param = nn.Parameter(_patterned(empty), requires_grad=trainable)
+        param.__dict__.update(attributes)
+        self.module.__dict__.pop(self.attribute, None)
+        self.module._parameters[self.attribute] = param
+
+
+class _BufferSlot(NamedTuple):
+    """A place of a buffer, and what is there on the meta device."""
+
+    module: nn.Module
+    attribute: str
+    name: str
+    meta: Tensor
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.meta.shape
+
+    @property
+    def held(self) -> Tensor | None:
+        return self.module._buffers.get(self.attribute)
+
+    def tensor(self) -> Tensor:
+        """What the module holds; there is something."""
+        assert self.held is not None, f"{self.name} is a buffer"
+        return self.held
+
+    def show(self, device: torch.device | str) -> None:
+        """Let the module hold memory, or a tensor on the meta device."""
+        empty = torch.empty_like(self.meta, device=device)
+        self.module._buffers[self.attribute] = _patterned(empty)
+
+
+@dataclass
+class _Group:
+    """Modules that are initialised together, in order, and the places that they fill."""
+
+    modules: list[nn.Module]
+    params: list[_ParamSlot]
+    buffers: list[_BufferSlot]
+
+    @property
+    def slots(self) -> list[_ParamSlot | _BufferSlot]:
+        return [*self.params, *self.buffers]
+
+
+def _param_slots(handles: Sequence[FlatParamHandle]) -> dict[nn.Module, list[_ParamSlot]]:
+    slots: dict[nn.Module, list[_ParamSlot]] = {}
+    for handle in handles:
+        given: set[int] = set()
+        for module, attribute, index in handle.params.places:
+            if index in handle.unfilled:
+                slot = _ParamSlot(module, attribute, handle, index, index not in given)
+                slots.setdefault(module, []).append(slot)
+                given.add(index)
+    return slots
+
+
+def _buffer_slots(root: nn.Module, wanted: Callable[[Tensor], bool]) -> list[_BufferSlot]:
+    return [
+        _BufferSlot(module, attribute, f"{path}.{attribute}" if path else attribute, buffer)
+        for path, module in root.named_modules()
+        for attribute, buffer in module._buffers.items()
+        if buffer is not None and wanted(buffer)
+    ]
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return getattr(module, "hidden_in_names", False)
+
+
+def _patterned(empty: Tensor) -> Tensor:
+    if not empty.is_meta:
+        as_bytes(empty.as_strided((empty.numel(),), (1,))).fill_(_PATTERN)
+    return empty
+
+
+def _is_patterned(tensor: Tensor) -> bool:
+    """Whether nobody wrote a tensor since ``_patterned``."""
+    if tensor.numel() == 0 or tensor.is_meta:
+        return False
+    # Mostly the first piece tells.
+    pieces = as_bytes(tensor.detach().contiguous()).split(_PIECE_BYTES)
+    return all(bool((piece == _PATTERN).all()) for piece in pieces)
+
+
+# ---------------------------------------------------------------- after sharding
+
+
+def give_buffers(root: nn.Module, start: InitialValues, device: torch.device) -> None:
+    """Give every rank the buffers that rank 0 has, where its values count.
+
+    Collective if so.
+    """
+    if not start.sends:
+        return
+    slots = _buffer_slots(root, lambda buffer: id(buffer) in start.buffers)
+    for slot in slots:
+        if slot.meta.is_meta:
+            slot.show(device)
+        give_out(slot.tensor(), slot.name, start.world)
+    _tie(slots)
+
+
+def _tie(slots: Iterable[_BufferSlot]) -> None:
+    """Let a buffer that stood at several places do so again."""
+    first: dict[int, _BufferSlot] = {}
+    for slot in slots:
+        slot.module._buffers[slot.attribute] = first.setdefault(id(slot.meta), slot).held
+
+
+class Materialiser:
+    """Makes the values that are missing."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        handles: Sequence[FlatParamHandle],
+        start: InitialValues,
+        init_fn: InitFn | None,
+        device: torch.device,
+    ) -> None:
+        """Group the modules; nothing is made yet.
+
+        Args:
+            root: the outermost module, units inside it sharded.
+            handles: their flat parameters.
+            start: what was agreed on.
+            init_fn: the user's ``param_init_fn``.
+            device: where the model computes.
+        """
+        self._root, self._start, self._init_fn, self._device = root, start, init_fn, device
+        self._names = {module: name for name, module in root.named_modules()}
+        self._params = _param_slots(handles)
+        self._all_buffers = _buffer_slots(root, lambda buffer: id(buffer) in start.missing)
+        self._buffers: dict[nn.Module, list[_BufferSlot]] = {}
+        for slot in self._all_buffers:
+            self._buffers.setdefault(slot.module, []).append(slot)
+        partition = self._by_module() if init_fn is None else self._by_unit()
+        groups = [
+            _Group(
+                modules,
+                [slot for module in modules for slot in self._params.get(module, [])],
+                [slot for module in modules for slot in self._buffers.get(module, [])],
+            )
+            for modules in partition
+        ]
+        self._groups = [group for group in groups if group.slots]
+
+    def _lacks(self, module: nn.Module) -> bool:
+        return module in self._params or module in self._buffers
+
+    def _by_module(self) -> list[list[nn.Module]]:
+        """Modules that lack something, each with those below it in its unit, innermost first.
+
+        A module may initialise the parameters of those, as torch's attention does.
+        """
+        groups: list[list[nn.Module]] = []
+        visited: set[nn.Module] = set()
+
+        def visit(module: nn.Module, group: list[nn.Module] | None) -> None:
+            if module in visited:
+                return
+            visited.add(module)
+            begins = self._lacks(module) and group is None
+            inner: list[nn.Module] | None = [] if begins else group
+            for child in module.children():
+                visit(child, None if _is_unit(child) else inner)
+            if inner is not None and self._lacks(module):
+                inner.append(module)
+            if begins and inner is not None:
+                groups.append(inner)
+
+        visit(self._root, None)
+        return groups
+
+    def _by_unit(self) -> list[list[nn.Module]]:
+        """All modules of each unit, from its root down; inner units first."""
+        groups: list[list[nn.Module]] = []
+        visited: set[nn.Module] = set()
+
+        def visit(module: nn.Module, group: list[nn.Module]) -> None:
+            if module in visited:
+                return
+            visited.add(module)
+            if not _is_unit(module):
+                group.append(module)
+            for child in module.children():
+                if _is_unit(child):
+                    below: list[nn.Module] = []
+                    visit(child, below)
+                    groups.append(below)
+                else:
+                    visit(child, group)
+
+        top: list[nn.Module] = []
+        visit(self._root, top)
+        return [*groups, top]
+
+    def run(self) -> bool:
+        """Make the values, and let all ranks start from the same unless the user forbids it.
+
+        Collective: all ranks.
+
+        Returns:
+            Whether something was left empty, on any rank.
+
+        Raises:
+            RuntimeError: on every rank, where an initialiser fails or leaves out a tensor.
+        """
+        start, world = self._start, self._start.world
+        random_state = _random_state(self._device)
+        sums = self._make_all()
+        if not start.sends and world.size > 1:
+            everyone = world.gather_objects(list(sums.values()), label="comparing weights")
+            if start.take_differences(names_of_different(list(sums), everyone)):
+                # What rank 0 made is cut up. Starting where it did, it makes the same again.
+                _set_random_state(random_state, self._device)
+                self._make_all()
+        _tie(self._all_buffers)
+        raise_everywhere(self._forgotten(), world)
+        left = any(module.__dict__.pop(_LEFT_EMPTY, False) for module in self._names)
+        return any(world.gather_objects(left, label="comparing weights"))
+
+    def _make_all(self) -> dict[str, Checksum]:
+        """Make everything once; returns checksums by name, where each rank makes it for itself."""
+        start = self._start
+        sums: dict[str, Checksum] = {}
+        failed: RuntimeError | None = None
+        for group in self._groups:
+            values: dict[str, Tensor | None] = {}
+            if start.initialises and failed is None:
+                try:
+                    values = self._make(group)
+                except RuntimeError as error:
+                    failed = error
+            if start.sends:
+                raise_everywhere(failed, start.world)
+            if failed is None:
+                self._keep(group, values)
+                if not start.sends:
+                    sums |= self._checksums(group, values)
+        if not start.sends:
+            raise_everywhere(failed, start.world)
+        return sums
+
+    def _make(self, group: _Group) -> dict[str, Tensor | None]:
+        """Let modules initialise whole tensors; returns the parameters' by name.
+
+        None for those left empty where no other rank waits for them.
+        """
+        memory = self._device if self._init_fn is None else "meta"
+        made: dict[str, Tensor | None] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                for slot in group.slots:
+                    slot.show(memory)
+                for module in group.modules:
+                    self._initialise(module)
+                for slot in group.slots:
+                    self._fill_left_empty(slot)
+                    self._check_made(slot)
+                for param in group.params:
+                    held = param.held
+                    if param.gives and held is not None:
+                        made[param.name] = None if held.is_meta else held.detach()
+            finally:
+                for handle in {param.handle for param in group.params}:
+                    handle.params.show_sharded()
+        return made
+
+    def _initialise(self, module: nn.Module) -> None:
+        what = "reset_parameters()" if self._init_fn is None else "param_init_fn"
+        try:
+            if self._init_fn is not None:
+                self._init_fn(module)
+            else:
+                reset = _reset_of(module)
+                assert reset is not None, "checked before sharding"
+                reset()
+        except Exception as error:
+            raise RuntimeError(f"{self._where(module)}: {what} failed: {error}") from error
+
+    def _where(self, module: nn.Module) -> str:
+        return f"module {self._names[module]!r} ({type(module).__name__})"
+
+    def _fill_left_empty(self, slot: _ParamSlot | _BufferSlot) -> None:
+        """Give memory to what was left empty where it must be sent, or is no part of a shard."""
+        held = slot.held
+        left = _LEFT_EMPTY in slot.module.__dict__ and held is not None and held.is_meta
+        if left and (self._start.sends or isinstance(slot, _BufferSlot)):
+            slot.show(self._device)
+
+    def _check_made(self, slot: _ParamSlot | _BufferSlot) -> None:
+        """Raise where a tensor has no values, or another shape."""
+        held = slot.held
+        left = _LEFT_EMPTY in slot.module.__dict__
+        if held is None or tuple(held.shape) != tuple(slot.shape):
+            got = "nothing" if held is None else f"shape {tuple(held.shape)}"
+            raise RuntimeError(f"{slot.name!r}: expected shape {tuple(slot.shape)}, got {got}")
+        if held.is_meta and not left:
+            raise RuntimeError(
+                f"param_init_fn left {slot.name!r} on the meta device. Let it call "
+                "module.to_empty(device=..., recurse=False) and then initialise the module, or "
+                "flatshard.leave_empty(module) if load_state_dict() follows."
+            )
+        if _is_patterned(held) and not left:
+            raise RuntimeError(
+                f"{slot.name!r}: reset_parameters() of {self._where(slot.module)} does not "
+                "initialise it. Let it do so, or pass a param_init_fn."
+            )
+
+    def _keep(self, group: _Group, values: dict[str, Tensor | None]) -> None:
+        """Keep this rank's parts. Collective if rank 0's values are sent."""
+        start = self._start
+        with torch.inference_mode(False), torch.no_grad():
+            for param in group.params:
+                if not param.gives:
+                    continue
+                handle, value = param.handle, values.get(param.name)
+                if value is None and not start.sends:
+                    _patterned(handle.part(param.number))
+                    handle.unfilled.discard(param.number)
+                else:
+                    handle.fill(param.number, value, start.source(handle.topology))
+            for handle in {param.handle for param in group.params}:
+                handle.rest()
+            for buffer in group.buffers if start.sends else []:
+                if start.world.rank > 0 and buffer.meta.is_meta:
+                    buffer.show(self._device)
+                give_out(buffer.tensor(), buffer.name, start.world)
+
+    def _checksums(self, group: _Group, values: dict[str, Tensor | None]) -> dict[str, Checksum]:
+        if self._start.world.size == 1:
+            return {}
+        made = values | {buffer.name: buffer.held for buffer in group.buffers}
+        return {
+            name: (-1, -1) if value is None else checksum(value) for name, value in made.items()
+        }
+
+    def _forgotten(self) -> RuntimeError | None:
+        """Tensors on the meta device that are neither parameters nor buffers."""
+        for module in self._names:
+            for attribute, value in vars(module).items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    return RuntimeError(
+                        f"{self._where(module)}: attribute {attribute!r} is a tensor on the meta "
+                        "device, and neither parameter nor buffer, so nothing gives it values. "
+                        "Register it as a buffer, or set it in reset_parameters()."
+                    )
+        return None
+
+
+def check_loaded(root: nn.Module, handles: Iterable[FlatParamHandle], world: Communicator) -> None:
+    """After tensors were left empty: see that all of them were given values since.
+
+    Collective: all ranks.
+
+    Raises:
+        RuntimeError: on every rank: some were not.
+    """
+    empty = [
+        handle.params.specs[index].name
+        for handle in handles
+        for index in range(len(handle.layout.spans))
+        if _is_patterned(handle.part(index))
+    ]
+    empty += [slot.name for slot in _buffer_slots(root, _is_patterned)]
+    others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+    problem = None
+    if empty:
+        problem = RuntimeError(
+            f"{empty[0]!r}{others}: left empty (flatshard.leave_empty), and no values came since. "
+            "Call model.load_state_dict(...) with all of them before the first forward."
+        )
+    raise_everywhere(problem, world)
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def _set_random_state(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

@@ -1,0 +1,147 @@
+"""``Settings``: the constructor's keywords, read and checked, for one unit."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard.comm.topology import Ranks, Topology, read_ranks
+from flatshard.options import strategy as strategies
+from flatshard.options.offload import CPUOffload
+from flatshard.options.precision import MixedPrecision, as_mixed_precision
+from flatshard.options.strategy import (
+    BackwardPrefetch,
+    Placement,
+    ShardingStrategy,
+    Transport,
+)
+from flatshard.plan.wrap import UnitPlan
+
+ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+"""What ``process_group`` may be."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is the same for all of a unit, and mostly for all units of a model."""
+
+    ranks: Ranks
+    strategy: ShardingStrategy
+    placement: Placement
+    precision: MixedPrecision
+    offload: CPUOffload
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    use_orig_params: bool
+    coalesce_bytes: int
+    broadcast_buffers: bool
+    device: torch.device
+
+    @property
+    def topology(self) -> Topology:
+        """The groups."""
+        return self.ranks.resolve(self.placement)
+
+    def describe(self) -> str:
+        """What must be the same on every rank."""
+        # Elsewhere the nodes take no part, and need not have equally many ranks.
+        groups = f"{self.ranks.describe()}, " if self.placement.hybrid else ""
+        return (
+            f"{self.strategy}, {self.placement}, {groups}{self.precision.describe()}, "
+            f"{self.offload.describe()}, "
+            f"use_orig_params={self.use_orig_params}, coalesce_bytes={self.coalesce_bytes}, "
+            f"broadcast_buffers={self.broadcast_buffers}"
+        )
+
+    def override(self, plan: UnitPlan) -> Settings:
+        """The settings of a unit for which a policy gave keywords of its own.
+
+        Raises:
+            ValueError: a keyword that units of one model cannot differ in.
+        """
+        if not plan.overrides:
+            return self
+        keywords = dict(plan.overrides)
+        strategy, placement = self.strategy, self.placement
+        if "sharding_strategy" in keywords or "reshard_after_forward" in keywords:
+            strategy, placement = read_strategy(
+                keywords.pop("sharding_strategy", strategy),
+                keywords.pop("reshard_after_forward", None),
+                self.ranks,
+            )
+        precision = self.precision
+        if "mixed_precision" in keywords:
+            precision = as_mixed_precision(keywords.pop("mixed_precision"))
+        if keywords:
+            raise ValueError(
+                f"auto_wrap_policy: for unit {plan.name!r} it sets {', '.join(sorted(keywords))}; "
+                "units of one model can differ in sharding_strategy, reshard_after_forward and "
+                "mixed_precision. Set the others on the outermost wrapper."
+            )
+        return dataclasses.replace(
+            self, strategy=strategy, placement=placement, precision=precision
+        )
+
+
+def check_quantised(name: str, settings: Settings) -> None:
+    """Refuse float8 for parameters of which parts are kept to gather from.
+
+    Raises:
+        NotImplementedError: so it is.
+    """
+    placement = settings.placement
+    if settings.precision.gather_dtype is not None and (
+        placement.regather_size is not None or placement.over_all
+    ):
+        raise NotImplementedError(
+            f"unit {name!r}: mixed_precision: gather_dtype={settings.precision.gather_dtype} with "
+            "reshard_after_forward=k or HYBRID_SHARD_OP, which keep parts of gathered parameters, "
+            "is not supported. Leave one of them out."
+        )
+
+
+def ranks_or_alone(
+    process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, mode: Transport
+) -> Ranks:
+    """The ranks that train the model; alone, with a warning, where there is no process group."""
+    if process_group is None and device_mesh is None:
+        if dist.is_available() and dist.is_initialized():
+            process_group = dist.group.WORLD
+        else:
+            strategies.check_launch_without_group()
+            warnings.warn(
+                "ShardedWrapper: no process group, so this process trains alone and nothing is "
+                "sharded",
+                stacklevel=3,
+            )
+    return read_ranks(process_group, device_mesh, mode=mode)
+
+
+def read_strategy(
+    value: ShardingStrategy | str | None, after_forward: bool | int | None, ranks: Ranks
+) -> tuple[ShardingStrategy, Placement]:
+    """The strategy with what ``reshard_after_forward`` makes of it."""
+    if value is None:
+        has_grid = ranks.grid is not None
+        strategy = ShardingStrategy.HYBRID_SHARD if has_grid else ShardingStrategy.FULL_SHARD
+    else:
+        strategy = strategies.as_strategy(value)
+    return strategies.resharding(strategy, after_forward)
+
+
+def check_grid_is_used(ranks: Ranks, placement: Placement, strategy: ShardingStrategy) -> None:
+    """Refuse a pair of groups for a strategy that has no use for it.
+
+    Raises:
+        ValueError: so it is.
+    """
+    if ranks.grid is not None and not placement.hybrid:
+        raise ValueError(
+            f"ShardedWrapper: a pair of process groups or a 2-D device_mesh is for HYBRID "
+            f"strategies, got {strategy.name}. Pass one group of all ranks, or a HYBRID strategy."
+        )

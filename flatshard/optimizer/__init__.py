@@ -1,0 +1,1 @@
+"""The step over shards."""

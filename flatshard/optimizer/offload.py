@@ -1,0 +1,230 @@
+"""Optimizer steps a part at a time: over what lives on a disk, and the first one.
+
+An optimizer steps all its parameters in one call. Before that call, those whose state is kept on a
+disk are stepped by themselves, some megabytes at a time; each time, state that the optimizer has
+made goes to the disk, and the pages are given back. Those that have no state yet are, too, once.
+The call itself steps the others.
+
+[Note: first step]
+State is made in the pieces in which the optimizer sees a run, and then put together. To make all of
+it at once takes twice the memory, which the process then keeps.
+
+[Note: room for state]
+What an optimizer keeps is known when it has made it, which is too late to find that a disk is full:
+some parameters would be stepped and others not. So a step of two elements, of no model, tells how
+many bytes per element there will be, and room for all of it is reserved before the first step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flatshard.memory import disk
+from flatshard.memory.disk import DiskMemory
+from flatshard.optimizer.buckets import local_of
+from flatshard.optimizer.consumed_grad import ConsumedGrad
+from flatshard.tensor.flat_parameter import FlatParameter
+from flatshard.tensor.sharded_tensor import FlatShardTensor
+
+_PART_BYTES = 8 << 20
+"""Of parameters: from so many on, a part is full. With Adam, four times as much is in memory."""
+
+_PROBED_NUMEL = 2
+
+
+class Part(NamedTuple):
+    """Some parameters of one group, which follow one another in it."""
+
+    group: dict[str, Any]
+    params: list[nn.Parameter]
+
+
+def state_home(param: Any) -> DiskMemory | None:
+    """Where state of a parameter, or of its twin, is kept; None: in memory."""
+    if isinstance(param, FlatShardTensor):
+        return param._spec.state_home
+    return getattr(param, "_state_home", None)
+
+
+def local(value: Any) -> Any:
+    """What this rank holds, as a plain tensor."""
+    return local_of(value) if isinstance(value, FlatShardTensor | FlatParameter) else value
+
+
+def find_parts(
+    optimizer: torch.optim.Optimizer, is_included: Callable[[dict[str, Any], Any], bool]
+) -> list[Part]:
+    """Parameters with gradients, of a group each, for which ``is_included`` says so."""
+    parts: list[Part] = []
+    for group in optimizer.param_groups:
+        storage, nbytes = None, 0
+        for param in group["params"]:
+            if not is_included(group, param) or not _has_grad(param):
+                continue
+            held = local(param)
+            own = held.untyped_storage()._cdata
+            # Neighbours stay together: they are stepped as one.
+            if storage is None or (own != storage and nbytes >= _PART_BYTES):
+                parts.append(Part(group, []))
+                nbytes = 0
+            storage = own
+            parts[-1].params.append(param)
+            nbytes += held.numel() * held.element_size()
+    return parts
+
+
+def take_in(home: DiskMemory | None, state: dict[str, Any], like: Tensor) -> dict[str, Any]:
+    """Let the disk keep what of a state has the shape of ``like``; returns ``state``."""
+    if home is not None:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape == like.shape:
+                state[key] = home.take_in(value)
+    return state
+
+
+def rest(optimizer: torch.optim.Optimizer, params: Collection[Any]) -> None:
+    """Put the state of parameters that were stepped where it is kept, and give pages back."""
+    kept = [param for param in params if state_home(param) is not None]
+    for param in kept:
+        if not isinstance(param, FlatShardTensor):
+            take_in(state_home(param), optimizer.state.get(param, {}), param)
+    if kept:
+        disk.release(*_tensors(optimizer, kept))
+
+
+def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
+    """What a step of some parameters touches."""
+    for param in params:
+        if state_home(param) is None:
+            continue
+        yield local(param)
+        grad = _local_grad(param)
+        if grad is not None:
+            yield grad
+        for value in optimizer.state.get(param, {}).values():
+            if isinstance(value, Tensor):
+                yield local(value)
+
+
+def _local_grad(param: Any) -> Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        grad = param.grad
+    return None if isinstance(grad, ConsumedGrad) else getattr(grad, "_local", grad)
+
+
+def _has_grad(param: Any) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.grad is not None
+
+
+def reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False) -> bool:
+    """Reserve room for state that is still to be made; says whether steps can be in parts.
+
+    Args:
+        optimizer: whose state.
+        before_backward: whether gradients are still to come; otherwise what has none is left out.
+
+    Raises:
+        OffloadError: the disk is full; nothing was stepped.
+    """
+    known: dict[int, int | None] = {}
+    needed: dict[DiskMemory, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            home = state_home(param)
+            if home is None or not (param.requires_grad if before_backward else _has_grad(param)):
+                continue
+            if param not in optimizer.state and number not in known:
+                known[number] = _bytes_per_element(optimizer, group, param)
+            per_element = known.get(number, 0)
+            if per_element is None:
+                return False
+            nbytes = _bytes_to_come(optimizer.state.get(param), local(param), per_element)
+            needed[home] = needed.get(home, 0) + nbytes
+    name = type(optimizer).__name__
+    for home, nbytes in needed.items():
+        home.reserve(max(0, nbytes - home.reserved_bytes), f"the state of {name}")
+    return True
+
+
+def _bytes_to_come(state: dict[str, Any] | None, held: Tensor, per_element: int) -> int:
+    """Of files for one parameter's state."""
+    if state is None:
+        return disk.rounded(held.numel() * per_element) if per_element else 0
+    values = [local(value) for value in state.values() if isinstance(value, Tensor)]
+    return sum(
+        disk.rounded(value.numel() * value.element_size())
+        for value in values
+        if value.dim() and not disk.is_on_disk(value)
+    )
+
+
+def _bytes_per_element(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor
+) -> int | None:
+    """What the optimizer keeps per element; None: a step changes what it keeps per group."""
+    probe = nn.Parameter(torch.zeros(_PROBED_NUMEL, dtype=param.dtype))
+    probe.grad = torch.zeros_like(probe)
+    narrow = {**group, "params": [probe]}
+    groups, optimizer.param_groups = optimizer.param_groups, [narrow]
+    try:
+        with torch.no_grad():
+            inspect.unwrap(type(optimizer).step)(optimizer)
+    finally:
+        optimizer.param_groups = groups
+        state = optimizer.state.pop(probe, {})
+    if any(narrow[key] is not group.get(key) for key in narrow if key != "params"):
+        return None
+    return sum(
+        value.element_size()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.shape == probe.shape
+    )
+
+
+def step(
+    optimizer: torch.optim.Optimizer,
+    step_parts: Callable[[torch.optim.Optimizer, Sequence[Part]], None],
+) -> set[int]:
+    """Step, a part at a time, what is to be; returns the ids of what was stepped.
+
+    Raises:
+        OffloadError: there is no room for state; nothing was stepped.
+    """
+    parts = find_parts(optimizer, lambda _, param: state_home(param) is not None)
+    if parts and not reserve(optimizer):
+        parts = []
+    if optimizer not in _begun:
+        _begun.add(optimizer)
+        parts += _first_parts(optimizer)
+    for part in parts:
+        disk.fetch(*_tensors(optimizer, part.params))
+        step_parts(optimizer, [part])
+    return {id(param) for part in parts for param in part.params}
+
+
+_begun: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _first_parts(optimizer: torch.optim.Optimizer) -> list[Part]:
+    """What has no state yet; see the note."""
+    divisible: dict[int, bool] = {}
+
+    def is_included(group: dict[str, Any], param: Any) -> bool:
+        is_ours = isinstance(param, FlatShardTensor | FlatParameter)
+        if not is_ours or state_home(param) is not None or param in optimizer.state:
+            return False
+        if local(param).device.type != "cpu":
+            return False
+        if id(group) not in divisible:
+            divisible[id(group)] = _bytes_per_element(optimizer, group, param) is not None
+        return divisible[id(group)]
+
+    parts = find_parts(optimizer, is_included)
+    return parts if len(parts) > 1 else []

@@ -1,0 +1,1 @@
+"""What users choose, validated once."""

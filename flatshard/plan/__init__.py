@@ -1,0 +1,1 @@
+"""Who owns what and where it lies, before a tensor is touched."""

@@ -1,0 +1,262 @@
+"""The policy ``"auto"``: which modules become units where nobody says.
+
+[Note: what "auto" chooses]
+A unit is gathered as a whole, so units should be small against the model; each gather also costs
+something by itself, so they should not be small as such. From the root downwards every module is
+either *opened*, which means that its children are asked in its place, or taken as one unit:
+
+- a *block* is a module with children whose class, or whose list of parameter shapes, comes more
+  than once. The outermost blocks become units, each with all that is in it;
+- a block that holds more than ``LARGE_SHARE`` of the model and consists mostly of blocks (a stage,
+  a tower) is opened, and so is a module that is no block but holds as much or is made of blocks;
+- anything below ``DIVISIBLE_NUMEL`` elements, and a module without children (an embedding, a head,
+  a plain layer), becomes a unit as it is. What has no ``forward`` (a list) is always opened.
+
+What would hold fewer than ``MIN_UNIT_NUMEL`` elements becomes no unit: its parameters count for
+the module around it, which may then be one, and in the end for the root. Only where blocks too
+small would leave it more than ``ROOT_BLOCKS_NUMEL`` they are units nevertheless, down to a tenth of
+the minimum. A weight counts only for modules that contain all its places, so a tied embedding and
+head stay in what contains both.
+
+The root is whatever is left, and may be small. It then takes in single modules of up to
+``ROOT_TAKES_NUMEL`` elements. It is gathered throughout a step, so it takes in nothing larger, and
+no block: holding that would cost more than a small gather does.
+
+Experts, found by their name, are never units by themselves: which of them run depends on the data,
+and ranks that run other ones would wait for each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from torch import nn
+
+from flatshard.plan.module_tree import ModuleTree, has_forward
+
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+Kind: TypeAlias = type[nn.Module] | Shapes
+
+MIN_UNIT_NUMEL = 250_000
+"""Elements in the smallest unit. These are 1 MB of float32: below about that, a gather's fixed part
+(Python, latency, a pipeline that is not full) takes longer than its bytes."""
+
+DIVISIBLE_NUMEL = 8 * MIN_UNIT_NUMEL
+"""Elements from which on a module is worth dividing, into parts that mostly reach the minimum."""
+
+ROOT_TAKES_NUMEL = 4 * MIN_UNIT_NUMEL
+"""Elements in the largest module that joins a small root: 4 MB that stay gathered in a step."""
+
+ROOT_BLOCKS_NUMEL = 32 * MIN_UNIT_NUMEL
+"""Elements that small blocks together may leave to the root: 32 MB that stay gathered in a step."""
+
+LARGE_SHARE = 1 / 8
+"""Part of the model that is too large for a unit if it can be divided. While one unit computes the
+next is gathered, so with units of this size at most a quarter of the model is whole at once."""
+
+BLOCKS_SHARE = 2 / 3
+"""Part of a module's elements that blocks in it must hold for it to be opened. Less is a block that
+happens to contain similar children: a decoder's two attentions, about half of its elements."""
+
+_GENERIC = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""Classes that say nothing about what a module does, so that repeating one makes no blocks."""
+
+
+def choose(tree: ModuleTree) -> dict[nn.Module, str]:
+    """Choose the units of a model. The same on every rank; changes nothing.
+
+    Returns:
+        The chosen modules, never the root, in post-order, each with the reason in words.
+    """
+    return _choose(tree).reasons()
+
+
+def count_blocks(tree: ModuleTree) -> int:
+    """How many units of the choice are whole blocks."""
+    return len(_choose(tree).blocks())
+
+
+def _choose(tree: ModuleTree) -> _Choice:
+    choice = _Choice(tree)
+    choice.visit(tree.root)
+    choice.take_small_blocks()
+    choice.settle_root()
+    return choice
+
+
+class _Choice:
+    """What is chosen so far, and what that leaves over."""
+
+    def __init__(self, tree: ModuleTree) -> None:
+        self._tree = tree
+        self._containers = tree.containers()
+        self._numel: Counter[nn.Module] = Counter()
+        for param, containers in self._containers.items():
+            for module in containers:
+                self._numel[module] += param.numel()
+        self._left = self._numel.copy()
+        self._held: dict[nn.Module, int] = {}  # elements of each chosen module
+        self._taken: set[nn.Parameter] = set()
+        self._too_small: list[nn.Module] = []
+        self._opened = {tree.root}
+        self._seen: set[nn.Module] = set()
+        self._counts = self._count_kinds(tree.root)
+
+    # ------------------------------------------------------------ choosing
+
+    def visit(self, module: nn.Module) -> None:
+        """Choose units below an opened module."""
+        for child in self._children(module):
+            if child in self._seen:
+                continue
+            self._seen.add(child)
+            if self._opens(child):
+                self._opened.add(child)
+                self.visit(child)
+            if not has_forward(child):
+                continue
+            if self._left[child] >= MIN_UNIT_NUMEL:
+                self._take(child)
+            elif self._left[child] >= MIN_UNIT_NUMEL // 10:
+                self._too_small.append(child)
+
+    def _opens(self, module: nn.Module) -> bool:
+        if not self._children(module):
+            return False
+        if not has_forward(module):
+            return True
+        if self._numel[module] < DIVISIBLE_NUMEL:
+            return False
+        is_large = self._numel[module] > LARGE_SHARE * self._numel[self._tree.root]
+        if self._is_block(module, self._counts):
+            return is_large and self._is_made_of_blocks(module)
+        return is_large or self._is_made_of_blocks(module)
+
+    def _take(self, module: nn.Module) -> None:
+        self._held[module] = self._left[module]
+        for param in self._params_below(module):
+            self._taken.add(param)
+            for container in self._containers[param]:
+                self._left[container] -= param.numel()
+
+    def _params_below(self, module: nn.Module) -> list[nn.Parameter]:
+        """The parameters that only ``module`` or a module in it can hold, if not taken yet."""
+        return [
+            param
+            for param in module.parameters()
+            if param not in self._taken and module in self._containers.get(param, ())
+        ]
+
+    def take_small_blocks(self) -> None:
+        """Make units of small blocks if the root would otherwise hold too much of them."""
+        # Those of which something is left belong to no unit yet.
+        blocks = [m for m in self._too_small if self._left[m] and self._is_whole_block(m)]
+        if sum(self._left[module] for module in blocks) > ROOT_BLOCKS_NUMEL:
+            for module in blocks:
+                self._take(module)
+
+    def settle_root(self) -> None:
+        """Let a small root take in what is cheap to keep gathered."""
+        root = self._tree.root
+        if len(self._held) == 1 and self._left[root] < MIN_UNIT_NUMEL:
+            self._held.clear()  # two gathers, the first of nearly everything
+            return
+        # Stable: of equal ones the first in the model.
+        for module in sorted(self._outermost_singles(), key=self._held.__getitem__):
+            missing = 0 < self._left[root] < MIN_UNIT_NUMEL
+            if missing and self._held[module] <= ROOT_TAKES_NUMEL:
+                self._left[root] += self._held.pop(module)
+
+    def _outermost_singles(self) -> list[nn.Module]:
+        outermost = {
+            next((module for module in containers if module in self._held), None)
+            for containers in self._containers.values()
+        }
+        blocks = self.blocks()
+        return [module for module in self._held if module in outermost and module not in blocks]
+
+    # ------------------------------------------------------------ blocks
+
+    def _children(self, module: nn.Module) -> list[nn.Module]:
+        return [
+            child for name, child in self._tree.open_children(module) if not _is_expert(name, child)
+        ]
+
+    def _kinds(self, module: nn.Module) -> Iterator[Kind]:
+        """What makes a module with children a block, if another one has it too."""
+        if self._children(module) and has_forward(module):
+            if type(module) not in _GENERIC:
+                yield type(module)
+            yield _shapes(module)
+
+    def _count_kinds(self, top: nn.Module) -> Counter[Kind]:
+        """Count the kinds below ``top``."""
+        counts: Counter[Kind] = Counter()
+        seen: set[nn.Module] = set()
+
+        def visit(parent: nn.Module) -> None:
+            for child in self._children(parent):
+                if child in seen:
+                    continue
+                seen.add(child)
+                for kind in self._kinds(child):
+                    # A module that only wraps another one is not a second one like it.
+                    if kind != _shapes(parent):
+                        counts[kind] += 1
+                visit(child)
+
+        visit(top)
+        return counts
+
+    def blocks(self) -> list[nn.Module]:
+        """The chosen modules that are blocks and were not opened."""
+        return [module for module in self._held if self._is_whole_block(module)]
+
+    def _is_whole_block(self, module: nn.Module) -> bool:
+        return module not in self._opened and self._is_block(module, self._counts)
+
+    def _is_block(self, module: nn.Module, counts: Counter[Kind]) -> bool:
+        return any(counts[kind] > 1 for kind in self._kinds(module))
+
+    def _is_made_of_blocks(self, module: nn.Module) -> bool:
+        counts = self._count_kinds(module)
+
+        def in_blocks(parent: nn.Module) -> int:
+            return sum(
+                self._numel[child] if self._is_block(child, counts) else in_blocks(child)
+                for child in self._children(parent)
+            )
+
+        return in_blocks(module) >= BLOCKS_SHARE * self._numel[module]
+
+    # ------------------------------------------------------------ reasons
+
+    def reasons(self) -> dict[nn.Module, str]:
+        """Say of each chosen module why it is one."""
+        whole = [module for module in self._held if module not in self._opened]
+        same = Counter(kind for module in whole for kind in self._kinds(module))
+        return {module: self._reason(module, same) for module in self._held}
+
+    def _reason(self, module: nn.Module, same: Counter[Kind]) -> str:
+        if module in self._opened:
+            return "what is left of it, in parts too small for units"
+        name = type(module).__name__
+        for kind in self._kinds(module):
+            if same[kind] > 1:
+                what = f"repeated {name}" if kind is type(module) else "modules of the same shapes"
+                return f"one of {same[kind]} {what}"
+        return f"a large {name}"
+
+
+def _shapes(module: nn.Module) -> Shapes:
+    return tuple(tuple(param.shape) for param in module.parameters())
+
+
+def _is_expert(name: str, module: nn.Module) -> bool:
+    # `MixtureOfExperts` runs for every input, an `Expert` for some.
+    return "expert" in name.lower() or bool(
+        re.search("expert(?!s)", type(module).__name__, re.IGNORECASE)
+    )

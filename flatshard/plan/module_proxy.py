@@ -1,0 +1,116 @@
+"""``ModuleProxy``: a module in the place of the one that it wraps, with its attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+class ModuleProxy(nn.Module):
+    """Passes on calls, attributes, indices and names to ``module``, its only child.
+
+    Attributes:
+        module: the wrapped module.
+        hidden_in_names: marks modules whose own name is not part of their parameters' names.
+    """
+
+    hidden_in_names = True
+    module: nn.Module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module. Collective."""
+        return self.module(*args, **kwargs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The wrapped module's class, so that ``isinstance`` finds it; ``type()`` is the wrapper.
+
+        ``isinstance(x, ShardedWrapper)`` is true as well: it looks at ``type(x)`` first.
+        """
+        module = self.__dict__.get("_modules", {}).get("module")
+        return type(self) if module is None else module.__class__  # type: ignore[no-any-return]
+
+    def _get_name(self) -> str:
+        return type(self).__name__
+
+    def __dir__(self) -> list[str]:
+        """Names of the wrapper and of the wrapped module."""
+        return sorted({*dir(type(self)), *super().__dir__()})
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper lacks, the wrapped module may have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set the wrapper's own; modules and parameters are the wrapped module's.
+
+        Raises:
+            RuntimeError: a module or parameter would be the wrapper's.
+        """
+        if name != "module" and isinstance(value, nn.Module | nn.Parameter):
+            raise RuntimeError(
+                f"{name!r} is the wrapper's then, and the wrapped module would not see it. Change "
+                "the module before wrapping it (this one is .module)."
+            )
+        super().__setattr__(name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Index the wrapped module."""
+        return self.module[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        """Length of the wrapped module."""
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the wrapped module."""
+        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+
+    def __bool__(self) -> bool:
+        """A module is true, also where the wrapped one has a length of zero."""
+        return True
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As of the unwrapped module; the wrapper shares the name of what it wraps."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Let torch's recursion, which asks for ``module.``, find the unwrapped names."""
+        inner = prefix + "module."
+        for key in list(state_dict):
+            if key.startswith(prefix):
+                state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+
+        def clean(*_: Any) -> None:
+            for messages in (missing_keys, unexpected_keys, error_msgs):
+                messages[:] = [message.replace(inner, prefix) for message in messages]
+            hook.remove()
+
+        hook = self.register_load_state_dict_post_hook(clean)

@@ -1,0 +1,134 @@
+"""``ModuleTree``: the modules of a model that can be units, and the parameters in them.
+
+[Note: modules that are never units]
+A unit's parameters are whole only while its own ``forward`` runs. Where somebody else reads them
+they must stay with a unit further up, whatever a policy says:
+
+- a module without ``forward`` (``ModuleList``, ``ParameterList``, ...): nothing would gather it;
+- all that lies below a module which passes its children's weights to a function instead of calling
+  the children, as ``MultiheadAttention`` does with ``out_proj.weight``. It may itself be a unit;
+- what ``torch.nn.utils.parametrize`` inserts: the owner's attribute access runs it.
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+# Matched by name along the class hierarchy: torchvision need not be installed, and a class may be
+# newer than the oldest torch supported.
+_READS_CHILDREN = frozenset(
+    {
+        "torch.nn.modules.activation.MultiheadAttention",
+        "torch.nn.modules.loss.LinearCrossEntropyLoss",
+        "torchvision.models.swin_transformer.ShiftedWindowAttention",
+        "torchvision.models.video.swin_transformer.ShiftedWindowAttention3d",
+    }
+)
+
+
+class ModuleTree:
+    """The modules that a policy may choose from.
+
+    Args:
+        root: the outermost module.
+        ignored: modules left out, with their parameters.
+        ignored_params: parameters that count for nothing.
+    """
+
+    def __init__(
+        self, root: nn.Module, ignored: set[nn.Module], ignored_params: set[nn.Parameter]
+    ) -> None:
+        self.root = root
+        self._closed = ignored | _read_by_others(root)
+        self._ignored_params = ignored_params.union(
+            param for module in ignored for param in module.parameters(recurse=False)
+        )
+
+    def candidates(self) -> Iterator[nn.Module]:
+        """Yield each module that can be a unit, once and in post-order."""
+        seen = {self.root}
+
+        def visit(module: nn.Module) -> Iterator[nn.Module]:
+            for _, child in self.open_children(module):
+                if child not in seen:
+                    seen.add(child)
+                    yield from visit(child)
+                    if has_forward(child):
+                        yield child
+
+        return visit(self.root)
+
+    def open_children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Return the children, by attribute, that have parameters and that may hold units."""
+        return [
+            (name, child)
+            for name, child in module.named_children()
+            if child not in self._closed
+            and any(param not in self._ignored_params for param in child.parameters())
+        ]
+
+    def params(self, module: nn.Module) -> set[nn.Parameter]:
+        """Return the module's parameters that aren't ignored, descendants' included."""
+        return set(module.parameters()) - self._ignored_params
+
+    def containers(self) -> dict[nn.Parameter, list[nn.Module]]:
+        """Return, for each parameter, the modules that contain all its places, outermost first.
+
+        Only these can hold it: a tied weight belongs to none of the modules that it is tied
+        between.
+        """
+        containers: dict[nn.Parameter, list[nn.Module]] = {}
+        for _, path in paths(self.root):
+            for param in path[-1]._parameters.values():
+                if param is not None and param not in self._ignored_params:
+                    before = containers.get(param, path)
+                    containers[param] = [module for module in before if module in path]
+        return containers
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module can be called."""
+    # Static, as a scripted module's `forward` is a descriptor that can't be read from its class.
+    return inspect.getattr_static(module, "forward", None) is not nn.Module.forward
+
+
+def numel(params: Iterable[nn.Parameter]) -> int:
+    """Elements in all of ``params``."""
+    return sum(param.numel() for param in params)
+
+
+def paths(root: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
+    """Every path to every module: its name, and the modules on it; a shared module has several.
+
+    A module that stands in for another has no place in names; see ``ModuleProxy``.
+    """
+
+    def visit(
+        name: str, chain: tuple[nn.Module, ...]
+    ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
+        yield name, chain
+        hidden = getattr(chain[-1], "hidden_in_names", False)
+        for attribute, child in chain[-1]._modules.items():
+            if child is not None and child not in chain:
+                below = name if hidden else f"{name}.{attribute}" if name else attribute
+                yield from visit(below, (*chain, child))
+
+    return visit("", (root,))
+
+
+def _read_by_others(root: nn.Module) -> set[nn.Module]:
+    """Return the modules whose parameters are read outside their own forward."""
+    closed: set[nn.Module] = set()
+    for module in root.modules():
+        if isinstance(module, ParametrizationList):
+            closed.update(module.modules())
+        elif any(f"{c.__module__}.{c.__qualname__}" in _READS_CHILDREN for c in type(module).mro()):
+            closed.update(inner for inner in module.modules() if inner is not module)
+    return closed
+
+
+def name_of(names: Sequence[str]) -> str:
+    """What a unit of modules with these FQNs is called."""
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

@@ -1,0 +1,488 @@
+"""Wrap policies, and the units they choose in a module tree.
+
+A policy is one of three things:
+
+- ``"auto"``: blocks that repeat and large single modules; see ``flatshard.plan.auto_wrap``;
+
+- a callable ``policy(module, recurse, nonwrapped_numel) -> bool``, asked twice about each module:
+  with ``recurse=True`` whether to look at its children (if not, the module is no unit either),
+  then with ``recurse=False``, and the elements that units among its descendants left over, whether
+  it is a unit;
+- an object with ``_run_policy(root_module, ignored_modules, root_kwargs)``, which sees the whole
+  tree at once and returns the chosen modules, each with keywords of its own.
+
+Both protocols are those of ``torch.distributed.fsdp.wrap``, so its policies work here unchanged.
+Without a policy, ``wrap`` inside ``enable_wrap`` makes units where a model is built.
+"""
+
+import contextlib
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, Literal, Protocol, TypeAlias
+
+from torch import nn
+
+from flatshard.plan import auto_wrap
+from flatshard.plan.module_tree import ModuleTree, has_forward, numel
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "Policy",
+    "UnitPlan",
+    "always_wrap_policy",
+    "check_policy",
+    "enable_wrap",
+    "explain_no_match",
+    "find_units",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
+
+
+class PolicyObject(Protocol):
+    """A policy that sees the whole tree at once."""
+
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: set[nn.Module],
+        root_kwargs: dict[str, Any],
+    ) -> dict[nn.Module, dict[str, Any]]: ...
+
+
+Policy: TypeAlias = Callable[..., bool] | PolicyObject | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """One module that is to become a unit.
+
+    Attributes:
+        name: the module's first FQN under the root.
+        module: the module itself.
+        overrides: keywords that differ from the root's for this unit.
+        reason: who chose it and why, in words.
+    """
+
+    name: str
+    module: nn.Module = field(repr=False)
+    overrides: dict[str, Any] = field(default_factory=dict)
+    reason: str = field(default="", compare=False, repr=False)
+
+
+# --- callable policies ---
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = 100_000_000,
+    force_leaf_modules: Iterable[type[nn.Module]] | None = None,
+    exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
+) -> bool:
+    """Make a unit of each module that has at least ``min_num_params`` elements left.
+
+    Set the bound with ``functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)``.
+
+    Args:
+        module: the module asked about.
+        recurse: whether the question is about the module's children or the module.
+        nonwrapped_numel: elements in the module that are in no unit yet.
+        min_num_params: the bound, in elements.
+        force_leaf_modules: classes to leave alone, children included; by default this function's
+            attribute ``FORCE_LEAF_MODULES``.
+        exclude_wrap_modules: classes that are no units though their children may be; by default
+            this function's attribute ``EXCLUDE_WRAP_MODULES``.
+
+    Raises:
+        ValueError: ``min_num_params`` is negative or not an int.
+    """
+    _check_min_num_params(min_num_params)
+    if nonwrapped_numel < min_num_params:
+        return False
+    argument = "force_leaf_modules" if recurse else "exclude_wrap_modules"
+    barred = force_leaf_modules if recurse else exclude_wrap_modules
+    if barred is None:
+        barred = getattr(size_based_auto_wrap_policy, argument.upper())
+    return not isinstance(module, _class_tuple(barred, argument))
+
+
+# mypy knows no attributes of functions.
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: Iterable[type[nn.Module]],
+) -> bool:
+    """Make a unit of each instance of ``transformer_layer_cls``, a set of classes."""
+    classes = _class_tuple(transformer_layer_cls, "transformer_layer_cls")
+    return recurse or isinstance(module, classes)
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    lambda_fn: Callable[[nn.Module], bool],
+) -> bool:
+    """Make a unit of each module for which ``lambda_fn(module)`` is true."""
+    return recurse or lambda_fn(module)
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Make a unit of every module that can be one."""
+    return True
+
+
+def _or_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    policies: Iterable[Callable[..., bool]],
+) -> bool:
+    """Make a unit of each module that one of ``policies`` wants."""
+    return any(
+        policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+        for policy in policies
+    )
+
+
+# --- policy objects ---
+
+
+class ModuleWrapPolicy:
+    """Make a unit of each instance of the given classes.
+
+    Also works as a callable policy, for instance inside another one.
+
+    Args:
+        module_classes: the classes; subclasses count too.
+
+    Raises:
+        TypeError: one of ``module_classes`` is not a class.
+    """
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        self._module_classes = frozenset(_class_tuple(module_classes, "module_classes"))
+
+    def __call__(
+        self, module: nn.Module, recurse: bool, nonwrapped_numel: int = 0, **kwargs: Any
+    ) -> bool:
+        """Answer as a callable policy; sizes don't matter."""
+        return recurse or isinstance(module, tuple(self._module_classes))
+
+    def __repr__(self) -> str:
+        return f"ModuleWrapPolicy({_show(self._module_classes)})"
+
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: set[nn.Module],
+        root_kwargs: dict[str, Any],
+    ) -> dict[nn.Module, dict[str, Any]]:
+        return {
+            module: dict(root_kwargs)
+            for module in root_module.modules()
+            if module not in ignored_modules and self(module, recurse=False)
+        }
+
+
+class CustomPolicy:
+    """Let a function choose the units and, where it wants, their keywords.
+
+    Args:
+        lambda_fn: called once with each module. ``True`` makes a unit with the root's keywords, a
+            dict one with these in place of the root's; ``False`` or an empty dict makes none.
+
+    Raises:
+        TypeError: ``lambda_fn`` can't be called.
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        if not callable(lambda_fn):
+            raise TypeError(
+                "CustomPolicy: expected a function of one module, for example "
+                f"CustomPolicy(lambda module: isinstance(module, Block)), got {_show(lambda_fn)}."
+            )
+        self._lambda_fn = lambda_fn
+
+    def __repr__(self) -> str:
+        return f"CustomPolicy({_show(self._lambda_fn)})"
+
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: set[nn.Module],
+        root_kwargs: dict[str, Any],
+    ) -> dict[nn.Module, dict[str, Any]]:
+        chosen = {}
+        for name, module in root_module.named_modules():
+            if module in ignored_modules:
+                continue
+            answer = self._lambda_fn(module)
+            if not isinstance(answer, bool | dict):
+                raise ValueError(
+                    f"CustomPolicy: the function must return True, False or a dict of keywords, "
+                    f"got {_show(answer)} for module {name!r} ({type(module).__name__})."
+                )
+            if answer:
+                overrides = answer if isinstance(answer, dict) else {}
+                chosen[module] = {**root_kwargs, **overrides}
+        return chosen
+
+
+# --- choosing units ---
+
+
+def find_units(
+    root: nn.Module,
+    policy: Policy,
+    *,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_params: Collection[nn.Parameter] = (),
+) -> list[UnitPlan]:
+    """Choose the modules below ``root`` that become units of their own. Changes nothing.
+
+    Only modules with parameters, not all of them ignored, can be units; for those that never are,
+    see [Note: modules that are never units] in ``flatshard.plan.module_tree``.
+
+    Args:
+        root: the outermost module; never in the result, as it is a unit anyway.
+        policy: what to choose; see the top of this file.
+        ignored_modules: modules left out with all their descendants and parameters.
+        ignored_params: parameters that count for nothing.
+
+    Returns:
+        The units in post-order, children before parents; a module with several names comes once.
+
+    Raises:
+        TypeError: ``policy`` is not a policy.
+        ValueError: ``policy`` has a bad setting or answer, or is an unknown name.
+    """
+    check_policy(policy)
+    ignored = {module for top in ignored_modules for module in top.modules()}
+    tree = ModuleTree(root, ignored, set(ignored_params))
+    reasons: dict[nn.Module, str] = {}
+    chosen: dict[nn.Module, dict[str, Any]]
+    if isinstance(policy, str):
+        reasons = auto_wrap.choose(tree)
+        chosen = {module: {} for module in reasons}
+    elif hasattr(policy, "_run_policy"):
+        chosen = policy._run_policy(root, ignored, {})
+    else:
+        chosen = _ask(tree, policy)
+    names = {module: name for name, module in root.named_modules()}
+    by = f"policy {_show(policy)}"
+    return [
+        UnitPlan(
+            names[module],
+            module,
+            dict(chosen[module]),
+            f"{by}: {reasons[module]}" if module in reasons else by,
+        )
+        for module in tree.candidates()
+        if module in chosen
+    ]
+
+
+def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, dict[str, Any]]:
+    """Return the candidates that a callable policy wants."""
+    chosen: dict[nn.Module, dict[str, Any]] = {}
+    # Per module, the parameters that units in its subtree hold. A shared module is asked about
+    # once but takes its parameters from each of its parents.
+    held_in: dict[nn.Module, set[nn.Parameter]] = {}
+
+    def visit(module: nn.Module) -> set[nn.Parameter]:
+        if module in held_in:
+            return held_in[module]
+        params = tree.params(module)
+        held: set[nn.Parameter] = set()
+        if policy(module=module, recurse=True, nonwrapped_numel=numel(params)):
+            held = held.union(*(visit(child) for _, child in tree.open_children(module)))
+            left = numel(params - held)
+            can_be_unit = module is not tree.root and has_forward(module)
+            if can_be_unit and policy(module=module, recurse=False, nonwrapped_numel=left):
+                chosen[module] = {}
+                held = params
+        held_in[module] = held
+        return held
+
+    visit(tree.root)
+    return chosen
+
+
+# --- choosing units by hand ---
+
+_enabled: ContextVar[dict[str, Any] | None] = ContextVar("enabled", default=None)
+"""The keywords of the innermost ``enable_wrap``; None outside."""
+
+
+@contextlib.contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **keywords: Any) -> Iterator[None]:
+    """Let ``wrap`` make units for the length of a ``with`` statement.
+
+    ``with enable_wrap(wrapper_cls=ShardedWrapper): model = Model()``, where ``Model`` makes its
+    layers by ``self.layer = wrap(nn.Linear(...))``: the same class works with and without. Inside
+    another one it replaces that, keywords and all, until it ends.
+
+    Args:
+        wrapper_cls: ``ShardedWrapper``, or whatever takes a module and keywords.
+        keywords: what ``wrapper_cls`` is given with each module.
+    """
+    token = _enabled.set({"wrapper_cls": wrapper_cls, **keywords})
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
+    """Make ``module`` a unit inside ``enable_wrap``; return it as it is outside.
+
+    Collective inside, if wrapping is: every rank must build the same model.
+
+    Args:
+        module: the module.
+        overrides: keywords that go before those of ``enable_wrap``.
+    """
+    enabled = _enabled.get()
+    if enabled is None:
+        return module
+    keywords = {**enabled, **overrides}
+    wrapper_cls: Callable[..., nn.Module] = keywords.pop("wrapper_cls")
+    return wrapper_cls(module, **keywords)
+
+
+# --- checks and messages ---
+
+
+def check_policy(policy: object) -> None:
+    """Raise unless ``policy`` has the form of a policy.
+
+    Raises:
+        TypeError: it is something else, or can't be called as a policy is.
+        ValueError: it is a name other than ``"auto"``, or ``size_based_auto_wrap_policy`` with a
+            bad ``min_num_params``.
+    """
+    example = "{Block}"
+    if classes := _module_classes_in(policy):
+        example = _show(classes)
+    expected = (
+        f'expected "auto", a policy object such as ModuleWrapPolicy({example}) or a callable such '
+        "as functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)"
+    )
+    if isinstance(policy, str):
+        _check_name(policy, expected)
+        return
+    if isinstance(policy, type | nn.Module):
+        raise TypeError(f"auto_wrap_policy: {expected}, got {_show(policy)}, which is none.")
+    if hasattr(policy, "_run_policy"):
+        return
+    if not callable(policy):
+        kind = type(policy).__name__
+        raise TypeError(f"auto_wrap_policy: {expected}, got {_show(policy)} ({kind}).")
+    try:
+        inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"auto_wrap_policy: {_show(policy)} can't be called with the keywords module, recurse "
+            f"and nonwrapped_numel ({error}); {expected}. Set further arguments by "
+            "functools.partial."
+        ) from error
+    if isinstance(policy, functools.partial):
+        _check_settings(policy)
+
+
+def _check_name(name: str, expected: str) -> None:
+    if name == "auto":
+        return
+    offered = [known for known in __all__ if known.endswith(("_policy", "Policy"))]
+    close = difflib.get_close_matches(name, offered, n=1)
+    hint = f" To use {close[0]}, pass the object, not its name." if close else ""
+    raise ValueError(f"auto_wrap_policy: unknown policy {name!r}; {expected}.{hint}")
+
+
+def _check_settings(policy: "functools.partial[Any]") -> None:
+    settings = policy.keywords
+    if policy.func is size_based_auto_wrap_policy and "min_num_params" in settings:
+        _check_min_num_params(settings["min_num_params"])
+    if policy.func is transformer_auto_wrap_policy and "transformer_layer_cls" in settings:
+        _class_tuple(settings["transformer_layer_cls"], "transformer_layer_cls")
+
+
+def _check_min_num_params(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+        raise ValueError(
+            f"min_num_params: expected an int >= 0, for example 20_000 or int(1e6), got {value!r}."
+        )
+
+
+def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:
+    example = f"for example {{{_show(classes) if isinstance(classes, type) else 'Block'}}}"
+    if isinstance(classes, str | type) or not isinstance(classes, Iterable):
+        raise TypeError(f"{argument}: expected a set of classes, {example}, got {_show(classes)}.")
+    found = tuple(classes)
+    wrong = ", ".join(_show(item) for item in found if not isinstance(item, type))
+    if wrong:
+        raise TypeError(f"{argument}: expected classes, {example}, got {wrong}.")
+    return found
+
+
+def explain_no_match(
+    root: nn.Module,
+    policy: Policy,
+    *,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_params: Collection[nn.Parameter] = (),
+) -> str:
+    """Return a warning's text for a policy that chose no unit: what it could have chosen."""
+    tree = ModuleTree(root, set(ignored_modules), set(ignored_params))
+    names = {module: name for name, module in root.named_modules()}
+    by_class: dict[type, list[tuple[int, str]]] = {}
+    for module in tree.candidates():
+        by_class.setdefault(type(module), []).append((numel(tree.params(module)), names[module]))
+    largest = sorted(by_class.items(), key=lambda item: max(item[1])[0], reverse=True)[:5]
+    options = []
+    for cls, found in largest:
+        size, name = max(found, key=lambda pair: pair[0])
+        count = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        options.append(f"{cls.__name__} ({name!r}{count}, {size:,} elements)")
+    return (
+        f"auto_wrap_policy: {_show(policy)} chose no module of {type(root).__name__}, so all its "
+        f"{numel(tree.params(root)):,} elements are one unit, gathered together. "
+        f"It could have chosen, largest first: {', '.join(options) or 'nothing'}."
+    )
+
+
+def _module_classes_in(value: object) -> list[type]:
+    """Return the module classes that someone passed where a policy belongs."""
+    items = value if isinstance(value, list | tuple | set | frozenset) else [value]
+    return [item for item in items if isinstance(item, type) and issubclass(item, nn.Module)]
+
+
+def _show(value: object) -> str:
+    """Name a value in a message; a module's own repr can fill pages."""
+    if isinstance(value, nn.Module):
+        return f"an instance of {type(value).__name__}"
+    if isinstance(value, list | tuple | set | frozenset):
+        return "{" + ", ".join(sorted(map(_show, value))) + "}"
+    if isinstance(value, functools.partial):
+        settings = [_show(item) for item in value.args]
+        settings += [f"{key}={_show(item)}" for key, item in value.keywords.items()]
+        return f"{_show(value.func)}({', '.join(settings)})"
+    if isinstance(value, type) or inspect.isroutine(value):
+        return value.__name__
+    return repr(value)

@@ -1,0 +1,1 @@
+"""Casts around modules and on the wire."""

@@ -1,0 +1,86 @@
+"""``Float8Shard``: a shard on its way to the other ranks in float8, with a scale per block.
+
+As in ZeRO++ (arXiv 2306.10209): what a block's largest element decides is lost for that block only.
+Scales are powers of two, so that a scaled float8 number is exact in bfloat16 and wider: quantising
+rounds once, to the float8 type's own relative precision, and nothing else does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK_NUMEL = 256
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Float8Shard:
+    """The form of one rank's part: ``[scales | elements | padding]``, bytes.
+
+    Attributes:
+        dtype: float8 type of the elements.
+        numel: how many there are, ``shard_numel``.
+    """
+
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Scales, which are float32."""
+        return -(-self.numel // BLOCK_NUMEL)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a rank's part."""
+        nbytes = self.num_blocks * torch.float32.itemsize + self.numel
+        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def pack(self, shard: Tensor) -> Tensor:
+        """Quantise.
+
+        Args:
+            shard: ``(numel,)``, floating point.
+
+        Returns:
+            ``(nbytes,)``, uint8. Blocks that are not finite are NaN.
+        """
+        blocks = shard.new_zeros(self.num_blocks * BLOCK_NUMEL, dtype=torch.float32)
+        blocks[: self.numel].copy_(shard)
+        blocks = blocks.view(self.num_blocks, BLOCK_NUMEL)
+        largest = blocks.abs().amax(1) / torch.finfo(self.dtype).max
+        scales = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+        scales = torch.where(largest.isfinite(), scales, torch.nan)
+        packed = shard.new_zeros(self.nbytes, dtype=torch.uint8)
+        own_scales, elements = self._split(packed)
+        own_scales.copy_(scales)
+        elements.copy_((blocks / scales[:, None]).view(-1)[: self.numel])
+        return packed
+
+    def unpack(self, everything: Tensor, out: Tensor) -> None:
+        """Undo ``pack`` for all ranks' parts.
+
+        Args:
+            everything: ``(ranks * nbytes,)``, uint8.
+            out: ``(ranks * numel,)``, to be filled.
+        """
+        whole = self.numel // BLOCK_NUMEL
+        # All ranks' at once: an accelerator takes longer to begin a small kernel than to run it.
+        scales, elements = self._split(everything.view(-1, self.nbytes))
+        parts = out.view(-1, self.numel)
+        parts.copy_(elements)
+        scales = scales.to(parts.dtype)
+        blocks = parts[:, : whole * BLOCK_NUMEL].unflatten(1, (whole, BLOCK_NUMEL))
+        blocks.mul_(scales[:, :whole, None])
+        if whole < self.num_blocks:
+            parts[:, whole * BLOCK_NUMEL :].mul_(scales[:, whole:])
+
+    def _split(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.num_blocks * torch.float32.itemsize
+        return (
+            packed[..., :first].view(torch.float32),
+            packed[..., first : first + self.numel].view(self.dtype),
+        )

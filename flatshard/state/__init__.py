@@ -1,0 +1,1 @@
+"""Full and sharded state dicts, summoned parameters, checkpoints."""

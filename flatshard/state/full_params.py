@@ -1,0 +1,359 @@
+"""``Summoned``: modules that hold whole plain parameters for a while (``summon_full_params``).
+
+[Note: what a summon shows]
+Copies in the shard's own dtype, not the unsharded buffer: that one may be cast, and may be gathered
+again at any time. Where the sharded parameters are whole and plain themselves they are shown as
+they are, unless edits have to be undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from flatshard.comm.communicator import Communicator
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.precision.grad_dtypes import set_grad
+from flatshard.state.full_tensors import gather_flat, split
+from flatshard.tensor.sharded_tensor import FlatShardTensor
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``summon_full_params`` was asked for.
+
+    Attributes:
+        writeback: keep what is written.
+        rank0_only: other ranks than rank 0 keep their sharded parameters.
+        offload_to_cpu: the whole tensors lie in CPU memory.
+        with_grads: show the whole reduced gradients too.
+    """
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+
+
+def _present_grads(handle: FlatParamHandle) -> list[bool]:
+    """Per original parameter, whether it has a gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = [param.grad is not None for param in handle.sharded]
+    return found if handle.params.use_orig_params else found * len(handle.params.specs)
+
+
+def _grad_shard(handle: FlatParamHandle) -> Tensor:
+    """This rank's part of the gradients, ``(shard_numel,)``; zero where there is none."""
+    flat = torch.zeros_like(handle.shard)
+    with torch._C.DisableTorchFunctionSubclass():
+        if not handle.params.use_orig_params:
+            grad = handle.sharded[0].grad
+            return flat.copy_(getattr(grad, "_local", grad))  # type: ignore[arg-type]
+        for param, spec, local in zip(
+            handle.sharded, handle.params.specs, handle.local_spans, strict=True
+        ):
+            if param.grad is not None:
+                # A plain one is whole: the user's own.
+                grad = param.grad
+                part = grad._local if isinstance(grad, FlatShardTensor) else spec.slice(grad)
+                flat[local.start : local.end].copy_(part)
+    return flat
+
+
+def _check_request(handle: FlatParamHandle, request: Request) -> None:
+    """Raise for what cannot be shown, alike on all ranks."""
+    if handle.summoned is None:
+        handle.params.check_places()
+        return
+    outer = handle.summoned.request
+    lacking = [
+        name
+        for name, missing in (
+            ("rank0_only=False", outer.rank0_only and not request.rank0_only),
+            ("with_grads=True", request.with_grads and not outer.with_grads),
+            (
+                "offload_to_cpu=True",
+                request.offload_to_cpu and not outer.offload_to_cpu and handle.device.type != "cpu",
+            ),
+        )
+        if missing
+    ]
+    if lacking:
+        raise RuntimeError(
+            f"unit {handle.unit_name!r}: summon_full_params({lacking[0]}) inside another summon "
+            "without it. Say it in the outer one."
+        )
+
+
+def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
+    """Raise on all ranks for gradients that are not reduced, or that only some ranks have.
+
+    Collective: all ranks; a small reduction per group.
+    """
+    groups: dict[tuple[Communicator, Communicator], list[FlatParamHandle]] = {}
+    for handle in handles:
+        if handle.summoned is None:
+            groups.setdefault((handle.topology.shard, handle.topology.replicate), []).append(handle)
+    for comms, members in groups.items():
+        rows = [row for handle in members for row in _grad_facts(handle)]
+        facts = torch.tensor(rows, dtype=torch.uint8).view(-1, 3)
+        for comm in comms:
+            facts = facts.to(comm.control_device)
+            comm.reduce_scalars(facts, "MAX", label="gradients to show")
+        names = [(handle, spec.name) for handle in members for spec in handle.params.specs]
+        for (handle, name), (unreduced, present, absent) in zip(names, facts.tolist(), strict=True):
+            rank = handle.topology.world.global_rank
+            where = f"parameter {name!r} (unit {handle.unit_name!r}, rank {rank})"
+            if unreduced:
+                raise RuntimeError(
+                    f"{where}: summon_full_params(with_grads=True) on gradients that were "
+                    "accumulated under no_sync and not reduced. Run the last backward before it "
+                    "outside of no_sync."
+                )
+            if present and absent:
+                raise RuntimeError(
+                    f"{where}: summon_full_params(with_grads=True), and some ranks have a "
+                    "gradient while others have none. Drop or assign it on every rank."
+                )
+
+
+def _grad_facts(handle: FlatParamHandle) -> list[tuple[bool, bool, bool]]:
+    """Per original parameter: whether its gradient is not reduced, present, absent."""
+    unreduced = handle.grad_publish.shows_unreduced()
+    return [(unreduced and there, there, not there) for there in _present_grads(handle)]
+
+
+@contextlib.contextmanager
+def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[None]:
+    """Let the modules of ``handles`` hold whole plain parameters.
+
+    Collective: all ranks, at entry; one handle is gathered at a time.
+
+    Raises:
+        RuntimeError: the request cannot be met (before anything is gathered), or, at the end,
+            something that was written cannot be kept.
+    """
+    for handle in handles:
+        _check_request(handle, request)
+    if request.with_grads:
+        _check_grads(handles)
+    opened: list[Summoned] = []
+    problems: list[str] = []
+    try:
+        for handle in handles:
+            opened.append(Summoned(handle, request))
+        yield
+    finally:
+        # After an exception too: what was written up to it is kept, as in a plain model.
+        for one in reversed(opened):
+            problems += one.close()
+    if problems:
+        raise RuntimeError(f"after summon_full_params(): {'; '.join(problems)}")
+
+
+class Summoned:
+    """The whole parameters of one handle, in its modules from construction to ``close``.
+
+    Attributes:
+        request: what was asked for.
+        is_held: whether this rank's modules hold whole parameters.
+        params: what the modules hold, in the order of ``layout.spans``; empty where the sharded
+            parameters stay in place.
+    """
+
+    def __init__(self, handle: FlatParamHandle, request: Request) -> None:
+        """Gather and show.
+
+        Collective: all ranks of the shard group, unless a summon of the handle is open already.
+        """
+        self.request = request
+        self.params: list[nn.Parameter] = []
+        self._handle = handle
+        self._outer = handle.summoned
+        self._shows = False
+        on_rank0 = handle.topology.world.rank == 0
+        self.is_held = on_rank0 or not request.rank0_only
+        with torch.inference_mode(False), torch.no_grad():
+            if self._outer is not None:
+                self._join(self._outer)
+            elif not self._is_shown_already():
+                self._gather()
+        self._version = handle.version
+        handle.summoned = self
+
+    def _is_shown_already(self) -> bool:
+        """Whether the sharded parameters are whole, plain, and what is to be edited."""
+        moves = self.request.offload_to_cpu and self._handle.shard.device.type != "cpu"
+        return self._handle.params.are_full and self.request.writeback and not moves
+
+    def _join(self, outer: Summoned) -> None:
+        """Inside another summon: nothing is gathered, and what it shows is shared or copied."""
+        self.is_held = outer.is_held
+        self.params = outer.params
+        shown = outer.params or (self._handle.sharded if self._handle.params.are_full else [])
+        if self.is_held and not self.request.writeback:
+            values = [param.detach().clone() for param in shown]
+            self._show(values, [None if p.grad is None else p.grad.clone() for p in shown])
+
+    def _gather(self) -> None:
+        handle, request = self._handle, self.request
+        handle.absorb_replaced()
+        if request.writeback:
+            handle.reshard()  # what it holds is about to become stale
+        device = torch.device("cpu") if request.offload_to_cpu else handle.device
+        flat = gather_flat(handle, handle.shard)
+        # Only a rank that shows them splits them: elsewhere one unit at a time is in memory.
+        values = split(handle, flat, device) if self.is_held else []
+        grads: list[Tensor | None] = [None] * len(values)
+        present = _present_grads(handle)
+        if request.with_grads and any(present):
+            flat = gather_flat(handle, _grad_shard(handle))
+            if self.is_held:
+                whole = split(handle, flat, device)
+                grads = [g if there else None for g, there in zip(whole, present, strict=True)]
+        if self.is_held:
+            self._show(values, grads)
+
+    def _show(self, values: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Let the modules hold parameters over ``values``, which nobody else has."""
+        requires_grad = self._handle.params.requires_grad()
+        self.params = [
+            nn.Parameter(value, requires_grad=asks)
+            for value, asks in zip(values, requires_grad, strict=True)
+        ]
+        for param, grad in zip(self.params, grads, strict=True):
+            set_grad(param, grad)
+        self._handle.params.put(self.params)
+        self._shows = True
+
+    # ------------------------------------------------------------ the end
+
+    def close(self) -> list[str]:
+        """Give the modules back what they held before, and keep what was written.
+
+        No communication: every rank keeps its own slice of what it wrote itself.
+
+        Returns:
+            Reasons why something that was written is not kept.
+        """
+        handle, request = self._handle, self.request
+        handle.summoned = self._outer
+        replaced = self._replaced() if request.writeback and self._outer is None else []
+        if self._shows or replaced:
+            self._show_before()
+        was_edited = handle.version != self._version
+        if not self.is_held and was_edited and self._outer is None:
+            rank = handle.topology.world.global_rank
+            return [
+                f"unit {handle.unit_name!r}, rank {rank}: parameters were edited with "
+                "rank0_only=True, where this rank holds sharded ones and rank 0 drops its edits. "
+                "Edit with rank0_only=False"
+            ]
+        if not self._shows or not request.writeback:
+            return replaced
+        if was_edited:
+            return [
+                f"unit {handle.unit_name!r}: its sharded parameters were written while whole ones "
+                "were shown (an optimizer step, or parameters from before the context), so the "
+                "whole ones are dropped. Edit what the modules hold, or pass writeback=False"
+            ]
+        if replaced:
+            return replaced
+        with torch.inference_mode(False), torch.no_grad():
+            return self._write_back()
+
+    def _replaced(self) -> list[str]:
+        handle = self._handle
+        held = self.params or handle.sharded
+        return [
+            f"parameter {handle.params.specs[index].name!r} (unit {handle.unit_name!r}) was "
+            "replaced by another object and is what it was before. Assign values with p.copy_(...)"
+            for module, attribute, index in handle.params.places
+            if module._parameters.get(attribute) is not held[index]
+        ]
+
+    def _show_before(self) -> None:
+        handle = self._handle
+        if self._outer is not None and self._outer.params:
+            handle.params.put(self._outer.params)
+        elif handle.params.are_full:
+            handle.params.put(handle.sharded)
+        else:
+            handle.params.use_sharded_views()
+
+    def _write_back(self) -> list[str]:
+        """Copy values, gradients and ``requires_grad`` into this rank's part."""
+        problems = self._misfits()
+        if problems:
+            return problems
+        handle = self._handle
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, param in enumerate(self.params):
+                if handle.params.use_orig_params:
+                    sharded = handle.sharded[index]
+                    sharded.copy_(param)
+                    if sharded.requires_grad is not param.requires_grad:
+                        sharded.requires_grad_(param.requires_grad)
+                else:
+                    local = handle.local_spans[index]
+                    place = handle.shard[local.start : local.end]
+                    place.copy_(handle.params.specs[index].slice(param))
+            if self.request.with_grads:
+                self._write_grads()
+        handle.rest()
+        return []
+
+    def _misfits(self) -> list[str]:
+        """What of the whole parameters cannot be put into the shard; nothing is written then."""
+        problems = []
+        handle = self._handle
+        requires_grad = handle.params.requires_grad()
+        for index, param in enumerate(self.params):
+            spec = handle.params.specs[index]
+            where = f"parameter {spec.name!r} (unit {handle.unit_name!r})"
+            if tuple(param.shape) != spec.shape or param.dtype != handle.shard.dtype:
+                problems.append(
+                    f"{where}: expected data of shape {spec.shape}, {handle.shard.dtype}, got "
+                    f"{tuple(param.shape)}, {param.dtype}. Convert the whole wrapper: model.to(...)"
+                )
+            if param.grad is not None and not self.request.with_grads:
+                problems.append(
+                    f"{where}: its .grad was set, which is kept only with with_grads=True"
+                )
+            if (
+                not handle.params.use_orig_params
+                and param.requires_grad is not requires_grad[index]
+            ):
+                problems.append(
+                    f"{where}: requires_grad was changed, which a flat parameter cannot do for a "
+                    "part of it. Wrap with use_orig_params=True"
+                )
+        return problems
+
+    def _write_grads(self) -> None:
+        handle = self._handle
+        grads = [param.grad for param in self.params]
+        if handle.params.use_orig_params:
+            for sharded, spec, grad in zip(handle.sharded, handle.params.specs, grads, strict=True):
+                if grad is None:
+                    sharded.grad = None
+                elif handle.is_whole:
+                    set_grad(sharded, grad.to(handle.shard.device, copy=True))
+                else:
+                    part = spec.slice(grad).to(handle.shard.device, copy=True)
+                    sharded.grad = FlatShardTensor(part, spec)
+            return
+        flat = handle.sharded[0]
+        flat.grad = None
+        if any(grad is not None for grad in grads):
+            merged = torch.zeros_like(handle.shard)
+            for spec, local, grad in zip(
+                handle.params.specs, handle.local_spans, grads, strict=True
+            ):
+                if grad is not None:
+                    merged[local.start : local.end].copy_(spec.slice(grad))
+            flat.grad = FlatShardTensor(merged, handle.params.flat_spec)

@@ -1,0 +1,182 @@
+"""State dicts: full tensors under the unwrapped model's names, whatever the sharding.
+
+Hooks on the wrapped modules themselves do the work, so that ``model.state_dict()``,
+``model.module.state_dict()`` and a submodule's all give the same, and torch's own recursion keeps
+its order, its extra state and the users' hooks. ``Unit.state_dict_options`` says where the tensors
+go, and which ranks get them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatshard.diagnostics.state_dict_writes import StateDictWrites
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.unit import Unit
+from flatshard.state import full_tensors
+from flatshard.state.state_dict_options import StateDictOptions
+from flatshard.tensor.sharded_tensor import FlatShardTensor
+
+_DDP_PREFIX = "module."
+
+
+def hook_state_dicts(unit: Unit) -> None:
+    """Let the state dicts of a unit's module, of its parts, and of what contains it be whole."""
+    hooks = _StateDictHooks(unit)
+    for module in {*unit.modules}.union(*(handle.params.modules() for handle in unit.handles)):
+        # Torch marks the functions that it is given, which a bound method does not allow.
+        module.register_state_dict_pre_hook(partial(hooks.before_save))
+        module.register_state_dict_post_hook(partial(hooks.after_save))
+        module.register_load_state_dict_pre_hook(hooks.before_load)
+        module.register_load_state_dict_post_hook(hooks.after_load)
+
+
+class _StateDictHooks:
+    """The hooks of one unit. Torch calls them inside one another: the outermost does the work."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._depth = 0
+
+    def before_save(self, module: nn.Module, *_: Any) -> None:
+        self._enter(module)
+
+    def after_save(self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if not self._leave():
+            return
+        state_dict_writes = self._unit.context.state_dict_writes
+        state_dict_writes.check()
+        options = self._unit.state_dict_options
+        is_saving = not options.rank0_only or self._unit.topology.world.rank == 0
+        for handle in self._unit.handles:
+            _replace_by_full(handle, state_dict, options, is_saving, state_dict_writes)
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            _settle_rest(state_dict, key, options, is_saving)
+
+    def before_load(
+        self, module: nn.Module, _: Any, prefix: str, metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers", False):
+            raise ValueError(
+                "load_state_dict(assign=True) would put whole tensors where shards are. Load "
+                "without assign: values are copied into the shards and cast to their dtype."
+            )
+        self._enter(module)
+
+    def after_load(self, *_: Any) -> None:
+        if self._leave():
+            self._unit.context.num_loads += 1
+            for handle in self._unit.handles:
+                names = (spec.name for spec in handle.params.specs)
+                self._unit.context.state_dict_writes.forget(names)
+
+    def _enter(self, module: nn.Module) -> None:
+        if module in self._unit.modules:
+            # Nothing of this unit is further out; whatever failed before is over.
+            self._depth = 0
+        self._depth += 1
+        for handle in self._unit.handles:
+            handle.params.show_placeholders()
+
+    def _leave(self) -> bool:
+        self._depth -= 1
+        if self._depth > 0:
+            return False
+        for handle in self._unit.handles:
+            handle.params.hide_placeholders()
+        return True
+
+
+def _replace_by_full(
+    handle: FlatParamHandle,
+    state_dict: dict[str, Any],
+    options: StateDictOptions,
+    is_saving: bool,
+    state_dict_writes: StateDictWrites,
+) -> None:
+    """Put full copies where the flat parameter's originals stand; drop them if not ``is_saving``.
+
+    Collective: all ranks of the shard group, also those that save nothing.
+    """
+    places: list[tuple[str, int]] = []
+    for key, value in state_dict.items():
+        # With keep_vars=True users want the parameters themselves.
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            index = full_tensors.index_of(handle, value)
+            if index is not None:
+                places.append((key, index))
+    if not places:
+        return
+    device = torch.device("cpu") if options.offload_to_cpu else handle.device
+    full = full_tensors.gather_full(handle, device, is_kept=is_saving)
+    for key, index in places:
+        if is_saving:
+            state_dict[key] = full[index]
+            state_dict_writes.give(handle.params.specs[index].name, full[index])
+        else:
+            del state_dict[key]
+
+
+def _settle_rest(
+    state_dict: dict[str, Any], key: str, options: StateDictOptions, is_saving: bool
+) -> None:
+    """Do with buffers, extra state and ignored parameters as with a unit's parameters.
+
+    Parts of other units stay: every rank has to see them to take part in their gathers.
+    """
+    value = state_dict[key]
+    if isinstance(value, nn.Parameter):  # with keep_vars=True nothing is gathered, nor moved
+        if not is_saving:
+            del state_dict[key]
+    elif isinstance(value, FlatShardTensor):
+        return
+    elif not is_saving:
+        del state_dict[key]
+    elif options.offload_to_cpu and isinstance(value, Tensor):
+        state_dict[key] = value.cpu()
+
+
+def options_of(units: Sequence[Unit]) -> StateDictOptions:
+    """What state dicts of a model are; the default for one without units.
+
+    Raises:
+        RuntimeError: its units differ.
+    """
+    options = {unit.state_dict_options: unit.name for unit in units}
+    if len(options) > 1:
+        (first, one), (second, other), *_ = options.items()
+        raise RuntimeError(
+            f"state_dict_type: units {one!r} and {other!r} differ: {first} and {second}. Set "
+            "the type of the whole model."
+        )
+    return next(iter(options), StateDictOptions())
+
+
+@contextlib.contextmanager
+def options_set(units: Sequence[Unit], options: StateDictOptions) -> Iterator[None]:
+    """Let state dicts of these units be as ``options`` say, for a while."""
+    before = [unit.state_dict_options for unit in units]
+    for unit in units:
+        unit.state_dict_options = options
+    try:
+        yield
+    finally:
+        for unit, its_own in zip(units, before, strict=True):
+            unit.state_dict_options = its_own
+
+
+def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> dict[str, Any]:
+    """The state dict with DistributedDataParallel's ``module.`` taken off, where it has it.
+
+    A model with a child of that name is left alone: there the prefix is its own.
+    """
+    prefixed = all(key.startswith(_DDP_PREFIX) for key in state_dict)
+    if prefixed and _DDP_PREFIX.removesuffix(".") not in children:
+        return {key.removeprefix(_DDP_PREFIX): value for key, value in state_dict.items()}
+    return state_dict

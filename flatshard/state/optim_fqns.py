@@ -1,0 +1,140 @@
+"""``OptimParams``: what the parameters of an optimizer are in the unwrapped model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.unit import Unit
+from flatshard.tensor.flat_parameter import FlatParameter
+from flatshard.tensor.sharded_tensor import FlatShardTensor
+
+_CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+"""What torch's ``checkpoint_wrapper`` adds to names, but not to those in state dicts."""
+
+
+@dataclass(frozen=True)
+class OptimParam:
+    """What one parameter of an optimizer is in the unwrapped model.
+
+    Attributes:
+        names: of the original parameters in it.
+        handle: the flat parameter that they are parts of; None: nothing of it is sharded.
+        indices: which parts, one for each name.
+    """
+
+    names: tuple[str, ...]
+    handle: FlatParamHandle | None = None
+    indices: tuple[int, ...] = ()
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the optimizer sees the flat parameter itself."""
+        return self.handle is not None and isinstance(self.handle.sharded[0], FlatParameter)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether other ranks hold parts of it."""
+        return self.handle is not None and not self.handle.is_whole
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """The shape of the handle's original parameter ``index``."""
+        assert self.handle is not None, "only of a part of a flat parameter"
+        return self.handle.layout.spans[index].shape
+
+
+class OptimParams:
+    """The parameters of an optimizer, found in a model.
+
+    Attributes:
+        groups: one place per parameter, as ``optimizer.param_groups`` has them.
+        order: the position of every name in the unwrapped model.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[Unit]
+    ) -> None:
+        """Find them.
+
+        Raises:
+            ValueError: the optimizer has a parameter that the model, or its units, have not.
+        """
+        prefixes = {
+            module: unwrapped(f"{name}.") if name else "" for name, module in model.named_modules()
+        }
+        self.order: dict[str, int] = {}
+        for module, prefix in prefixes.items():
+            for attribute in module._parameters:
+                self.order.setdefault(prefix + attribute, len(self.order))
+        found = dict(_places_of_units(prefixes, units))
+        for name, param in model.named_parameters():
+            found.setdefault(id(param), OptimParam((unwrapped(name),)))
+        self.groups: list[list[OptimParam]] = []
+        for number, group in enumerate(optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
+                place = found.get(id(param))
+                if place is None or (
+                    place.handle is None and isinstance(param, FlatShardTensor | FlatParameter)
+                ):
+                    raise ValueError(
+                        f"parameter {position} of the optimizer's group {number}, of shape "
+                        f"{tuple(param.shape)}, is not in the given model. Pass the outermost "
+                        "ShardedWrapper and an optimizer over its parameters; with "
+                        "use_orig_params=False, one that was made after wrapping."
+                    )
+            self.groups.append([found[id(param)] for param in group["params"]])
+
+    def __iter__(self) -> Iterator[OptimParam]:
+        """All places, in the optimizer's order."""
+        return chain.from_iterable(self.groups)
+
+    def names(self, group: int) -> list[str]:
+        """The original parameters of a group, as an optimizer of the unwrapped model has them."""
+        names = [name for place in self.groups[group] for name in place.names]
+        if any(place.is_flat for place in self.groups[group]):
+            names.sort(key=self.order.__getitem__)
+        return names
+
+
+def _places_of_units(
+    prefixes: dict[nn.Module, str], units: Sequence[Unit]
+) -> Iterable[tuple[int, OptimParam]]:
+    """The places of all that units own, by the id of what the optimizer may hold."""
+    for handle in chain.from_iterable(unit.handles for unit in units):
+        indices = tuple(range(len(handle.layout.spans)))
+        names = tuple(
+            next(
+                prefixes[site.module] + site.attribute
+                for site in handle.params.locations(index)
+                if site.module in prefixes
+            )
+            for index in indices
+        )
+        if isinstance(handle.sharded[0], FlatParameter):
+            yield id(handle.sharded[0]), OptimParam(names, handle, indices)
+        else:
+            for index, param in enumerate(handle.sharded):
+                yield id(param), OptimParam((names[index],), handle, (index,))
+
+
+def by_place(state_dict: dict[str, Any], places: OptimParams) -> dict[Any, OptimParam]:
+    """The places by the keys that a state dict of this very optimizer has for them."""
+    keys = [list(group["params"]) for group in state_dict["param_groups"]]
+    expected = [len(group) for group in places.groups]
+    if [len(group) for group in keys] != expected:
+        raise ValueError(
+            f"optim_state_dict: expected groups of {expected} parameters, as the optimizer has, "
+            f"got {[len(group) for group in keys]}. Pass optimizer.state_dict(), or None."
+        )
+    return dict(zip(chain.from_iterable(keys), places, strict=True))
+
+
+def unwrapped(name: str) -> str:
+    """A name as state dicts have it, where activations are checkpointed."""
+    return name.replace(_CHECKPOINT_PREFIX, "")

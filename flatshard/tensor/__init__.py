@@ -1,0 +1,1 @@
+"""The true-shape sharded parameter and its operators."""

@@ -1,0 +1,178 @@
+"""Operations on sharded tensors that each rank does alone: element by element, draws, shapes.
+
+On import they enter themselves into ``shard_tensor``'s table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatshard.tensor.sharded_tensor import (
+    HANDLERS,
+    FlatShardTensor,
+    ShardSpec,
+    first_sharded,
+    tensors_in,
+)
+
+aten = torch.ops.aten
+
+_POINTWISE = frozenset(
+    """abs add sub rsub mul div true_divide floor_divide neg sign sgn sqrt rsqrt square reciprocal
+    pow exp exp2 expm1 log log1p log2 log10 sin cos tan tanh sigmoid relu erf erfinv floor ceil
+    round trunc frac clamp clamp_min clamp_max maximum minimum fmax fmin lerp addcmul addcdiv eq ne
+    lt le gt ge isnan isinf isfinite logical_and logical_or logical_xor logical_not bitwise_and
+    bitwise_or bitwise_not where nan_to_num zero fill clone detach alias positive remainder fmod
+    hypot atan2 xlogy masked_fill copysign conj_physical zeros_like ones_like empty_like full_like
+    _to_copy copy tanh_backward sigmoid_backward threshold_backward""".split()
+)
+
+
+_STATE_MAKERS = frozenset(
+    getattr(aten, name).default for name in ("zeros_like", "ones_like", "full_like", "empty_like")
+)
+"""What optimizers make their state with."""
+
+
+def _local(value: Any, spec: ShardSpec) -> Any:
+    """The operand that meets the local range of ``spec``."""
+    if isinstance(value, FlatShardTensor):
+        if value._spec.place != spec.place:
+            raise RuntimeError(
+                f"parameter {spec.name!r} {spec.shape} meets {value._spec.name!r} "
+                f"{value._spec.shape}: sharded tensors of different shapes, strides or layouts "
+                "cannot be combined. Use full_tensor() on both."
+            )
+        return value._local
+    if isinstance(value, Tensor) and value.dim() > 0:
+        if torch.is_grad_enabled() and value.requires_grad:
+            spec.refuse("a product with a tensor that requires a gradient")
+        return spec.slice(value)
+    return value
+
+
+def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    like = first_sharded(args, kwargs)
+    spec = like._spec
+    if func in (aten.detach.default, aten.alias.default):
+        return like.alias()
+    if "out" in kwargs:
+        spec.refuse(f"{func._schema.name} with out=")
+    in_place = func._schema.is_mutable
+    if in_place and not isinstance(args[0], FlatShardTensor):
+        spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
+    _check_memory_format(func, like, kwargs.get("memory_format"))
+    # The local range is 1-D: formats of more dimensions mean nothing to it.
+    kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}
+    result = func(*(_local(value, spec) for value in args), **kwargs)
+    if in_place:
+        torch.autograd.graph.increment_version(args[0]._local)
+        return args[0]
+    makes_state = func in _STATE_MAKERS and result.device == like._local.device
+    if spec.state_home is not None and makes_state:
+        result = spec.state_home.take_in(result)
+    return FlatShardTensor(result, spec)
+
+
+def _check_memory_format(
+    func: Any, tensor: FlatShardTensor, memory_format: torch.memory_format | None
+) -> None:
+    """What is computed here keeps the order of the parameter; another one takes all ranks."""
+    if memory_format is None or memory_format is torch.preserve_format:
+        return
+    if not tensor.is_contiguous(memory_format=memory_format):
+        spec = tensor._spec
+        raise RuntimeError(
+            f"parameter {spec.name!r} (unit {spec.unit!r}) is sharded and keeps the memory format "
+            f"that it was wrapped with: strides are {spec.strides}, {func._schema.name} asks for "
+            f"{memory_format}. Call model.to(memory_format=...) before ShardedWrapper(model), or "
+            "use p.full_tensor()."
+        )
+
+
+def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Lists of tensors, matched by position; plain entries stay plain."""
+    lists = [value for value in args if isinstance(value, list | tuple)]
+    length = max(len(values) for values in lists)
+    specs: list[ShardSpec | None] = [None] * length
+    for values in lists:
+        for position, value in enumerate(values):
+            if specs[position] is None and isinstance(value, FlatShardTensor):
+                specs[position] = value._spec
+
+    def local(values: Any) -> Any:
+        if not isinstance(values, list | tuple) or not any(isinstance(v, Tensor) for v in values):
+            return values
+        return [
+            value if spec is None else _local(value, spec)
+            for value, spec in zip(values, specs, strict=False)
+        ]
+
+    in_place = func._schema.is_mutable
+    if in_place:
+        for value, spec in zip(args[0], specs, strict=True):
+            if spec is not None and not isinstance(value, FlatShardTensor):
+                spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
+    result = func(*(local(value) for value in args), **{key: local(v) for key, v in kwargs.items()})
+    if in_place:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tensors_in((value,)):
+                    if isinstance(tensor, FlatShardTensor):
+                        torch.autograd.graph.increment_version(tensor._local)
+        return None
+    return [
+        value if spec is None else FlatShardTensor(value, spec)
+        for value, spec in zip(result, specs, strict=True)
+    ]
+
+
+# ---------------------------------------------------------------- random numbers, shapes
+
+
+def _random_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
+    """Draw as many numbers as the unwrapped model would, keep this rank's."""
+    tensor: FlatShardTensor = args[0]
+    local = tensor._local
+    full = tensor._spec.empty(local)
+    func(full, *args[1:], **kwargs)
+    local.copy_(tensor._spec.slice(full))
+    torch.autograd.graph.increment_version(local)
+    return tensor
+
+
+def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
+    tensor: FlatShardTensor = args[0]
+    _check_memory_format(func, tensor, kwargs.get("memory_format"))
+    local = tensor._local
+    full = tensor._spec.empty(local)
+    drawn = func(full, *args[1:], **kwargs)
+    return FlatShardTensor(tensor._spec.slice(drawn).clone(), tensor._spec)
+
+
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return func(args[0]._local, *args[1:], **kwargs)  # type: ignore[no-any-return]
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
+    tensor, *rest = args
+    if func is not aten.view.default or tuple(rest[0]) != tensor._spec.shape:
+        tensor._spec.refuse(f"{func._schema.name} to another shape or dtype")
+    return tensor.alias()  # type: ignore[no-any-return]
+
+
+HANDLERS.update(
+    view=_view,
+    _foreach=_foreach,
+    **dict.fromkeys(_POINTWISE, _pointwise),
+    **dict.fromkeys((f"{name}_" for name in _POINTWISE), _pointwise),
+    **dict.fromkeys(
+        ("normal_", "uniform_", "bernoulli_", "random_", "log_normal_", "cauchy_", "exponential_"),
+        _random_in_place,
+    ),
+    **dict.fromkeys(("rand_like", "randn_like", "bernoulli"), _random_like),
+    **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), _new),
+)

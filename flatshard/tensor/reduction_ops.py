@@ -1,0 +1,337 @@
+"""Reductions of sharded tensors over all their elements: local part, one collective, result.
+
+Sums, norms, extremes, ``GradScaler``'s search for overflows, and what autograd needs of them. On
+import they enter themselves into ``shard_tensor``'s tables.
+
+[Note: padding]
+A flat parameter's gradient has zeros between the originals and behind them. They add nothing to a
+sum or to a norm of positive order; extremes and norms of negative order leave them out.
+
+[Note: NaN]
+A backend's MAX may drop a NaN, and which of two operands it keeps may depend on the rank. Extremes
+of floating numbers therefore travel with a mark for NaN, in the same vector.
+
+[Note: gradients through a sharded parameter]
+``loss + p.pow(2).sum()`` outside forward differentiates through this type. The loss may be scaled
+differently on each rank, and the gradient that data parallelism wants is the average: the backward
+of every reduction therefore averages what arrives over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatshard.comm.communicator import Communicator
+from flatshard.tensor.sharded_tensor import DIFFERENTIABLE, HANDLERS, FlatShardTensor, first_sharded
+
+aten = torch.ops.aten
+
+
+def _part(tensor: FlatShardTensor, *, with_padding: bool) -> Tensor:
+    """This rank's part; a copy if there is padding to leave out.
+
+    Raises:
+        RuntimeError: a gradient of which every rank still has its own.
+    """
+    spec = tensor._spec
+    unit = getattr(tensor, "_unreduced_of", None)
+    if unit is not None:
+        raise RuntimeError(
+            f"unit {unit!r}, {spec.name!r}, rank {spec.comm.rank}: a norm or sum of a gradient "
+            "that was accumulated under no_sync and not reduced. Ask for it after a backward "
+            "outside of no_sync."
+        )
+    if with_padding or spec.originals is None:
+        return tensor._local
+    return torch.cat([tensor._local[span.start : span.end] for span in spec.originals])
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype | None:
+    """In which dtype to add up elements of ``dtype``; None for their own."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+
+
+def _bind(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], defaults: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Arguments by name; a keyword that the handler does not implement raises."""
+    values = dict(zip(names, defaults, strict=True)) | dict(zip(names, args, strict=False))
+    for key, value in kwargs.items():
+        if key not in values:
+            first_sharded(args, kwargs)._spec.refuse(f"the argument {key}")
+        values[key] = value
+    return tuple(values.values())
+
+
+def _only_whole(tensor: FlatShardTensor, func: Any, dim: Any, keepdim: Any) -> None:
+    if keepdim or (dim is not None and len(dim) > 0):
+        tensor._spec.refuse(f"{func._schema.name} along a dimension")
+
+
+# ---------------------------------------------------------------- norms
+
+
+def norms(
+    tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """The p-norm of each tensor, plain or sharded, over all its elements.
+
+    Collective: all ranks that hold parts of ``tensors``; one reduction per communicator.
+
+    Args:
+        tensors: of any dtypes and devices, alike on all ranks.
+        order: p; 0 counts what is not zero, ``inf`` and ``-inf`` take the extremes.
+        dtype: to compute in; None for each tensor's own.
+
+    Returns:
+        0-dimensional tensors, each with the dtype and device that torch would give it.
+    """
+    results = [torch.empty(0)] * len(tensors)
+    plain: list[int] = []
+    sharded: dict[Communicator, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        if isinstance(tensor, FlatShardTensor):
+            sharded.setdefault(tensor._spec.comm, []).append(position)
+        else:
+            plain.append(position)
+    for comm, positions in sharded.items():
+        found = _sharded_norms([tensors[p] for p in positions], order, dtype, comm)  # type: ignore[misc]
+        for position, norm in zip(positions, _like(found, tensors, positions, dtype), strict=True):
+            results[position] = norm
+    if plain:
+        found_plain = torch._foreach_norm([tensors[p] for p in plain], order, dtype)
+        for position, norm in zip(plain, found_plain, strict=True):
+            results[position] = norm
+    return results
+
+
+def _like(
+    found: Tensor, tensors: Sequence[Tensor], positions: Sequence[int], dtype: torch.dtype | None
+) -> list[Tensor]:
+    """One norm each, with the device and dtype that torch would give it; cast all at once."""
+    kinds = [(tensors[p].device, (dtype or tensors[p].dtype).to_real()) for p in positions]
+    cast = {kind: found.to(*kind).unbind() for kind in dict.fromkeys(kinds)}
+    return [cast[kind][number] for number, kind in enumerate(kinds)]
+
+
+def _sharded_norms(
+    tensors: list[FlatShardTensor], order: float, dtype: torch.dtype | None, comm: Communicator
+) -> Tensor:
+    """Norms of tensors that one communicator shares, float64, ``(len(tensors),)``."""
+    # Padding is zeros: nothing to a positive order, but a negative one would divide by them.
+    parts = [_part(tensor, with_padding=order >= 0) for tensor in tensors]
+    if dtype is not None:
+        parts = [part.to(dtype) for part in parts]
+    # Of complex numbers only the sizes matter; torch warns when it counts those that are not zero.
+    parts = [part.abs() if part.is_complex() else part for part in parts]
+    device = parts[0].device if parts[0].device.type != "cpu" else comm.control_device
+    local = _local_norms(parts, order, device)
+    label = tensors[0]._spec.name if len(tensors) == 1 else "norms"
+    if math.isinf(order):
+        return _extremes(local, comm, largest=order > 0, label=label)
+    if order == 0:
+        return comm.reduce_scalars(local, "SUM", label=label)
+    return comm.reduce_scalars(local.pow(order), "SUM", label=label).pow(1 / order)
+
+
+def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
+    """Norms of this rank's parts; that of an empty one leaves the other ranks' as they are.
+
+    In float64, since powers of them are summed: of 1e20, say, which float32 could not square.
+    """
+    nothing = torch.full((), 0.0 if order >= 0 else float("inf"), device=device)
+    found = [nothing] * len(parts)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for position, part in enumerate(parts):
+        if part.numel() > 0:
+            by_dtype.setdefault(part.dtype, []).append(position)
+    for dtype, positions in by_dtype.items():
+        computed = torch._foreach_norm([parts[p] for p in positions], order, _wide(dtype))
+        for position, norm in zip(positions, computed, strict=True):
+            found[position] = norm.to(device)
+    return torch.stack(found).to(torch.float64)
+
+
+def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor, order, dim, keepdim, dtype = _bind(
+        args, kwargs, ("self", "ord", "dim", "keepdim", "dtype"), (None, 2, None, False, None)
+    )
+    _only_whole(tensor, func, dim, keepdim)
+    return norms([tensor], float(order), dtype)[0]
+
+
+def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    tensors, order, dtype = _bind(args, kwargs, ("self", "ord", "dtype"), (None, 2, None))
+    return norms(tensors, float(order), dtype)
+
+
+# ---------------------------------------------------------------- sums, extremes, overflows
+
+
+def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """``sum`` and ``mean`` of everything."""
+    along_dimensions = func in (aten.sum.dim_IntList, aten.mean.dim)
+    names = ("self", "dim", "keepdim", "dtype") if along_dimensions else ("self", "dtype")
+    bound = dict(zip(names, _bind(args, kwargs, names, (None,) * len(names)), strict=True))
+    tensor: FlatShardTensor = bound["self"]
+    _only_whole(tensor, func, bound.get("dim"), bound.get("keepdim"))
+    spec, part = tensor._spec, _part(tensor, with_padding=True)
+    if bound["dtype"] is not None:
+        part = part.to(bound["dtype"])
+    total = part.sum(dtype=_wide(part.dtype))
+    spec.comm.reduce_scalars(total, "SUM", label=spec.name)
+    if func._schema.name == "aten::mean":
+        total = total / spec.total_numel
+    return total if _wide(part.dtype) is None else total.to(part.dtype)
+
+
+def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor = args[0]
+    name = func._schema.name.removeprefix("aten::")
+    whole = len(args) == 1 or (len(args) == 2 and name in ("amax", "amin") and args[1] == [])
+    if not whole or kwargs:
+        tensor._spec.refuse(f"{name} along a dimension")
+    part = _part(tensor, with_padding=False)
+    is_logical = name in ("any", "all") or part.dtype is torch.bool
+    if is_logical:
+        part = (part != 0).to(torch.uint8)
+    largest = name in ("max", "amax", "any")
+    if part.numel() > 0:
+        value = part.amax() if largest else part.amin()
+    else:
+        value = part.new_full((), _least(part.dtype) if largest else _greatest(part.dtype))
+    comm, label = tensor._spec.comm, tensor._spec.name
+    value = _extremes(value.view(1), comm, largest=largest, label=label)[0]
+    return value.to(torch.bool) if is_logical else value
+
+
+def _least(dtype: torch.dtype) -> float:
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _greatest(dtype: torch.dtype) -> float:
+    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _extremes(values: Tensor, comm: Communicator, *, largest: bool, label: str) -> Tensor:
+    """The largest, or smallest, of each number over the ranks; see the note on NaN."""
+    op = "MAX" if largest else "MIN"
+    if not values.is_floating_point():
+        return comm.reduce_scalars(values, op, label=label)
+    is_nan = values.isnan()
+    # A mark that the same operation prefers: 1 for MAX, -1 for MIN.
+    marks = is_nan.to(values.dtype) * (1 if largest else -1)
+    both = torch.cat([values.masked_fill(is_nan, 0), marks])
+    found, marks = comm.reduce_scalars(both, op, label=label).chunk(2)
+    return found.masked_fill(marks != 0, math.nan)
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """GradScaler: an overflow on one rank is an overflow on all."""
+    gradients, found_inf, inverse_scale = args
+    func([getattr(g, "_local", g) for g in gradients], found_inf, inverse_scale)
+    sharded = [g for g in gradients if isinstance(g, FlatShardTensor)]
+    for gradient in sharded:
+        torch.autograd.graph.increment_version(gradient._local)
+    # Not a set: all ranks must meet the communicators in one order.
+    for comm in dict.fromkeys(gradient._spec.comm for gradient in sharded):
+        comm.reduce_scalars(found_inf, "MAX", label="found_inf")
+
+
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    first_sharded(args, kwargs)._spec.refuse(func._schema.name)
+
+
+HANDLERS.update(
+    linalg_vector_norm=_vector_norm,
+    _foreach_norm=_foreach_norm,
+    _foreach_max=_refuse,
+    sum=_sum,
+    mean=_sum,
+    _amp_foreach_non_finite_check_and_unscale_=_unscale,
+    **dict.fromkeys(("max", "min", "amax", "amin", "any", "all"), _extreme),
+)
+
+
+# ---------------------------------------------------------------- autograd
+
+
+class OutsideUses:
+    """How often something differentiable was made of sharded tensors outside of a forward.
+
+    One count for all models: an operation on parameters of two would count for the first alone.
+    """
+
+    count = 0
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of all elements."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: FlatShardTensor) -> Tensor:  # type: ignore[override]
+        OutsideUses.count += 1
+        ctx.spec, ctx.like = tensor._spec, tensor._local.new_empty(0)
+        return _sum(aten.sum.default, (tensor,), {})
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> FlatShardTensor:  # type: ignore[override]
+        ctx.spec.on_outside_grad()
+        local = ctx.like.new_empty(ctx.spec.numel).copy_(ctx.spec.average(gradient))
+        return FlatShardTensor(local, ctx.spec)
+
+
+class _Norm(torch.autograd.Function):
+    """The p-norm over all elements; zero has the subgradient zero, as in torch."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: FlatShardTensor, order: float) -> Tensor:  # type: ignore[override]
+        OutsideUses.count += 1
+        norm = norms([tensor], order)[0]
+        ctx.spec, ctx.order = tensor._spec, order
+        ctx.save_for_backward(tensor._local, norm)
+        return norm
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[FlatShardTensor, None]:  # type: ignore[override]
+        ctx.spec.on_outside_grad()
+        local, norm = ctx.saved_tensors
+        # x |x|^(p-2) / norm^(p-1), without 1 / 0.
+        slope = local.sgn() * local.abs().pow(ctx.order - 1).masked_fill(local == 0, 0)
+        scale = norm.pow(1 - ctx.order).masked_fill(norm == 0, 0)
+        return FlatShardTensor(slope * (scale * ctx.spec.average(gradient)), ctx.spec), None
+
+
+def _differentiable_sum(input: Any, *args: Any, **kwargs: Any) -> Tensor:
+    if args or kwargs:
+        input._spec.refuse("a sum along a dimension or in another dtype")
+    return _Sum.apply(input)  # type: ignore[no-any-return]
+
+
+def _differentiable_mean(input: FlatShardTensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _differentiable_sum(input, *args, **kwargs) / input.numel()
+
+
+def _differentiable_norm(
+    input: FlatShardTensor, p: float | str | None = 2, *args: Any, **kwargs: Any
+) -> Tensor:
+    order = kwargs.pop("ord", p)
+    order = 2 if order in (None, "fro") else order
+    if args or any(value is not None and value is not False for value in kwargs.values()):
+        input._spec.refuse("a norm along a dimension or in another dtype")
+    if not isinstance(order, int | float) or order in (0, float("inf"), float("-inf")):
+        input._spec.refuse(f"the gradient of a norm of order {order}")
+    return _Norm.apply(input, float(order))  # type: ignore[no-any-return]
+
+
+DIFFERENTIABLE.update(dict.fromkeys((torch.sum, torch.Tensor.sum), _differentiable_sum))
+DIFFERENTIABLE.update(dict.fromkeys((torch.mean, torch.Tensor.mean), _differentiable_mean))
+DIFFERENTIABLE.update(dict.fromkeys((torch.norm, torch.Tensor.norm), _differentiable_norm))
+DIFFERENTIABLE.update(
+    dict.fromkeys((torch.linalg.norm, torch.linalg.vector_norm), _differentiable_norm)
+)

@@ -1,0 +1,116 @@
+"""Prints the losses of short trainings to the last bit, a line for each way to shard.
+
+torchrun --standalone --nproc-per-node 2 scripts/measure/losses.py > losses.txt
+
+Two commits that compute the same print the same: `diff` their files. A small transformer is trained
+in float32 with SGD and momentum, for each strategy, transport, precision and policy below.
+"""
+
+import functools
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+STEPS, BATCH, LENGTH, WORDS, WIDTH = 4, 4, 16, 97, 48
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Block(nn.TransformerEncoderLayer):
+    """One layer, without dropout."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+
+
+class Net(nn.Module):
+    """Embedding, blocks, and a head that is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embed(words))))
+
+
+STRATEGIES = (
+    *("NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP", "FULL_SHARD"),
+    *("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OP"),
+)
+WAYS = {name: {"sharding_strategy": name} for name in STRATEGIES}
+WAYS |= {
+    "FULL_SHARD, k=2": {"reshard_after_forward": 2},
+    "sockets": {"collectives": "sockets"},
+    "native": {"collectives": "native"},
+    "bf16": {"mixed_precision": BF16},
+    "bf16, native": {"mixed_precision": BF16, "collectives": "native"},
+    "bf16 wire": {"collectives": "sockets", "wire_dtype": torch.bfloat16},
+    "fixed order": {"mixed_precision": MixedPrecision(reduce_mode="fixed_order")},
+    "offload": {"cpu_offload": CPUOffload(offload_params=True)},
+    "flat parameters": {"use_orig_params": False},
+    "one unit a layer": {"coalesce_bytes": 0},
+    "auto": {"auto_wrap_policy": "auto"},
+    "by size": {
+        "auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=5000)
+    },
+}
+
+
+def losses(accumulate: bool, in_backward: bool, **settings: object) -> list[float]:
+    torch.manual_seed(0)
+    keywords = {"auto_wrap_policy": ModuleWrapPolicy({Block}), **settings}
+    model = ShardedWrapper(Net(), **keywords)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if in_backward:
+        model.step_in_backward(optimizer)
+    torch.manual_seed(1 + dist.get_rank())
+    found = []
+    for _ in range(STEPS):
+        words = torch.randint(WORDS, (BATCH, LENGTH + 1))
+        optimizer.zero_grad()
+        if accumulate:
+            with model.no_sync():
+                _loss(model, words).backward()
+        loss = _loss(model, words)
+        loss.backward()
+        if not in_backward:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append(float(loss.detach()))
+    found.append(float(sum(value.double().sum() for value in model.state_dict().values())))
+    return found
+
+
+def _loss(model: nn.Module, words: Tensor) -> Tensor:
+    scores = model(words[:, :-1])
+    return nn.functional.cross_entropy(scores.float().flatten(0, 1), words[:, 1:].flatten())
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    os.environ["LOCAL_WORLD_SIZE"] = str(max(1, dist.get_world_size() // 2))  # nodes for HYBRID
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name, settings in WAYS.items():
+        for accumulate, in_backward in ((False, False), (True, False), (False, True)):
+            mine = losses(accumulate, in_backward, **settings)
+            everyone: list[object] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, [value.hex() for value in mine])
+            if dist.get_rank() == 0:
+                mode = "accumulated" if accumulate else "in backward" if in_backward else "plain"
+                print(f"{name} | {mode} | {everyone}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
