@@ -394,7 +394,7 @@ def test_test_script_is_what_runs_this() -> None:
 def _source_messages() -> str:
     """All string literals of the package, with one sign for what is filled in."""
     found = []
-    for path in sorted((ROOT / "flatshard").glob("*.py")):
+    for path in sorted((ROOT / "flatshard").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = (v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
