@@ -18,7 +18,7 @@ from flatshard.engine.param_views import ParamViews
 from flatshard.memory import disk
 from flatshard.precision.grad_dtypes import set_grad
 from flatshard.tensor.flat_parameter import FlatParameter, view_of
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 
 class GradPublish:
@@ -165,7 +165,7 @@ class GradPublish:
                 return [grad for grad in grads if grad is not None]
             if grads[0] is None:
                 return []
-            local = getattr(grads[0], "_local", grads[0])
+            local = local_range(grads[0])
             return [self._view(local, index) for index in range(len(params.specs))]
 
     def _view(self, reduced: Tensor, index: int) -> Tensor:
@@ -239,7 +239,7 @@ class GradPublish:
                     set_grad(param, self._unreduced_view(index, part))
                 grad: Any = param.grad
                 grad._unreduced_of = params.unit_name
-                self._unreduced[index] = (grad, getattr(grad, "_local", grad)._version, is_view)
+                self._unreduced[index] = (grad, local_range(grad)._version, is_view)
         self.give_hooks_back()
 
     def shows_unreduced(self) -> bool:
@@ -278,7 +278,7 @@ class GradPublish:
                 if shown is None:
                     continue
                 dropped = param.grad is None
-                local = getattr(shown, "_local", shown)
+                local = local_range(shown)
                 replaced = not dropped and param.grad is not shown
                 if replaced or (not dropped and local._version != version):
                     is_edited = replaced or bool(local.any())
@@ -323,7 +323,7 @@ class GradPublish:
         for index, (param, grad) in enumerate(zip(params.sharded, grads, strict=True)):
             if isinstance(grad, FlatShardTensor):
                 spec = params.specs[index] if params.use_orig_params else params.flat_spec
-                set_grad(param, FlatShardTensor(fn(grad._local), spec))
+                set_grad(param, FlatShardTensor(fn(grad.local), spec))
             elif grad is not None:
                 set_grad(param, fn(grad))
 
@@ -347,5 +347,5 @@ def _add_grad(param: nn.Parameter, grad: Tensor, earlier: Tensor | None = None) 
     for present in (param.grad, earlier):
         if present is not None:
             grad.add_(present)
-            disk.release(*(getattr(one, "_local", one) for one in (grad, present)))
+            disk.release(*(local_range(one) for one in (grad, present)))
     set_grad(param, grad)
