@@ -210,7 +210,7 @@ def mutable_globals(sources: list[Source]) -> list[str]:
     found = set()
     for source in sources:
         names = {name for node in source.tree.body for name in assigned(node)}
-        origins = {name: source.name for name in names} | imported_names(source)
+        origins = dict.fromkeys(names, source.name) | imported_names(source)
         for function in ast.walk(source.tree):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 own = local_names(function)
