@@ -20,7 +20,6 @@ from typing import Any
 import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
-from flatshard.wrap import ModuleWrapPolicy
 from measure_offload import Block, Decoder, figures_of_ranks, resident_bytes
 from rich import print as rich_print
 from rich.table import Table
@@ -28,6 +27,7 @@ from torch import nn
 from training_job import Parser
 
 from flatshard import ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -40,9 +40,8 @@ except ModuleNotFoundError:
     print('error: rich is not installed: pip install ".[examples]"', file=sys.stderr)
     sys.exit(2)
 
-from flatshard.wrap import ModuleWrapPolicy
-
 from flatshard import CPUOffload, ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
 
 STATE_BYTES = 16  # of a parameter: itself, its gradient, Adam's two averages
 WAYS = ("none", "state", "all", "early")

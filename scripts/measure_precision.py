@@ -23,7 +23,6 @@ import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from flatshard.wrap import ModuleWrapPolicy
 from measure_strategies import Block, Transformer, table
 from rich import print as rich_print
 from rich.table import Table
@@ -32,6 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from training_job import Parser, spawn
 
 from flatshard import MixedPrecision, ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
 
 ROWS, LENGTH = 4, 32  # of a rank's batch
 VOCABULARY = 256

@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import training_job
-from flatshard.wrap import ModuleWrapPolicy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training_job import at_least, held_bytes, input_file, output_file, positive_number, say, stop
 
 from flatshard import MixedPrecision, ShardedWrapper, collectives
+from flatshard.wrap import ModuleWrapPolicy
 
 VOCABULARY = 256  # bytes
 TEST_ROWS = 64
