@@ -68,7 +68,7 @@ class ShardedWrapper(FullModel, PeerNames):
             without either shards within each node, as ``LOCAL_WORLD_SIZE`` says.
         cpu_offload: see ``CPUOffload``.
         auto_wrap_policy: which submodules become units: ``"auto"`` or a policy of
-            ``flatshard.plan.wrap``. None: one unit.
+            ``flatshard.wrap``. None: one unit.
         backward_prefetch: when the next unit's gather starts in backward, see
             ``BackwardPrefetch``; None: never early.
         mixed_precision: see ``MixedPrecision``.
