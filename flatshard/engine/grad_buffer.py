@@ -51,7 +51,7 @@ class Sync(enum.Enum):
     LOCAL = "LOCAL"
     """They stay whole and unreduced, and later ones are added to them."""
     INTRA = "INTRA"
-    """They are reduced within the inner group; what crosses it waits."""
+    """They are reduced within the intra group; what crosses it waits."""
     ALL = "ALL"
     """They are reduced over all ranks and published."""
 
@@ -75,22 +75,23 @@ class GradientBuffer:
     """Collects, reduces and hands over the gradients of one flat parameter.
 
     Attributes:
-        label: the unit's name.
+        unit_fqn: the unit's name.
         filled: original parameters whose gradient lies in the buffer, by index.
         seen: those whose gradient came since the unit was last gathered for backward.
         used: those that got a gradient since the last ``take``.
-        tags: the flat parameter's numbers in the inner, the outer and the replicate group.
+        tags: the flat parameter's numbers in the intra, the inter and the replicate group.
         dtypes: of what is collected, accumulated and handed over.
         fixed_order: whether to add in rank order also where the backend would add.
         pending_sends: what other ranks may still be taking from this one.
         spare: memory of reduced gradients that users have dropped.
-        held: the sum of what ``Sync.INTRA`` reduced, ``(padded_numel / inner.size,)``; or None.
+        held: the sum of what ``Sync.INTRA`` reduced, ``(padded_numel / intra_group.size,)``, or
+            None.
     """
 
     def __init__(
         self,
         layout: FlatLayout,
-        label: str,
+        unit_fqn: str,
         *,
         topology: Topology,
         dtypes: GradDtypes,
@@ -105,17 +106,17 @@ class GradientBuffer:
 
         Args:
             layout: where each original parameter lies.
-            label: the unit's name.
+            unit_fqn: the unit's name.
             topology: the ranks that gradients are averaged over.
             dtypes: of what is collected, accumulated and handed over.
             device: where gradients come and are reduced.
             home: where the reduced gradient lives; None: there.
-            tags: the flat parameter's, in the inner, the outer and the replicate group.
+            tags: the flat parameter's, in the intra, the inter and the replicate group.
             pending_sends: takes what other ranks may still be taking.
             comm_hook: what reduces, if it is not this; only where there is one stage.
             fixed_order: whether to add in rank order also where the backend would add.
         """
-        self.label = label
+        self.unit_fqn = unit_fqn
         self.filled: set[int] = set()
         self.seen: set[int] = set()
         self.used: set[int] = set()
@@ -147,7 +148,7 @@ class GradientBuffer:
         dtype, spans = self.dtypes.reduce_dtype, self._layout.spans
         if self._device.type != "cpu" or nbytes < _IN_PLACE_BYTES:
             return None
-        min_bytes = self._topology.inner.part_bytes(self.tags[0], dtype)
+        min_bytes = self._topology.intra_group.part_bytes(self.tags[0], dtype)
         if min_bytes is None or nbytes < _MEAN_IN_PLACE_BYTES * len(spans):
             return None
         return ChunkPlan(self._layout, min_bytes, dtype)
@@ -256,7 +257,7 @@ class GradientBuffer:
             local = self._layout.local_span(index, self._topology.index)
             part[local.start : local.end].copy_(part_of(self._slots[index], span, local))
         if self.held is not None:
-            part.add_(self.held.narrow(0, *self._range(self._topology.outer.rank)))
+            part.add_(self.held.narrow(0, *self._range(self._topology.inter_group.rank)))
         return part
 
     def slot(self, index: int) -> Tensor:
@@ -297,8 +298,8 @@ class GradientBuffer:
         for marks in (self.filled, self.seen, self.used):
             marks.discard(index)
         if self.held is not None:
-            inner = self._topology.inner
-            first, length = inner.rank * self.held.numel(), self.held.numel()
+            intra_group = self._topology.intra_group
+            first, length = intra_group.rank * self.held.numel(), self.held.numel()
             span = self._layout.spans[index]
             start, end = (min(max(x - first, 0), length) for x in (span.start, span.end))
             self.held[start:end].zero_()
@@ -344,7 +345,7 @@ class GradientBuffer:
             if self._reduce_by_hook is not None:
                 assert sync is Sync.ALL, "units with a hook have one stage"
                 assert whole.parts[0] is not None, "hooks get one buffer"
-                reduced = self._reduce_by_hook(whole.parts[0], self.label)
+                reduced = self._reduce_by_hook(whole.parts[0], self.unit_fqn)
                 self._add_reduced(self._without_padding(reduced))
                 return 0
             self._reduction = GradReduce(
@@ -355,7 +356,7 @@ class GradientBuffer:
                 self.held = None
         # To send and to receive, unless the backend adds up as it receives. An accelerator's then
         # has two units under way, without which its host would be too little ahead of it.
-        adds = self._topology.inner.is_stream_ordered(self._device) and not self.fixed_order
+        adds = self._topology.intra_group.is_stream_ordered(self._device) and not self.fixed_order
         return (1 if adds else 2) * whole.numel * self.dtypes.reduce_dtype.itemsize
 
     def _without_padding(self, reduced: Tensor) -> Tensor:
@@ -375,7 +376,7 @@ class GradientBuffer:
         dtype = self.sum_dtype(comm)
         # Only what is published itself needs memory that users may hold on to: not what a later
         # stage goes on with, nor what is copied home.
-        passes_on = self._topology.outer.size > 1 or self.adds_replicas
+        passes_on = self._topology.inter_group.size > 1 or self.adds_replicas
         if passes_on or self._to_host.is_apart:
             part = torch.empty(numel, dtype=dtype, device=self._device)
         else:
@@ -402,8 +403,8 @@ class GradientBuffer:
         topology = self._topology
         return (
             self._reduce_by_hook is None
-            and topology.inner.is_unordered(self._device)
-            and topology.outer.is_unordered(self._device)
+            and topology.intra_group.is_unordered(self._device)
+            and topology.inter_group.is_unordered(self._device)
             and topology.replicate.is_unordered(self._device)
             and (topology.replicate.size == 1 or self.adds_replicas)
         )

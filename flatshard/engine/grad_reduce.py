@@ -1,8 +1,8 @@
 """``GradReduce``: the gradients of one flat parameter on their way through one or more collectives.
 
 [Note: two stages]
-Gradients are averaged within the inner group, each rank keeping its part, and then, where there
-are more ranks, across: split further over the outer group, or averaged over replicas. The second
+Gradients are averaged within the intra group, each rank keeping its part, and then, where there
+are more ranks, across: split further over the inter group, or averaged over replicas. The second
 stage can wait for a later backward (``Sync.INTRA``): what the first gave is held and added up.
 What travels in either is in the reduce dtype, sums may be wider (``collectives``): they are rounded
 only to cross. Where replicas' averages are added up in parts, a third stage gathers the parts.
@@ -27,7 +27,7 @@ from flatshard.options.precision import GradDtypes
 class Reduced(Protocol):
     """What a reduction asks of whose gradients it reduces (``GradientBuffer``, which says more)."""
 
-    label: str
+    unit_fqn: str
     tags: tuple[int, int, int]
     dtypes: GradDtypes
     fixed_order: bool
@@ -76,25 +76,25 @@ class GradReduce:
         self._topology, self._of, self._held = topology, of, held
         self._computed = _event_after(whole)
         self._read_behind: list[object] = []
-        inner = topology.inner
-        self._pending = AsyncWork([], of.label)
-        if inner.size > 1:
-            self.out = of.new_part(inner)
-            self._pending = self._reduce_scatter(inner, whole, of.tags[0])
+        intra_group = topology.intra_group
+        self._pending = AsyncWork([], of.unit_fqn)
+        if intra_group.size > 1:
+            self.out = of.new_part(intra_group)
+            self._pending = self._reduce_scatter(intra_group, whole, of.tags[0])
         else:
             (self.out,) = whole.tensors
         self.stages = [self._pending]
         self._must_cross = topology.crosses and not hold
         self._part: Tensor | None = None  # of the replicas' average, until that is gathered
         self._replicated_numel = 0
-        across = topology.outer if topology.outer.size > 1 else topology.replicate
+        across = topology.inter_group if topology.inter_group.size > 1 else topology.replicate
         # Of all models: which first stage is over first may differ between ranks.
         self._queue = across.second_stages
         # gloo moves an accelerator's tensors, too, but the host waits for it.
         self._streams_wait = across.is_stream_ordered(self.out.device)
         if self._must_cross:
             self._queue.append(self)
-        if self._must_cross and (inner.size == 1 or self._streams_wait):
+        if self._must_cross and (intra_group.size == 1 or self._streams_wait):
             # A side stream waits for what reads these, the stream that they are freed on does not
             # before `finish`: until then their memory must not become another tensor's.
             self._read_behind = [whole, held, *self._pending.kept]
@@ -104,9 +104,9 @@ class GradReduce:
         self, comm: Communicator, whole: FlatChunks, tag: int, kind: str = "reduce"
     ) -> AsyncWork:
         """Begin to fill ``out`` with this rank's part of the average over ``comm``."""
-        label, fixed_order = self._of.label, self._of.fixed_order
+        unit_fqn, fixed_order = self._of.unit_fqn, self._of.fixed_order
         return comm.reduce_scatter(
-            whole, self.out, label=label, tag=tag, fixed_order=fixed_order, kind=kind
+            whole, self.out, unit_fqn=unit_fqn, tag=tag, fixed_order=fixed_order, kind=kind
         )
 
     def _cross_behind(self) -> None:
@@ -114,7 +114,7 @@ class GradReduce:
         if not self._streams_wait:
             self.cross()
             return
-        waits = self._topology.inner.size > 1 or self._of.adds_replicas
+        waits = self._topology.intra_group.size > 1 or self._of.adds_replicas
         side = _side_stream(self.out) if waits else None
         with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
             self.cross()
@@ -135,14 +135,19 @@ class GradReduce:
             self.out.add_(self._held)
             self._held = None
         self.out = out = self.out.to(of.dtypes.reduce_dtype)
-        if topology.outer.size > 1:
-            numel, dtype = out.numel() // topology.outer.size, of.sum_dtype(topology.outer)
+        if topology.inter_group.size > 1:
+            numel, dtype = (
+                out.numel() // topology.inter_group.size,
+                of.sum_dtype(topology.inter_group),
+            )
             self.out = out.new_empty(numel, dtype=dtype)
-            self._pending = self._reduce_scatter(topology.outer, FlatChunks.of(out), of.tags[1])
+            self._pending = self._reduce_scatter(
+                topology.inter_group, FlatChunks.of(out), of.tags[1]
+            )
         elif of.adds_replicas:
             self._pending = self._average_replicas(out)
         else:
-            self._pending = topology.replicate.all_reduce(out, label=of.label)
+            self._pending = topology.replicate.all_reduce(out, unit_fqn=of.unit_fqn)
         self.stages.append(self._pending)
 
     def _average_replicas(self, values: Tensor) -> AsyncWork:
@@ -163,7 +168,7 @@ class GradReduce:
         replicate, of = self._topology.replicate, self._of
         whole = of.spare.take(part.numel() * replicate.size, part.dtype, part.device)
         self.out = whole[: self._replicated_numel]
-        self._pending = replicate.gather_reduced(part, whole, label=of.label, tag=of.tags[2])
+        self._pending = replicate.gather_reduced(part, whole, unit_fqn=of.unit_fqn, tag=of.tags[2])
         self.stages.append(self._pending)
 
     def advance(self) -> bool:
