@@ -250,9 +250,9 @@ def _check_no_parts(module: nn.Module) -> None:
     }
     for part in module.modules():
         for value in (*part._parameters.values(), *vars(part).values()):
-            if isinstance(value, FlatShardTensor) and id(value._spec) not in inside:
+            if isinstance(value, FlatShardTensor) and id(value.spec) not in inside:
                 raise RuntimeError(
-                    f"summon_full_params: parameter {value._spec.name!r} belongs to unit "
-                    f"{value._spec.unit!r}, which is not in the given module. Pass its "
+                    f"summon_full_params: parameter {value.spec.name!r} belongs to unit "
+                    f"{value.spec.unit!r}, which is not in the given module. Pass its "
                     "ShardedWrapper, or the whole model."
                 )
