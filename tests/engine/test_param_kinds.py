@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from flatshard import ShardedWrapper, ShardingStrategy
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.plan.layout import ALIGNMENT_BYTES
+from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
 from tests.models import Case, loss_of, vectors
@@ -411,8 +412,7 @@ def _gradient_memory(rank: int, world_size: int, strategy: str, use_orig_params:
     held = 0
     for param in model.parameters():
         if param.grad is not None:
-            local = getattr(param.grad, "_local", param.grad)
-            held += local.numel() * size
+            held += local_range(param.grad).numel() * size
     share = 1 if strategy == "NO_SHARD" else world_size
     assert held <= trained / share + padding
 

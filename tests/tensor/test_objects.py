@@ -290,6 +290,21 @@ def _chosen(rank: int, world_size: int) -> None:
             ask()
 
 
+def test_users_attributes() -> None:
+    run_ranks(_users_attributes, 2)
+
+
+def _users_attributes(rank: int, world_size: int) -> None:
+    """They stay on the parameter, and never replace what a sharded parameter needs itself."""
+    model = nn.Linear(3, 4)
+    model.weight.decays = True  # type: ignore[attr-defined]
+    assert ShardedWrapper(model).module.weight.decays  # type: ignore[union-attr]
+    model = nn.Linear(3, 4)
+    model.weight.spec = "a user's"  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"'weight' has an attribute 'spec'.*another name"):
+        ShardedWrapper(model)
+
+
 def test_editing_between_forward_and_backward_is_noticed() -> None:
     run_ranks(_edited, 2)
 
