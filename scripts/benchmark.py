@@ -119,9 +119,8 @@ def make_batch(preset: Preset, rank: int, device: torch.device) -> Tensor:
 
 
 def wrap_flatshard(model: GPT, args: argparse.Namespace) -> nn.Module:
-    from flatshard.wrap import ModuleWrapPolicy
-
     from flatshard import MixedPrecision, ShardedWrapper
+    from flatshard.wrap import ModuleWrapPolicy
 
     return ShardedWrapper(
         model,

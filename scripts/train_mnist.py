@@ -44,9 +44,8 @@ except ModuleNotFoundError as missing:
     print(f'error: {missing.name} is not installed: pip install ".[examples]"', file=sys.stderr)
     sys.exit(2)
 
-from flatshard.wrap import size_based_auto_wrap_policy
-
 from flatshard import CPUOffload, ShardedWrapper, ShardingStrategy
+from flatshard.wrap import size_based_auto_wrap_policy
 
 # ---------------------------------------------------------------------------------------- settings
 

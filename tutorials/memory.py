@@ -28,11 +28,11 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from flatshard.memory_plan import predict
-from flatshard.wrap import ModuleWrapPolicy
 from torch import nn
 
 from flatshard import MixedPrecision
+from flatshard.memory_plan import predict
+from flatshard.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, "../scripts")
 import train_transformer

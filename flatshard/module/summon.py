@@ -42,9 +42,9 @@ def _check_owns_parameters(module: nn.Module) -> None:
     inside = {id(spec) for handle in handles_in(module) for spec in handle.params.specs}
     for part in module.modules():
         for value in (*part._parameters.values(), *vars(part).values()):
-            if isinstance(value, FlatShardTensor) and id(value._spec) not in inside:
+            if isinstance(value, FlatShardTensor) and id(value.spec) not in inside:
                 raise RuntimeError(
-                    f"summon_full_params: parameter {value._spec.name!r} belongs to unit "
-                    f"{value._spec.unit!r}, which is not in the given module. Pass its "
+                    f"summon_full_params: parameter {value.spec.name!r} belongs to unit "
+                    f"{value.spec.unit!r}, which is not in the given module. Pass its "
                     "ShardedWrapper, or the whole model."
                 )

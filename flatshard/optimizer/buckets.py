@@ -115,7 +115,7 @@ def _is_worth_it(members: Sequence[Any]) -> bool:
 
 def local_of(param: FlatShardTensor | FlatParameter) -> Tensor:
     """What this rank holds of a parameter, ``(numel held here,)``."""
-    return param._local if isinstance(param, FlatShardTensor) else param.detach()
+    return param.local if isinstance(param, FlatShardTensor) else param.detach()
 
 
 def _pieces(flat: Tensor) -> tuple[Tensor, ...]:
@@ -129,7 +129,7 @@ def _places(param: Any) -> tuple[_Place, _Place] | None:
     grad = param.grad
     if not isinstance(grad, FlatShardTensor):
         return None
-    return _Place.of(local_of(param)), _Place.of(grad._local)
+    return _Place.of(local_of(param)), _Place.of(grad.local)
 
 
 def _follows(before: tuple[_Place, _Place], after: tuple[_Place, _Place]) -> bool:
@@ -186,7 +186,7 @@ class Run:
             return False
         if len(self.members) == 1:
             return True
-        local = first._local
+        local = first.local
         base, dtype, offset = local._base, local.dtype, local.storage_offset()
         if base is None:
             return False
@@ -194,7 +194,7 @@ class Run:
             grad: Any = member.grad
             if not isinstance(grad, FlatShardTensor):
                 return False
-            local = grad._local
+            local = grad.local
             if (
                 local._base is not base
                 or local.storage_offset() != offset + start
@@ -207,7 +207,7 @@ class Run:
     def show_grads(self) -> None:
         """Give the pieces the members' gradients."""
         grad: Any = self.members[0].grad
-        grads = _pieces(_stretched(grad._local, self._numel))
+        grads = _pieces(_stretched(grad.local, self._numel))
         for piece, part in zip(self.pieces, grads, strict=True):
             set_grad(piece, part)
 

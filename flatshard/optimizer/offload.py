@@ -30,7 +30,7 @@ from flatshard.memory.disk import DiskMemory
 from flatshard.optimizer.buckets import local_of
 from flatshard.optimizer.consumed_grad import ConsumedGrad
 from flatshard.tensor.flat_parameter import FlatParameter
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 _PART_BYTES = 8 << 20
 """Of parameters: from so many on, a part is full. With Adam, four times as much is in memory."""
@@ -48,7 +48,7 @@ class Part(NamedTuple):
 def state_home(param: Any) -> DiskMemory | None:
     """Where state of a parameter, or of its twin, is kept; None: in memory."""
     if isinstance(param, FlatShardTensor):
-        return param._spec.state_home
+        return param.spec.state_home
     return getattr(param, "_state_home", None)
 
 
@@ -115,7 +115,7 @@ def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterato
 def _local_grad(param: Any) -> Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():
         grad = param.grad
-    return None if isinstance(grad, ConsumedGrad) else getattr(grad, "_local", grad)
+    return None if grad is None or isinstance(grad, ConsumedGrad) else local_range(grad)
 
 
 def _has_grad(param: Any) -> bool:

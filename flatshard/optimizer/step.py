@@ -40,7 +40,7 @@ from flatshard.optimizer.buckets import Part, Run, apart, find_runs
 from flatshard.optimizer.consumed_grad import drop_consumed
 from flatshard.precision.grad_dtypes import check_dtype, set_grad
 from flatshard.tensor.flat_parameter import FlatParameter
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 _ELEMENTWISE: set[Any] = {
     inspect.unwrap(kind.step)
@@ -156,7 +156,7 @@ def _check_params(optimizer: torch.optim.Optimizer) -> None:
                 if grad is None:
                     continue
                 if grad.dtype is not param.dtype:
-                    check_dtype(optimizer, group, param)
+                    check_dtype(optimizer, group, param, _name_of(param))
                 # An earlier, reduced gradient is marked too while more waits for its reduction.
                 unit = getattr(grad, "_unreduced_of", None)
                 if unit is not None:
@@ -248,7 +248,7 @@ def step_parts(
         with torch.no_grad():
             for group, params in parts:
                 for param in params:
-                    check_dtype(optimizer, group, param)
+                    check_dtype(optimizer, group, param, _name_of(param))
             _swap_in(optimizer)
             step(optimizer)
     finally:
@@ -336,7 +336,8 @@ class _Exchange:
         else:
             # Plain already, only its gradient is not.
             twin = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
-            set_grad(twin, getattr(param.grad, "_local", param.grad))
+            grad = param.grad
+            set_grad(twin, None if grad is None else local_range(grad))
         torch.autograd.graph.increment_version(twin)
         if param in self._state:
             self._state[twin] = apart(_local_state(param, self._state.pop(param)))
@@ -391,20 +392,20 @@ def _local_state(param: FlatShardTensor | FlatParameter, state: dict[str, Any]) 
     Raises:
         RuntimeError: a state tensor has neither the parameter's shape nor this rank's.
     """
-    held = param._local if isinstance(param, FlatShardTensor) else param
+    held = param.local if isinstance(param, FlatShardTensor) else param
     for key, value in state.items():
         if isinstance(value, FlatShardTensor):
             # Made at construction, as Adagrad does; also where this rank holds all of it.
-            state[key] = value._local
+            state[key] = value.local
             continue
         if not isinstance(value, torch.Tensor) or value.shape == held.shape:
             continue
         if key in ONE_PER_PARAMETER:
             continue
         if isinstance(param, FlatShardTensor) and value.shape == param.shape:
-            state[key] = param._spec.slice(value).clone()
+            state[key] = param.spec.slice(value).clone()
         elif value.numel() > 1:
-            name = param._spec.name if isinstance(param, FlatShardTensor) else repr(param)
+            name = param.spec.name if isinstance(param, FlatShardTensor) else repr(param)
             raise RuntimeError(
                 f"optimizer state {key!r} of parameter {name!r}: expected shape "
                 f"{tuple(held.shape)} (this rank's part) or {tuple(param.shape)} (the whole), got "
@@ -414,10 +415,14 @@ def _local_state(param: FlatShardTensor | FlatParameter, state: dict[str, Any]) 
     return state
 
 
+def _name_of(param: Any) -> str | None:
+    return param.spec.name if isinstance(param, FlatShardTensor) else None
+
+
 def _twin(param: FlatShardTensor) -> nn.Parameter:
     twin: nn.Parameter | None = param.__dict__.get("_twin")
     if twin is None or twin.requires_grad != param.requires_grad:
-        twin = nn.Parameter(param._local.detach(), requires_grad=param.requires_grad)
+        twin = nn.Parameter(param.local.detach(), requires_grad=param.requires_grad)
         param._twin = twin  # type: ignore[attr-defined]
     return twin
 
@@ -427,9 +432,9 @@ def _local_grad(param: FlatShardTensor) -> torch.Tensor | None:
     if grad is None:
         return None
     if isinstance(grad, FlatShardTensor):
-        return grad._local
+        return grad.local
     # Assigned by the user as a full tensor.
-    return param._spec.slice(grad.detach())
+    return param.spec.slice(grad.detach())
 
 
 # ---------------------------------------------------------------- one rank's state
@@ -510,8 +515,8 @@ def _stamp(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if isinstance(param, FlatShardTensor):
-                rank, size = param._spec.comm.rank, param._spec.comm.size
-                places.append(param._spec.place)
+                rank, size = param.spec.comm.rank, param.spec.comm.size
+                places.append(param.spec.place)
             elif isinstance(param, FlatParameter):
                 layout = param.flat_layout
                 rank, size = param.rank, layout.world_size

@@ -84,7 +84,7 @@ class ParamInfo:
         if self._tensor_hooks is not None:
             full._backward_hooks = self._tensor_hooks
         if self._post_hooks is not None:
-            self.param._spec.post_accumulate_hooks = self._post_hooks
+            self.param.spec.post_accumulate_hooks = self._post_hooks
         self._tensor_hooks, self._post_hooks = None, None
 
 

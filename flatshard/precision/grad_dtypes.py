@@ -31,11 +31,17 @@ def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
 
 
 def check_dtype(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter, name: str | None
 ) -> None:
     """See before a step that an optimizer can step on a gradient in another dtype.
 
     Its own error is the answer of an optimizer that is not torch's.
+
+    Args:
+        optimizer: that is about to step.
+        group: of its ``param_groups``, the one with ``param``.
+        param: whose gradient to look at.
+        name: what errors call it; None: nothing.
 
     Raises:
         RuntimeError: it cannot, or its state would have that dtype too.
@@ -51,8 +57,7 @@ def check_dtype(
     elif step is _SGD and group["momentum"]:
         why = "would keep its momentum in the gradients' dtype"
     if why is not None:
-        spec = getattr(param, "_spec", None)
-        named = f"parameter {spec.name!r}: " if spec is not None else ""
+        named = f"parameter {name!r}: " if name is not None else ""
         raise RuntimeError(
             f"{named}its gradient is {grad.dtype} and it is {param.dtype}, as "
             "MixedPrecision(keep_low_precision_grads=True) asks for, but "

@@ -19,7 +19,7 @@ from flatshard.comm.communicator import Communicator
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.precision.grad_dtypes import set_grad
 from flatshard.state.full_tensors import gather_flat, split
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ def _grad_shard(handle: FlatParamHandle) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         if not handle.params.use_orig_params:
             grad = handle.sharded[0].grad
-            return flat.copy_(getattr(grad, "_local", grad))  # type: ignore[arg-type]
+            return flat.copy_(local_range(grad))  # type: ignore[arg-type]
         for param, spec, local in zip(
             handle.sharded, handle.params.specs, handle.local_spans, strict=True
         ):
             if param.grad is not None:
                 # A plain one is whole: the user's own.
                 grad = param.grad
-                part = grad._local if isinstance(grad, FlatShardTensor) else spec.slice(grad)
+                part = grad.local if isinstance(grad, FlatShardTensor) else spec.slice(grad)
                 flat[local.start : local.end].copy_(part)
     return flat
 

@@ -66,7 +66,7 @@ def split(handle: FlatParamHandle, flat: Tensor, device: torch.device) -> list[T
 def index_of(handle: FlatParamHandle, tensor: Tensor) -> int | None:
     """Which original parameter ``tensor`` shows, or None."""
     if isinstance(tensor, FlatShardTensor):
-        return next((i for i, spec in enumerate(handle.params.specs) if spec is tensor._spec), None)
+        return next((i for i, spec in enumerate(handle.params.specs) if spec is tensor.spec), None)
     storage = tensor.untyped_storage()._cdata
     if storage != handle.buffer.untyped_storage()._cdata:
         return None

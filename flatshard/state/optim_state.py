@@ -164,7 +164,7 @@ def _part(place: OptimParam, key: str, value: Any) -> Tensor | None:
     if handle is None or key in optimizer_step.ONE_PER_PARAMETER:
         return None
     if isinstance(value, FlatShardTensor):
-        return value._local
+        return value.local
     if isinstance(value, Tensor):
         if place.is_flat:
             if value.shape == handle.shard.shape:

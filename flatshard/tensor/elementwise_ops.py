@@ -40,13 +40,13 @@ _STATE_MAKERS = frozenset(
 def _local(value: Any, spec: ShardSpec) -> Any:
     """The operand that meets the local range of ``spec``."""
     if isinstance(value, FlatShardTensor):
-        if value._spec.place != spec.place:
+        if value.spec.place != spec.place:
             raise RuntimeError(
-                f"parameter {spec.name!r} {spec.shape} meets {value._spec.name!r} "
-                f"{value._spec.shape}: sharded tensors of different shapes, strides or layouts "
+                f"parameter {spec.name!r} {spec.shape} meets {value.spec.name!r} "
+                f"{value.spec.shape}: sharded tensors of different shapes, strides or layouts "
                 "cannot be combined. Use full_tensor() on both."
             )
-        return value._local
+        return value.local
     if isinstance(value, Tensor) and value.dim() > 0:
         if torch.is_grad_enabled() and value.requires_grad:
             spec.refuse("a product with a tensor that requires a gradient")
@@ -56,7 +56,7 @@ def _local(value: Any, spec: ShardSpec) -> Any:
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like = first_sharded(args, kwargs)
-    spec = like._spec
+    spec = like.spec
     if func in (aten.detach.default, aten.alias.default):
         return like.alias()
     if "out" in kwargs:
@@ -69,9 +69,9 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}
     result = func(*(_local(value, spec) for value in args), **kwargs)
     if in_place:
-        torch.autograd.graph.increment_version(args[0]._local)
+        torch.autograd.graph.increment_version(args[0].local)
         return args[0]
-    makes_state = func in _STATE_MAKERS and result.device == like._local.device
+    makes_state = func in _STATE_MAKERS and result.device == like.local.device
     if spec.state_home is not None and makes_state:
         result = spec.state_home.take_in(result)
     return FlatShardTensor(result, spec)
@@ -84,7 +84,7 @@ def _check_memory_format(
     if memory_format is None or memory_format is torch.preserve_format:
         return
     if not tensor.is_contiguous(memory_format=memory_format):
-        spec = tensor._spec
+        spec = tensor.spec
         raise RuntimeError(
             f"parameter {spec.name!r} (unit {spec.unit!r}) is sharded and keeps the memory format "
             f"that it was wrapped with: strides are {spec.strides}, {func._schema.name} asks for "
@@ -101,7 +101,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for values in lists:
         for position, value in enumerate(values):
             if specs[position] is None and isinstance(value, FlatShardTensor):
-                specs[position] = value._spec
+                specs[position] = value.spec
 
     def local(values: Any) -> Any:
         if not isinstance(values, list | tuple) or not any(isinstance(v, Tensor) for v in values):
@@ -122,7 +122,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tensors_in((value,)):
                     if isinstance(tensor, FlatShardTensor):
-                        torch.autograd.graph.increment_version(tensor._local)
+                        torch.autograd.graph.increment_version(tensor.local)
         return None
     return [
         value if spec is None else FlatShardTensor(value, spec)
@@ -136,10 +136,10 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _random_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
     """Draw as many numbers as the unwrapped model would, keep this rank's."""
     tensor: FlatShardTensor = args[0]
-    local = tensor._local
-    full = tensor._spec.empty(local)
+    local = tensor.local
+    full = tensor.spec.empty(local)
     func(full, *args[1:], **kwargs)
-    local.copy_(tensor._spec.slice(full))
+    local.copy_(tensor.spec.slice(full))
     torch.autograd.graph.increment_version(local)
     return tensor
 
@@ -147,20 +147,20 @@ def _random_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
     tensor: FlatShardTensor = args[0]
     _check_memory_format(func, tensor, kwargs.get("memory_format"))
-    local = tensor._local
-    full = tensor._spec.empty(local)
+    local = tensor.local
+    full = tensor.spec.empty(local)
     drawn = func(full, *args[1:], **kwargs)
-    return FlatShardTensor(tensor._spec.slice(drawn).clone(), tensor._spec)
+    return FlatShardTensor(tensor.spec.slice(drawn).clone(), tensor.spec)
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return func(args[0]._local, *args[1:], **kwargs)  # type: ignore[no-any-return]
+    return func(args[0].local, *args[1:], **kwargs)  # type: ignore[no-any-return]
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
     tensor, *rest = args
-    if func is not aten.view.default or tuple(rest[0]) != tensor._spec.shape:
-        tensor._spec.refuse(f"{func._schema.name} to another shape or dtype")
+    if func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape:
+        tensor.spec.refuse(f"{func._schema.name} to another shape or dtype")
     return tensor.alias()  # type: ignore[no-any-return]
 
 

@@ -27,7 +27,13 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
-from flatshard.tensor.sharded_tensor import DIFFERENTIABLE, HANDLERS, FlatShardTensor, first_sharded
+from flatshard.tensor.sharded_tensor import (
+    DIFFERENTIABLE,
+    HANDLERS,
+    FlatShardTensor,
+    first_sharded,
+    local_range,
+)
 
 aten = torch.ops.aten
 
@@ -38,7 +44,7 @@ def _part(tensor: FlatShardTensor, *, with_padding: bool) -> Tensor:
     Raises:
         RuntimeError: a gradient of which every rank still has its own.
     """
-    spec = tensor._spec
+    spec = tensor.spec
     unit = getattr(tensor, "_unreduced_of", None)
     if unit is not None:
         raise RuntimeError(
@@ -47,8 +53,8 @@ def _part(tensor: FlatShardTensor, *, with_padding: bool) -> Tensor:
             "outside of no_sync."
         )
     if with_padding or spec.originals is None:
-        return tensor._local
-    return torch.cat([tensor._local[span.start : span.end] for span in spec.originals])
+        return tensor.local
+    return torch.cat([tensor.local[span.start : span.end] for span in spec.originals])
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype | None:
@@ -63,14 +69,14 @@ def _bind(
     values = dict(zip(names, defaults, strict=True)) | dict(zip(names, args, strict=False))
     for key, value in kwargs.items():
         if key not in values:
-            first_sharded(args, kwargs)._spec.refuse(f"the argument {key}")
+            first_sharded(args, kwargs).spec.refuse(f"the argument {key}")
         values[key] = value
     return tuple(values.values())
 
 
 def _only_whole(tensor: FlatShardTensor, func: Any, dim: Any, keepdim: Any) -> None:
     if keepdim or (dim is not None and len(dim) > 0):
-        tensor._spec.refuse(f"{func._schema.name} along a dimension")
+        tensor.spec.refuse(f"{func._schema.name} along a dimension")
 
 
 # ---------------------------------------------------------------- norms
@@ -96,7 +102,7 @@ def norms(
     sharded: dict[Communicator, list[int]] = {}
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, FlatShardTensor):
-            sharded.setdefault(tensor._spec.comm, []).append(position)
+            sharded.setdefault(tensor.spec.comm, []).append(position)
         else:
             plain.append(position)
     for comm, positions in sharded.items():
@@ -131,7 +137,7 @@ def _sharded_norms(
     parts = [part.abs() if part.is_complex() else part for part in parts]
     device = parts[0].device if parts[0].device.type != "cpu" else comm.control_device
     local = _local_norms(parts, order, device)
-    label = tensors[0]._spec.name if len(tensors) == 1 else "norms"
+    label = tensors[0].spec.name if len(tensors) == 1 else "norms"
     if math.isinf(order):
         return _extremes(local, comm, largest=order > 0, label=label)
     if order == 0:
@@ -180,7 +186,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     bound = dict(zip(names, _bind(args, kwargs, names, (None,) * len(names)), strict=True))
     tensor: FlatShardTensor = bound["self"]
     _only_whole(tensor, func, bound.get("dim"), bound.get("keepdim"))
-    spec, part = tensor._spec, _part(tensor, with_padding=True)
+    spec, part = tensor.spec, _part(tensor, with_padding=True)
     if bound["dtype"] is not None:
         part = part.to(bound["dtype"])
     total = part.sum(dtype=_wide(part.dtype))
@@ -195,7 +201,7 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     name = func._schema.name.removeprefix("aten::")
     whole = len(args) == 1 or (len(args) == 2 and name in ("amax", "amin") and args[1] == [])
     if not whole or kwargs:
-        tensor._spec.refuse(f"{name} along a dimension")
+        tensor.spec.refuse(f"{name} along a dimension")
     part = _part(tensor, with_padding=False)
     is_logical = name in ("any", "all") or part.dtype is torch.bool
     if is_logical:
@@ -205,7 +211,7 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
         value = part.amax() if largest else part.amin()
     else:
         value = part.new_full((), _least(part.dtype) if largest else _greatest(part.dtype))
-    comm, label = tensor._spec.comm, tensor._spec.name
+    comm, label = tensor.spec.comm, tensor.spec.name
     value = _extremes(value.view(1), comm, largest=largest, label=label)[0]
     return value.to(torch.bool) if is_logical else value
 
@@ -234,17 +240,17 @@ def _extremes(values: Tensor, comm: Communicator, *, largest: bool, label: str) 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """GradScaler: an overflow on one rank is an overflow on all."""
     gradients, found_inf, inverse_scale = args
-    func([getattr(g, "_local", g) for g in gradients], found_inf, inverse_scale)
+    func([local_range(g) for g in gradients], found_inf, inverse_scale)
     sharded = [g for g in gradients if isinstance(g, FlatShardTensor)]
     for gradient in sharded:
-        torch.autograd.graph.increment_version(gradient._local)
+        torch.autograd.graph.increment_version(gradient.local)
     # Not a set: all ranks must meet the communicators in one order.
-    for comm in dict.fromkeys(gradient._spec.comm for gradient in sharded):
+    for comm in dict.fromkeys(gradient.spec.comm for gradient in sharded):
         comm.reduce_scalars(found_inf, "MAX", label="found_inf")
 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    first_sharded(args, kwargs)._spec.refuse(func._schema.name)
+    first_sharded(args, kwargs).spec.refuse(func._schema.name)
 
 
 HANDLERS.update(
@@ -276,7 +282,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: FlatShardTensor) -> Tensor:  # type: ignore[override]
         OutsideUses.count += 1
-        ctx.spec, ctx.like = tensor._spec, tensor._local.new_empty(0)
+        ctx.spec, ctx.like = tensor.spec, tensor.local.new_empty(0)
         return _sum(aten.sum.default, (tensor,), {})
 
     @staticmethod
@@ -293,8 +299,8 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, tensor: FlatShardTensor, order: float) -> Tensor:  # type: ignore[override]
         OutsideUses.count += 1
         norm = norms([tensor], order)[0]
-        ctx.spec, ctx.order = tensor._spec, order
-        ctx.save_for_backward(tensor._local, norm)
+        ctx.spec, ctx.order = tensor.spec, order
+        ctx.save_for_backward(tensor.local, norm)
         return norm
 
     @staticmethod
@@ -309,7 +315,7 @@ class _Norm(torch.autograd.Function):
 
 def _differentiable_sum(input: Any, *args: Any, **kwargs: Any) -> Tensor:
     if args or kwargs:
-        input._spec.refuse("a sum along a dimension or in another dtype")
+        input.spec.refuse("a sum along a dimension or in another dtype")
     return _Sum.apply(input)  # type: ignore[no-any-return]
 
 
@@ -323,9 +329,9 @@ def _differentiable_norm(
     order = kwargs.pop("ord", p)
     order = 2 if order in (None, "fro") else order
     if args or any(value is not None and value is not False for value in kwargs.values()):
-        input._spec.refuse("a norm along a dimension or in another dtype")
+        input.spec.refuse("a norm along a dimension or in another dtype")
     if not isinstance(order, int | float) or order in (0, float("inf"), float("-inf")):
-        input._spec.refuse(f"the gradient of a norm of order {order}")
+        input.spec.refuse(f"the gradient of a norm of order {order}")
     return _Norm.apply(input, float(order))  # type: ignore[no-any-return]
 
 

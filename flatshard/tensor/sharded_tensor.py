@@ -153,7 +153,7 @@ def _stay_away() -> bool:
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
     """The Python attributes of a parameter, without what ties it to its place."""
-    private = {"_local", "_spec", "_twin"}
+    private = {"local", "spec", "_twin"}
     return {name: value for name, value in tensor.__dict__.items() if name not in private}
 
 
@@ -162,10 +162,15 @@ class FlatShardTensor(torch.Tensor):
 
     Shape, strides, dtype and device are those of the whole parameter, the range is one of its
     elements in memory order.
+
+    Attributes:
+        local: this rank's range, ``(spec.numel,)``.
+        spec: which range of which parameter that is.
     """
 
-    _local: Tensor
-    _spec: ShardSpec
+    # Attributes of the object, not properties: reading them costs no dispatch.
+    local: Tensor
+    spec: ShardSpec
     _is_placeholder: bool = False
 
     @staticmethod
@@ -181,8 +186,8 @@ class FlatShardTensor(torch.Tensor):
             device=local.device,
             requires_grad=requires_grad,
         )
-        self._local = local
-        self._spec = spec
+        self.local = local
+        self.spec = spec
         return self  # type: ignore[no-any-return]
 
     @classmethod
@@ -209,13 +214,13 @@ class FlatShardTensor(torch.Tensor):
 
         No communication.
         """
-        return self._local
+        return self.local
 
     def alias(self) -> FlatShardTensor:
         """The same tensor without autograd, sharing memory and version counter."""
         # Not a view made here: its version counter would be another.
-        twin = FlatShardTensor(self._local, self._spec)
-        self._spec.aliases[id(twin)] = twin
+        twin = FlatShardTensor(self.local, self.spec)
+        self.spec.aliases[id(twin)] = twin
         return twin
 
     def let_go(self) -> None:
@@ -224,10 +229,10 @@ class FlatShardTensor(torch.Tensor):
         In a plain model ``kept = p.data; p.data = other`` puts the old values away. Here a new
         value is copied in, and would reach what was kept.
         """
-        storage = self._local.untyped_storage()._cdata
-        for alias in list(self._spec.aliases.values()):
-            if alias._local.untyped_storage()._cdata == storage:
-                alias._local = alias._local.clone()
+        storage = self.local.untyped_storage()._cdata
+        for alias in list(self.spec.aliases.values()):
+            if alias.local.untyped_storage()._cdata == storage:
+                alias.local = alias.local.clone()
 
     def full_tensor(self) -> Tensor:
         """A plain copy of the whole tensor, with its shape and strides.
@@ -237,7 +242,7 @@ class FlatShardTensor(torch.Tensor):
 
         Collective: all ranks of the shard group.
         """
-        spec, local = self._spec, self._local.detach()
+        spec, local = self.spec, self.local.detach()
         is_flat = spec.originals is not None
         start = spec.number * spec.numel if is_flat else spec.offset
         flat = local.new_zeros(spec.comm.size * spec.numel if is_flat else self.numel())
@@ -255,7 +260,7 @@ class FlatShardTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        spec = self._spec
+        spec = self.spec
         if value.dtype != self.dtype or value.device != self.device:
             raise RuntimeError(
                 f"parameter {spec.name!r} is sharded: its data is {self.dtype} on {self.device}, "
@@ -272,18 +277,18 @@ class FlatShardTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """The address of this rank's range."""
-        return self._local.data_ptr()
+        return self.local.data_ptr()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShardTensor:
         """A copy of this rank's range, with memory of its own; no communication."""
         if id(self) not in memo:
-            place = copy.copy(self._spec)
+            place = copy.copy(self.spec)
             # The copy takes part in no forward until a copied unit takes it over.
             place.full, place.on_outside_grad = None, lambda: None
             place.bring_back = _stay_away
             place.post_accumulate_hooks = OrderedDict()
             place.aliases = weakref.WeakValueDictionary()
-            held, home = self._local.detach(), place.state_home
+            held, home = self.local.detach(), place.state_home
             copied = home.copy(held) if home and is_on_disk(held) else held.clone()
             twin = type(self)(copied, place, self.requires_grad)
             twin.__dict__.update(attributes_of(self))
@@ -297,41 +302,41 @@ class FlatShardTensor(torch.Tensor):
             RuntimeError: always.
         """
         raise RuntimeError(
-            f"parameter {self._spec.name!r} is sharded and cannot be pickled. Save "
+            f"parameter {self.spec.name!r} is sharded and cannot be pickled. Save "
             "model.state_dict(), which holds full tensors, or p.full_tensor()."
         )
 
     def share_memory_(self) -> NoReturn:  # type: ignore[override]
         """Not available: the storage is part of a flat one."""
-        self._spec.refuse("share_memory_()")
+        self.spec.refuse("share_memory_()")
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call ``hook`` with this rank's full gradient, before it is reduced."""
         if self._is_placeholder:
-            _refuse_gradient(self._spec)
+            _refuse_gradient(self.spec)
         if self._is_computing_elsewhere():
-            assert self._spec.full is not None
+            assert self.spec.full is not None
             if self.requires_grad:  # unfrozen since the unit was last gathered
-                self._spec.full.requires_grad_(True)
-            return self._spec.full.register_hook(hook)
+                self.spec.full.requires_grad_(True)
+            return self.spec.full.register_hook(hook)
         return super().register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Call ``hook`` with this parameter once its reduced gradient is in ``.grad``."""
         if self._is_placeholder:
-            _refuse_gradient(self._spec)
+            _refuse_gradient(self.spec)
         if not self._is_computing_elsewhere():
             return super().register_post_accumulate_grad_hook(hook)
-        handle = torch_hooks.RemovableHandle(self._spec.post_accumulate_hooks)
-        self._spec.post_accumulate_hooks[handle.id] = hook
+        handle = torch_hooks.RemovableHandle(self.spec.post_accumulate_hooks)
+        self.spec.post_accumulate_hooks[handle.id] = hook
         return handle
 
     def _is_computing_elsewhere(self) -> bool:
-        return getattr(self, "_is_param", False) and self._spec.full is not None
+        return getattr(self, "_is_param", False) and self.spec.full is not None
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Shapes and range; never communicates."""
-        spec = self._spec
+        spec = self.spec
         kind = "Parameter " if getattr(self, "_is_param", False) else ""
         return (
             f"{kind}FlatShardTensor({spec.name!r}, shape={spec.shape}, dtype={self.dtype}, "
@@ -378,8 +383,13 @@ class FlatShardTensor(torch.Tensor):
         if handler is None and name.startswith(("_foreach_", "_fused_")):
             handler = HANDLERS["_foreach"]
         if handler is None:
-            first_sharded(args, kwargs)._spec.refuse(func._schema.name)
+            first_sharded(args, kwargs).spec.refuse(func._schema.name)
         return handler(func, args, kwargs)
+
+
+def local_range(tensor: Tensor) -> Tensor:
+    """This rank's range of a sharded tensor; a plain tensor is its own."""
+    return tensor.local if isinstance(tensor, FlatShardTensor) else tensor
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -413,7 +423,7 @@ def _refuse_gradients_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for value in tensors_in((*args[1:], *kwargs.values())):
         if isinstance(value, FlatShardTensor) and getattr(value, "_is_param", False):
             raise RuntimeError(
-                f"parameter {value._spec.name!r} is sharded: gradients for chosen parameters "
+                f"parameter {value.spec.name!r} is sharded: gradients for chosen parameters "
                 "cannot be asked of autograd. Call loss.backward() and read p.grad, or work "
                 "under ShardedWrapper.summon_full_params(model)."
             )
@@ -428,7 +438,7 @@ _WATCHED = _TAKES_GRADIENTS | _SETS_REQUIRES_GRAD
 
 
 def _refuse_requires_grad(tensor: FlatShardTensor) -> NoReturn:
-    spec = tensor._spec
+    spec = tensor.spec
     raise RuntimeError(
         f"parameter {spec.name!r} (unit {spec.unit!r}) is a part of a flat parameter and cannot "
         "be frozen or unfrozen alone. Wrap with use_orig_params=True, freeze it before wrapping, "

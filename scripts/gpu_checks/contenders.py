@@ -12,10 +12,10 @@ from typing import Any
 import benchmark
 import torch
 from benchmark import GPT, Block, Preset, make_batch
-from flatshard.wrap import ModuleWrapPolicy
 from torch import nn
 
 from flatshard import MixedPrecision, ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
 from gpu_checks.places import (
     FAIL,
     FAKE_RANKS,

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmark import GPT, Block, Preset, make_batch
-from flatshard.wrap import ModuleWrapPolicy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
 from gpu_checks.places import FAIL, PASS, Outcome, Place, in_ranks, one_line
 from gpu_checks.training import SMALL, loss_of
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from flatshard.wrap import ModuleWrapPolicy
 from torch import Tensor, nn
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
 from gpu_checks.places import (
     FAIL,
     FAKE_RANKS,

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from benchmark import GPT, Block, Preset, make_batch
-from flatshard.wrap import ModuleWrapPolicy
 from torch import Tensor
 
 from flatshard import MixedPrecision, ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
 
 SMALL = Preset(layers=2, width=64, heads=4, vocabulary=128, sequence=16)
 BILLION = Preset(layers=24, width=1792, heads=14, vocabulary=32768, sequence=1024, batch=4)

@@ -19,6 +19,7 @@ from flatshard.comm.registry import communicator
 from flatshard.comm.transports import sockets
 from flatshard.comm.work import AsyncWork, PendingSends
 from flatshard.options.strategy import Collectives, Transport
+from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
 
@@ -159,7 +160,7 @@ def _prefetch_far(rank: int, world_size: int) -> None:
         for layer in model.module:
             layer.module.register_forward_hook(
                 lambda *_, seen=on_the_way, of=model: seen.append(
-                    sum(wrapper._unit.is_prefetched for wrapper in sharded_modules(of))
+                    sum(wrapper._sharding.unit.is_prefetched for wrapper in sharded_modules(of))
                 )
             )
         _step(model)
@@ -235,7 +236,7 @@ def _live_bytes(model: nn.Module) -> int:
     return sum(
         handle.buffer.untyped_storage().nbytes()
         for wrapper in sharded_modules(model)
-        for handle in wrapper._unit.handles
+        for handle in wrapper._sharding.unit.handles
         if handle.buffer_bytes
     )
 
@@ -575,7 +576,7 @@ def _native(rank: int, world_size: int) -> None:
                 ("scalars", "used parameters of all units, backward"),
             ]
         for one, other in zip(*(model.parameters() for model in models), strict=True):
-            grads = [getattr(p.grad, "_local", p.grad) for p in (one, other)]
+            grads = [local_range(p.grad) for p in (one, other)]
             torch.testing.assert_close(*grads)
         # Without acc_events torch 2.11 warns that it keeps one cycle's events.
         cpu = [torch.profiler.ProfilerActivity.CPU]

@@ -183,7 +183,7 @@ def test_state_stays_where_it_is() -> None:
 def _stays(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model())
-    assert rank == 0 or any(p._local.numel() == 0 for p in model.parameters()), "no such case"
+    assert rank == 0 or any(p.local.numel() == 0 for p in model.parameters()), "no such case"
     optimizer = KINDS["adamw"](trainable(model))
     places = []
     for _ in range(3):

@@ -151,7 +151,7 @@ def _barrier_of_its_own(rank: int, world_size: int) -> None:
 
 LOOKS_AT_THE_END = """
 import threading, time
-from flatshard import standstill, watchdog
+from flatshard.comm.deadlock import detector as standstill, watchdog
 
 def look(self, wait):
     begun.set()
@@ -160,7 +160,7 @@ def look(self, wait):
 
 begun = threading.Event()
 standstill.LOOK_SECONDS = 0.01
-standstill.Standstill.look = look
+standstill.Deadlock.look = look
 with watchdog.watched(lambda: "something"):
     begun.wait()
 """

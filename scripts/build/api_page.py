@@ -1,6 +1,6 @@
 """Writes docs/api.md: every public name with its signature and docstring.
 
-python scripts/build_api.py
+python scripts/build/api_page.py
 """
 
 import ast
@@ -13,9 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from flatshard.module.full_model import FullModel
-
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 
 MODULES = {
     "flatshard": "The wrapper, and what it is told.",
@@ -34,18 +32,16 @@ NAMES = {
 LEFT_OUT = {"check_policy", "explain_no_match", "find_units", "UnitPlan", "Policy"}
 """Names that only the library itself needs."""
 
-WITH_MEMBERS = {FullModel}
-"""Bases whose methods stand with those of the class."""
 
-OWN = {"alias", "let_go", "parameter", "placeholder", "point_at"}
+OWN = {"alias", "extra_repr", "let_go", "parameter", "placeholder", "point_at"}
 """Methods that only the library itself calls."""
 
 
 def page() -> str:
     parts = [
         "# API reference",
-        "Made from the docstrings by `python scripts/build_api.py`. **Collective** in them: every "
-        "rank must make the call.",
+        "Made from the docstrings by `python scripts/build/api_page.py`. **Collective** in them: "
+        "every rank must make the call.",
     ]
     for module_name, about in MODULES.items():
         module = importlib.import_module(module_name)
@@ -60,8 +56,7 @@ def entry(name: str, thing: Any) -> list[str]:
     if not inspect.isclass(thing):
         return [f"### {name}", *described(name, thing)]
     found = [f"### {name}", *described(name, thing)]
-    members_of = [thing, *(base for base in thing.__bases__ if base in WITH_MEMBERS)]
-    for member, value in itertools.chain.from_iterable(vars(one).items() for one in members_of):
+    for member, value in vars(thing).items():
         if member.startswith("_") or member in OWN:
             continue
         function = getattr(value, "__func__", value)  # of a static method
