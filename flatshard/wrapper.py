@@ -37,8 +37,8 @@ from flatshard.module.sharding import (
     handles_in,
     outermost_shardings,
     shardings_in,
+    state_dicts_in,
     units_between_steps,
-    units_in,
 )
 from flatshard.module.summon import summon
 from flatshard.optimizer import grad_norm
@@ -578,7 +578,7 @@ class ShardedWrapper(ModuleProxy):
                 another rank's.
         """
         units = units_between_steps(model, "optim_state_dict()")
-        options = model_state.options_of(units)
+        options = model_state.options_of(state_dicts_in(model))
         if rank0_only is None:
             rank0_only = options.optim_rank0_only
         if offload_to_cpu is None:
@@ -669,8 +669,8 @@ class ShardedWrapper(ModuleProxy):
         """
         options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
         before = ShardedWrapper.get_state_dict_type(module)
-        for unit in units_in(module):
-            unit.state_dict_options = options
+        for part in state_dicts_in(module):
+            part.options = options
         return before
 
     @staticmethod
@@ -680,7 +680,7 @@ class ShardedWrapper(ModuleProxy):
         Raises:
             RuntimeError: units inside differ.
         """
-        return as_torch(model_state.options_of(units_in(module)))
+        return as_torch(model_state.options_of(state_dicts_in(module)))
 
     @staticmethod
     @contextlib.contextmanager
@@ -692,7 +692,7 @@ class ShardedWrapper(ModuleProxy):
     ) -> Iterator[None]:
         """``set_state_dict_type`` for a while; then every unit is as it was."""
         options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
-        with model_state.options_set(units_in(module), options):
+        with model_state.options_set(state_dicts_in(module), options):
             yield
 
     # ------------------------------------------------------------ what it is

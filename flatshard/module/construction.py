@@ -28,7 +28,7 @@ from flatshard.plan.module_tree import name_of
 from flatshard.plan.param_info import ParamInfo, find_owners
 from flatshard.plan.wrap import Policy, UnitPlan, check_policy, explain_no_match, find_units
 from flatshard.precision.overrides import PrecisionPlan
-from flatshard.state import model_state
+from flatshard.state.model_state import UnitStateDict
 
 
 def check_module(module: nn.Module, policy: Policy | None) -> None:
@@ -305,16 +305,16 @@ class Construction:
             )
             for kind, params in segments.items()
         )
+        state_dict = UnitStateDict(unit)
         flat = [] if settings.use_orig_params else [h.sharded[0] for h in unit.handles]
         for plan in members:
             module, wrapper = plan.module, wrappers[plan.module]
             wrapper.module = module
             wrapper.training = module.training
             ignored = self._ignored.within(module)
-            Sharding(wrapper, unit, settings, ignored, reason=plan.reason).attach()
+            Sharding(wrapper, unit, state_dict, settings, ignored, plan.reason).attach()
             for number, param in enumerate(flat):
                 wrapper.register_parameter(f"_flat_param_{number}", param)
-        model_state.hook_state_dicts(unit)
         return unit
 
     def _make_values(

@@ -18,6 +18,7 @@ from flatshard.module.settings import Settings, read_strategy
 from flatshard.options.strategy import ShardingStrategy
 from flatshard.plan.ignored import Ignored
 from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.state.model_state import UnitStateDict
 
 
 @dataclass(eq=False)
@@ -29,6 +30,7 @@ class Sharding:
     Attributes:
         wrapper: the wrapper.
         unit: its unit.
+        state_dict: what the unit puts into state dicts.
         settings: what it was wrapped with.
         ignored: what it leaves alone.
         reason: why a policy made it a unit; empty for others.
@@ -38,6 +40,7 @@ class Sharding:
 
     wrapper: ModuleProxy
     unit: Unit
+    state_dict: UnitStateDict
     settings: Settings
     ignored: Ignored
     reason: str = ""
@@ -54,6 +57,7 @@ class Sharding:
             self,
             wrapper=memo[id(self.wrapper)],
             unit=memo[id(self.unit)],
+            state_dict=copy.deepcopy(self.state_dict, memo),
             ignored=copy.deepcopy(self.ignored, memo),
         )
         twin.context = self.context
@@ -211,6 +215,11 @@ def units_of(shardings: Iterable[Sharding]) -> list[Unit]:
 def units_in(module: nn.Module) -> list[Unit]:
     """The units of a model, outermost first; none in an unwrapped model."""
     return units_of(shardings_in(module))
+
+
+def state_dicts_in(module: nn.Module) -> list[UnitStateDict]:
+    """What the units of a model put into state dicts."""
+    return list(dict.fromkeys(one.state_dict for one in shardings_in(module)))
 
 
 def handles_in(module: nn.Module) -> list[FlatParamHandle]:
