@@ -137,6 +137,8 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        # Without biases: the gradient of a key's is zero but for rounding, which AdamW would scale
+        # up to whole steps, and no two summation orders would agree.
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.proj = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -150,14 +152,16 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, width: int, depth: int, heads: int, context: int) -> None:
+    def __init__(
+        self, width: int, depth: int, heads: int, context: int, vocabulary: int = VOCABULARY
+    ) -> None:
         super().__init__()
         self.context = context
-        self.embed = nn.Embedding(VOCABULARY, width)
+        self.embed = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)

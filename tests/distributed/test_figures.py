@@ -17,7 +17,7 @@ from tests.harness import run_ranks
 pytest.importorskip("rich")
 pytestmark = pytest.mark.distributed
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "measure_strategies.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "measure" / "strategies.py"
 
 
 def _load() -> ModuleType:

@@ -1,4 +1,4 @@
-"""The figures of scripts/measure_precision.py, at toy size."""
+"""The figures of scripts/measure/precision.py, at toy size."""
 
 import argparse
 import importlib.util
@@ -10,11 +10,11 @@ import pytest
 from tests.harness import run_ranks
 
 pytest.importorskip("rich")
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "measure_precision.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "measure" / "precision.py"
 
 
 def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("measure_precision", SCRIPT)
+    spec = importlib.util.spec_from_file_location("precision", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -160,7 +160,7 @@ def look(self, wait):
 
 begun = threading.Event()
 standstill.LOOK_SECONDS = 0.01
-standstill.Standstill.look = look
+standstill.Deadlock.look = look
 with watchdog.watched(lambda: "something"):
     begun.wait()
 """

@@ -431,12 +431,14 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_reference_is_current() -> None:
-    spec = importlib.util.spec_from_file_location("build_api", ROOT / "scripts" / "build_api.py")
+    spec = importlib.util.spec_from_file_location(
+        "api_page", ROOT / "scripts" / "build" / "api_page.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.PAGE.read_text() == module.page(), "run scripts/build_api.py"
+    assert module.PAGE.read_text() == module.page(), "run scripts/build/api_page.py"
 
 
 # ---------------------------------------------------------------- what is not installed
@@ -449,7 +451,7 @@ MAIN = 'if __name__ == "__main__":'
 def test_scripts_say_what_is_not_installed(missing: str) -> None:
     """Without the packages of the environment, or with those alone that are not flatshard's."""
     packages = Path(torch.__file__).parents[1] if missing == "flatshard" else ""
-    scripts = {path: path.read_text() for path in (ROOT / "scripts").glob("*.py")}
+    scripts = {path: path.read_text() for path in (ROOT / "scripts").rglob("*.py")}
     started = [path for path, text in scripts.items() if "import torch" in text and MAIN in text]
     assert len(started) > 5
     for script in started:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD = ROOT / "scripts" / "build_notebooks.py"
+BUILD = ROOT / "scripts" / "build" / "notebooks.py"
 NAMES = sorted(path.stem for path in (ROOT / "tutorials").glob("*.py"))
 
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(240)]
@@ -24,7 +24,7 @@ for package in ("jupytext", "nbclient", "ipykernel", "matplotlib", "sklearn"):
 
 
 def build() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_notebooks", BUILD)
+    spec = importlib.util.spec_from_file_location("notebooks", BUILD)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -92,7 +92,7 @@ def test_runs_at_toy_size(name: str, executed: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_committed_notebook_is_of_its_script(name: str) -> None:
-    again = "run scripts/build_notebooks.py"
+    again = "run scripts/build/notebooks.py"
     source, notebook = build().read(name), committed(name)
     for cell, of_script in zip(notebook["cells"], source.cells, strict=True):
         assert "".join(cell["source"]) == of_script.source, again
@@ -113,7 +113,7 @@ def test_committed_notebook_is_of_its_script(name: str) -> None:
 def test_bad_options_are_one_line(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["build_notebooks.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["notebooks.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
         build().main()
     assert stopped.value.code == 2

@@ -1,6 +1,6 @@
 """Runs the scripts in tutorials/ and writes what they show beside them, as notebooks.
 
-    python scripts/build_notebooks.py [NAME...]
+    python scripts/build/notebooks.py [NAME...]
 
 Each tutorials/NAME.py is the source of tutorials/NAME.ipynb, in jupytext's percent format. Without
 a name, all are run. It needs `pip install -e ".[tutorials]"`.
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parents[1] / "tutorials"
+FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
 NEEDED = ("ipykernel", "jupytext", "matplotlib", "nbclient", "nbformat", "rich", "tqdm")
 
 

@@ -1,6 +1,6 @@
 """Measures what disk offload saves in memory and costs in time.
 
-    python scripts/measure_offload.py --layers 16 --width 768 --world-size 2
+    python scripts/measure/offload.py --layers 16 --width 768 --world-size 2
 
 A decoder of transformer blocks, a unit per block, is made on the meta device, wrapped, and trained
 by AdamW on this machine's CPU (gloo), each way in fresh processes:
@@ -18,27 +18,20 @@ fails where `all` or `early` take more at their peak and `--check` is given.
 
 import argparse
 import gc
-import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import prerequisites  # noqa: F401  (first: it may end this)
+import measuring  # first: it may end this
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from benchmark import Block, Preset
+from measuring import mib, reset_peak, resident_bytes
+from rich import print as rich_print
 from torch import Tensor, nn
-from training_job import Parser, spawn
-
-try:
-    from rich import print as rich_print
-    from rich.table import Table
-except ModuleNotFoundError:
-    print('error: rich is not installed: pip install ".[examples]"', file=sys.stderr)
-    sys.exit(2)
 
 from flatshard import CPUOffload, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
@@ -48,26 +41,12 @@ WAYS = ("none", "state", "all", "early")
 HEADS = 8
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        parts = self.qkv(self.norm1(x)).view(rows, length, 3, HEADS, width // HEADS)
-        mixed = F.scaled_dot_product_attention(*parts.permute(2, 0, 3, 1, 4), is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
 class Decoder(nn.Module):
     def __init__(self, layers: int, width: int, vocabulary: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        preset = Preset(layers, width, HEADS, vocabulary, sequence=0)
+        self.blocks = nn.Sequential(*(Block(preset) for _ in range(layers)))
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -75,14 +54,6 @@ class Decoder(nn.Module):
 
 
 # ------------------------------------------------------------------------------------------ ranks
-
-
-def resident_bytes(which: str) -> int:
-    """``VmRSS``, what is resident now, or ``VmHWM``, the most since it was last reset."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{which}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {which}")
 
 
 def build(way: str, args: argparse.Namespace, layers: int, width: int) -> ShardedWrapper:
@@ -119,11 +90,8 @@ def train(
     return losses
 
 
-def run_rank(rank: int, way: str, args: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", args.world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.world_size)
-    # What is imported and started once is not what a model takes.
+def measure_rank(way: str, args: argparse.Namespace) -> dict[str, Any]:
+    # A first model imports modules and starts threads: that is not counted.
     torch.manual_seed(0)
     tiny = build(way, args, 1, 16)
     train(tiny, optimize(tiny, way), args, 2)
@@ -131,7 +99,7 @@ def run_rank(rank: int, way: str, args: argparse.Namespace, folder: str) -> None
     torch.manual_seed(0)
     gc.collect()
     before = resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    reset_peak()
     model = build(way, args, args.layers, args.width)
     building = resident_bytes("VmHWM") - before
     numel = sum(p.numel() for p in model.parameters())
@@ -139,12 +107,12 @@ def run_rank(rank: int, way: str, args: argparse.Namespace, folder: str) -> None
     losses = train(model, optimizer, args, 1)  # makes the state
     first = resident_bytes("VmHWM") - before
     between = resident_bytes("VmRSS") - before
-    Path("/proc/self/clear_refs").write_text("5")
+    reset_peak()
     dist.barrier()
     begin = time.perf_counter()
     losses += train(model, optimizer, args, args.steps)
     dist.barrier()
-    figures = {
+    return {
         "way": way,
         "numel": numel,
         "formula": STATE_BYTES * numel / args.world_size,
@@ -155,22 +123,11 @@ def run_rank(rank: int, way: str, args: argparse.Namespace, folder: str) -> None
         "seconds": (time.perf_counter() - begin) / args.steps,
         "losses": losses,
     }
-    Path(folder, f"{rank}.json").write_text(json.dumps(figures))
-    dist.destroy_process_group()
-
-
-def figures_of_ranks(
-    work: Callable[..., None], way: str, args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """What ranks write that do ``work(rank, way, args, folder)``, in processes of their own."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(work, (way, args, folder), args.world_size)
-        return [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
 
 
 def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
     """The figures of the rank with the highest peak, and the losses of all."""
-    ranks = figures_of_ranks(run_rank, way, args)
+    ranks = measuring.figures_of_ranks(measure_rank, args.world_size, way, args)
     worst = max(ranks, key=lambda figures: figures["peak"])
     return {**worst, "losses": sorted(figures["losses"] for figures in ranks)}
 
@@ -178,18 +135,17 @@ def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
 def show(rows: list[dict[str, Any]]) -> None:
     numel, formula = rows[0]["numel"], rows[0]["formula"] / 2**20
     title = f"{numel:,} parameters, {formula:,.0f} MiB of state a rank, allowed {formula / 3:,.0f}"
-    table = Table(title=title)
-    for name in ("offload", "building", "first step", "peak", "between steps", "steps a minute"):
-        table.add_column(name, justify="left" if name == "offload" else "right")
+    columns = ("building", "first step", "peak", "between steps")
+    table = measuring.table(title, "offload", *columns, "steps a minute")
     for row in rows:
-        mib = (f"{row[key] / 2**20:,.0f}" for key in ("building", "first_step", "peak", "between"))
-        table.add_row(row["way"], *mib, f"{60 / row['seconds']:.1f}")
+        sizes = (mib(row[key]) for key in ("building", "first_step", "peak", "between"))
+        table.add_row(row["way"], *sizes, f"{60 / row['seconds']:.1f}")
     rich_print(table)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; exits with 2 on a bad one."""
-    parser = Parser(__doc__)
+    parser = measuring.Parser(__doc__)
     add = parser.add_argument
     add("--offload", default=",".join(WAYS), help=f"which, with commas between ({','.join(WAYS)})")
     add("--path", type=Path, default=Path(tempfile.gettempdir()), help="directory for the files")
@@ -203,9 +159,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--check", action="store_true", help="fail where the peak is more than allowed")
     add("--json", type=Path, metavar="PATH", help="write all figures there, in bytes")
     args = parser.parse_args(arguments)
-    args.offload = args.offload.split(",")
-    if unknown := set(args.offload) - set(WAYS):
-        parser.error(f"--offload: {', '.join(sorted(unknown))}: choose from {', '.join(WAYS)}")
+    args.offload = measuring.choose(parser, "--offload", args.offload, WAYS)
     sizes = (args.world_size, args.layers, args.width, args.vocabulary, args.rows, args.length)
     if min(*sizes, args.steps) < 1:
         parser.error("numbers must be at least 1")
@@ -213,8 +167,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--width: must be a multiple of {HEADS}, got {args.width}")
     if not args.path.is_dir():
         parser.error(f"--path: {args.path} is not a directory")
-    if not Path("/proc/self/clear_refs").exists():
-        parser.error("this needs Linux's /proc to measure resident memory")
+    measuring.require_proc(parser)
     return args
 
 
@@ -224,8 +177,7 @@ if __name__ == "__main__":
     show(rows)
     if any(row["losses"] != rows[0]["losses"] for row in rows):
         sys.exit("error: the losses differ")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    measuring.write_json(args, rows)
     over = [r["way"] for r in rows if r["way"] in WAYS[2:] and r["peak"] > r["formula"] / 3]
     if args.check and over:
         sys.exit(f"error: more than allowed was resident: {', '.join(over)}")

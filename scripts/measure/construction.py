@@ -1,6 +1,6 @@
 """Measures what it takes to build a sharded model: time and peak memory of each rank.
 
-    python scripts/measure_construction.py --layers 24 --width 1792 --world-size 2
+    python scripts/measure/construction.py --layers 24 --width 1792 --world-size 2
 
 A decoder of transformer blocks is made on the meta device and wrapped, a unit per block, by
 flatshard and by torch's FSDP1 and FSDP2, each in fresh processes on this machine's CPU (gloo).
@@ -10,21 +10,20 @@ above that before, beside what there must be: the shards, and one unit.
 
 import argparse
 import gc
-import json
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import prerequisites  # noqa: F401  (first: it may end this)
+import measuring  # first: it may end this
 import torch
 import torch.distributed as dist
-from measure_offload import Block, Decoder, figures_of_ranks, resident_bytes
+from benchmark import Block
+from measuring import mib, reset_peak, resident_bytes
+from offload import Decoder
 from rich import print as rich_print
-from rich.table import Table
 from torch import nn
-from training_job import Parser
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
@@ -70,12 +69,9 @@ WAYS: dict[str, Callable[[Decoder], nn.Module]] = {
 # ------------------------------------------------------------------------------------------ ranks
 
 
-def run_rank(rank: int, way: str, args: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
+def measure_rank(way: str, args: argparse.Namespace) -> dict[str, Any]:
     warnings.simplefilter("ignore")  # the other wrappers' deprecations
-    store = dist.FileStore(f"{folder}/store", args.world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.world_size)
-    # What a wrapper imports and starts once is not what a model takes.
+    # A wrapper imports modules and starts threads once: that is not counted.
     with torch.device("meta"):
         tiny = Decoder(1, 16, 16)
     WAYS[way](tiny)
@@ -87,14 +83,14 @@ def run_rank(rank: int, way: str, args: argparse.Namespace, folder: str) -> None
     total = sum(p.nbytes for p in model.parameters())
     gc.collect()
     before = resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    reset_peak()
     dist.barrier()
     begin = time.perf_counter()
     built = WAYS[way](model)
     dist.barrier()
     seconds = time.perf_counter() - begin
     assert not any(p.is_meta for p in built.parameters())
-    figures = {
+    return {
         "way": way,
         "seconds": seconds,
         "peak": resident_bytes("VmHWM") - before,
@@ -103,30 +99,28 @@ def run_rank(rank: int, way: str, args: argparse.Namespace, folder: str) -> None
         "largest_unit": max(*blocks, total - sum(blocks)),
         "numel": total // DTYPES[args.dtype].itemsize,
     }
-    Path(folder, f"{rank}.json").write_text(json.dumps(figures))
-    dist.destroy_process_group()
 
 
 def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
     """The figures of the rank with the highest peak."""
-    ranks = figures_of_ranks(run_rank, way, args)
+    ranks = measuring.figures_of_ranks(measure_rank, args.world_size, way, args)
     return max(ranks, key=lambda figures: figures["peak"])
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title=f"{rows[0]['numel']:,} parameters; MiB of the rank that took most")
-    for name in ("", "seconds", "peak", "shards", "largest unit", "peak - shards", "held after"):
-        table.add_column(name, justify="right" if name else "left")
+    table = measuring.table(
+        f"{rows[0]['numel']:,} parameters; MiB of the rank with the highest peak",
+        *("", "seconds", "peak", "shards", "largest unit", "peak - shards", "RSS after"),
+    )
     for row in rows:
         sizes = (row["peak"], row["shards"], row["largest_unit"], row["peak"] - row["shards"])
-        mib = [f"{size / 2**20:,.0f}" for size in (*sizes, row["after"])]
-        table.add_row(row["way"], f"{row['seconds']:.2f}", *mib)
+        table.add_row(row["way"], f"{row['seconds']:.2f}", *map(mib, (*sizes, row["after"])))
     rich_print(table)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; exits with 2 on a bad one."""
-    parser = Parser(__doc__)
+    parser = measuring.Parser(__doc__)
     add = parser.add_argument
     add("--impl", default=",".join(WAYS), help=f"which, with commas between ({','.join(WAYS)})")
     add("--world-size", type=int, default=2, help="ranks to start on this machine (2)")
@@ -137,13 +131,10 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=1, help="how often; the fastest counts (1)")
     add("--json", type=Path, metavar="PATH", help="write all figures there, in bytes")
     args = parser.parse_args(arguments)
-    args.impl = args.impl.split(",")
-    if unknown := set(args.impl) - set(WAYS):
-        parser.error(f"--impl: {', '.join(sorted(unknown))}: choose from {', '.join(WAYS)}")
+    args.impl = measuring.choose(parser, "--impl", args.impl, WAYS)
     if min(args.world_size, args.layers, args.width, args.vocabulary, args.rounds) < 1:
         parser.error("numbers must be at least 1")
-    if not Path("/proc/self/clear_refs").exists():
-        parser.error("this needs Linux's /proc to measure resident memory")
+    measuring.require_proc(parser)
     return args
 
 
@@ -153,5 +144,4 @@ if __name__ == "__main__":
     runs = [[measure(way, args) for way in args.impl] for _ in range(args.rounds)]
     rows = [min(of_way, key=lambda run: run["seconds"]) for of_way in zip(*runs, strict=True)]
     show(rows)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    measuring.write_json(args, rows)

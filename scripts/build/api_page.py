@@ -1,6 +1,6 @@
 """Writes docs/api.md: every public name with its signature and docstring.
 
-python scripts/build_api.py
+python scripts/build/api_page.py
 """
 
 import ast
@@ -15,7 +15,7 @@ from typing import Any
 
 from flatshard.module.full_model import FullModel
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 
 MODULES = {
     "flatshard": "The wrapper, and what it is told.",
@@ -44,8 +44,8 @@ OWN = {"alias", "let_go", "parameter", "placeholder", "point_at"}
 def page() -> str:
     parts = [
         "# API reference",
-        "Made from the docstrings by `python scripts/build_api.py`. **Collective** in them: every "
-        "rank must make the call.",
+        "Made from the docstrings by `python scripts/build/api_page.py`. **Collective** in them: "
+        "every rank must make the call.",
     ]
     for module_name, about in MODULES.items():
         module = importlib.import_module(module_name)

@@ -1,6 +1,6 @@
 """Measures what gathering parameters and reducing gradients in bf16 costs in accuracy and saves.
 
-    python scripts/measure_precision.py --world-sizes 2,3,4 --steps 30 --json figures.json
+    python scripts/measure/precision.py --world-sizes 2,3,4 --steps 30 --json figures.json
 
 Starts its own ranks on this machine's CPU (gloo) and trains a small transformer, from the same
 weights and on the same batches, in several precisions: plain fp32 in one process on all ranks'
@@ -12,29 +12,27 @@ Nothing is timed.
 
 import argparse
 import hashlib
-import json
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import prerequisites  # noqa: F401  (first: it may end this)
+import measuring  # first: it may end this
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measure_strategies import Block, Transformer, table
+from measuring import table
 from rich import print as rich_print
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from training_job import Parser, spawn
+from train_transformer import Block, Transformer
 
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 
 ROWS, LENGTH = 4, 32  # of a rank's batch
-VOCABULARY = 256
+VOCABULARY, HEADS = 256, 4
 BATCHES = 4  # that are repeated, so that there is something to learn
 LEARNING_RATE = 1e-3
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -45,7 +43,7 @@ TRANSPORTS = ("auto", "sockets", "native")
 
 def build(args: argparse.Namespace) -> Transformer:
     torch.manual_seed(0)  # the same weights on every rank
-    return Transformer(args.width, args.depth, VOCABULARY, LENGTH)
+    return Transformer(args.width, args.depth, HEADS, LENGTH, VOCABULARY)
 
 
 def text(step: int, world_size: int) -> Tensor:
@@ -223,21 +221,15 @@ TABLES = (losses_table, bytes_table, determinism_table)
 # --------------------------------------------------------------------------------------------- job
 
 
-def run_rank(rank: int, args: argparse.Namespace, world_size: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All figures. Collective."""
     warnings.simplefilter("ignore")  # FSDP2's deprecations
-    store = f"file://{folder}/store{world_size}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-    figures = {
-        "world_size": world_size,
+    return {
+        "world_size": dist.get_world_size(),
         "losses": measure_losses(args),
         "bytes": measure_bytes(args),
         "determinism": measure_determinism(args),
     }
-    if rank == 0:
-        Path(folder, f"{world_size}.json").write_text(json.dumps(figures))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def world_sizes(value: str) -> list[int]:
@@ -248,7 +240,7 @@ def world_sizes(value: str) -> list[int]:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__)
+    parser = measuring.Parser(__doc__)
     add = parser.add_argument
     add("--world-sizes", default="2", metavar="N,...", help="ranks to start, one run for each (2)")
     add("--width", type=int, default=64, help="of the model; a multiple of 4 (64)")
@@ -270,15 +262,11 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     everything = []
-    with tempfile.TemporaryDirectory() as folder:
-        for world_size in args.world_sizes:
-            spawn(run_rank, (args, world_size, folder), world_size)
-            everything.append(json.loads(Path(folder, f"{world_size}.json").read_text()))
-            for make in TABLES:
-                rich_print(make(everything[-1]))
-    if args.json:
-        figures = {"torch": torch.__version__, "runs": everything}
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    for world_size in args.world_sizes:
+        everything.append(measuring.figures_of_ranks(measure, world_size, args)[0])
+        for make in TABLES:
+            rich_print(make(everything[-1]))
+    measuring.write_json(args, {"torch": torch.__version__, "runs": everything})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures what each sharding strategy sends and holds, beside what the formulas say.
 
-    python scripts/measure_strategies.py --world-size 4 --ranks-per-node 2 --json figures.json
+    python scripts/measure/strategies.py --world-size 4 --ranks-per-node 2 --json figures.json
 
 Starts its own ranks on this machine's CPU (gloo) and pretends that so many of them are a node.
 Prints, for every strategy: the collectives of a step and the volume that they move; the bytes that
@@ -10,31 +10,24 @@ from the unwrapped model's on the concatenated batch. Nothing is timed.
 
 import argparse
 import gc
-import json
 import os
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import prerequisites  # noqa: F401  (first: it may end this)
+import measuring  # first: it may end this
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from measuring import table
+from rich import print as rich_print
+from rich.table import Table
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_job import Parser, spawn
-
-try:
-    from rich import print as rich_print
-    from rich.table import Table
-except ModuleNotFoundError:
-    print('error: rich is not installed: pip install ".[examples]"', file=sys.stderr)
-    sys.exit(2)
+from train_transformer import Block, Transformer
 
 from flatshard import ShardedWrapper, sharded_modules
 from flatshard.collectives import Event, record
@@ -42,48 +35,14 @@ from flatshard.wrap import ModuleWrapPolicy
 
 MICRO_BATCHES = 4
 ROWS, LENGTH = 2, 16  # of a rank's batch
-VOCABULARY = 512
+VOCABULARY, HEADS = 512, 4
 
 # ------------------------------------------------------------------------------------------- model
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        # Without biases: the gradient of a key's is zero but for rounding, which AdamW would scale
-        # up to whole steps, and no two summation orders would agree.
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.proj = nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        heads = self.qkv(self.norm1(x)).view(rows, length, 3, 4, width // 4)
-        mixed = F.scaled_dot_product_attention(*heads.permute(2, 0, 3, 1, 4), is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Transformer(nn.Module):
-    """Each block is a unit; embeddings, the last norm and the head are the root's."""
-
-    def __init__(self, width: int, depth: int, vocabulary: int, length: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1])
-        return self.head(self.norm(self.blocks(self.embed(tokens) + self.positions(places))))
-
-
 def build(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> Transformer:
     torch.manual_seed(0)  # the same weights on every rank
-    return Transformer(args.width, args.depth, VOCABULARY, LENGTH).to(dtype)
+    return Transformer(args.width, args.depth, HEADS, LENGTH, VOCABULARY).to(dtype)
 
 
 def wrap(model: nn.Module, keywords: dict[str, Any]) -> ShardedWrapper:
@@ -610,13 +569,6 @@ def deviation(measured: float, expected: float) -> str:
     return f"{100 * (measured / expected - 1):+.2f}"
 
 
-def table(title: str, *columns: str) -> Table:
-    made = Table(title=title)
-    for position, column in enumerate(columns):
-        made.add_column(column, justify="left" if position == 0 else "right")
-    return made
-
-
 def traffic_table(figures: dict[str, Any]) -> Table:
     psi = figures["sizes"]["psi"]
     made = table(
@@ -750,28 +702,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run_rank(rank: int, args: argparse.Namespace, init_method: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=args.world_size)
-    figures = measure(args)
-    if rank == 0:
-        sizes = figures["sizes"]
-        print(
-            f"Psi: {sizes['psi'] // 4:,} elements, {sizes['psi']:,} bytes; {sizes['num_units']} "
-            f"units, the root {sizes['root'] / sizes['psi']:.3f} Psi, the others "
-            f"{sizes['block'] / sizes['psi']:.3f} Psi each"
-        )
-        for make in TABLES:
-            rich_print(make(figures))
-        if args.json:
-            args.json.write_text(json.dumps(figures, indent=2) + "\n")
-    sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
+def show(figures: dict[str, Any]) -> None:
+    sizes = figures["sizes"]
+    print(
+        f"Psi: {sizes['psi'] // 4:,} elements, {sizes['psi']:,} bytes; {sizes['num_units']} "
+        f"units, the root {sizes['root'] / sizes['psi']:.3f} Psi, the others "
+        f"{sizes['block'] / sizes['psi']:.3f} Psi each"
+    )
+    for make in TABLES:
+        rich_print(make(figures))
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__)
+    parser = measuring.Parser(__doc__)
     add = parser.add_argument
     add("--world-size", type=int, default=4, help="ranks to start on this machine (4)")
     add("--ranks-per-node", type=int, default=2, help="how many of them make a node (2)")
@@ -793,5 +736,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(run_rank, (args, f"file://{folder}/store"), args.world_size)
+    figures = measuring.figures_of_ranks(measure, args.world_size, args)[0]
+    show(figures)
+    measuring.write_json(args, figures)

@@ -1,0 +1,103 @@
+"""What the scripts beside this one share: options, ranks that write figures, memory and tables."""
+
+import argparse
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+# The scripts one folder up: their options, their way to start ranks, their models.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import prerequisites  # noqa: F401  (first: it may end this)
+import torch
+import torch.distributed as dist
+from benchmark import resident_bytes
+from training_job import Parser, spawn
+
+if importlib.util.find_spec("rich") is None:
+    print('error: rich is not installed: pip install ".[examples]"', file=sys.stderr)
+    sys.exit(2)
+
+from rich.table import Table
+
+__all__ = [
+    "Parser",
+    "choose",
+    "figures_of_ranks",
+    "join",
+    "mib",
+    "require_proc",
+    "reset_peak",
+    "resident_bytes",
+    "table",
+    "write_json",
+]
+
+
+def choose(parser: Parser, option: str, given: str, known: Iterable[str]) -> list[str]:
+    """The names in ``given``, with commas between; exits with 2 where one is unknown."""
+    names = given.split(",")
+    if unknown := set(names) - set(known):
+        parser.error(f"{option}: {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
+    return names
+
+
+def require_proc(parser: Parser) -> None:
+    if not Path("/proc/self/clear_refs").exists():
+        parser.error("this needs Linux's /proc to measure resident memory")
+
+
+def reset_peak() -> None:
+    """Make ``resident_bytes("VmHWM")`` the peak from now on."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def join(rank: int, world_size: int, folder: str) -> None:
+    """Make this process a rank on gloo, with one thread."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def figures_of_ranks(
+    measure: Callable[..., dict[str, Any]], world_size: int, *arguments: Any
+) -> list[dict[str, Any]]:
+    """What ``measure(*arguments)`` returns on each rank, in processes of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_run_rank, (measure, world_size, folder, arguments), world_size)
+        return [json.loads(Path(folder, f"{r}.json").read_text()) for r in range(world_size)]
+
+
+def _run_rank(
+    rank: int,
+    measure: Callable[..., dict[str, Any]],
+    world_size: int,
+    folder: str,
+    arguments: tuple[Any, ...],
+) -> None:
+    join(rank, world_size, folder)
+    Path(folder, f"{rank}.json").write_text(json.dumps(measure(*arguments)))
+    # The first rank to end would take the store's file from the others.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(title: str, *columns: str) -> Table:
+    """An empty table whose first column is text and whose others are numbers."""
+    made = Table(title=title)
+    for position, column in enumerate(columns):
+        made.add_column(column, justify="right" if position else "left")
+    return made
+
+
+def mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.0f}"
+
+
+def write_json(args: argparse.Namespace, figures: Any) -> None:
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
