@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.deadlock.watchdog import watched
-from flatshard.engine.grad_buffer import CommHook
+from flatshard.engine.grad_reduce import CommHook
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.options.precision import MixedPrecision, ReduceMode

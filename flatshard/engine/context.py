@@ -209,7 +209,7 @@ class RunContext:
         """Free memory that is kept for the next step."""
         for unit in self.units:
             for handle in unit.handles:
-                handle.grad_buffer.spare.give_back()
+                handle.grad_publish.spare.give_back()
         POOL.give_back()
 
     def _plan_syncs(self) -> None:
@@ -226,13 +226,13 @@ class RunContext:
         """What ``no_sync`` means for each unit; see ``ShardedWrapper.no_sync``."""
         rest = Sync.INTRA if replicas_only else Sync.ALL
         if max_bytes is None:
-            return [Sync.INTRA if replicas_only else Sync.LOCAL] * len(self.units)
+            return [Sync.INTRA if replicas_only else Sync.NONE] * len(self.units)
         syncs = [rest] * len(self.units)
         # Small ones first: of as many bytes kept whole, they save the most collectives.
         for unit in sorted(self.units, key=lambda unit: (unit.gradient_bytes, unit.index)):
             if unit.gradient_bytes <= max_bytes:
                 max_bytes -= unit.gradient_bytes
-                syncs[unit.index] = Sync.LOCAL
+                syncs[unit.index] = Sync.NONE
         return syncs
 
     def leave(self, unit: Unit, *, failed: bool) -> None:
@@ -351,7 +351,7 @@ class RunContext:
                     handle.grad_publish.holds_gradients for handle in unit.handles
                 )
                 for bucket in unit.buckets:
-                    if unit.sync is Sync.LOCAL or not bucket.trainable_handles():
+                    if unit.sync is Sync.NONE or not bucket.trainable_handles():
                         # Never reduced, so it must not hold up the others.
                         self._reduce_order.ready(bucket.index)
                     else:
@@ -365,12 +365,12 @@ class RunContext:
         ranks begin at the end of this backward. This model's end is after that one's.
         """
         return all(not other.in_backward for other in _in_backward if other is not self) or all(
-            handle.grad_buffer.is_unordered for unit in self.units for handle in unit.handles
+            handle.reduce_plan.is_unordered for unit in self.units for handle in unit.handles
         )
 
     def gradients_complete(self, bucket: ReduceBucket) -> None:
         """Start every reduction whose turn has come."""
-        if bucket.unit.sync is Sync.LOCAL:
+        if bucket.unit.sync is Sync.NONE:
             return
         self._reduce_order.ready(bucket.index)
         self._take_turns()
@@ -391,11 +391,11 @@ class RunContext:
 
     def _start_reduce(self, bucket: ReduceBucket) -> None:
         unit = bucket.unit
-        if unit.sync is Sync.LOCAL:
+        if unit.sync is Sync.NONE:
             return
         with self.recorder.starting("reduce", unit), profiled("reduce", unit.name):
-            held = sum(h.grad_buffer.start_reduce(unit.sync) for h in bucket.trainable_handles())
-        if any(handle.grad_buffer.is_reducing for handle in bucket.handles):
+            held = sum(h.start_reduce(unit.sync) for h in bucket.trainable_handles())
+        if any(handle.is_reducing for handle in bucket.handles):
             self._in_flight.append((bucket, held))
         else:
             self._reduced(unit)
@@ -431,14 +431,13 @@ class RunContext:
     def _finish(self, bucket: ReduceBucket) -> None:
         with self.recorder.waiting(Kind.REDUCE_WAIT, bucket.unit):
             for handle in bucket.handles:
-                handle.grad_buffer.finish_reduce()
+                handle.finish_reduce()
 
     def _drain(self) -> None:
         """Finish all reductions under way, in order."""
         for bucket, _ in self._in_flight:
             with self.recorder.waiting(Kind.REDUCE_WAIT, bucket.unit, ends=False):
-                for handle in bucket.handles:
-                    handle.grad_buffer.cross()
+                bucket.cross()
         for bucket, _ in self._in_flight:
             self._finish(bucket)
         self._in_flight.clear()
@@ -448,7 +447,7 @@ class RunContext:
             return
         failed = True
         try:
-            if any(unit.sync is not Sync.LOCAL for unit in self.units):
+            if any(unit.sync is not Sync.NONE for unit in self.units):
                 self._settle()
             failed = False
         finally:
@@ -495,7 +494,7 @@ class RunContext:
         self._drain()
         for unit, handle in used.left_over:
             with self.recorder.starting("reduce", unit):
-                held = handle.grad_buffer.start_reduce(unit.sync)
+                held = handle.start_reduce(unit.sync)
                 self._in_flight.append((unit.bucket_of(handle), held))
         self._drain()
         if used.edited:  # raised where nothing is under way that a rank would wait for
@@ -503,7 +502,7 @@ class RunContext:
         for unit, flags in zip(self.units, used.parameters, strict=True):
             for handle, handle_flags in zip(unit.handles, flags, strict=True):
                 if unit.sync is Sync.ALL:
-                    handle.grad_publish.publish(handle_flags)
+                    handle.publish(handle_flags)
                 elif unit.sync is Sync.INTRA:
                     handle.grad_buffer.mark_used(handle_flags)
         self._published = used.parameters
@@ -527,9 +526,9 @@ class RunContext:
                     to_come.update(bucket.trainable_handles())
             flags.append(any(handle.grad_publish.was_edited for handle in unit.handles))
             for handle in unit.handles:
-                is_due = unit.sync is not Sync.LOCAL and handle not in to_come
+                is_due = unit.sync is not Sync.NONE and handle not in to_come
                 flags.append(is_due and handle.grad_buffer.waits_for(unit.sync))
-                used = handle.grad_buffer.used
+                used = handle.grad_buffer.used_by_rank
                 flags.extend([i in used for i in range(len(handle.full))])
         flags.extend(self.stepping.flags())
         combined = torch.tensor(flags, dtype=torch.uint8, device=self._world.control_device)

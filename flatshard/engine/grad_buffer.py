@@ -1,9 +1,7 @@
-"""``GradientBuffer``: gradients of one flat parameter, from autograd's hands to the reduced shard.
+"""``GradientBuffer``: adds up the gradients of one flat parameter until they are reduced.
 
-Each gradient is copied, in the reduce dtype, into its slot of one buffer as it comes: no
-concatenation, no second full-size gradient. On a CPU, large ones are read or sent from the tensors
-that autograd made (``grad_parts``). Buffer or tensors exist from the first gradient to the end of
-the reduction.
+It never sees a collective: it hands out ``FlatChunks``, and what is reduced over the inner group
+only (``Sync.INTRA``) comes back to wait here.
 
 [Note: accumulation]
 Sums are not kept in a reduce dtype narrower than the shard's. Where more gradients are to come
@@ -14,161 +12,122 @@ begins.
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
 
 import torch
 from torch import Tensor
 
-from flatshard.comm.communicator import Communicator
 from flatshard.comm.flat_chunks import ChunkPlan, FlatChunks
-from flatshard.comm.topology import Topology
-from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends
-from flatshard.engine.grad_reduce import GradReduce
-from flatshard.engine.offload import DeviceToHost, OffloadTarget
-from flatshard.memory.buffer_cache import BufferCache
+from flatshard.memory.buffers import storage_bytes
 from flatshard.options.precision import GradDtypes
 from flatshard.plan.layout import FlatLayout
 from flatshard.tensor.flat_parameter import part_of, view_of
 
 _IN_PLACE_BYTES = 1 << 20
-"""Of a flat parameter: below, one reading of a buffer is cheaper than many of gradients, and one
-copy of all gradients cheaper than many of each."""
+"""Flat parameters below are latency-bound: one copy of all gradients is cheaper than one of each,
+and peers read one block sooner than many."""
 
 _MEAN_IN_PLACE_BYTES = 1 << 16
-"""Of its originals: below, a copy as they come is cheaper than a reading of each."""
+"""If the mean gradient is smaller than this, copy gradients into one buffer on arrival; peers then
+read one block instead of many."""
 
 _COPIED_TOGETHER_BYTES = 1 << 20
-"""Of one gradient on an accelerator: below, beginning a copy takes longer than the copy, so the
-flat parameter's are copied by one kernel when all have come."""
+"""On an accelerator, launching the copy of a gradient below this takes longer than the copy, so
+one kernel copies them all when the last has arrived."""
 
 
 class Sync(enum.Enum):
     """What becomes of a unit's gradients at the end of a backward."""
 
-    LOCAL = "LOCAL"
-    """They stay whole and unreduced, and later ones are added to them."""
+    NONE = "NONE"
+    """They stay unsharded and unreduced, and later ones are added to them."""
     INTRA = "INTRA"
-    """They are reduced within the inner group; what crosses it waits."""
+    """They are reduced within the inner group; the reduction across it waits."""
     ALL = "ALL"
     """They are reduced over all ranks and published."""
 
 
-@dataclass(frozen=True)
-class CommHook:
-    """What a user put in the place of the usual reduction of a flat parameter.
-
-    Attributes:
-        reduce_dtype: in which gradients are reduced; None: as without a hook.
-        reduce: called with whole gradients, ``(padded_numel,)`` in the reduce dtype, and the
-            unit's name; returns their average over all ranks, this rank's ``(shard_numel,)``, in
-            any dtype. Collective, over when it returns. None: the usual reduction.
-    """
-
-    reduce_dtype: torch.dtype | None = None
-    reduce: Callable[[Tensor, str], Tensor] | None = None
-
-
 class GradientBuffer:
-    """Collects, reduces and hands over the gradients of one flat parameter.
+    """Collects the gradients of one flat parameter.
 
     Attributes:
-        label: the unit's name.
-        filled: original parameters whose gradient lies in the buffer, by index.
-        seen: those whose gradient came since the unit was last gathered for backward.
-        used: those that got a gradient since the last ``take``.
-        tags: the flat parameter's numbers in the inner, the outer and the replicate group.
         dtypes: of what is collected, accumulated and handed over.
-        fixed_order: whether to add in rank order also where the backend would add.
-        pending_sends: what other ranks may still be taking from this one.
-        spare: memory of reduced gradients that users have dropped.
-        held: the sum of what ``Sync.INTRA`` reduced, ``(padded_numel / inner.size,)``; or None.
+        filled: original parameters whose gradient is here, by index.
+        arrived: those whose gradient came since the unit was last unsharded for backward.
+        used_by_rank: those that got a gradient since gradients were last published.
+        intra_reduced: the sum of what ``Sync.INTRA`` reduced, ``(padded_numel / inner size,)``.
     """
 
     def __init__(
         self,
         layout: FlatLayout,
-        label: str,
         *,
-        topology: Topology,
         dtypes: GradDtypes,
         device: torch.device,
-        home: OffloadTarget | None,
-        tags: tuple[int, int, int],
-        pending_sends: PendingSends,
-        comm_hook: CommHook | None = None,
-        fixed_order: bool = False,
+        rank: int,
+        intra_start: int = 0,
+        min_chunk_bytes: int | None = None,
     ) -> None:
         """Plan; allocates nothing.
 
         Args:
             layout: where each original parameter lies.
-            label: the unit's name.
-            topology: the ranks that gradients are averaged over.
             dtypes: of what is collected, accumulated and handed over.
-            device: where gradients come and are reduced.
-            home: where the reduced gradient lives; None: there.
-            tags: the flat parameter's, in the inner, the outer and the replicate group.
-            pending_sends: takes what other ranks may still be taking.
-            comm_hook: what reduces, if it is not this; only where there is one stage.
-            fixed_order: whether to add in rank order also where the backend would add.
+            device: where gradients arrive.
+            rank: which shard this rank holds.
+            intra_start: first element of the flat parameter that ``intra_reduced`` covers.
+            min_chunk_bytes: size from which the transport reads a gradient where autograd made it;
+                None: it accepts one buffer only.
         """
-        self.label = label
+        self.dtypes = dtypes
         self.filled: set[int] = set()
-        self.seen: set[int] = set()
-        self.used: set[int] = set()
-        self.spare = BufferCache()
-        self.held: Tensor | None = None
-        self.pending_sends = pending_sends
-        self._layout, self.tags = layout, tags
-        self._topology = topology
-        self.dtypes, self._device = dtypes, device
-        self.fixed_order = fixed_order
-        self._to_host = DeviceToHost(home)
-        self._reduce_by_hook = None if comm_hook is None else comm_hook.reduce
+        self.arrived: set[int] = set()
+        self.used_by_rank: set[int] = set()
+        self.intra_reduced: Tensor | None = None
+        self._layout, self._device = layout, device
+        self._rank, self._intra_start = rank, intra_start
         self._buffer: Tensor | None = None
-        self._sizes: list[int] = []  # of gaps and originals in turn, once they were asked for
+        self._sizes: list[int] = []  # of gaps and originals in turn, for `_split`
         self._slots: dict[int, Tensor] = {}
-        self._apart: set[int] = set()  # those that are tensors of their own
-        nbytes = layout.padded_numel * dtypes.reduce_dtype.itemsize
-        is_small = nbytes < _IN_PLACE_BYTES
-        # How the other ranks get gradients from where autograd made them, without a buffer.
-        self._runs = None if comm_hook is not None else self._plan_runs(nbytes)
-        # Whether all slots are tensors of their own until the reduction begins.
-        self._stay = self._runs is not None or is_small
-        self._copies_together = device.type != "cpu"
-        self._reduction: GradReduce | None = None
-        self._reduced: Tensor | None = None
-        self._given: list[AsyncWork] = []
+        self._apart: set[int] = set()  # slots that are no views of the buffer
+        self._chunk_plan: ChunkPlan | None = None
+        self._plan_storage(min_chunk_bytes)
 
-    def _plan_runs(self, nbytes: int) -> ChunkPlan | None:
-        dtype, spans = self.dtypes.reduce_dtype, self._layout.spans
-        if self._device.type != "cpu" or nbytes < _IN_PLACE_BYTES:
-            return None
-        min_bytes = self._topology.inner.part_bytes(self.tags[0], dtype)
-        if min_bytes is None or nbytes < _MEAN_IN_PLACE_BYTES * len(spans):
-            return None
-        return ChunkPlan(self._layout, min_bytes, dtype)
+    def _plan_storage(self, min_chunk_bytes: int | None) -> None:
+        """Decide which gradients stay tensors of their own until the reduction begins."""
+        dtype, on_cpu = self.dtypes.reduce_dtype, self._device.type == "cpu"
+        nbytes = self._layout.padded_numel * dtype.itemsize
+        is_small = nbytes < _IN_PLACE_BYTES
+        # Casting on arrival would cost the launch that staying apart saves.
+        self._casts_late = not on_cpu
+        self._apart_below: float = 0 if on_cpu else _COPIED_TOGETHER_BYTES
+        if is_small:
+            self._apart_below = math.inf
+        elif on_cpu and min_chunk_bytes is not None:
+            if nbytes >= _MEAN_IN_PLACE_BYTES * len(self._layout.spans):
+                self._apart_below = math.inf
+                self._chunk_plan = ChunkPlan(self._layout, min_chunk_bytes, dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of gradients here, also of those that other ranks are still taking from."""
-        held: list[object] = [self._buffer, self.held, *self._slots.values()]
-        if not self._to_host.is_apart:
-            held.append(self._reduced)
-        if self._reduction is not None:
-            held.append(self._reduction.out)
-        for pending in self._given:
-            held.extend(pending.kept)
-        storages = [one.untyped_storage() for one in held if isinstance(one, Tensor)]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        """Bytes of gradients that wait here."""
+        return storage_bytes([self._buffer, self.intra_reduced, *self._slots.values()])
 
     @property
-    def is_given(self) -> bool:
-        """Whether a reduction is under way, or other ranks are still taking from this one's."""
-        return any(pending.kept for pending in self._given)
+    def accumulated(self) -> set[int]:
+        """Original parameters whose gradient waits for a reduction over all ranks."""
+        return self.filled if self.intra_reduced is None else self.filled | self.used_by_rank
+
+    def waits_for(self, sync: Sync) -> bool:
+        """Whether there is something that a reduction with ``sync`` would reduce further."""
+        return bool(self.filled) or (sync is Sync.ALL and self.intra_reduced is not None)
+
+    def slot(self, index: int) -> Tensor:
+        """The gradient of a filled original parameter."""
+        return self._slots[index]
+
+    # ------------------------------------------------------------ accumulate
 
     def receive(self, index: int, grad: Tensor, *, more_to_come: bool = False) -> None:
         """Put a gradient, which nobody else holds, into its slot, or add it to what is there.
@@ -183,8 +142,8 @@ class GradientBuffer:
         else:
             self._fill(index, grad, more_to_come)
             self.filled.add(index)
-        self.seen.add(index)
-        self.used.add(index)
+        self.arrived.add(index)
+        self.used_by_rank.add(index)
 
     def _add(self, index: int, grad: Tensor) -> None:
         slot = self._slots[index]
@@ -197,16 +156,17 @@ class GradientBuffer:
         """See the note on accumulation."""
         span, dtype = self._layout.spans[index], self.dtypes.reduce_dtype
         may_widen = more_to_come and self.dtypes.accum_dtype is not dtype
-        if may_widen and grad.dtype is not dtype and grad.itemsize >= dtype.itemsize:
-            dtype = self.dtypes.accum_dtype  # the other would round it
-        waits = self._copies_together and grad.nbytes < _COPIED_TOGETHER_BYTES
-        if waits and not may_widen:
-            dtype = grad.dtype  # cast by the one copy
-        if not (self._stay or may_widen or waits):
+        stays_apart = grad.nbytes < self._apart_below
+        if not (stays_apart or may_widen):
             buffer = self._allocate() if self._buffer is None else self._buffer
             self._slots[index] = view_of(buffer, span).copy_(grad)
             self._apart.discard(index)
             return
+        if may_widen:
+            if grad.dtype is not dtype and grad.itemsize >= dtype.itemsize:
+                dtype = self.dtypes.accum_dtype  # the reduce dtype would round it
+        elif self._casts_late:
+            dtype = grad.dtype
         fits = grad.dtype is dtype and grad.stride() == span.strides
         # Of a lazy conjugate or negative the memory has other values.
         fits = fits and not (grad.is_conj() or grad.is_neg())
@@ -221,60 +181,76 @@ class GradientBuffer:
             self._layout.padded_numel, dtype=self.dtypes.reduce_dtype, device=self._device
         )
         # Padding is summed and stepped like the rest, so it must stay zero.
-        _zero([buffer[start:end] for start, end in self._layout.gaps])
+        zero([buffer[start:end] for start, end in self._layout.gaps])
         self._buffer = buffer
         return buffer
 
-    # ------------------------------------------------------------ not reduced yet
+    def add_intra_reduced(self, part: Tensor) -> None:
+        """Add what a reduction over the inner group gave, ``(padded_numel / inner size,)``."""
+        part = part.to(self.dtypes.accum_dtype)
+        held = self.intra_reduced
+        self.intra_reduced = part if held is None else held.add_(part)
 
-    @property
-    def accumulated(self) -> set[int]:
-        """Original parameters whose gradient waits for a reduction over all ranks."""
-        return self.filled if self.held is None else self.filled | self.used
+    def mark_used(self, used: list[bool]) -> None:
+        """Note which gradients ``intra_reduced`` sums up, on whatever rank they arrived."""
+        self.used_by_rank.update(index for index, was_used in enumerate(used) if was_used)
 
-    def waits_for(self, sync: Sync) -> bool:
-        """Whether there is something that ``start_reduce(sync)`` would reduce further."""
-        return bool(self.filled) or (sync is Sync.ALL and self.held is not None)
-
-    @property
-    def is_reducing(self) -> bool:
-        """Whether a reduction has begun and ``finish_reduce`` was not called."""
-        return self._reduction is not None
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether nothing waits or is under way: there is a reduced gradient, or none at all."""
-        return self._reduction is None and not self.filled and self.held is None
+    def forget(self, index: int) -> None:
+        """Drop one gradient that was not reduced yet."""
+        for marks in (self.filled, self.arrived, self.used_by_rank):
+            marks.discard(index)
+        if self.intra_reduced is not None:
+            span, numel = self._layout.spans[index], self.intra_reduced.numel()
+            start, end = (
+                min(max(bound - self._intra_start, 0), numel) for bound in (span.start, span.end)
+            )
+            self.intra_reduced[start:end].zero_()
+            if not self.used_by_rank:
+                self.intra_reduced = None
 
     def shard_part(self) -> Tensor:
-        """A copy of what waits of this rank's shard, in the shard's dtype."""
+        """A copy of what waits of this rank's shard, in the published gradient's dtype."""
         part = torch.zeros(
             self._layout.shard_numel, dtype=self.dtypes.grad_dtype, device=self._device
         )
         for index in self.filled:
             span = self._layout.spans[index]
-            local = self._layout.local_span(index, self._topology.index)
+            local = self._layout.local_span(index, self._rank)
             part[local.start : local.end].copy_(part_of(self._slots[index], span, local))
-        if self.held is not None:
-            part.add_(self.held.narrow(0, *self._range(self._topology.outer.rank)))
+        if self.intra_reduced is not None:
+            first = self._layout.shard_range(self._rank)[0] - self._intra_start
+            part.add_(self.intra_reduced.narrow(0, first, self._layout.shard_numel))
         return part
 
-    def slot(self, index: int) -> Tensor:
-        """The gradient in the buffer; ``index`` is filled."""
-        return self._slots[index]
+    def take_over(self, other: GradientBuffer) -> None:
+        """Go on with what another buffer of the same layout has accumulated; casts and moves."""
+        self.filled |= other.filled
+        self.arrived |= other.arrived
+        self.used_by_rank |= other.used_by_rank
+        with torch.no_grad():
+            for index in other.filled:
+                self._fill(index, other.slot(index), more_to_come=True)
+            if other.intra_reduced is not None:
+                self.add_intra_reduced(other.intra_reduced.to(self._device))
 
-    def _range(self, position: int) -> tuple[int, int]:
-        return position * self._layout.shard_numel, self._layout.shard_numel
+    # ------------------------------------------------------------ hand out
 
-    def _whole(self) -> FlatChunks:
-        """Everything that was received; the rest is zero."""
-        if self._runs is not None:
-            return self._runs.whole({i: _in_memory_order(self._slots[i]) for i in self.filled})
+    def take_chunks(self) -> FlatChunks:
+        """Hand out everything that was received, in the reduce dtype; the rest is zero."""
+        with torch.no_grad():
+            chunks = self._chunks()
+        self._empty()
+        return chunks
+
+    def _chunks(self) -> FlatChunks:
+        if self._chunk_plan is not None:
+            grads = {index: _in_memory_order(self._slots[index]) for index in self.filled}
+            return self._chunk_plan.whole(grads)
         spans = self._layout.spans
         buffer = self._allocate() if self._buffer is None else self._buffer
         if len(self.filled) < len(spans):
             absent = (span for index, span in enumerate(spans) if index not in self.filled)
-            _zero([buffer[span.start : span.end] for span in absent])
+            zero([buffer[span.start : span.end] for span in absent])
         apart = self._apart & self.filled
         if apart:
             pieces = self._split(buffer)
@@ -292,188 +268,24 @@ class GradientBuffer:
             self._sizes = [end - start for start, end in zip([0, *bounds], ends, strict=True)]
         return list(buffer.split_with_sizes(self._sizes)[1::2])
 
-    def forget(self, index: int) -> None:
-        """Drop one gradient that was not reduced yet."""
-        for marks in (self.filled, self.seen, self.used):
-            marks.discard(index)
-        if self.held is not None:
-            inner = self._topology.inner
-            first, length = inner.rank * self.held.numel(), self.held.numel()
-            span = self._layout.spans[index]
-            start, end = (min(max(x - first, 0), length) for x in (span.start, span.end))
-            self.held[start:end].zero_()
-            if not self.used:
-                self.held = None
-
-    def mark_used(self, used: list[bool]) -> None:
-        """Note which gradients ``held`` sums up, on whatever rank they came."""
-        self.used.update(index for index, was_used in enumerate(used) if was_used)
-
-    def take_over(self, other: GradientBuffer) -> None:
-        """Go on with what another buffer of the same layout has accumulated; casts and moves."""
-        for mine, theirs in (
-            (self.filled, other.filled),
-            (self.seen, other.seen),
-            (self.used, other.used),
-        ):
-            mine |= theirs
-        with torch.no_grad():
-            for index in other.filled:
-                self._fill(index, other.slot(index), more_to_come=True)
-            if other.held is not None:
-                self.held = other.held.to(self._device, self.dtypes.accum_dtype)
-
-    # ------------------------------------------------------------ reductions
-
-    def start_reduce(self, sync: Sync) -> int:
-        """Begin averaging over the ranks; what was not filled counts as zero.
-
-        Collective: all ranks of the unit, in the same order of calls.
-
-        Args:
-            sync: ``ALL``, or ``INTRA`` to hold what the first stage gives.
-
-        Returns:
-            Bytes that are held until ``finish_reduce``.
-        """
-        assert self._reduction is None, "the reduction before was not finished"
-        with torch.no_grad():
-            whole = self._whole()
-            self._buffer, self._slots, self._apart = None, {}, set()
-            self.filled.clear()
-            if self._reduce_by_hook is not None:
-                assert sync is Sync.ALL, "units with a hook have one stage"
-                assert whole.parts[0] is not None, "hooks get one buffer"
-                reduced = self._reduce_by_hook(whole.parts[0], self.label)
-                self._add_reduced(self._without_padding(reduced))
-                return 0
-            self._reduction = GradReduce(
-                self, whole, self._topology, hold=sync is Sync.INTRA, held=self.held
-            )
-            self._given = self._reduction.stages
-            if sync is Sync.ALL:
-                self.held = None
-        # To send and to receive, unless the backend adds up as it receives. An accelerator's then
-        # has two units under way, without which its host would be too little ahead of it.
-        adds = self._topology.inner.is_stream_ordered(self._device) and not self.fixed_order
-        return (1 if adds else 2) * whole.numel * self.dtypes.reduce_dtype.itemsize
-
-    def _without_padding(self, reduced: Tensor) -> Tensor:
-        """Zero the padding in this rank's part: a hook may have put noise there."""
-        self._zero_padding(reduced, self._topology.index)
-        return reduced
-
-    def _zero_padding(self, part: Tensor, position: int) -> None:
-        """Zero the padding in part number ``position`` of the flat parameter."""
-        first, numel = position * part.numel(), part.numel()
-        inside = ([min(max(x - first, 0), numel) for x in gap] for gap in self._layout.gaps)
-        _zero([part[start:end] for start, end in inside if start < end])
-
-    def new_part(self, comm: Communicator) -> Tensor:
-        """Where this rank's part of a reduction over ``comm`` goes; only its padding has values."""
-        numel = self._layout.padded_numel // comm.size
-        dtype = self.sum_dtype(comm)
-        # Only what is published itself needs memory that users may hold on to: not what a later
-        # stage goes on with, nor what is copied home.
-        passes_on = self._topology.outer.size > 1 or self.adds_replicas
-        if passes_on or self._to_host.is_apart:
-            part = torch.empty(numel, dtype=dtype, device=self._device)
-        else:
-            part = self.spare.take(numel, dtype, self._device)
-        if self._runs is not None:
-            self._zero_padding(part, comm.rank)
-        return part
-
-    def sum_dtype(self, comm: Communicator) -> torch.dtype:
-        """In which a reduction over ``comm`` adds up and gives its part."""
-        return comm.sum_dtype(self.dtypes.reduce_dtype, self._device, fixed_order=self.fixed_order)
-
-    @property
-    def adds_replicas(self) -> bool:
-        """Whether replicas' averages are added up in parts, which are then gathered."""
-        replicate = self._topology.replicate
-        return replicate.adds_all_reduces(
-            self.dtypes.reduce_dtype, self._device, fixed_order=self.fixed_order
-        )
-
-    @property
-    def is_unordered(self) -> bool:
-        """Whether reductions may begin in another order than other models' on other ranks."""
-        topology = self._topology
-        return (
-            self._reduce_by_hook is None
-            and topology.inner.is_unordered(self._device)
-            and topology.outer.is_unordered(self._device)
-            and topology.replicate.is_unordered(self._device)
-            and (topology.replicate.size == 1 or self.adds_replicas)
-        )
-
-    def _add_reduced(self, reduced: Tensor) -> None:
-        out = self._to_host.land(reduced.to(self.dtypes.grad_dtype))
-        self._reduced = out if self._reduced is None else self._to_host.add(self._reduced, out)
-
-    def advance(self) -> bool:
-        """Begin the second stage if the first is over; False while that must wait."""
-        return self._reduction is None or self._reduction.advance()
-
-    def cross(self) -> None:
-        """Wait for the first stage and begin the second, if there is one.
-
-        Collective: in the same order on all ranks.
-        """
-        if self._reduction is not None:
-            self._reduction.cross()
-
-    def reduce_done(self) -> bool:
-        """Whether ``finish_reduce`` would return at once."""
-        return self._reduction is None or self._reduction.done()
-
-    def tells_when_done(self) -> bool:
-        """Whether ``reduce_done`` can become true by itself."""
-        return self._reduction is None or self._reduction.tells_when_done()
-
-    def is_computed(self) -> bool:
-        """Whether what is being reduced was computed, where a device runs behind the host."""
-        return self._reduction is None or self._reduction.is_computed()
-
-    def finish_reduce(self) -> None:
-        """Wait for the reduction under way and add its result to this backward's gradient.
-
-        Collective where a second stage was not begun: in the same order on all ranks.
-        """
-        if self._reduction is None:
-            return
-        reduction, self._reduction = self._reduction, None
-        with torch.no_grad():
-            out = reduction.finish()
-            if not reduction.hold:
-                self._add_reduced(out)
-                return
-            out = out.to(self.dtypes.accum_dtype)
-            self.held = out if self.held is None else self.held.add_(out)
-
-    def take(self) -> Tensor | None:
-        """Hand over the reduced gradient of this rank's shard; None when nothing was reduced."""
-        self._to_host.settle()
-        self.used.clear()
-        self._given = []
-        reduced, self._reduced = self._reduced, None
-        return reduced
+    def take_intra_reduced(self) -> Tensor | None:
+        """Hand out what was reduced over the inner group alone, if anything was."""
+        held, self.intra_reduced = self.intra_reduced, None
+        return held
 
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""
-        if self._reduction is not None:
-            # Its memory is written to until it is over. What makes it fail was told already.
-            reduction, self._reduction = self._reduction, None
-            with contextlib.suppress(CollectiveError):
-                reduction.finish()
+        self._empty()
+        self.intra_reduced = None
+        self.arrived.clear()
+        self.used_by_rank.clear()
+
+    def _empty(self) -> None:
         self._buffer, self._slots, self._apart = None, {}, set()
-        self._reduced, self.held, self._given = None, None, []
-        for marks in (self.filled, self.seen, self.used):
-            marks.clear()
+        self.filled.clear()
 
 
-def _zero(pieces: list[Tensor]) -> None:
+def zero(pieces: list[Tensor]) -> None:
     """Zero all of them; on an accelerator in one kernel."""
     if pieces:
         torch._foreach_zero_(pieces)

@@ -1,12 +1,11 @@
-"""``GradPublish``: gradients of one flat parameter between autograd, the buffer and ``.grad``.
+"""``GradPublish``: reduced gradients of one flat parameter in, ``.grad`` out.
 
-What autograd leaves in a full parameter's ``.grad`` goes into the ``GradientBuffer``; what that
-has reduced goes into the ``.grad`` that users read, beside what was there.
+Also, what waits in the ``GradientBuffer`` under ``no_sync`` shows in ``.grad``, so that
+``zero_grad()`` can drop it.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -14,46 +13,57 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.engine.grad_buffer import GradientBuffer
+from flatshard.engine.offload import DeviceToHost, OffloadTarget
 from flatshard.engine.param_views import ParamViews
 from flatshard.memory import disk
+from flatshard.memory.buffer_cache import BufferCache
+from flatshard.memory.buffers import storage_bytes
 from flatshard.precision.grad_dtypes import set_grad
 from flatshard.tensor.flat_parameter import FlatParameter, view_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 
 class GradPublish:
-    """Takes gradients from the full parameters, and shows them in the sharded ones.
+    """Shows the gradients of one flat parameter in the sharded parameters.
 
     Attributes:
-        gradients: what backward brought and what became of it.
         was_edited: whether the user edited gradients here that ``no_sync`` has accumulated, each
             rank its own. All ranks raise together, when these would be reduced.
+        spare: memory of published gradients that users have dropped; see ``output``.
     """
 
     def __init__(
-        self,
-        params: ParamViews,
-        gradients: GradientBuffer,
-        on_grad: Callable[[GradPublish, int, Tensor], None],
+        self, params: ParamViews, grad_buffer: GradientBuffer, home: OffloadTarget | None
     ) -> None:
         """Begin without gradients.
 
         Args:
             params: whose gradients.
-            gradients: collects and reduces them.
-            on_grad: called with this publisher, an original parameter's index and its gradient
-                when that has come; calls ``receive``.
+            grad_buffer: accumulates them.
+            home: where reduced gradients live; None: where they were reduced.
         """
-        self.grad_buffer = gradients
         self.was_edited = False
-        self._params, self._on_grad = params, on_grad
+        self.spare = BufferCache()
+        self._params, self._buffer = params, grad_buffer
+        self._to_host = DeviceToHost(home)
+        self._reduced: Tensor | None = None
         # By index: what was in ``.grad`` before this backward.
         self._earlier: list[Tensor | None] = []
         # By index: what ``.grad`` shows of a gradient that is not reduced, its version then, and
         # whether ``.grad`` was empty before.
         self._unreduced: dict[int, tuple[Any, int, bool]] = {}
 
-    # ------------------------------------------------------------ from autograd to the buffer
+    @property
+    def output(self) -> BufferCache | None:
+        """Memory for reduced gradients; None: they are copied elsewhere, so any memory will do."""
+        return None if self._to_host.is_apart else self.spare
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of reduced gradients, where they were reduced, that are not in ``.grad`` yet."""
+        return 0 if self._to_host.is_apart else storage_bytes([self._reduced])
+
+    # ------------------------------------------------------------ before a backward
 
     def begin_backward(self) -> None:
         """Keep earlier gradients apart from those of the backward that begins.
@@ -61,7 +71,7 @@ class GradPublish:
         Only where the sharded parameters compute themselves: autograd would add to them.
         """
         params = self._params
-        self.grad_buffer.seen.clear()
+        self._buffer.arrived.clear()
         self._collect_unreduced()
         if not params.are_full:
             return
@@ -76,7 +86,7 @@ class GradPublish:
     @property
     def holds_gradients(self) -> bool:
         """Whether there are earlier gradients that a failing backward would take along."""
-        return bool(self.grad_buffer.accumulated) or any(g is not None for g in self._earlier)
+        return bool(self._buffer.accumulated) or any(g is not None for g in self._earlier)
 
     def _hold_hooks(self) -> None:
         """Keep users' post-accumulate hooks back: they want the reduced gradient."""
@@ -85,49 +95,26 @@ class GradPublish:
             for key in [k for k, hook in hooks.items() if not hasattr(hook, "of_flatshard")]:
                 spec.post_accumulate_hooks[key] = hooks.pop(key)
 
-    def hook(self, index: int) -> Callable[[Tensor], None]:
-        """What full parameter ``index`` calls once autograd has put a gradient into ``.grad``."""
-        # Weakly: Python's collector does not see what autograd holds, and would free no cycle.
-        this = weakref.ref(self)
+    def take_back(self, index: int, grad: Tensor) -> Tensor:
+        """What autograd left in ``.grad``, as a gradient that nothing else shows.
 
-        def hook(full: Tensor) -> None:
-            publisher = this()
-            if publisher is not None:
-                publisher._take(full, index)
-
-        hook.of_flatshard = True  # type: ignore[attr-defined]
-        return hook
-
-    def _take(self, full: Tensor, index: int) -> None:
-        grad = full.grad
-        if grad is None:
-            return
-        full.grad = None
-        if index in self._unreduced and self._unreduced[index][0] is grad:
-            # Autograd added to what is shown of the buffer, before anything of this backward
-            # could take it back: move it out.
-            del self._unreduced[index]
-            grad = grad.clone()
-            self.grad_buffer.forget(index)
-        self._on_grad(self, index, grad)
-
-    def name_of(self, index: int) -> str:
-        """An original parameter's name in the unwrapped model."""
-        return self._params.specs[index].name
-
-    def receive(self, index: int, grad: Tensor, *, more_to_come: bool) -> None:
-        """Put a gradient that autograd accumulated into its slot; see ``GradientBuffer``."""
-        if grad.requires_grad:
-            raise RuntimeError(
-                f"parameter {self._params.specs[index].name!r}: backward(create_graph=True) gives "
-                "gradients that are differentiable themselves, which sharded ones cannot be. Use "
-                "torch.autograd.grad for the inner gradient and backward() for the outer one."
-            )
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        self.grad_buffer.receive(index, grad, more_to_come=more_to_come)
+        Autograd may have added to what is shown of the buffer, before anything of this backward
+        could take it back: then that is moved out.
+        """
+        if index not in self._unreduced or self._unreduced[index][0] is not grad:
+            return grad
+        del self._unreduced[index]
+        self._buffer.forget(index)
+        return grad.clone()
 
     # ------------------------------------------------------------ reduced gradients
+
+    def add(self, reduced: Tensor) -> None:
+        """Add to what this backward will publish: ``(shard_numel,)``, of any dtype."""
+        with torch.no_grad():
+            out = self._to_host.land(reduced.to(self._buffer.dtypes.grad_dtype))
+            total = self._reduced
+            self._reduced = out if total is None else self._to_host.add(total, out)
 
     def publish(self, used: list[bool]) -> None:
         """Put the reduced gradients into ``.grad``, adding to what is there.
@@ -136,7 +123,9 @@ class GradPublish:
             used: per original parameter, whether any rank used it; ``.grad`` of the others stays.
         """
         params = self._params
-        reduced = self.grad_buffer.take()
+        self._to_host.settle()
+        self._buffer.used_by_rank.clear()
+        reduced, self._reduced = self._reduced, None
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if not params.use_orig_params:
                 if reduced is not None and any(used):
@@ -207,7 +196,8 @@ class GradPublish:
 
     def drop(self) -> None:
         """Forget gradients that were not published, after a backward that failed."""
-        self.grad_buffer.drop()
+        self._buffer.drop()
+        self._reduced = None
         for full in self._params.full:
             full.grad = None
         # Not put back: the user may have called zero_grad() since, and would get them again.
@@ -223,15 +213,15 @@ class GradPublish:
         So ``zero_grad()`` can drop it, as under DistributedDataParallel, and a step that would
         use it is refused.
         """
-        params, gradients = self._params, self.grad_buffer
-        waiting = gradients.accumulated
+        params, buffer = self._params, self._buffer
+        waiting = buffer.accumulated
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for index, earlier in enumerate(self._earlier):
                 if earlier is not None and index not in waiting:
                     params.sharded[index].grad, self._earlier[index] = earlier, None
             # Slots show gradients whole; what was reduced within a group exists in parts only.
-            in_parts = gradients.held is not None or not params.use_orig_params
-            part = gradients.shard_part() if in_parts and waiting else None
+            in_parts = buffer.intra_reduced is not None or not params.use_orig_params
+            part = buffer.shard_part() if in_parts and waiting else None
             for index in waiting if params.use_orig_params or not waiting else {0}:
                 param = params.sharded[index]
                 is_view = param.grad is None
@@ -257,7 +247,7 @@ class GradPublish:
             if not params.use_orig_params:
                 return FlatShardTensor(part, params.flat_spec)
             return self._view(part, index)
-        slot, dtype = self.grad_buffer.slot(index), params.sharded[index].dtype
+        slot, dtype = self._buffer.slot(index), params.sharded[index].dtype
         if params.is_whole:
             return slot.to(device, dtype).view(slot.shape)
         # Cut out first: a cast of the whole would be kept alive by its part.
@@ -272,7 +262,7 @@ class GradPublish:
         params = self._params
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             everything = range(len(params.specs))
-            for index in list(self.grad_buffer.accumulated if params.use_orig_params else [0]):
+            for index in list(self._buffer.accumulated if params.use_orig_params else [0]):
                 param = params.sharded[index]
                 shown, version, is_view = self._unreduced.pop(index, (None, 0, False))
                 if shown is None:
@@ -289,10 +279,10 @@ class GradPublish:
                     param.grad = None
                 if dropped:
                     for one in [index] if params.use_orig_params else everything:
-                        self.grad_buffer.forget(one)
+                        self._buffer.forget(one)
                         if self._earlier:
                             self._earlier[one] = None
-            self.was_edited &= bool(self.grad_buffer.accumulated)
+            self.was_edited &= bool(self._buffer.accumulated)
 
     # ------------------------------------------------------------ conversion
 
@@ -327,10 +317,10 @@ class GradPublish:
             elif grad is not None:
                 set_grad(param, fn(grad))
 
-    def replace_buffer(self, gradients: GradientBuffer) -> None:
-        """Collect in another buffer from now on, with what the present one has accumulated."""
-        gradients.take_over(self.grad_buffer)
-        self.grad_buffer = gradients
+    def replace_buffer(self, grad_buffer: GradientBuffer) -> None:
+        """Show another buffer from now on, which takes over what the present one accumulated."""
+        grad_buffer.take_over(self._buffer)
+        self._buffer = grad_buffer
         self.show_unreduced()
 
 

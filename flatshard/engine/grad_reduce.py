@@ -1,17 +1,19 @@
-"""``GradReduce``: the gradients of one flat parameter on their way through one or more collectives.
+"""``GradReduce``: the gradients of one flat parameter on their way through its collectives.
 
 [Note: two stages]
 Gradients are averaged within the inner group, each rank keeping its part, and then, where there
 are more ranks, across: split further over the outer group, or averaged over replicas. The second
-stage can wait for a later backward (``Sync.INTRA``): what the first gave is held and added up.
-What travels in either is in the reduce dtype, sums may be wider (``collectives``): they are rounded
-only to cross. Where replicas' averages are added up in parts, a third stage gathers the parts.
+stage can wait for a later backward (``Sync.INTRA``): then the result of the first is added up in
+``GradientBuffer``. What either sends is in the reduce dtype, sums may be wider (``communicator``):
+they are rounded only to cross. Where this package adds replicas' averages up itself, a third stage
+all-gathers the parts.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,94 +21,184 @@ from torch import Tensor
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.flat_chunks import FlatChunks
 from flatshard.comm.topology import Topology
-from flatshard.comm.work import AsyncWork, PendingSends
+from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends
+from flatshard.engine.grad_buffer import zero
 from flatshard.memory.buffer_cache import BufferCache
-from flatshard.options.precision import GradDtypes
+from flatshard.memory.buffers import storage_bytes
+from flatshard.plan.layout import FlatLayout
 
 
-class Reduced(Protocol):
-    """What a reduction asks of whose gradients it reduces (``GradientBuffer``, which says more)."""
+@dataclass(frozen=True)
+class CommHook:
+    """What a user put in the place of the usual reduction of a flat parameter.
+
+    Attributes:
+        reduce_dtype: in which gradients are reduced; None: as without a hook.
+        reduce: called with unsharded gradients, ``(padded_numel,)`` in the reduce dtype, and the
+            unit's name; returns their average over all ranks, this rank's ``(shard_numel,)``, in
+            any dtype. Collective, over when it returns. None: the usual reduction.
+    """
+
+    reduce_dtype: torch.dtype | None = None
+    reduce: Callable[[Tensor, str], Tensor] | None = None
+
+
+@dataclass
+class ReducePlan:
+    """How the gradients of one flat parameter are reduced.
+
+    Attributes:
+        label: the unit's name.
+        layout: where each original parameter lies.
+        topology: the ranks that gradients are averaged over.
+        reduce_dtype: in which gradients are sent.
+        device: where they are reduced.
+        tags: the flat parameter's numbers in the inner, the outer and the replicate group.
+        fixed_order: whether to add in rank order also where the backend would add.
+        hook: a user's function that reduces instead, see ``CommHook``.
+        output: memory for what is published; None: it is copied elsewhere, so any memory will do.
+        pending_sends: what other ranks may still be taking from this one.
+    """
 
     label: str
+    layout: FlatLayout
+    topology: Topology
+    reduce_dtype: torch.dtype
+    device: torch.device
     tags: tuple[int, int, int]
-    dtypes: GradDtypes
     fixed_order: bool
+    hook: Callable[[Tensor, str], Tensor] | None
+    output: BufferCache | None
     pending_sends: PendingSends
-    spare: BufferCache
+
+    @property
+    def min_chunk_bytes(self) -> int | None:
+        """Size from which the transport reads a gradient where it is; None: from one buffer."""
+        if self.hook is not None:
+            return None
+        return self.topology.inner.part_bytes(self.tags[0], self.reduce_dtype)
 
     @property
     def adds_replicas(self) -> bool:
-        """Whether replicas' averages are added up in parts, which are then gathered."""
+        """Whether replicas' averages are added up in parts, which are then all-gathered."""
+        return self.topology.replicate.adds_all_reduces(
+            self.reduce_dtype, self.device, fixed_order=self.fixed_order
+        )
 
-    def new_part(self, comm: Communicator) -> Tensor:
-        """Where this rank's part of a reduction over ``comm`` goes."""
+    @property
+    def is_unordered(self) -> bool:
+        """Whether reductions may begin in another order than other models' on other ranks."""
+        topology = self.topology
+        groups = topology.inner, topology.outer, topology.replicate
+        return (
+            self.hook is None
+            and all(group.is_unordered(self.device) for group in groups)
+            and (topology.replicate.size == 1 or self.adds_replicas)
+        )
+
+    def bytes_in_flight(self, chunks: FlatChunks) -> int:
+        """Bytes that a reduction holds until it is finished."""
+        # To send and to receive, unless the backend adds up as it receives. An accelerator's then
+        # has two units under way, without which its host would be too little ahead of it.
+        adds = self.topology.inner.is_stream_ordered(self.device) and not self.fixed_order
+        return (1 if adds else 2) * chunks.numel * self.reduce_dtype.itemsize
 
     def sum_dtype(self, comm: Communicator) -> torch.dtype:
         """In which a reduction over ``comm`` adds up and gives its part."""
+        return comm.sum_dtype(self.reduce_dtype, self.device, fixed_order=self.fixed_order)
+
+    def new_output(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised memory, ``(numel,)``, for a gradient that is published."""
+        if self.output is None:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return self.output.take(numel, dtype, self.device)
+
+    def zero_padding(self, part: Tensor, position: int) -> Tensor:
+        """Zero the padding in part number ``position`` of the flat parameter; returns it."""
+        first, numel = position * part.numel(), part.numel()
+        inside = ([min(max(x - first, 0), numel) for x in gap] for gap in self.layout.gaps)
+        zero([part[start:end] for start, end in inside if start < end])
+        return part
+
+    def reduce_by_hook(self, chunks: FlatChunks) -> Tensor:
+        """Let the user's function reduce; returns ``(shard_numel,)``. Collective."""
+        assert self.hook is not None, "there is one"
+        assert chunks.parts[0] is not None, "hooks get one buffer"
+        with torch.no_grad():
+            # A hook may have put noise into the padding.
+            return self.zero_padding(self.hook(chunks.parts[0], self.label), self.topology.index)
 
 
 class GradReduce:
-    """One buffer on its way through the stages.
+    """One flat parameter's gradients on their way through the stages; see the note.
 
     Attributes:
         hold: whether it ends with the first stage, whose result waits for a later backward.
-        out: what the last stage fills, or did.
-        stages: those that have begun.
+        is_finished: whether ``finish`` was called.
     """
 
     def __init__(
-        self,
-        of: Reduced,
-        whole: FlatChunks,
-        topology: Topology,
-        *,
-        hold: bool,
-        held: Tensor | None,
+        self, plan: ReducePlan, chunks: FlatChunks, *, hold: bool, held: Tensor | None
     ) -> None:
-        """Begin the first stage.
+        """Start the first stage.
+
+        Collective: all ranks of the unit, in the same order of calls.
 
         Args:
-            of: whose gradients; has the unit's name, tags, and what is unsettled.
-            whole: the gradients; not to be touched until the end.
-            topology: the ranks.
+            plan: how.
+            chunks: the gradients; not to be touched until the end.
             hold: stop after the first stage.
             held: what earlier first stages gave, to be added before the second.
         """
-        self.hold = hold
-        self._topology, self._of, self._held = topology, of, held
-        self._computed = _event_after(whole)
-        self._read_behind: list[object] = []
-        inner = topology.inner
-        self._pending = AsyncWork([], of.label)
-        if inner.size > 1:
-            self.out = of.new_part(inner)
-            self._pending = self._reduce_scatter(inner, whole, of.tags[0])
+        self.hold, self.is_finished = hold, False
+        self._plan, self._held = plan, held
+        self._computed = _event_after(chunks)
+        topology, inner = plan.topology, plan.topology.inner
+        self._work = AsyncWork([], plan.label)
+        with torch.no_grad():
+            if inner.size > 1:
+                self._out = self._new_inner_part(chunks)
+                self._work = self._reduce_scatter(inner, chunks, plan.tags[0])
+            else:
+                (self._out,) = chunks.tensors
+            self._stages = [self._work]
+            self._replica_part: Tensor | None = None  # until it is all-gathered
+            self._replicated_numel = 0
+            across = topology.outer if topology.outer.size > 1 else topology.replicate
+            # Of all models: which first stage is over first may differ between ranks.
+            self._queue = across.second_stages
+            # gloo moves an accelerator's tensors, too, but the host waits for it.
+            self._streams_wait = across.is_stream_ordered(self._out.device)
+            self._must_cross = topology.crosses and not hold
+            self._read_behind: list[object] = []
+            if self._must_cross:
+                self._queue.append(self)
+                if inner.size == 1 or self._streams_wait:
+                    # A side stream waits for what reads these, the stream that they are freed on
+                    # does not before `finish`: until then their memory must not be reused.
+                    self._read_behind = [chunks, held, *self._work.kept]
+                    self._cross_behind()
+
+    def _new_inner_part(self, chunks: FlatChunks) -> Tensor:
+        """Where this rank's part of the first stage goes; only its padding has values."""
+        plan, inner = self._plan, self._plan.topology.inner
+        numel, dtype = plan.layout.padded_numel // inner.size, plan.sum_dtype(inner)
+        # Only what is published needs memory that users may hold on to, not what crosses.
+        if plan.topology.outer.size > 1 or plan.adds_replicas:
+            part = torch.empty(numel, dtype=dtype, device=plan.device)
         else:
-            (self.out,) = whole.tensors
-        self.stages = [self._pending]
-        self._must_cross = topology.crosses and not hold
-        self._part: Tensor | None = None  # of the replicas' average, until that is gathered
-        self._replicated_numel = 0
-        across = topology.outer if topology.outer.size > 1 else topology.replicate
-        # Of all models: which first stage is over first may differ between ranks.
-        self._queue = across.second_stages
-        # gloo moves an accelerator's tensors, too, but the host waits for it.
-        self._streams_wait = across.is_stream_ordered(self.out.device)
-        if self._must_cross:
-            self._queue.append(self)
-        if self._must_cross and (inner.size == 1 or self._streams_wait):
-            # A side stream waits for what reads these, the stream that they are freed on does not
-            # before `finish`: until then their memory must not become another tensor's.
-            self._read_behind = [whole, held, *self._pending.kept]
-            self._cross_behind()
+            part = plan.new_output(numel, dtype)
+        if chunks.ranges != [(0, chunks.numel)]:
+            plan.zero_padding(part, inner.rank)  # no chunk covers it
+        return part
 
     def _reduce_scatter(
-        self, comm: Communicator, whole: FlatChunks, tag: int, kind: str = "reduce"
+        self, comm: Communicator, chunks: FlatChunks, tag: int, kind: str = "reduce"
     ) -> AsyncWork:
-        """Begin to fill ``out`` with this rank's part of the average over ``comm``."""
-        label, fixed_order = self._of.label, self._of.fixed_order
+        """Start to fill ``_out`` with this rank's part of the average over ``comm``."""
+        label, fixed_order = self._plan.label, self._plan.fixed_order
         return comm.reduce_scatter(
-            whole, self.out, label=label, tag=tag, fixed_order=fixed_order, kind=kind
+            chunks, self._out, label=label, tag=tag, fixed_order=fixed_order, kind=kind
         )
 
     def _cross_behind(self) -> None:
@@ -114,87 +206,116 @@ class GradReduce:
         if not self._streams_wait:
             self.cross()
             return
-        waits = self._topology.inner.size > 1 or self._of.adds_replicas
-        side = _side_stream(self.out) if waits else None
+        waits = self._plan.topology.inner.size > 1 or self._plan.adds_replicas
+        side = _side_stream(self._out) if waits else None
         with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
             self.cross()
-            self._read_behind += self._pending.kept
+            self._read_behind += self._work.kept
             self._gather_replicas()
 
     def cross(self) -> None:
-        """See ``GradientBuffer.cross``; those that began before come first."""
+        """Wait for the first stage and start the second, if there is one; earlier ones first.
+
+        Collective: in the same order on all ranks.
+        """
         while self._must_cross:
             self._queue[0]._begin_second()
 
     def _begin_second(self) -> None:
-        self._pending.wait(self._of.pending_sends)
+        plan, topology = self._plan, self._plan.topology
+        self._work.wait(plan.pending_sends)
         self._queue.popleft()
         self._must_cross = False
-        topology, of = self._topology, self._of
         if self._held is not None:
-            self.out.add_(self._held)
+            self._out.add_(self._held)
             self._held = None
-        self.out = out = self.out.to(of.dtypes.reduce_dtype)
+        self._out = values = self._out.to(plan.reduce_dtype)
         if topology.outer.size > 1:
-            numel, dtype = out.numel() // topology.outer.size, of.sum_dtype(topology.outer)
-            self.out = out.new_empty(numel, dtype=dtype)
-            self._pending = self._reduce_scatter(topology.outer, FlatChunks.of(out), of.tags[1])
-        elif of.adds_replicas:
-            self._pending = self._average_replicas(out)
+            numel, dtype = values.numel() // topology.outer.size, plan.sum_dtype(topology.outer)
+            self._out = values.new_empty(numel, dtype=dtype)
+            self._work = self._reduce_scatter(topology.outer, FlatChunks.of(values), plan.tags[1])
+        elif plan.adds_replicas:
+            self._work = self._average_replicas(values)
         else:
-            self._pending = topology.replicate.all_reduce(out, label=of.label)
-        self.stages.append(self._pending)
+            self._work = topology.replicate.all_reduce(values, label=plan.label)
+        self._stages.append(self._work)
 
     def _average_replicas(self, values: Tensor) -> AsyncWork:
-        """Begin to fill this rank's part of the replicas' average."""
-        replicate = self._topology.replicate
-        whole = FlatChunks.of(_padded(values, replicate.size))
-        dtype = self._of.sum_dtype(replicate)
-        self._part = self.out = values.new_empty(whole.numel // replicate.size, dtype=dtype)
-        self._replicated_numel = values.numel()
-        return self._reduce_scatter(replicate, whole, self._of.tags[2], kind="all_reduce")
+        """Start to fill this rank's part of the replicas' average."""
+        replicate = self._plan.topology.replicate
+        chunks = FlatChunks.of(_padded(values, replicate.size))
+        dtype = self._plan.sum_dtype(replicate)
+        self._out = values.new_empty(chunks.numel // replicate.size, dtype=dtype)
+        self._replica_part, self._replicated_numel = self._out, values.numel()
+        return self._reduce_scatter(replicate, chunks, self._plan.tags[2], kind="all_reduce")
 
     def _gather_replicas(self) -> None:
-        """Wait for this rank's part of the replicas' average and begin the third stage, if any."""
-        part, self._part = self._part, None
+        """Wait for this rank's part of the replicas' average and start the third stage, if any."""
+        part, self._replica_part = self._replica_part, None
         if part is None:
             return
-        self._pending.wait(self._of.pending_sends)
-        replicate, of = self._topology.replicate, self._of
-        whole = of.spare.take(part.numel() * replicate.size, part.dtype, part.device)
-        self.out = whole[: self._replicated_numel]
-        self._pending = replicate.gather_reduced(part, whole, label=of.label, tag=of.tags[2])
-        self.stages.append(self._pending)
+        plan, replicate = self._plan, self._plan.topology.replicate
+        self._work.wait(plan.pending_sends)
+        full = plan.new_output(part.numel() * replicate.size, part.dtype)
+        self._out = full[: self._replicated_numel]
+        self._work = replicate.gather_reduced(part, full, label=plan.label, tag=plan.tags[2])
+        self._stages.append(self._work)
 
     def advance(self) -> bool:
-        """See ``GradientBuffer.advance``."""
-        while self._must_cross and self._queue[0]._pending.done():
-            self._queue[0]._begin_second()
-        # Not where it is by chance that a rank sees that the second is over: the backend's own
-        # collectives must begin in one order.
-        if not self._must_cross and self._pending.tells and self._pending.done():
-            self._gather_replicas()
+        """Start the stages whose turn has come; False while the second must wait."""
+        with torch.no_grad():
+            while self._must_cross and self._queue[0]._work.done():
+                self._queue[0]._begin_second()
+            # Not where it is by chance that a rank sees that the second is over: the backend's own
+            # collectives must start in one order.
+            if not self._must_cross and self._work.tells and self._work.done():
+                self._gather_replicas()
         return not self._must_cross
 
     def done(self) -> bool:
         """Whether ``finish`` would return at once."""
-        return not self._must_cross and self._part is None and self._pending.done()
+        return not self._must_cross and self._replica_part is None and self._work.done()
 
     def tells_when_done(self) -> bool:
         """Whether ``done`` can become true by itself."""
-        return self._pending.tells
+        return self._work.tells
 
     def is_computed(self) -> bool:
         """Whether the gradients are there, and not only queued to be computed on a device."""
         return self._computed is None or self._computed.query()
 
     def finish(self) -> Tensor:
-        """Wait for the last stage and return its result."""
-        self.cross()
-        self._gather_replicas()
-        self._pending.wait(self._of.pending_sends)
+        """Wait for the last stage and return its result.
+
+        Collective where a second stage was not started: in the same order on all ranks.
+        """
+        self.is_finished = True
+        with torch.no_grad():
+            self.cross()
+            self._gather_replicas()
+            self._work.wait(self._plan.pending_sends)
         self._read_behind = []
-        return self.out
+        out = self._out
+        del self._out  # what is copied to the host must not stay on the device until the end
+        return out
+
+    def abandon(self) -> None:
+        """Wait until nothing writes to its memory any more, after a backward that failed."""
+        if not self.is_finished:
+            # What makes it fail was raised already.
+            with contextlib.suppress(CollectiveError):
+                self.finish()
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether it is under way, or other ranks are still taking from this one."""
+        return any(work.kept for work in self._stages)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of gradients here, also of those that other ranks are still taking."""
+        kept = [one for work in self._stages for one in work.kept]
+        return storage_bytes(kept if self.is_finished else [self._out, *kept])
 
 
 def _padded(values: Tensor, size: int) -> Tensor:
@@ -203,9 +324,9 @@ def _padded(values: Tensor, size: int) -> Tensor:
     return torch.cat([values, values.new_zeros(missing)]) if missing else values
 
 
-def _event_after(whole: FlatChunks) -> torch.Event | None:
-    """What an accelerator comes to when it has computed ``whole``."""
-    device = next((part.device for part in whole.tensors), None)
+def _event_after(chunks: FlatChunks) -> torch.Event | None:
+    """The event at which an accelerator has computed ``chunks``."""
+    device = next((part.device for part in chunks.tensors), None)
     if device is None or device.type != "cuda":
         return None
     event = torch.Event(device)

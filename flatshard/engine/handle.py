@@ -11,10 +11,11 @@ before the next gather.
 On a CPU a large buffer is a range of addresses, whose pages come and go instead: see
 ``buffer_memory``.
 
-[Note: three rooms]
+[Note: what is where]
     FlatParamHandle   the memory: the shard, the unsharded buffer, and how one becomes the other
     ParamViews        ``params``: the parameters that users and modules hold over that memory
-    GradPublish     ``grads``: what autograd gave goes in, what users read in ``.grad`` comes out
+    GradientBuffer, GradReduce, GradPublish: what autograd gave goes in, is reduced, and becomes
+                      what users read in ``.grad``; `start_reduce` and `finish_reduce` join them
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -33,8 +35,9 @@ from flatshard.comm.topology import Topology
 from flatshard.comm.transports.mapped_shards import MappedShards
 from flatshard.comm.work import AsyncWork, PendingSends
 from flatshard.engine.gather import WHOLE, SecondaryShard, gather_in_two
-from flatshard.engine.grad_buffer import CommHook, GradientBuffer
+from flatshard.engine.grad_buffer import GradientBuffer, Sync
 from flatshard.engine.grad_publish import GradPublish
+from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.engine.offload import HostToDevice, OffloadTargets
 from flatshard.engine.param_views import ParamViews
 from flatshard.memory import disk, mapped_files
@@ -68,7 +71,10 @@ class FlatParamHandle:
         buffer: the unsharded buffer, ``(layout.padded_numel,)``; empty storage while SHARDED.
         device: where the unit computes; the shard may live elsewhere.
         params: the sharded and the full parameters, and where in the modules they stand.
-        grads: takes their gradients, and publishes them.
+        grad_buffer: accumulates their gradients.
+        reduce_plan: how these are reduced.
+        grad_reduce: the reduction that started last; None once gradients are published.
+        grad_publish: shows them in ``.grad``.
         local_spans: which range of ``shard`` is of which original parameter.
         state: see ``ShardState``.
         topology: the ranks that share it.
@@ -91,7 +97,7 @@ class FlatParamHandle:
         precision: ParamPrecision,
         use_orig_params: bool,
         reduces_alone: bool,
-        on_grad: Callable[[GradPublish, int, Tensor], None],
+        on_grad: Callable[[FlatParamHandle, int, Tensor], None],
         on_outside_grad: Callable[[], object],
     ) -> None:
         """Keep this rank's part of ``owned``, and turn the originals into views of it.
@@ -108,8 +114,8 @@ class FlatParamHandle:
             precision: in which dtypes they are gathered and reduced.
             use_orig_params: whether users see original parameters or one ``FlatParameter``.
             reduces_alone: see the class.
-            on_grad: called with ``grads``, an original parameter's index and its gradient when
-                that has come; calls ``grads.receive``.
+            on_grad: called with this handle, an original parameter's index and its gradient when
+                that has come; calls ``grad_buffer.receive``.
             on_outside_grad: called before autograd adds to a sharded parameter's ``.grad`` what
                 came of its use outside of forward.
         """
@@ -159,7 +165,8 @@ class FlatParamHandle:
                 if index not in self.unfilled:
                     self.fill(index, one.param, source)
             self.params.make_sharded(self.shard)
-        self.grad_publish = GradPublish(self.params, self._make_gradients(), on_grad)
+        self._on_grad = on_grad
+        self._make_gradients()
         self._make_buffer()
         self.params.use_sharded_views()
 
@@ -243,11 +250,6 @@ class FlatParamHandle:
         return self.params.full
 
     @property
-    def grad_buffer(self) -> GradientBuffer:
-        """What backward brought and what became of it."""
-        return self.grad_publish.grad_buffer
-
-    @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the full parameters."""
         return _lowered(self.shard.dtype, self._precision.compute_dtype)
@@ -268,7 +270,7 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad():
             self._memory = self._find_memory()
             self.buffer = self._memory.buffer
-        self.params.make_full(self.buffer, is_shard=self._aliased, grad_hook=self.grad_publish.hook)
+        self.params.make_full(self.buffer, is_shard=self._aliased, grad_hook=self._grad_hook)
         self.params.keep_state_at(self._offload.state)
         if not self._aliased:
             freed_parameter.show_crashes()
@@ -285,28 +287,49 @@ class FlatParamHandle:
                 return PooledBuffer(numel, dtype)
         return AllocatedBuffer(numel, dtype, self.device)
 
-    def _make_gradients(self) -> GradientBuffer:
-        dtype, reduce_dtype = self.shard.dtype, self.reduce_dtype
+    def _make_gradients(self) -> None:
+        self.grad_buffer = self._plan_gradients()
+        self.grad_reduce: GradReduce | None = None
+        self.grad_publish = GradPublish(self.params, self.grad_buffer, self._offload.gradient)
+        self.reduce_plan.output = self.grad_publish.output
+
+    def _plan_gradients(self) -> GradientBuffer:
+        """How gradients are reduced, and where they wait for that."""
+        dtype, reduce_dtype, topology = self.shard.dtype, self.reduce_dtype, self.topology
+        self.reduce_plan = ReducePlan(
+            self.unit_name,
+            self.layout,
+            topology,
+            reduce_dtype,
+            self.device,
+            tags=(self._tag, self._outer_tag, self._replicate_tag),
+            fixed_order=self._precision.fixed_order,
+            hook=None if self.comm_hook is None else self.comm_hook.reduce,
+            output=None,
+            pending_sends=self.pending_sends,
+        )
         return GradientBuffer(
             self.layout,
-            self.unit_name,
-            topology=self.topology,
             dtypes=GradDtypes(
                 reduce_dtype=reduce_dtype,
                 accum_dtype=dtype if dtype.itemsize > reduce_dtype.itemsize else reduce_dtype,
                 grad_dtype=reduce_dtype if self._precision.keeps_reduce_dtype else dtype,
             ),
             device=self.device,
-            home=self._offload.gradient,
-            comm_hook=self.comm_hook,
-            tags=(self._tag, self._outer_tag, self._replicate_tag),
-            pending_sends=self.pending_sends,
-            fixed_order=self._precision.fixed_order,
+            rank=topology.index,
+            intra_start=topology.inner.rank * self.layout.padded_numel // topology.inner.size,
+            min_chunk_bytes=self.reduce_plan.min_chunk_bytes,
         )
+
+    def _replan_gradients(self) -> None:
+        """Reduce in another way from now on; what was accumulated stays."""
+        self.grad_buffer = self._plan_gradients()
+        self.reduce_plan.output = self.grad_publish.output
+        self.grad_publish.replace_buffer(self.grad_buffer)
 
     def share_pending_sends(self, pending_sends: PendingSends) -> None:
         """Keep what is unsettled where a whole run does."""
-        self.pending_sends = self.grad_buffer.pending_sends = pending_sends
+        self.pending_sends = self.reduce_plan.pending_sends = pending_sends
         if self._secondary is not None:
             self._secondary.pending_sends = pending_sends
 
@@ -314,11 +337,11 @@ class FlatParamHandle:
         """Reduce as ``hook`` says from now on; no gradients may be accumulated."""
         assert not self.grad_publish.holds_gradients, "they are in the dtype of before"
         self.comm_hook = hook
-        self.grad_publish.grad_buffer = self._make_gradients()
+        self._replan_gradients()
 
     def rename(self, unit_name: str, strip: Callable[[str], str]) -> None:
         """Take names relative to another root; ``strip`` maps the old to the new ones."""
-        self.unit_name = self.grad_buffer.label = unit_name
+        self.unit_name = self.reduce_plan.label = unit_name
         self.params.rename(unit_name, strip)
         if self._secondary is not None:
             self._secondary.rename(unit_name)
@@ -552,6 +575,96 @@ class FlatParamHandle:
         self._memory.free()
         self.params.set_accessible(False)
 
+    # ------------------------------------------------------------ gradients
+
+    def _grad_hook(self, index: int) -> Callable[[Tensor], None]:
+        """What full parameter ``index`` calls once autograd has put a gradient into ``.grad``."""
+        # Weakly: Python's collector does not see what autograd holds, and would free no cycle.
+        this = weakref.ref(self)
+
+        def hook(full: Tensor) -> None:
+            handle, grad = this(), full.grad
+            if handle is not None and grad is not None:
+                full.grad = None
+                grad = handle.grad_publish.take_back(index, grad)
+                handle._on_grad(handle, index, handle._as_strided(index, grad))
+
+        hook.of_flatshard = True  # type: ignore[attr-defined]
+        return hook
+
+    def _as_strided(self, index: int, grad: Tensor) -> Tensor:
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"parameter {self.params.specs[index].name!r}: backward(create_graph=True) gives "
+                "gradients that are differentiable themselves, which sharded ones cannot be. Use "
+                "torch.autograd.grad for the inner gradient and backward() for the outer one."
+            )
+        return grad if grad.layout is torch.strided else grad.to_dense()
+
+    def start_reduce(self, sync: Sync) -> int:
+        """Start averaging gradients over the ranks; what did not arrive counts as zero.
+
+        Collective: all ranks of the unit, in the same order of calls.
+
+        Args:
+            sync: ``ALL``, or ``INTRA`` to keep what the first stage gives for a later backward.
+
+        Returns:
+            Bytes that are held until ``finish_reduce``.
+        """
+        assert not self.is_reducing, "the reduction before was not finished"
+        chunks, plan = self.grad_buffer.take_chunks(), self.reduce_plan
+        if plan.hook is not None:
+            assert sync is Sync.ALL, "units with a hook have one stage"
+            self.grad_publish.add(plan.reduce_by_hook(chunks))
+            return 0
+        held = self.grad_buffer.take_intra_reduced() if sync is Sync.ALL else None
+        self.grad_reduce = GradReduce(plan, chunks, hold=sync is Sync.INTRA, held=held)
+        return plan.bytes_in_flight(chunks)
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a reduction has started that ``finish_reduce`` did not finish."""
+        return self.grad_reduce is not None and not self.grad_reduce.is_finished
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction under way, if any, and keep its result for ``publish``.
+
+        Collective where a second stage was not started: in the same order on all ranks.
+        """
+        reduce = self.grad_reduce
+        if reduce is None or reduce.is_finished:
+            return
+        out = reduce.finish()
+        if reduce.hold:
+            with torch.no_grad():
+                self.grad_buffer.add_intra_reduced(out)
+        else:
+            self.grad_publish.add(out)
+
+    def publish(self, used: list[bool]) -> None:
+        """Let ``.grad`` show what was reduced; ``used``: which originals any rank used."""
+        self.grad_reduce = None
+        self.grad_publish.publish(used)
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that were not published, after a backward that failed."""
+        reduce, self.grad_reduce = self.grad_reduce, None
+        if reduce is not None:
+            reduce.abandon()
+        self.grad_publish.drop()
+
+    @property
+    def has_unpublished_part(self) -> bool:
+        """Whether gradients wait, or are being reduced, that ``publish`` would leave out."""
+        return self.is_reducing or bool(self.grad_buffer.accumulated)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that are not in ``.grad``, also of those that others still take."""
+        under_way = 0 if self.grad_reduce is None else self.grad_reduce.nbytes
+        return self.grad_buffer.nbytes + under_way + self.grad_publish.nbytes
+
     # ------------------------------------------------------------ conversion, copies
 
     def check_keeps_order(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -602,13 +715,13 @@ class FlatParamHandle:
             self.shard = self.params.repoint(self.shard)
             self.grad_publish.put_back(grads, lambda grad: self._offload.house_gradient(fn(grad)))
         self._make_buffer()
-        self.grad_publish.replace_buffer(self._make_gradients())
+        self._replan_gradients()
         self.params.use_sharded_views()
 
     def copy_for(
         self,
         memo: dict[int, Any],
-        on_grad: Callable[[GradPublish, int, Tensor], None],
+        on_grad: Callable[[FlatParamHandle, int, Tensor], None],
         on_outside_grad: Callable[[], object],
     ) -> FlatParamHandle:
         """A handle like this one for modules that were deep-copied; no communication.
@@ -633,7 +746,8 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             twin._adopt_shard(self.shard.detach().clone())
             twin.shard = twin.params.repoint(twin.shard)
-        twin.grad_publish = GradPublish(twin.params, twin._make_gradients(), on_grad)
+        twin._on_grad = on_grad
+        twin._make_gradients()
         twin._make_buffer()
         twin.params.use_sharded_views()
         return twin

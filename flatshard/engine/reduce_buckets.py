@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
+from flatshard.engine.grad_reduce import GradReduce
 from flatshard.engine.handle import FlatParamHandle
 
 U = TypeVar("U")
@@ -52,17 +53,27 @@ class ReduceBucket(Generic[U]):
     def is_complete(self) -> bool:
         """Whether all gradients have come."""
         for handle in self.handles:  # a loop: asked for every gradient
-            if len(handle.grad_buffer.seen) < self._num_trainable[handle]:
+            if len(handle.grad_buffer.arrived) < self._num_trainable[handle]:
                 return False
         return True
 
     def is_reduced(self) -> bool:
         """Whether what was started is over."""
-        return all(handle.grad_buffer.reduce_done() for handle in self.handles)
+        return all(reduce.done() for reduce in self._reduces())
+
+    def _reduces(self) -> list[GradReduce]:
+        """The reductions under way."""
+        reduces = (handle.grad_reduce for handle in self.handles)
+        return [reduce for reduce in reduces if reduce is not None and not reduce.is_finished]
 
     def advance(self) -> bool:
         """Begin second stages whose first is over; False when one must wait."""
-        return all(handle.grad_buffer.advance() for handle in self.handles)
+        return all(reduce.advance() for reduce in self._reduces())
+
+    def cross(self) -> None:
+        """Start second stages that wait for their first. Collective: in the same order."""
+        for reduce in self._reduces():
+            reduce.cross()
 
     def wait_until_reduced(self) -> bool:
         """Wait a while; False when a peer seems unable to take part yet.
@@ -70,11 +81,11 @@ class ReduceBucket(Generic[U]):
         The host waits, for accelerators too. Were it the stream, gathers queued behind would wait
         for that peer, and the peer, which takes part at the end of its backward, for them.
         """
-        if not all(handle.grad_buffer.tells_when_done() for handle in self.handles):
+        if not all(reduce.tells_when_done() for reduce in self._reduces()):
             return False
         deadline = time.monotonic() + _STALL_SECONDS
         while not (self.advance() and self.is_reduced()):
-            if not all(handle.grad_buffer.is_computed() for handle in self.handles):
+            if not all(reduce.is_computed() for reduce in self._reduces()):
                 deadline = time.monotonic() + _STALL_SECONDS  # no peer's fault
             elif time.monotonic() > deadline:
                 return False

@@ -45,7 +45,6 @@ from flatshard.diagnostics.state_dict_writes import StateDictWrites
 from flatshard.diagnostics.step_report import Kind
 from flatshard.engine import reduce_buckets
 from flatshard.engine.grad_buffer import Sync
-from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.handle import FlatParamHandle, ShardState
 from flatshard.engine.module_hook import ModuleHook
 from flatshard.engine.nested import tensors_in
@@ -196,7 +195,7 @@ class Unit:
         self._num_trainable: dict[FlatParamHandle, int] = {}
         self._for_backward: list[FlatParamHandle] = []
         self.buckets: list[ReduceBucket] = reduce_buckets.split(self, [], self._num_trainable)
-        self._bucket_of: dict[GradPublish, ReduceBucket] = {}
+        self._bucket_of: dict[FlatParamHandle, ReduceBucket] = {}
         self._sticky_version = -1  # of the parameters that a differentiable backward uses
         before, after = ModuleHook(self, "_pre_forward"), ModuleHook(self, "_post_forward")
         for module in modules:
@@ -242,9 +241,7 @@ class Unit:
         self.handles = list(handles)
         self._num_trainable = {}
         self.buckets = reduce_buckets.split(self, self.handles, self._num_trainable)
-        self._bucket_of = {
-            h.grad_publish: bucket for bucket in self.buckets for h in bucket.handles
-        }
+        self._bucket_of = {h: bucket for bucket in self.buckets for h in bucket.handles}
         self._edits = [ForwardEdits(handle) for handle in self.handles]
         self._for_backward = []
         for handle in self.handles:
@@ -265,7 +262,7 @@ class Unit:
 
     def bucket_of(self, handle: FlatParamHandle) -> ReduceBucket:
         """What a flat parameter is reduced with."""
-        return self._bucket_of[handle.grad_publish]
+        return self._bucket_of[handle]
 
     def trainable_handles(self) -> list[FlatParamHandle]:
         """Flat parameters with something to reduce."""
@@ -300,12 +297,15 @@ class Unit:
     @property
     def held_gradient_bytes(self) -> int:
         """What gradients take now that are not in ``.grad``."""
-        return sum(handle.grad_buffer.nbytes for handle in self.handles)
+        return sum(handle.gradient_bytes for handle in self.handles)
 
     @property
     def gives_gradients(self) -> bool:
         """Whether gradients are being reduced, or other ranks are still taking them."""
-        return any(handle.grad_buffer.is_given for handle in self.handles)
+        return any(
+            handle.grad_reduce is not None and handle.grad_reduce.keeps_memory
+            for handle in self.handles
+        )
 
     def plan_sync(self, wanted: Sync) -> None:
         """Take what ``wanted`` means for the groups of this unit."""
@@ -313,7 +313,7 @@ class Unit:
             if not self.topology.crosses:
                 wanted = Sync.ALL
             elif self.topology.inner.size == 1:
-                wanted = Sync.LOCAL
+                wanted = Sync.NONE
         self.sync = wanted
 
     # ------------------------------------------------------------ gather and free
@@ -382,7 +382,7 @@ class Unit:
         self.phase = Phase.IDLE
         self._waiting_for.clear()
         for handle in self.handles:
-            handle.grad_buffer.seen.clear()
+            handle.grad_buffer.arrived.clear()
 
     @property
     def is_done(self) -> bool:
@@ -506,7 +506,7 @@ class Unit:
         for handle in self.handles:
             # A backward that reduces nothing may run on this rank alone: it must not need a gather,
             # nor see what others write into shards that are mapped.
-            if self._is_sticky or (stays and self.sync is Sync.LOCAL):
+            if self._is_sticky or (stays and self.sync is Sync.NONE):
                 handle.keep()
             elif handle.is_mapped or not stays or self._spares(handle):
                 if backward_follows:
@@ -561,7 +561,7 @@ class Unit:
         self.outstanding_backwards = 0
         # A backward that reduces nothing may have run on other ranks alone. What it freed there
         # must not be left here: they would wait for a gather that this rank does without.
-        if self.sync is Sync.LOCAL and self.phase is Phase.IDLE and not self._is_sticky:
+        if self.sync is Sync.NONE and self.phase is Phase.IDLE and not self._is_sticky:
             for handle in self.handles:
                 if self._frees_after_backward(handle):
                     handle.reshard()
@@ -620,14 +620,14 @@ class Unit:
         self.regather()
         return True
 
-    def on_grad(self, grads: GradPublish, index: int, grad: Tensor) -> None:
+    def on_grad(self, handle: FlatParamHandle, index: int, grad: Tensor) -> None:
         """A gradient has come."""
         self.context.begin_backward()
         if self.context.non_finite is not None:
-            self.context.non_finite.look(self.name, grads.name_of(index), grad)
-        grads.receive(index, grad, more_to_come=self.sync is Sync.LOCAL)
+            self.context.non_finite.look(self.name, handle.params.specs[index].name, grad)
+        handle.grad_buffer.receive(index, grad, more_to_come=self.sync is Sync.NONE)
         self.context.recorder.look(self)
-        bucket = self._bucket_of[grads]
+        bucket = self._bucket_of[handle]
         if bucket.is_complete():
             self.context.gradients_complete(bucket)
             self._maybe_free()
@@ -660,7 +660,7 @@ class Unit:
         self._sticky_version = -1
         self.end_run()
         for handle in self.handles:
-            handle.grad_publish.drop()
+            handle.drop_gradients()
         self.free()
 
 

@@ -8,6 +8,7 @@ mapped_shards.MappedShards the shards themselves, for ranks on one host.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -91,3 +92,9 @@ class AllocatedBuffer:
 
     def keep(self) -> None:
         """It is a copy."""
+
+
+def storage_bytes(tensors: Iterable[object]) -> int:
+    """Bytes of memory behind the tensors among them; shared memory counts once."""
+    storages = [one.untyped_storage() for one in tensors if isinstance(one, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -259,7 +259,7 @@ class Construction:
         units.insert(0, self._make_unit(whole, {self._module: root}, self._settings, start))
         self._make_values(start, root, units)
         for unit in units:
-            for fixed_order in sorted({handle.grad_buffer.fixed_order for handle in unit.handles}):
+            for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
                 unit.topology.connect(self._settings.device, fixed_order=fixed_order)
         self._precision.install()
         root._become_root()

@@ -243,9 +243,10 @@ class SteppedInBackward:
         for unit in ready:
             self._reduced.remove(unit)
             for handle in unit.handles:
-                used = set(handle.grad_buffer.used)
-                handle.grad_publish.publish([index in used for index in range(len(handle.full))])
-                handle.grad_buffer.used |= used  # the other ranks are told at the end of backward
+                used = set(handle.grad_buffer.used_by_rank)
+                handle.publish([index in used for index in range(len(handle.full))])
+                # the other ranks are told at the end of backward
+                handle.grad_buffer.used_by_rank |= used
             self._stepped.add(unit.index)
             try:
                 with profiled("step", unit.name):
@@ -259,7 +260,7 @@ class SteppedInBackward:
 
     def _may_step(self, unit: Unit) -> bool:
         return unit.is_done and all(
-            handle.grad_buffer.is_finished
+            not handle.has_unpublished_part
             and self._knows_all_used(handle)
             and not self._unsettled.is_giving(handle.shard)
             and not _has_hooks(handle)

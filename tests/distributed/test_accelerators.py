@@ -18,12 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import MixedPrecision
 from flatshard.comm import communicator as collectives
-from flatshard.comm.communicator import ALONE
 from flatshard.comm.deadlock import watchdog
 from flatshard.comm.deadlock.watchdog import watched
 from flatshard.comm.process_groups import named
 from flatshard.comm.registry import communicator
-from flatshard.comm.topology import Topology
 from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends
 from flatshard.engine import grad_reduce, offload, reduce_buckets
 from flatshard.engine.grad_buffer import GradientBuffer
@@ -38,8 +36,10 @@ from tests.models import CASES
 from tests.oracle import local_loss
 
 
-class _Gradients:
-    """On their way, on a device that comes to them after ``computed_after`` looks."""
+class _Reduce:
+    """Under way, of gradients that a device comes to after ``computed_after`` looks."""
+
+    is_finished = False
 
     def __init__(self, computed_after: int, done_after: int, tells: bool = True) -> None:
         self._computed = chain(repeat(False, computed_after), repeat(True))
@@ -55,26 +55,26 @@ class _Gradients:
     def advance(self) -> bool:
         return True
 
-    def reduce_done(self) -> bool:
+    def done(self) -> bool:
         return next(self._done)
 
 
 @pytest.mark.parametrize(
-    ("gradients", "is_reduced"),
+    ("reduce", "is_reduced"),
     [
         # A stream that waited for a peer which lacks a gradient would hold up the gathers that
         # this peer needs to come to the end of its backward.
-        (_Gradients(0, 10**9), False),
-        (_Gradients(0, 10**9, tells=False), False),
+        (_Reduce(0, 10**9), False),
+        (_Reduce(0, 10**9, tells=False), False),
         # The device is behind the host for longer than a peer is waited for.
-        (_Gradients(700, 701), True),
+        (_Reduce(700, 701), True),
     ],
     ids=["a peer does not come", "nobody knows", "still to be computed"],
 )
 def test_a_reduction_on_a_device_is_waited_for_by_the_host(
-    gradients: _Gradients, is_reduced: bool
+    reduce: _Reduce, is_reduced: bool
 ) -> None:
-    handle = SimpleNamespace(device=torch.device("cuda", 0), grad_buffer=gradients)
+    handle = SimpleNamespace(device=torch.device("cuda", 0), grad_reduce=reduce)
     with mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0.05):
         assert reduce_buckets.ReduceBucket(None, [handle], {}).wait_until_reduced() is is_reduced
 
@@ -365,20 +365,14 @@ def test_small_gradients_on_an_accelerator_are_copied_at_once() -> None:
     layout = FlatLayout.build(shapes, world_size=1, itemsize=4)
 
     def buffer_on(device: str) -> GradientBuffer:
-        return GradientBuffer(
-            layout,
-            "unit",
-            topology=Topology(world=ALONE, shard=ALONE, replicate=ALONE, inner=ALONE),
-            dtypes=GradDtypes(torch.float32, torch.float32, torch.float32),
-            device=torch.device(device),
-            home=None,
-            tags=(0, 0, 0),
-            pending_sends=PendingSends(),
-        )
+        dtypes = GradDtypes(torch.float32, torch.float32, torch.float32)
+        return GradientBuffer(layout, dtypes=dtypes, device=torch.device(device), rank=0)
 
     gradients = buffer_on("cpu")
-    assert (gradients._copies_together, buffer_on("meta")._copies_together) == (False, True)
-    gradients._copies_together = True
+    on_device = buffer_on("meta")
+    assert (gradients._apart_below, on_device._apart_below) == (0, 1 << 20)
+    # Decide for this CPU as for a device.
+    gradients._apart_below, gradients._casts_late = on_device._apart_below, on_device._casts_late
     # One comes in two parts, and one not at all.
     came = [(i, layout.spans[i]) for i in (0, 1, 2, 2, 4)]
     grads = [torch.full(span.shape, 1.0 + i, dtype=torch.bfloat16) for i, span in came]
@@ -389,7 +383,7 @@ def test_small_gradients_on_an_accelerator_are_copied_at_once() -> None:
         for (index, _), grad in zip(came, grads, strict=True):
             gradients.receive(index, grad)
         begun = operations.names.copy()
-        (whole,) = gradients._whole().parts
+        (whole,) = gradients.take_chunks().parts
     assert whole is not None
     assert torch.equal(whole, expected)
     assert begun.count("copy_") == 1
