@@ -291,6 +291,7 @@ class UnitModule(ModuleProxy):
             ranks=topology.shard.size,
             reason=(self._reason or ("by hand" if unit.name else f"root: {rest}")) + together,
             transport=topology.transport,
+            transport_reason=topology.transport_reason,
         )
 
 
