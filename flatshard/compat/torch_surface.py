@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from flatshard.compat import torch_names
-from flatshard.module.unit_module import UnitModule, units_in
+from flatshard.module.unit_module import UnitModule, state_dicts_in
 from flatshard.state import model_state
 from flatshard.state.state_dict_options import as_torch, read_options
 
@@ -110,8 +110,8 @@ class PeerNames(UnitModule):
         """
         options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
         before = PeerNames.get_state_dict_type(module)
-        for unit in units_in(module):
-            unit.state_dict_options = options
+        for part in state_dicts_in(module):
+            part.options = options
         return before
 
     @staticmethod
@@ -121,7 +121,7 @@ class PeerNames(UnitModule):
         Raises:
             RuntimeError: units inside differ.
         """
-        return as_torch(model_state.options_of(units_in(module)))
+        return as_torch(model_state.options_of(state_dicts_in(module)))
 
     @staticmethod
     @contextlib.contextmanager
@@ -133,5 +133,5 @@ class PeerNames(UnitModule):
     ) -> Iterator[None]:
         """``set_state_dict_type`` for a while; then every unit is as it was."""
         options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
-        with model_state.options_set(units_in(module), options):
+        with model_state.options_set(state_dicts_in(module), options):
             yield

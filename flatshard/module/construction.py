@@ -26,7 +26,7 @@ from flatshard.plan.module_tree import name_of
 from flatshard.plan.param_info import ParamInfo, find_owners
 from flatshard.plan.wrap import Policy, UnitPlan, check_policy, explain_no_match, find_units
 from flatshard.precision.overrides import PrecisionPlan
-from flatshard.state import model_state
+from flatshard.state.model_state import UnitStateDict
 
 
 def check_module(module: nn.Module, policy: Policy | None) -> None:
@@ -311,6 +311,7 @@ class Construction:
             )
             for kind, params in segments.items()
         )
+        state_dict = UnitStateDict(unit)
         flat = [] if settings.use_orig_params else [h.sharded[0] for h in unit.handles]
         for module in modules:
             wrapper = wrappers[module]
@@ -319,9 +320,9 @@ class Construction:
             wrapper._settings = settings
             wrapper._ignored = self._ignored.within(module)
             wrapper._unit = unit
+            wrapper._state_dict = state_dict
             for number, param in enumerate(flat):
                 wrapper.register_parameter(f"_flat_param_{number}", param)
-        model_state.hook_state_dicts(unit)
         return unit
 
     def _make_values(

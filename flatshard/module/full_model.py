@@ -13,6 +13,7 @@ from torch import nn
 from flatshard.module.unit_module import (
     UnitModule,
     outermost_unit_modules,
+    state_dicts_in,
     unit_modules,
     units_at_rest,
     units_in,
@@ -178,7 +179,7 @@ class FullModel(UnitModule):
                 another rank's.
         """
         units = units_at_rest(model, "optim_state_dict()")
-        options = model_state.options_of(units)
+        options = model_state.options_of(state_dicts_in(model))
         return optim_state.full_state(
             model,
             optim,

@@ -24,12 +24,14 @@ from flatshard.options.strategy import ShardingStrategy
 from flatshard.plan.ignored import Ignored
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.precision.casts import convert_buffers
+from flatshard.state.model_state import UnitStateDict
 
 
 class UnitModule(ModuleProxy):
     """What a unit is as a module: converted, copied, described; ``construction`` fills it."""
 
     _unit: Unit
+    _state_dict: UnitStateDict
     _settings: Settings
     _ignored: Ignored
     _context: RunContext
@@ -328,7 +330,7 @@ def _check_one_world(units: list[Unit]) -> None:
                 f"ShardedWrapper: unit {unit.name!r} trains on ranks {unit.topology.world.ranks}, "
                 f"the module around it on {world.ranks}. Pass both the same ranks."
             )
-    _check_one_grid([unit for unit in units if unit.topology.inner.size > 1])
+    _check_one_grid([unit for unit in units if unit.topology.intra_group.size > 1])
 
 
 def _check_one_grid(units: list[Unit]) -> None:
@@ -370,6 +372,11 @@ def unit_modules(module: nn.Module) -> list[UnitModule]:
 def units_in(module: nn.Module) -> list[Unit]:
     """The units of a model, outermost first; none of a plain one."""
     return list(dict.fromkeys(wrapper._unit for wrapper in unit_modules(module)))
+
+
+def state_dicts_in(module: nn.Module) -> list[UnitStateDict]:
+    """The parts that the units of a model have in state dicts."""
+    return list(dict.fromkeys(wrapper._state_dict for wrapper in unit_modules(module)))
 
 
 def named_unit_modules(root: nn.Module) -> Iterator[tuple[str, UnitModule]]:
