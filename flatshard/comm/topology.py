@@ -73,7 +73,7 @@ class Topology:
     @property
     def transport_reason(self) -> str:
         """Why ``transport`` is what it is, where ranks found that out."""
-        groups = (self.inner, self.outer)
+        groups = (self.intra_group, self.inter_group)
         return "; ".join(dict.fromkeys(g.transport_reason for g in groups if g.transport_reason))
 
 
