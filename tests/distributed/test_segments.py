@@ -411,7 +411,7 @@ def _gradient_memory(rank: int, world_size: int, strategy: str, use_orig_params:
     held = 0
     for param in model.parameters():
         if param.grad is not None:
-            local = getattr(param.grad, "_local", param.grad)
+            local = getattr(param.grad, "local", param.grad)
             held += local.numel() * size
     share = 1 if strategy == "NO_SHARD" else world_size
     assert held <= trained / share + padding
