@@ -326,7 +326,7 @@ class StepRecorder(Recorder):
         way = Kind.REDUCE if purpose == "reduce" else Kind.GATHER
         for event in events:
             # Other models' where second stages of reductions share a queue.
-            unit = None if purpose == "other" else self._by_name.get(event.label)
+            unit = None if purpose == "other" else self._by_name.get(event.unit_fqn)
             self._moved[unit, purpose] += event.nbytes
             if unit is not None:
                 self._under_way.setdefault((way, unit), now)

@@ -104,7 +104,7 @@ def _check_writable(keyword: str, path: str) -> None:
 
 
 def _check_same(files: dict[str, str | None], world: Communicator) -> None:
-    everyone = world.gather_objects(files, label="comparing files of record_steps")
+    everyone = world.gather_objects(files, op_name="comparing files of record_steps")
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise ValueError(
@@ -132,7 +132,7 @@ def _shared(path: str, reports: list[StepReport], world: Communicator) -> list[l
     """The reports of every rank that this file is about. Collective where that is all ranks."""
     if _OWN in path:
         return [reports]
-    return world.gather_objects(reports, label="recorded steps")
+    return world.gather_objects(reports, op_name="recorded steps")
 
 
 def _write_trace(path: str | None, reports: list[StepReport], world: Communicator) -> None:

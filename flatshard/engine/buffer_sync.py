@@ -27,12 +27,12 @@ class SyncedBuffers:
         """
         self._buffers = list(self._find())
 
-    def broadcast(self, world: Communicator, label: str) -> None:
+    def broadcast(self, world: Communicator, op_name: str) -> None:
         """Give every rank rank 0's, in one message per dtype and device. Collective.
 
         Args:
             world: all ranks.
-            label: whose, in errors.
+            op_name: whose, in errors.
         """
         if world.size == 1:
             return
@@ -42,7 +42,7 @@ class SyncedBuffers:
         with torch.no_grad():
             for buffers in kinds.values():
                 flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-                world.broadcast(flat, label=label)
+                world.broadcast(flat, op_name=op_name)
                 if world.rank != 0:
                     _spread(flat, buffers)
 

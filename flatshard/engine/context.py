@@ -153,7 +153,10 @@ class RunContext:
             (h.device for u in self.units for h in u.handles if not h.is_local), None
         )
         self._kept_from_afar = [
-            handle for unit in self.units for handle in unit.handles if unit.topology.outer.size > 1
+            handle
+            for unit in self.units
+            for handle in unit.handles
+            if unit.topology.inter_group.size > 1
         ]
 
     # ------------------------------------------------------------ forward
@@ -540,8 +543,8 @@ class RunContext:
         flags.extend(self.stepping.flags())
         combined = torch.tensor(flags, dtype=torch.uint8, device=self._world.control_device)
         with self.recorder.waiting(Kind.RANKS_WAIT):
-            label = "used parameters of all units, backward"
-            self._world.reduce_scalars(combined, "MAX", label=label)
+            op_name = "used parameters of all units, backward"
+            self._world.reduce_scalars(combined, "MAX", op_name=op_name)
         answers = iter(combined.tolist())
         if next(answers) + next(answers) != 255:
             raise RuntimeError(
@@ -583,7 +586,7 @@ class RunContext:
         """Take the order in which rank 0's units became ready. Collective, once."""
         order = torch.tensor(self._reduce_order.suggested(), device=self._world.control_device)
         with self.recorder.waiting(Kind.RANKS_WAIT):
-            self._world.broadcast(order, label="order of reductions")
+            self._world.broadcast(order, op_name="order of reductions")
         self._reduce_order.adopt(order.tolist())
         self._reduce_order_agreed = True
 

@@ -312,7 +312,7 @@ class Unit:
         if wanted is Sync.INTRA:
             if not self.topology.crosses:
                 wanted = Sync.ALL
-            elif self.topology.inner.size == 1:
+            elif self.topology.intra_group.size == 1:
                 wanted = Sync.NONE
         self.sync = wanted
 

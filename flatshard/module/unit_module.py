@@ -327,7 +327,7 @@ def _check_one_world(units: list[Unit]) -> None:
                 f"ShardedWrapper: unit {unit.name!r} trains on ranks {unit.topology.world.ranks}, "
                 f"the module around it on {world.ranks}. Pass both the same ranks."
             )
-    _check_one_grid([unit for unit in units if unit.topology.inner.size > 1])
+    _check_one_grid([unit for unit in units if unit.topology.intra_group.size > 1])
 
 
 def _check_one_grid(units: list[Unit]) -> None:

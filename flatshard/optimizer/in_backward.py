@@ -115,7 +115,7 @@ class SteppedInBackward:
         except (TypeError, ValueError) as error:
             problem = error
         kind = type(optimizer).__qualname__
-        everyone = world.gather_objects((problem, kind, numbers), label="step_in_backward()")
+        everyone = world.gather_objects((problem, kind, numbers), op_name="step_in_backward()")
         if problem is not None:
             raise problem
         for rank, (their_problem, *theirs) in zip(world.ranks, everyone, strict=True):

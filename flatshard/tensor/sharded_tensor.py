@@ -112,8 +112,8 @@ class ShardSpec:
 
     def average(self, value: Tensor) -> Tensor:
         """The mean of a small tensor over all ranks, as a new one. Collective: both groups."""
-        total = self.comm.reduce_scalars(value.clone(), "SUM", label=self.name)
-        total = self.replicas.reduce_scalars(total, "SUM", label=self.name)
+        total = self.comm.reduce_scalars(value.clone(), "SUM", op_name=self.name)
+        total = self.replicas.reduce_scalars(total, "SUM", op_name=self.name)
         return total / (self.comm.size * self.replicas.size)
 
     def slice(self, tensor: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ class FlatShardTensor(torch.Tensor):
         full_bytes = _bytes(flat)
         size = local.element_size()
         full_bytes[start * size : (start + spec.numel) * size] = _bytes(local.contiguous())
-        spec.comm.reduce_scalars(full_bytes, "SUM", label=spec.name)
+        spec.comm.reduce_scalars(full_bytes, "SUM", op_name=spec.name)
         return flat if is_flat else flat.as_strided(spec.shape, spec.strides)
 
     @property

@@ -28,7 +28,7 @@ from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.module import inspection
 from flatshard.options.precision import GradDtypes
-from flatshard.options.strategy import Collectives, Transport
+from flatshard.options.strategy import Collectives, TransportOptions
 from flatshard.plan import coalescing
 from flatshard.plan.layout import FlatLayout
 from tests.harness import naming, run_ranks
@@ -220,7 +220,7 @@ def _reductions_are_connected_at_construction() -> None:
     """At the first of each kind, in a backward, a rank may be alone for a while."""
     case = CASES["mlp"]
     group = communicator(
-        dist.group.WORLD, mode=Transport(collectives=Collectives.NATIVE)
+        dist.group.WORLD, mode=TransportOptions(collectives=Collectives.NATIVE)
     )._reduce_group
     connected: list[tuple[str, int]] = []
 
@@ -418,8 +418,8 @@ def _without_host_memory(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cuda:fake")
     comm = communicator(group)
     # An offloaded shard's values: the current device may be another rank's.
-    comm.send(torch.ones(2), to=1, label="weights")
-    comm.receive(torch.ones(2), source=1, label="weights")
+    comm.send(torch.ones(2), to=1, op_name="weights")
+    comm.receive(torch.ones(2), source=1, op_name="weights")
     case = CASES["transformer"]
     with mock.patch.object(coalescing, "LARGE_BYTES", 1):
         model = case.wrap(case.model(), coalesce_bytes=0)

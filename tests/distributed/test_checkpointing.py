@@ -183,7 +183,7 @@ def _gathers_of(loss_of: Callable[..., Tensor], *args: Any) -> tuple[Counter[str
 
 
 def _gathers(events: list[collectives.Event]) -> Counter[str]:
-    return Counter(event.label for event in events if event.kind == "gather")
+    return Counter(event.unit_fqn for event in events if event.kind == "gather")
 
 
 def _no_input_gradients() -> contextlib.AbstractContextManager[None]:

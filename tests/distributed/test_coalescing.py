@@ -174,8 +174,8 @@ def _collectives(rank: int, world_size: int) -> None:
     for _ in range(2):
         with record() as events:
             model(rows(0, 1), list(range(NUM_BLOCKS))).sum().backward()
-    gathers = [event.label for event in events if event.kind == "gather"]
-    reductions = [event.label for event in events if event.kind == "reduce"]
+    gathers = [event.unit_fqn for event in events if event.kind == "gather"]
+    reductions = [event.unit_fqn for event in events if event.kind == "reduce"]
     assert sorted(gathers) == sorted(units + units[1:])  # the root once: it stays
     assert sorted(reductions) == sorted(units)
     policy = ModuleWrapPolicy({Block})
@@ -205,9 +205,9 @@ def _large_parameters(rank: int, world_size: int) -> None:
     for _ in range(2):  # the first finds the order
         with record() as events:
             loss_of(model(inputs), target).backward()
-    reduced = [event.label for event in events if event.kind == "reduce"]
+    reduced = [event.unit_fqn for event in events if event.kind == "reduce"]
     assert [reduced[0], reduced[-1], reduced.count("")] == ["", "", 3]
-    sizes = [event.nbytes for event in events if event.kind == "reduce" and not event.label]
+    sizes = [event.nbytes for event in events if event.kind == "reduce" and not event.unit_fqn]
     assert sizes[0] >= 8 * 11 * 8
 
 
@@ -259,7 +259,7 @@ def _embedding(rank: int, world_size: int, strategy: str) -> None:
             assert [h.is_current for h in handles] == [stays or h is not embedding for h in handles]
             with record() as events:
                 loss.backward()
-            sizes = [e.nbytes for e in events if e.kind == "gather" and not e.label]
+            sizes = [e.nbytes for e in events if e.kind == "gather" and not e.unit_fqn]
             again = checkpoints and not stays
             assert sizes == ([embedding.layout.padded_numel * 8] if again else [])
             for one in range(world_size):

@@ -18,12 +18,12 @@ from flatshard.comm.process_groups import control_of, new_group
 from flatshard.comm.registry import communicator
 from flatshard.comm.transports import sockets
 from flatshard.comm.work import AsyncWork, PendingSends
-from flatshard.options.strategy import Collectives, Transport
+from flatshard.options.strategy import Collectives, TransportOptions
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
 
-SOCKETS = Transport(Collectives.SOCKETS)
+SOCKETS = TransportOptions(Collectives.SOCKETS)
 LAYERS = ("0", "1", "2")
 
 
@@ -40,7 +40,7 @@ def _wrapped(strategy: str, **keywords: object) -> ShardedWrapper:
 def _step(model: ShardedWrapper) -> list[tuple[str, str]]:
     with collectives.record() as events:
         model(torch.ones(2, 8)).sum().backward()
-    return [(event.kind, event.label) for event in events]
+    return [(event.kind, event.unit_fqn) for event in events]
 
 
 def _gathers(events: list[tuple[str, str]]) -> list[str]:
@@ -88,7 +88,7 @@ def _end_of_forward(rank: int, world_size: int) -> None:
         assert _step(model) == [*gathers, *reductions, ("reduce", "0"), scalars]
     with collectives.record() as events:
         model(torch.ones(2, 8))
-    assert [(e.kind, e.label) for e in events] == [*gathers, ("gather", "1")]
+    assert [(e.kind, e.unit_fqn) for e in events] == [*gathers, ("gather", "1")]
     assert _live_bytes(model) == 2 * unit_bytes
     with torch.no_grad():  # what was gathered for a backward that did not come is used, and freed
         model(torch.ones(2, 8))
@@ -131,7 +131,7 @@ def _lookups(rank: int, world_size: int) -> None:
                 with collectives.record() as events:
                     model(tokens, how).square().sum().backward()
                 assert _live_bytes(model) == 0
-            seen = Counter(event.label for event in events if event.kind == "gather")
+            seen = Counter(event.unit_fqn for event in events if event.kind == "gather")
             assert seen["head"] == (1 if mode == "sockets" else 2)  # kept, where links are slow
             for name in ("words", "bag"):
                 calls = 2 if name == "words" and how == "recomputed" else 1
@@ -194,7 +194,7 @@ def _evaluation(rank: int, world_size: int) -> None:
     for context in (torch.no_grad, torch.inference_mode):
         with collectives.record() as events, context():
             model(torch.ones(2, 8))
-        assert [(e.kind, e.label) for e in events] == [("gather", n) for n in LAYERS]
+        assert [(e.kind, e.unit_fqn) for e in events] == [("gather", n) for n in LAYERS]
         assert _live_bytes(model) == 0
 
 
@@ -292,7 +292,7 @@ def _reduce(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     for _ in range(2):
         out = torch.empty(5)
         comm.reduce_scatter(
-            FlatChunks.of(_values(rank, world_size)), out, label="test", tag=1
+            FlatChunks.of(_values(rank, world_size)), out, unit_fqn="test", tag=1
         ).finish()
         results.append(out)
     return results[0], results[1]
@@ -325,7 +325,7 @@ def _in_pieces(rank: int, world_size: int) -> None:
         out = torch.full((numel,), torch.nan, dtype=dtype)
         if tag % world_size == rank:
             time.sleep(0.01)
-        pending = comm.reduce_scatter(wholes[rank], out, label="test", tag=tag)
+        pending = comm.reduce_scatter(wholes[rank], out, unit_fqn="test", tag=tag)
         started.append((pending, out, expected))
     pending_sends = PendingSends()
     for pending, out, expected in started:
@@ -370,13 +370,13 @@ def _late(rank: int, world_size: int) -> None:
     comm = communicator(dist.group.WORLD, mode=SOCKETS)
     out = torch.empty(5)
     if rank == 0:
-        pending = comm.reduce_scatter(FlatChunks.of(torch.ones(10)), out, label="test", tag=1)
+        pending = comm.reduce_scatter(FlatChunks.of(torch.ones(10)), out, unit_fqn="test", tag=1)
         time.sleep(0.05)
         assert not pending.done()
-        comm.gather_objects(None, label="not before")
+        comm.gather_objects(None, op_name="not before")
     else:
-        comm.gather_objects(None, label="not before")
-        pending = comm.reduce_scatter(FlatChunks.of(torch.ones(10)), out, label="test", tag=1)
+        comm.gather_objects(None, op_name="not before")
+        pending = comm.reduce_scatter(FlatChunks.of(torch.ones(10)), out, unit_fqn="test", tag=1)
     pending.finish()
     assert out.tolist() == [1.0] * 5
 
@@ -389,7 +389,7 @@ def test_narrow_on_the_wire(world_size: int) -> None:
 def _narrow(rank: int, world_size: int) -> None:
     """Gathered alike on all ranks; sums of what came in bfloat16 and of what is one's own."""
     sockets.PIECE_BYTES = 600
-    comm = communicator(dist.group.WORLD, mode=Transport(wire_dtype=torch.bfloat16))
+    comm = communicator(dist.group.WORLD, mode=TransportOptions(wire_dtype=torch.bfloat16))
     assert comm.transport == "sockets, bfloat16"
     tag = 0
     for dtype in (torch.float32, torch.float64, torch.complex64, torch.float16, torch.int64):
@@ -405,7 +405,7 @@ def _narrow(rank: int, world_size: int) -> None:
                 out = torch.empty(numel * world_size, dtype=dtype)
                 mine = values[rank][:numel].clone()
                 comm.all_gather(
-                    mine, out, label="test", tag=tag, purpose="test", exact=exact
+                    mine, out, unit_fqn="test", tag=tag, purpose="test", exact=exact
                 ).finish()
                 assert torch.equal(out, torch.cat([part[:numel] for part in parts]))
                 assert torch.equal(mine, values[rank][:numel])
@@ -415,7 +415,7 @@ def _narrow(rank: int, world_size: int) -> None:
             expected = _sum_in_order([part.chunk(world_size)[rank] for part in parts])
             out = torch.empty(numel, dtype=dtype)
             comm.reduce_scatter(
-                FlatChunks.of(values[rank].clone()), out, label="test", tag=tag
+                FlatChunks.of(values[rank].clone()), out, unit_fqn="test", tag=tag
             ).finish()
             assert torch.equal(out, expected)
 
@@ -496,8 +496,8 @@ def _groups_without_host_memory(world: dist.ProcessGroup) -> None:
     assert not comm.is_stream_ordered(torch.device("cpu"))
     # In torch 2.11 pretended collectives do not say that they are over.
     shard, whole = torch.ones(1), torch.zeros(4)
-    assert comm.all_gather(shard, whole, label="", tag=1, purpose="").done()
-    assert comm.all_reduce(whole, label="").done()
+    assert comm.all_gather(shard, whole, unit_fqn="", tag=1, purpose="").done()
+    assert comm.all_reduce(whole, unit_fqn="").done()
 
     # Bound to a device, NCCL's groups would be split off, which takes ranks that are not asked.
     seen = []
@@ -521,21 +521,21 @@ def _gather(rank: int, world_size: int, dtype: torch.dtype) -> None:
     comm = communicator(dist.group.WORLD)
     out = torch.zeros(12, dtype=dtype)
     comm.all_gather(
-        torch.full((4,), rank, dtype=dtype), out, label="test", tag=1, purpose="test"
+        torch.full((4,), rank, dtype=dtype), out, unit_fqn="test", tag=1, purpose="test"
     ).finish()
     assert out.tolist() == [r for r in range(3) for _ in range(4)]
     _gather_by_the_backend(rank)
     with pytest.raises(ValueError, match="does not fill"):
-        comm.all_gather(torch.zeros(4), torch.zeros(13), label="test", tag=1, purpose="test")
+        comm.all_gather(torch.zeros(4), torch.zeros(13), unit_fqn="test", tag=1, purpose="test")
 
 
 def _gather_by_the_backend(rank: int) -> None:
     """Of dtypes that it does not know, too: neither gloo nor NCCL has this one."""
-    comm = communicator(dist.group.WORLD, mode=Transport(Collectives.NATIVE))
+    comm = communicator(dist.group.WORLD, mode=TransportOptions(Collectives.NATIVE))
     mine, out = torch.full((4,), rank, dtype=torch.int16), torch.zeros(12, dtype=torch.int16)
-    comm.all_gather(mine, out, label="test", tag=1, purpose="test").finish()
+    comm.all_gather(mine, out, unit_fqn="test", tag=1, purpose="test").finish()
     assert out.tolist() == [r for r in range(3) for _ in range(4)]
-    comm.broadcast(mine, label="test", source=2)
+    comm.broadcast(mine, op_name="test", source=2)
     assert mine.tolist() == [2] * 4
 
 
@@ -550,7 +550,7 @@ def _no_peer(rank: int, world_size: int) -> None:
     started = datetime.datetime.now()
     with pytest.raises(CollectiveError, match=r"unit 'layers\.3', rank 0: gathering"):
         comm.all_gather(
-            torch.zeros(4), torch.zeros(8), label="layers.3", tag=1, purpose="test"
+            torch.zeros(4), torch.zeros(8), unit_fqn="layers.3", tag=1, purpose="test"
         ).finish()
     assert datetime.datetime.now() - started < datetime.timedelta(seconds=10)
 

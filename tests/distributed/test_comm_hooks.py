@@ -137,7 +137,7 @@ def _with_other_features(rank: int, world_size: int) -> None:
     model.fc2.register_comm_hook("state", hook)
     with collectives.record() as events:
         local_loss(model, MLP, 0, rank, world_size, torch.float32).backward()
-    assert [event.label for event in events if event.kind == "reduce"] == ["fc3", "fc1"]
+    assert [event.unit_fqn for event in events if event.kind == "reduce"] == ["fc3", "fc1"]
     ((dtype, *_),) = hook.calls
     assert dtype == torch.float64
     with pytest.raises(RuntimeError, match="unit 'fc2' has a hook already"):

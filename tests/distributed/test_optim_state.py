@@ -474,7 +474,7 @@ def _whole_and_apart(rank: int, world_size: int) -> None:
     _train(model, optimizer, range(2), case, rank, world_size)
     with record() as events:
         saved = ShardedWrapper.optim_state_dict(model, optimizer)
-    gathers = [event.label for event in events if event.kind == "gather"]
+    gathers = [event.unit_fqn for event in events if event.kind == "gather"]
     assert gathers == [unit for unit in ("fc1", "fc2", "fc3") for _ in ("exp_avg", "exp_avg_sq")]
 
     file = io.BytesIO()

@@ -96,7 +96,10 @@ def _check_bytes(report: StepReport, listed: list[Event]) -> None:
     assert report.moved_bytes == sum(event.nbytes for event in listed)
     assert [unit.name for unit in report.units][-1] == ""
     gathered, reduced = (
-        {name: sum(e.nbytes for e in listed if (e.kind, e.label) == (kind, name)) for name in names}
+        {
+            name: sum(e.nbytes for e in listed if (e.kind, e.unit_fqn) == (kind, name))
+            for name in names
+        }
         for kind in ("gather", "reduce")
         for names in [[unit.name for unit in report.units]]
     )

@@ -120,7 +120,7 @@ def collectives_of(kind: str) -> Iterator[list[str]]:
     labels: list[str] = []
     with collectives.record() as events:
         yield labels
-    labels += [event.label for event in events if event.kind == kind]
+    labels += [event.unit_fqn for event in events if event.kind == kind]
 
 
 # ---------------------------------------------------------------- what is kept
@@ -357,7 +357,7 @@ def _memory(rank: int, world_size: int) -> None:
 
     alive: list[int] = []
 
-    def count_at_gathers(self: Communicator, kind: str, label: str, tensor: Tensor) -> None:
+    def count_at_gathers(self: Communicator, kind: str, unit_fqn: str, tensor: Tensor) -> None:
         if kind == "gather":
             alive.append(count_whole())
 
