@@ -50,9 +50,7 @@ class ParamInfo:
                 names = site.module._flat_weights_names
                 site.module._flat_weight_refs = [None] * len(names)
                 site.module.__dict__["_flat_weights"] = []
-        # An optimizer's twin shows the memory of before.
-        stale = {"_twin", *view.__dict__}
-        attributes = {k: v for k, v in param.__dict__.items() if k not in stale}
+        attributes = {k: v for k, v in param.__dict__.items() if k not in view.__dict__}
         # Python's dictionaries stay with the name, the hooks themselves go with the memory.
         if not isinstance(param, FlatShardTensor):  # else they were moved already
             self._tensor_hooks = param._backward_hooks

@@ -50,6 +50,7 @@ class ShardSpec:
         shape: the parameter's shape.
         offset: index, among the parameter's elements in memory order, of this rank's first one.
         numel: elements that this rank holds.
+        start: where they begin in this rank's shard of the flat parameter.
         comm: the ranks that hold the rest.
         replicas: the ranks that hold the same.
         order: the order of the parameter's dimensions in memory, outermost first.
@@ -76,6 +77,7 @@ class ShardSpec:
         *,
         offset: int,
         numel: int,
+        start: int = 0,
         comm: Communicator,
         replicas: Communicator = ALONE,
         order: Sequence[int] | None = None,
@@ -89,6 +91,7 @@ class ShardSpec:
         self.shape = tuple(shape)
         self.offset = offset
         self.numel = numel
+        self.start = start
         self.comm = comm
         self.replicas = replicas
         self.order = tuple(range(len(self.shape)) if order is None else order)
@@ -153,7 +156,7 @@ def _stay_away() -> bool:
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
     """The Python attributes of a parameter, without what ties it to its place."""
-    private = {"local", "spec", "_twin"}
+    private = {"local", "spec", "flat"}
     return {name: value for name, value in tensor.__dict__.items() if name not in private}
 
 
@@ -166,16 +169,23 @@ class FlatShardTensor(torch.Tensor):
     Attributes:
         local: this rank's range, ``(spec.numel,)``.
         spec: which range of which parameter that is.
+        flat: the shard, or its gradient, of which ``local`` is the range from ``spec.start`` on;
+            None: ``local`` has memory of its own.
     """
 
     # Attributes of the object, not properties: reading them costs no dispatch.
     local: Tensor
     spec: ShardSpec
+    flat: Tensor | None
     _is_placeholder: bool = False
 
     @staticmethod
     def __new__(
-        cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False
+        cls,
+        local: Tensor,
+        spec: ShardSpec,
+        requires_grad: bool = False,
+        flat: Tensor | None = None,
     ) -> FlatShardTensor:
         """Wrap ``local``, ``(spec.numel,)``, without copying."""
         self = torch.Tensor._make_wrapper_subclass(
@@ -188,12 +198,18 @@ class FlatShardTensor(torch.Tensor):
         )
         self.local = local
         self.spec = spec
+        self.flat = flat
         return self  # type: ignore[no-any-return]
 
     @classmethod
-    def parameter(cls, local: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
+    def in_flat(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool = False) -> FlatShardTensor:
+        """Wrap the range of ``flat``, ``(shard_numel,)``, that ``spec`` names, without copying."""
+        return cls(flat[spec.start : spec.start + spec.numel], spec, requires_grad, flat)
+
+    @classmethod
+    def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
         """The same, counted as an ``nn.Parameter``."""
-        self = cls(local, spec, requires_grad)
+        self = cls.in_flat(flat, spec, requires_grad)
         self._is_param = True
         return self
 
