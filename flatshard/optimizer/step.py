@@ -45,6 +45,7 @@ from flatshard.optimizer.buckets import (
 from flatshard.optimizer.consumed_grad import drop_consumed
 from flatshard.optimizer.local_state_guard import check_state
 from flatshard.precision.grad_dtypes import check_dtype
+from flatshard.tensor.param_swap import FlattenedParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 _ELEMENTWISE: set[Any] = {
@@ -136,12 +137,12 @@ def _check_params(optimizer: torch.optim.Optimizer) -> None:
                         "SparseAdam: gradients of sharded parameters are dense, also those of "
                         "nn.Embedding(sparse=True). Use one that takes them: Adam, SGD, Adagrad."
                     )
-                unit = None if is_ours else getattr(param, "_flattened_into", None)
-                if unit is not None:
+                if isinstance(param, FlattenedParameter):
                     raise RuntimeError(
                         f"step(): the optimizer was made before wrapping, and its parameters "
-                        f"became a part of the flat parameter of unit {unit!r}. Make it from "
-                        "model.parameters() after wrapping, or wrap with use_orig_params=True."
+                        f"became a part of the flat parameter of unit {param.unit_name!r}. "
+                        "Make it from model.parameters() after wrapping, or wrap with "
+                        "use_orig_params=True."
                     )
                 drop_consumed(param)  # what backward has stepped is not stepped again
                 grad = param.grad

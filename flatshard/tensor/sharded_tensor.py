@@ -154,10 +154,13 @@ def _stay_away() -> bool:
     return False
 
 
+OWN_ATTRIBUTES = frozenset({"local", "spec", "flat"})
+"""The attributes of a ``FlatShardTensor`` that are no user's."""
+
+
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """The Python attributes of a parameter, without what ties it to its place."""
-    private = {"local", "spec", "flat"}
-    return {name: value for name, value in tensor.__dict__.items() if name not in private}
+    """The attributes that users gave a parameter."""
+    return {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
 
 
 class FlatShardTensor(torch.Tensor):
