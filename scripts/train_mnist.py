@@ -443,8 +443,8 @@ def read_state(args: argparse.Namespace, plain: nn.Module) -> dict[str, Any]:
     training_job.check_fits(args.resume, state, plain)
     if state["step"] and state["batch_size"] != args.batch_size:
         raise training_job.Refused(
-            f"--resume: {args.resume} is in the middle of an epoch with --batch-size {state['batch_size']}, "
-            f"got {args.batch_size}"
+            f"--resume: {args.resume} is in the middle of an epoch with "
+            f"--batch-size {state['batch_size']}, got {args.batch_size}"
         )
     return state
 
