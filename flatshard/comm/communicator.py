@@ -37,7 +37,7 @@ from flatshard.comm.process_groups import (
     control_of,
     cpu_backend,
     host_backend,
-    is_pretended,
+    is_fake,
     named,
     new_group,
     sibling,
@@ -97,7 +97,7 @@ class Communicator(Tags):
         global_rank: this rank there, for messages.
         options: how the user wants tensors moved.
         transports: those that the group has, in order of preference.
-        transport_reason: why it lacks a preferred one, or "".
+        transport_reason: why ``transport`` is what it is, or "".
         subgroups: communicators of some of the ranks, by these.
         second_stages: reductions in two stages whose second one is to cross this group, in the
             order in which all ranks begin them.
@@ -154,7 +154,7 @@ class Communicator(Tags):
             self.counter,
             self.options,
             is_gloo,
-            is_pretended(group),
+            is_fake(group),
             lambda value: self.gather_objects(value, op_name="meeting on one host"),
         )
         reasons = []
@@ -164,7 +164,8 @@ class Communicator(Tags):
                 self.transports.append(found)
             elif found:
                 reasons.append(found)
-        self.transport_reason = "; ".join(reasons)
+        chosen = self.transport_for(torch.device("cpu"))
+        self.transport_reason = "; ".join(reasons) or chosen.reason
 
     # ------------------------------------------------------------ what moves tensors
 

@@ -72,7 +72,7 @@ class Topology:
 
     @property
     def transport_reason(self) -> str:
-        """Why a group lacks a transport that would be preferred, or ""."""
+        """Why ``transport`` is what it is, where ranks found that out."""
         reasons = [group.transport_reason for group in (self.intra_group, self.inter_group)]
         return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
 

@@ -52,7 +52,6 @@ from flatshard.engine.profiling import profiled
 from flatshard.options.strategy import Placement
 from flatshard.plan.module_tree import name_of
 from flatshard.precision.casts import UnitCasts
-from flatshard.state.state_dict_options import StateDictOptions
 
 ReduceBucket: TypeAlias = "reduce_buckets.ReduceBucket[Unit]"
 """Flat parameters of a unit that are reduced together."""
@@ -157,7 +156,6 @@ class Unit:
         placement: what is freed when.
         is_root: whether it is the outermost one.
         sync: what the backward of the forward begun last does with the gradients.
-        state_dict_options: what its part of state dicts is.
         num_awaited: how often it ran in the last outermost forward, less the backwards of it that
             began since; alike on all ranks, also where an earlier forward failed on some.
     """
@@ -181,7 +179,6 @@ class Unit:
         self.placement = placement
         self.topology = topology
         self.sync = Sync.ALL
-        self.state_dict_options = StateDictOptions()
         self.outstanding_backwards = 0
         self._num_awaited_before = 0
         self._ends_unseen = False  # whether no input tells when a backward of it is over

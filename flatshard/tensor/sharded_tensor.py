@@ -151,10 +151,13 @@ def _stay_away() -> bool:
     return False
 
 
+OWN_ATTRIBUTES = frozenset({"local", "spec", "_local_parameter"})
+"""The attributes of a ``FlatShardTensor`` that are no user's."""
+
+
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """The Python attributes of a parameter, without what ties it to its place."""
-    private = {"local", "spec", "_twin"}
-    return {name: value for name, value in tensor.__dict__.items() if name not in private}
+    """The attributes that users gave a parameter."""
+    return {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
 
 
 class FlatShardTensor(torch.Tensor):
@@ -172,6 +175,7 @@ class FlatShardTensor(torch.Tensor):
     local: Tensor
     spec: ShardSpec
     _is_placeholder: bool = False
+    _local_parameter: nn.Parameter | None = None
 
     @staticmethod
     def __new__(
@@ -215,6 +219,14 @@ class FlatShardTensor(torch.Tensor):
         No communication.
         """
         return self.local
+
+    def local_parameter(self) -> nn.Parameter:
+        """A plain parameter over this rank's range, for optimizers; the same one every time."""
+        found = self._local_parameter
+        if found is None or found.requires_grad != self.requires_grad:
+            found = nn.Parameter(self.local.detach(), requires_grad=self.requires_grad)
+            self._local_parameter = found
+        return found
 
     def alias(self) -> FlatShardTensor:
         """The same tensor without autograd, sharing memory and version counter."""

@@ -83,6 +83,7 @@ class Transport(abc.ABC):
 
     Attributes:
         name: for reports and messages.
+        reason: why the group has it, or "".
         is_ordered: whether collectives meet those of other ranks in the order in which they
             begin; otherwise those of one flat parameter meet by its tag.
         adds_here: whether reductions add in rank order and in no less than fp32, on this host.
@@ -92,6 +93,7 @@ class Transport(abc.ABC):
     """
 
     name: str
+    reason = ""
     is_ordered = False
     adds_here = True
     can_all_reduce = False

@@ -44,7 +44,7 @@ from flatshard.memory.page_pool import allocate, fills_pages
 from flatshard.options.strategy import TransportOptions
 
 _REDUCING = peer_memory.TAGS // 2
-"""Added to the tags of reductions: half of a board's places are for gathers, half for these."""
+"""Added to the tags of reductions: half of a mailbox's places are for gathers, half for these."""
 
 _PIECE_NUMEL = 1 << 16
 """Elements that are read and added at a time: they stay in the cache between."""
@@ -60,9 +60,10 @@ class SharedMemoryTransport(Transport):
 
     name = "peer memory"
 
-    def __init__(self, members: Members, memory: PeerMemory, mailbox: Mailbox) -> None:
+    def __init__(self, members: Members, memory: PeerMemory, mailbox: Mailbox, reason: str) -> None:
         """With this rank's mailbox."""
         self.members, self.memory, self._mailbox = members, memory, mailbox
+        self.reason = reason
         self._published: dict[int, Publication] = {}
 
     @classmethod
@@ -74,15 +75,11 @@ class SharedMemoryTransport(Transport):
         if members.options != TransportOptions():
             return "collectives= or wire_dtype= asks for it"
         mailbox = Mailbox()
-        addresses = members.gather_objects(mailbox.card)
-        # Readable only after all have prepared for it.
         timeout = timeout_of(members.gather_group) or timedelta(minutes=30)
-        memory = peer_memory.meet(mailbox, addresses, timeout.total_seconds())
-        everyone = members.gather_objects(memory is not None)
-        mailbox.close_file()
-        if memory is None or not all(everyone):
-            return "not all ranks can read one another's memory"
-        return cls(members, memory, mailbox)
+        memory, reason = peer_memory.meet(
+            mailbox, members.gather_objects, members.ranks, timeout.total_seconds()
+        )
+        return reason if memory is None else cls(members, memory, mailbox, reason)
 
     def accepts(self, device: torch.device, tag: int) -> bool:
         """See ``Transport``; as far as the mailbox has a place for the tag."""

@@ -26,6 +26,7 @@ the last bytes of its own.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -53,6 +54,8 @@ PIECE_BYTES = 2 << 20
 SENT_IN_PLACE_BYTES = 1 << 20
 """From here on a gradient is sent from where autograd made it: to copy it takes longer than it
 takes to begin messages of its own."""
+
+_logger = logging.getLogger("flatshard")
 
 _ADDED_AT_ONCE = 1 << 14
 """Elements that are added at a time: they stay in the cache, and torch starts no threads for so
@@ -215,7 +218,7 @@ class SocketTransport(Transport):
         receives = [messages.receive(places[peer], peer) for peer in members.peers]
         source = shard if narrow is None else shard.to(narrow)
         sends = [messages.send(source, peer) for peer in members.peers]
-        self._begins.put(messages.begin_all)
+        self._begin(messages)
         if memory is None or memory.shard is None:
             slots[members.rank].copy_(source)  # rounded like the others' copies of it
         widen = None
@@ -252,9 +255,9 @@ class SocketTransport(Transport):
             for peer, piece in zip(members.peers, pieces, strict=True):
                 if piece is not None:
                     average.sends.append(messages.send(piece, peer))
-        self._begins.put(messages.begin_all)
-        average.averaged.help = average.run
-        self._adds.put(average.run)
+        self._begin(messages)
+        average.averaged.help = average.sent.help = average.run
+        self._adds.put(average.run)  # without a thread, whoever waits runs it
         return AsyncWork(
             [average.averaged],
             op_name,
@@ -264,6 +267,10 @@ class SocketTransport(Transport):
             need=need,
             sends_need=need,
         )
+
+    def _begin(self, messages: _Messages) -> None:
+        if not self._begins.put(messages.begin_all):
+            messages.begin_all()
 
     def _leaving(
         self, chunks: FlatChunks, peer: int, numel: int, dtype: torch.dtype, step: int
@@ -385,16 +392,26 @@ class _Thread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: SimpleQueue[Callable[[], None] | None] | None = None
+        self._may_start = True
 
-    def put(self, task: Callable[[], None]) -> None:
-        """Have ``task`` run after those before."""
-        if self._tasks is None:
-            self._tasks = SimpleQueue()
-            threading.Thread(
-                target=_serve, args=(self._tasks,), name=self._name, daemon=True
-            ).start()
-            weakref.finalize(self, self._tasks.put, None)
-        self._tasks.put(task)
+    def put(self, task: Callable[[], None]) -> bool:
+        """Have ``task`` run after those before; False where the system has no more threads."""
+        if self._tasks is None and self._may_start:
+            self._start()
+        if self._tasks is not None:
+            self._tasks.put(task)
+        return self._tasks is not None
+
+    def _start(self) -> None:
+        tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        try:
+            threading.Thread(target=_serve, args=(tasks,), name=self._name, daemon=True).start()
+        except RuntimeError as error:
+            self._may_start = False  # or some tasks would run behind others that came later
+            _logger.warning("no thread for %s, so nothing overlaps: %s", self._name, error)
+            return
+        self._tasks = tasks
+        weakref.finalize(self, tasks.put, None)
 
 
 def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -1,0 +1,382 @@
+"""Ranks on one host read one another's memory: the same numbers as through sockets, bit for bit."""
+
+import copy
+import ctypes
+import errno
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flatshard import CollectiveError
+from flatshard.comm.transports import peer_memory, shared_memory, sockets
+from flatshard.engine import grad_buffer
+from flatshard.memory import mapped_files, page_pool
+from flatshard.plan import layout
+from tests.combinations import every
+from tests.harness import naming, run_ranks
+from tests.models import CASES, Case, Mlp, vectors
+from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
+
+_TELL_ADDRESS = (
+    "import ctypes; b = ctypes.c_int64(1); print(ctypes.addressof(b), flush=True); input()"
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _may_read() -> None:
+    """Skip where the system forbids to read even a child's memory; other failures are failures."""
+    if peer_memory._readv is None:
+        pytest.skip("this system has no process_vm_readv")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-S", "-c", _TELL_ADDRESS], **pipes) as child:
+        word = ctypes.c_int64()
+        here = peer_memory._Range(ctypes.addressof(word), 8)
+        there = peer_memory._Range(int(child.stdout.readline()), 8)
+        got = peer_memory._readv(child.pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        number = ctypes.get_errno() if got < 0 else 0
+        child.communicate(b"\n")
+    if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+        pytest.skip(f"a process may not read another one's memory here: {os.strerror(number)}")
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "flat": {"use_orig_params": False},
+    "zero2": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "zero1": {"sharding_strategy": "SHARD_OP"},
+    "no backward prefetch": {"backward_prefetch": None},
+}
+ON_NODES: dict[str, dict[str, Any]] = {
+    "hybrid": {"sharding_strategy": "HYBRID_SHARD"},
+    "hybrid, optimizer over all": {"sharding_strategy": "HYBRID_SHARD_OP"},
+    "regathered": {"reshard_after_forward": 2},
+}
+
+
+@contextmanager
+def counting_reads() -> Iterator[list[int]]:
+    """In small pieces; yields the sizes of what was read, in bytes."""
+    read = peer_memory._read
+    sizes: list[int] = []
+
+    def counted(pid: int, source: int, destination: int, nbytes: int) -> None:
+        sizes.append(nbytes)
+        read(pid, source, destination, nbytes)
+
+    with (
+        mock.patch.object(shared_memory, "_PIECE_NUMEL", 7),
+        mock.patch.object(peer_memory, "_read", counted),
+    ):
+        yield sizes
+
+
+@contextmanager
+def mapping(kind: type = shared_memory.MappedShards) -> Iterator[list[Any]]:
+    """Small shards are mapped, and small gradients read in place; yields what was mapped.
+
+    Over sockets that is this rank's own, in a ``PooledBuffer``; other small buffers are such, too.
+    """
+    made: list[Any] = []
+    init = kind.__init__
+
+    def counted(self: Any, *args: Any, **keywords: Any) -> None:
+        init(self, *args, **keywords)
+        if self.shard is not None:
+            made.append(type(self))
+
+    with (
+        mock.patch.object(layout, "PAGED_BYTES", 1),
+        mock.patch.object(page_pool, "PAGED_BYTES", 1),
+        mock.patch.object(grad_buffer, "_IN_PLACE_BYTES", 0),
+        mock.patch.object(kind, "__init__", counted),
+    ):
+        yield made
+
+
+WAYS = {"peer memory": {}, "sockets": {"collectives": "sockets"}}
+
+
+def mapping_for(way: str) -> Any:
+    """``mapping`` of what ranks map that talk so."""
+    return mapping(page_pool.PooledBuffer if way == "sockets" else shared_memory.MappedShards)
+
+
+@contextmanager
+def sending_in_place() -> Iterator[list[int]]:
+    """Small gradients are sent from where autograd made them; yields the numbers of their parts."""
+    reduce_scatter = sockets.SocketTransport.reduce_scatter
+    numbers: list[int] = []
+
+    def counted(self: Any, chunks: Any, *args: Any, **keywords: Any) -> Any:
+        numbers.append(len(chunks.parts))
+        return reduce_scatter(self, chunks, *args, **keywords)
+
+    with (
+        mock.patch.object(grad_buffer, "_IN_PLACE_BYTES", 0),
+        mock.patch.object(grad_buffer, "_MEAN_IN_PLACE_BYTES", 0),
+        mock.patch.object(sockets, "SENT_IN_PLACE_BYTES", 100),
+        mock.patch.object(sockets, "PIECE_BYTES", 256),
+        mock.patch.object(sockets.SocketTransport, "reduce_scatter", counted),
+    ):
+        yield numbers
+
+
+def trained(case: Case, rank: int, world_size: int, **keywords: Any) -> Any:
+    model = case.wrap(case.model(), **keywords)
+    optimizer = OPTIMIZERS["sgd"](trainable(model))
+    losses = train_steps(model, optimizer, case, rank, world_size, steps=3)
+    return losses, snapshot(model)
+
+
+def same_as_sockets(rank: int, world_size: int, settings: dict[str, Any], names: list[str]) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size // 2 if settings is ON_NODES else world_size)
+    most_parts = 0
+    for number, (what, keywords) in enumerate(settings.items()):
+        for name in every(min(2, len(settings)), names, start=number):
+            with naming(f"{what}, {name}"):
+                case = CASES[name]
+                expected = trained(case, rank, world_size, collectives="sockets", **keywords)
+                if what == next(iter(settings)):
+                    with mapping_for("sockets") as made, sending_in_place() as numbers:
+                        actual = trained(case, rank, world_size, collectives="sockets", **keywords)
+                    assert made or what in ON_NODES, "nothing was mapped"
+                    most_parts = max(most_parts, *numbers, 0)
+                    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+                with counting_reads() as sizes:
+                    actual = trained(case, rank, world_size, **keywords)
+                assert sizes, "nothing was read"
+                torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+                with mapping() as made, counting_reads():
+                    actual = trained(case, rank, world_size, **keywords)
+                    assert made or what in ON_NODES, "nothing was mapped"
+                    expected = expected if made else actual
+                torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert most_parts > 1, "nothing was sent from where it was"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "names"),
+    [
+        (2, {"full": {}}, list(CASES)),
+        (2, SETTINGS, ["mlp", "nested", "unused", "twice"]),
+        (3, SETTINGS, ["mlp", "transformer"]),
+        (4, ON_NODES, ["mlp", "unused"]),
+    ],
+    ids=["every-case", "2", "3", "4"],
+)
+def test_same_as_sockets(world_size: int, settings: dict[str, Any], names: list[str]) -> None:
+    run_ranks(same_as_sockets, world_size, settings, names)
+
+
+# ---------------------------------------------------------------- who reads
+
+
+def nobody_reads(rank: int, world_size: int) -> None:
+    # Rank 1 may not.
+    readv = None if rank == 1 else peer_memory._readv
+    with counting_reads() as sizes, mock.patch.object(peer_memory, "_readv", readv):
+        trained(CASES["mlp"], rank, world_size)
+    assert not sizes
+
+
+def test_all_or_none() -> None:
+    run_ranks(nobody_reads, 2)
+
+
+# ---------------------------------------------------------------- in time
+
+
+class Slow(Mlp):
+    """Rank 1 is late."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.distributed.get_rank() == 1:
+            time.sleep(0.3)
+        return super().forward(x)
+
+
+def edited_after_forward(rank: int, world_size: int, maps: bool, way: str) -> None:
+    case = Case("slow", Slow, vectors, (nn.Linear,))
+    x = case.batch(0, 2)[0]
+    with torch.no_grad(), mapping_for(way) if maps else nullcontext():
+        expected = case.model()(x)
+        with counting_reads():
+            model = case.wrap(case.model(), **WAYS[way])
+            actual = model(x)
+            for param in model.parameters():
+                param.fill_(float("nan"))  # while the late rank computes
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("maps", [False, True])
+def test_parameters_stay_until_all_have_them(maps: bool, way: str) -> None:
+    run_ranks(edited_after_forward, 2, maps, way)
+
+
+# ---------------------------------------------------------------- mapped shards
+
+
+class Writing(Mlp):
+    """Edits its weights while they are gathered, which must not reach anybody's shard."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self.modules():
+            if type(module) is nn.Linear:  # not its wrapper, where edits are meant
+                module.register_forward_pre_hook(_halve)
+        return super().forward(x)
+
+
+def _halve(module: nn.Module, _: Any) -> None:
+    with torch.no_grad():
+        module.weight.data.mul_(0.5)
+
+
+def mapped_for_long(rank: int, world_size: int, way: str) -> None:
+    case, keywords = Case("writing", Writing, vectors, (nn.Linear,)), WAYS[way]
+    with mapping_for(way) as made:
+        # What a module writes into gathered parameters is gone with them, and told.
+        model = case.wrap(case.model(), **keywords)
+        before = model.state_dict()
+        with torch.no_grad(), pytest.raises(RuntimeError, match="edited parameters in place"):
+            model(case.batch(rank, world_size)[0])
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+        # Where files or the others' cannot be had, ranks copy, each for itself; where pages cannot
+        # be moved, they have new ones.
+        case = CASES["mlp"]
+        expected = trained(case, rank, world_size, **keywords)
+        last = "move_pages" if way == "sockets" else "open_of"
+        for rank_without, name in ((0, "create"), (1, "map_privately"), (1, last)):
+            fails = mock.Mock(return_value=None) if rank == rank_without else None
+            original = getattr(mapped_files, name)
+            with mock.patch.object(mapped_files, name, fails or original):
+                actual = trained(case, rank, world_size, **keywords)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+            assert fails is None or fails.called
+
+        # Copies and conversions have files of their own; files are closed once all have met.
+        model = case.wrap(case.model(), **keywords)
+        twin = copy.deepcopy(model)
+        model.float()
+        for one, scale in ((model, 2.0), (twin, 3.0)):
+            with torch.no_grad():
+                for param in one.parameters():
+                    param.fill_(scale)
+        for one, scale in ((model, 2.0), (twin, 3.0)):
+            assert all((v == scale).all() for v in one.state_dict().values())
+            train_steps(
+                one.double(), OPTIMIZERS["sgd"](trainable(one)), case, rank, world_size, steps=2
+            )
+        gc.collect()
+        open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in _files()]
+        assert made
+        assert not any("memfd:flatshard" in name for name in open_files)
+
+
+def _files() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_mapped_shards(way: str) -> None:
+    run_ranks(mapped_for_long, 2, way, fresh=True)
+
+
+class Forces(Mlp):
+    """Runs a backward inside its forward, in which it still needs parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        energy = super().forward(x + self.shift)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy + (force * self.shift).sum(-1, keepdim=True)
+
+
+def backward_inside_forward(rank: int, world_size: int) -> None:
+    case = Case("forces", Forces, vectors, (nn.Linear,))
+    expected = trained(case, rank, world_size, collectives="sockets")
+    for way, keywords in WAYS.items():
+        with mapping_for(way) as made:
+            actual = trained(case, rank, world_size, **keywords)
+        assert made
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_backward_inside_forward() -> None:
+    run_ranks(backward_inside_forward, 2)
+
+
+def kept_for_a_second_backward(rank: int, world_size: int, way: str) -> None:
+    """A differentiable backward keeps what others, or this rank, may then write."""
+    case = CASES["mlp"]
+    x = case.batch(rank, world_size)[0].requires_grad_()
+    with mapping_for(way):
+        model, plain = case.wrap(case.model(), **WAYS[way]), case.model()
+        for one in (plain, model):
+            (grad,) = torch.autograd.grad(one(x).sum(), x, create_graph=True)
+            grad.pow(2).sum().backward()
+        expected = [p.grad for p in plain.parameters()]
+        for param, grad in zip(model.parameters(), expected, strict=True):
+            if grad is None:
+                continue
+            average = grad.clone()
+            dist.all_reduce(average, op=dist.ReduceOp.AVG)
+            torch.testing.assert_close(param.grad.full_tensor(), average)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_kept_for_a_second_backward(way: str) -> None:
+    run_ranks(kept_for_a_second_backward, 2, way)
+
+
+def dies(rank: int, world_size: int) -> str:
+    case = CASES["mlp"]
+    with counting_reads():
+        model = case.wrap(case.model())
+        train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size, steps=1)
+        if rank == 1:
+            os._exit(1)
+        with pytest.raises(CollectiveError) as error:
+            model(case.batch(0, 2)[0]).sum().backward()
+    return str(error.value)
+
+
+def test_a_dead_peer_is_a_named_error() -> None:
+    told = run_ranks(dies, 2, expendable=[1])[0]
+    assert "rank 0: gathering parameters for forward" in told, told
+
+
+def test_what_was_awaited_together_takes_one_timeout() -> None:
+    """And what is awaited of the process later, on another try say, takes its own."""
+
+    def awaited(number: int) -> peer_memory.Awaited:
+        record = peer_memory._Record(os.getpid(), None, ctypes.addressof(board), 0, 3)
+        return peer_memory.Awaited(record, number, 0.4)
+
+    board = (ctypes.c_int64 * 3)(1, 0, 1 ^ peer_memory._CHECK)
+    together = [awaited(2), awaited(3)]
+    took = []
+    for which in range(3):
+        wait = together[which] if which < 2 else awaited(4)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=f"nothing from process {os.getpid()} in 0.4 s"):
+            wait.wait()
+        took.append(time.monotonic() - began)
+    awaited(1).wait()
+    assert min(took[0], took[2]) >= 0.4 > took[1], took
