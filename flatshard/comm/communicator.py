@@ -56,7 +56,7 @@ from flatshard.comm.process_groups import (
     control_of,
     cpu_backend,
     host_backend,
-    is_pretended,
+    is_fake,
     named,
     new_group,
     sibling,
@@ -73,7 +73,7 @@ from flatshard.comm.work import AsyncWork
 from flatshard.memory import mapped_files
 from flatshard.memory.mapped_files import Files
 from flatshard.memory.page_pool import PooledBuffer
-from flatshard.options.strategy import Collectives, Transport
+from flatshard.options.strategy import Collectives, TransportOptions
 
 # Newer names of the same collectives; some versions warn of the older ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -86,14 +86,14 @@ class Event(NamedTuple):
     Attributes:
         kind: ``"gather"``, ``"reduce"`` (a reduce-scatter), ``"all_reduce"``, ``"scalars"``,
             ``"broadcast"`` or ``"send"``.
-        label: names the unit, or the purpose.
+        unit_fqn: names the unit; where there is none, the purpose.
         nbytes: bytes of the whole: of a gather's result, of what every rank puts into a reduction;
             of an all-reduce in two stages the mean of both, whose dtypes may differ.
         ranks: who takes part, by their numbers in the default group.
     """
 
     kind: str
-    label: str
+    unit_fqn: str
     nbytes: int
     ranks: tuple[int, ...]
 
@@ -101,7 +101,7 @@ class Event(NamedTuple):
 _LARGE_NUMEL = 1 << 20
 """Elements of a reduction that no backend takes for a small one."""
 
-AUTO = Transport()
+AUTO = TransportOptions()
 """What fits best; see the note on transports."""
 
 _recorders: list[list[Event]] = []
@@ -133,7 +133,7 @@ class Communicator(Tags):
         control_device: where a few numbers must lie to be sent; "cpu" unless the group has none.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, mode: Transport = AUTO) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> None:
         """Find out how the ranks can talk.
 
         Collective when ``group`` has several ranks: makes the groups of the note above.
@@ -162,7 +162,7 @@ class Communicator(Tags):
         if group is None or self.size == 1:
             return
         self._is_gloo = cpu_backend(group) == "gloo"
-        self._is_pretended = is_pretended(group)
+        self._is_fake = is_fake(group)
         if not self._is_gloo:
             mode.check_without_gloo(self.backend, self.global_rank)
         self._sends_cpu_directly = self._is_gloo and mode.collectives is not Collectives.NATIVE
@@ -198,7 +198,7 @@ class Communicator(Tags):
             fixed_order: whether they are only exchanged, and added here.
             replicas: whether each rank needs the average of all.
         """
-        if self.size == 1 or self._is_pretended or not self.is_stream_ordered(device):
+        if self.size == 1 or self._is_fake or not self.is_stream_ordered(device):
             return
         kind = device, fixed_order, replicas
         if kind in self._connected:
@@ -235,11 +235,11 @@ class Communicator(Tags):
     def _meet_on_host(self) -> SharedMemoryTransport | None:
         """The ranks as readers of one another's memory, if all are on one host and may be."""
         board = Mailbox()
-        cards = self.gather_objects(board.card, label="meeting on one host")
+        cards = self.gather_objects(board.card, op_name="meeting on one host")
         # Readable only after all have prepared for it.
         timeout = timeout_of(self._gather_group) or timedelta(minutes=30)
         memory = peer_memory.meet(board, cards, timeout.total_seconds())
-        everyone = self.gather_objects(memory is not None, label="meeting on one host")
+        everyone = self.gather_objects(memory is not None, op_name="meeting on one host")
         board.close_file()
         if memory is None or not all(everyone):
             return None
@@ -317,7 +317,7 @@ class Communicator(Tags):
         shard: Tensor,
         out: Tensor,
         *,
-        label: str,
+        unit_fqn: str,
         tag: int,
         purpose: str,
         mapped: MappedShards | PooledBuffer | None = None,
@@ -330,7 +330,7 @@ class Communicator(Tags):
         Args:
             shard: this rank's part, ``(shard_numel,)``; must not be written before the wait.
             out: ``(shard_numel * size,)``, same dtype and device.
-            label: names the unit in errors and recordings.
+            unit_fqn: names the unit in errors and recordings.
             tag: the flat parameter's number from ``new_tag``.
             purpose: what for, in errors.
             mapped: has both, if it was made by ``map_shards``.
@@ -341,14 +341,14 @@ class Communicator(Tags):
         """
         if out.numel() != shard.numel() * self.size:
             raise ValueError(
-                f"{label}: gathering {shard.numel()} elements from {self.size} ranks does not "
+                f"{unit_fqn}: gathering {shard.numel()} elements from {self.size} ranks does not "
                 f"fill {out.numel()}"
             )
-        what = self._what(label, f"gathering parameters for {purpose}")
+        what = self._what(unit_fqn, f"gathering parameters for {purpose}")
         if self.size == 1:
             out.copy_(shard)
             return AsyncWork([], what)
-        self._note("gather", label, out)
+        self._note("gather", unit_fqn, out)
         with named(what):
             if isinstance(mapped, MappedShards):
                 return mapped.begin(what)
@@ -364,15 +364,15 @@ class Communicator(Tags):
             )
         return AsyncWork(self._under_way(work), what, shard, out, need=need)
 
-    def _note(self, kind: str, label: str, tensor: Tensor) -> None:
-        self._note_bytes(kind, label, tensor.numel() * tensor.element_size())
+    def _note(self, kind: str, unit_fqn: str, tensor: Tensor) -> None:
+        self._note_bytes(kind, unit_fqn, tensor.numel() * tensor.element_size())
 
-    def _note_bytes(self, kind: str, label: str, nbytes: int) -> None:
+    def _note_bytes(self, kind: str, unit_fqn: str, nbytes: int) -> None:
         for events in _recorders:
-            events.append(Event(kind, label, nbytes, tuple(self.ranks)))
+            events.append(Event(kind, unit_fqn, nbytes, tuple(self.ranks)))
 
-    def _what(self, label: str, action: str) -> str:
-        unit = f"unit {label!r}" if label else "the root unit"
+    def _what(self, unit_fqn: str, action: str) -> str:
+        unit = f"unit {unit_fqn!r}" if unit_fqn else "the root unit"
         return f"{unit}, rank {self.global_rank}: {action} over ranks {self._members}"
 
     def is_stream_ordered(self, device: torch.device) -> bool:
@@ -383,8 +383,8 @@ class Communicator(Tags):
         return self.group is not None and backend_for(self.group, device.type) == "gloo"
 
     def _under_way(self, work: Any) -> list[Any]:
-        """What a collective's end is told by; pretended ones are over, and do not say so."""
-        return [] if self._is_pretended else [work]
+        """What a collective's end is told by; simulated ones are over, and do not say so."""
+        return [] if self._is_fake else [work]
 
     def part_bytes(self, tag: int, dtype: torch.dtype) -> int | None:
         """From how many bytes on reductions on the CPU take a gradient from where it is.
@@ -435,7 +435,7 @@ class Communicator(Tags):
         whole: FlatChunks,
         out: Tensor,
         *,
-        label: str,
+        unit_fqn: str,
         tag: int,
         fixed_order: bool = False,
         kind: str = "reduce",
@@ -449,7 +449,7 @@ class Communicator(Tags):
                 one part is used up: what is in it afterwards is undefined.
             out: ``(shard_numel,)``, on the same device, in the dtype that ``sum_dtype`` says; valid
                 after the wait. What ``whole`` has no range for is left as it is.
-            label: names the unit in errors and recordings.
+            unit_fqn: names the unit in errors and recordings.
             tag: the flat parameter's number from ``new_tag``.
             fixed_order: whether to add in rank order also where the backend would add.
             kind: "all_reduce" where ``gather_reduced`` follows.
@@ -459,8 +459,8 @@ class Communicator(Tags):
         if kind == "all_reduce":
             nbytes = (nbytes + out.numel() * self.size * out.element_size()) // 2
             action = "all-reducing"
-        self._note_bytes(kind, label, nbytes)
-        what = self._what(label, f"{action} gradients in backward")
+        self._note_bytes(kind, unit_fqn, nbytes)
+        what = self._what(unit_fqn, f"{action} gradients in backward")
         with named(what):
             if self._direct(out) and self._on_host is not None and SharedMemoryTransport.takes(tag):
                 return self._on_host.reduce_scatter(whole, out, tag, what)
@@ -504,7 +504,7 @@ class Communicator(Tags):
         tells, works = not self._moved_by_gloo(buffer.device), self._under_way(work)
         return AsyncWork(works, what, buffer, came, out, then=add, tells=tells, need=need)
 
-    def gather_reduced(self, part: Tensor, out: Tensor, *, label: str, tag: int) -> AsyncWork:
+    def gather_reduced(self, part: Tensor, out: Tensor, *, unit_fqn: str, tag: int) -> AsyncWork:
         """Begin the second half of an all-reduce, whose first was a ``reduce_scatter``.
 
         Collective: all ranks of the group; among reductions in the same order of calls, where the
@@ -513,10 +513,10 @@ class Communicator(Tags):
         Args:
             part: what that gave, ``(shard_numel,)``; must not be written before the wait.
             out: ``(shard_numel * size,)``, same dtype and device.
-            label: as in ``reduce_scatter``.
+            unit_fqn: as in ``reduce_scatter``.
             tag: likewise.
         """
-        what = self._what(label, "all-reducing gradients in backward")
+        what = self._what(unit_fqn, "all-reducing gradients in backward")
         with named(what):
             if self._direct(part):
                 if self._on_host is not None and SharedMemoryTransport.takes(tag):
@@ -529,13 +529,13 @@ class Communicator(Tags):
         tells = not self._moved_by_gloo(part.device)
         return AsyncWork(self._under_way(work), what, part, out, tells=tells, need=need)
 
-    def all_reduce(self, buffer: Tensor, *, label: str) -> AsyncWork:
+    def all_reduce(self, buffer: Tensor, *, unit_fqn: str) -> AsyncWork:
         """Begin averaging ``buffer`` over the ranks, in place.
 
         Collective: all ranks of the group, in the same order of calls.
         """
-        self._note("all_reduce", label, buffer)
-        what = self._what(label, "all-reducing gradients in backward")
+        self._note("all_reduce", unit_fqn, buffer)
+        what = self._what(unit_fqn, "all-reducing gradients in backward")
         with named(what):
             need = self._begins(self._reduce_group)
             work = dist.all_reduce(
@@ -543,7 +543,9 @@ class Communicator(Tags):
             )
         return AsyncWork(self._under_way(work), what, buffer, need=need)
 
-    def reduce_scalars(self, values: Tensor, op: str, *, label: str, apart: bool = False) -> Tensor:
+    def reduce_scalars(
+        self, values: Tensor, op: str, *, op_name: str, apart: bool = False
+    ) -> Tensor:
         """Combine a few numbers over the ranks, in place, and wait; ``op`` as in ``ReduceOp``.
 
         Collective: all ranks of the group, in the same order of calls, where those that are
@@ -551,28 +553,28 @@ class Communicator(Tags):
         """
         if self.size == 1:
             return values
-        self._note("scalars", label, values)
+        self._note("scalars", op_name, values)
         group = self._apart_group if apart else self._group_for(values)
         assert group is not None, "set_apart() comes first"
-        what = f"{label!r}, rank {self.global_rank}: combining values over ranks {self._members}"
+        what = f"{op_name!r}, rank {self.global_rank}: combining values over ranks {self._members}"
         with named(what, self._begins(group)):
             dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=group)
         return values
 
-    def broadcast(self, tensor: Tensor, *, label: str, source: int = 0) -> None:
+    def broadcast(self, tensor: Tensor, *, op_name: str, source: int = 0) -> None:
         """Overwrite ``tensor`` with that of rank ``source`` of the group, and wait.
 
         Collective: all ranks of the group, in the same order of calls.
         """
         if self.size == 1:
             return
-        self._note("broadcast", label, tensor)
+        self._note("broadcast", op_name, tensor)
         src = self.ranks[source]
         group = self._group_for(tensor)
         need = self._begins(group)
         if need is not None:
             need = need._replace(ranks=self._told_first(source) if self.rank == source else (src,))
-        with named(f"{label!r}, rank {self.global_rank}: broadcasting from rank {src}", need):
+        with named(f"{op_name!r}, rank {self.global_rank}: broadcasting from rank {src}", need):
             dist.broadcast(_as_bytes(tensor), src=src, group=group)
 
     def _told_first(self, source: int) -> tuple[int, ...]:
@@ -580,17 +582,17 @@ class Communicator(Tags):
         distances = (1 << power for power in range((self.size - 1).bit_length()))
         return tuple(self.ranks[(source + distance) % self.size] for distance in distances)
 
-    def send(self, tensor: Tensor, *, to: int, label: str) -> None:
+    def send(self, tensor: Tensor, *, to: int, op_name: str) -> None:
         """Send a contiguous tensor to rank ``to`` of the group, which ``receive``s it; waits."""
-        self._note("send", label, tensor)
-        with named(f"{label!r}, rank {self.global_rank}: sending to rank {self.ranks[to]}"):
+        self._note("send", op_name, tensor)
+        with named(f"{op_name!r}, rank {self.global_rank}: sending to rank {self.ranks[to]}"):
             wire = self._on_wire(tensor)
             self._group_for(wire).send([wire], to, 0).wait()
 
-    def receive(self, tensor: Tensor, *, source: int, label: str) -> None:
+    def receive(self, tensor: Tensor, *, source: int, op_name: str) -> None:
         """Overwrite a contiguous tensor with what rank ``source`` of the group sends, and wait."""
         wire = self._on_wire(tensor)
-        what = f"{label!r}, rank {self.global_rank}: receiving from rank {self.ranks[source]}"
+        what = f"{op_name!r}, rank {self.global_rank}: receiving from rank {self.ranks[source]}"
         with named(what):
             self._group_for(wire).recv([wire], source, 0).wait()
         if wire.device != tensor.device:
@@ -604,14 +606,14 @@ class Communicator(Tags):
         # An offloaded shard's. The current device may be another rank's.
         return data.to(self.control_device) if data.device.type == "cpu" else data
 
-    def gather_objects(self, value: Any, *, label: str) -> list[Any]:
+    def gather_objects(self, value: Any, *, op_name: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order, on every rank.
 
         Collective: all ranks of the group, in the same order of calls.
         """
         if self.size == 1:
             return [value]
-        with named(f"{label}, rank {self.global_rank}", self._begins(self._control_group)):
+        with named(f"{op_name}, rank {self.global_rank}", self._begins(self._control_group)):
             return _gather_objects(value, self._control_group, self.control_device)
 
     def _direct(self, tensor: Tensor) -> bool:
@@ -659,14 +661,14 @@ def _gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) 
     ]
 
 
-def gather_before(group: dist.ProcessGroup, value: Any, *, label: str) -> list[Any]:
+def gather_before(group: dist.ProcessGroup, value: Any, *, op_name: str) -> list[Any]:
     """Every rank's ``value`` (picklable) over a group that has no communicator yet, perhaps.
 
     Collective: all ranks of the group.
     """
     if group.size() == 1:
         return [value]
-    with named(f"{label}, rank {dist.get_rank()}"):
+    with named(f"{op_name}, rank {dist.get_rank()}"):
         if cpu_backend(group) is None:
             return _gather_objects(value, *control_of(group))
         return _gather_objects(value, group, torch.device("cpu"))

@@ -50,9 +50,9 @@ def check_same_model(
     lines += [f"{name!r}: {_describe(tensor)}" for name, tensor in named]
     lines += [f"unit {name!r}" for name in units]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(comm.gather_objects(digest, label="comparing models"))) == 1:
+    if len(set(comm.gather_objects(digest, op_name="comparing models"))) == 1:
         return
-    everyone = comm.gather_objects(lines, label="comparing models")
+    everyone = comm.gather_objects(lines, op_name="comparing models")
     for versions in zip_longest(*everyone, fillvalue="nothing"):
         if len(set(versions)) > 1:
             other = next(r for r, line in enumerate(versions) if line != versions[0])
@@ -78,7 +78,7 @@ def raise_everywhere(error: Exception | None, comm: Communicator) -> None:
     Collective: all ranks of ``comm``.
     """
     mine = None if error is None else (type(error), str(error))
-    for rank, told in enumerate(comm.gather_objects(mine, label="comparing errors")):
+    for rank, told in enumerate(comm.gather_objects(mine, op_name="comparing errors")):
         if told is not None:
             kind, message = told
             raise kind(f"{message} (rank {comm.ranks[rank]})") from error
@@ -110,7 +110,7 @@ def agreed(
     digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
     told: list[str] = []
     for comm in comms:
-        answers = comm.gather_objects((problem and str(problem), digest), label=what)
+        answers = comm.gather_objects((problem and str(problem), digest), op_name=what)
         told += [
             f"{what}, rank {rank}: {text}"
             for rank, (text, _) in zip(comm.ranks, answers, strict=True)
@@ -128,7 +128,7 @@ def agreed(
 
 def _first_difference(facts: Facts, comm: Communicator, what: str) -> str:
     """What differs between the ranks, in words. Collective."""
-    everyone = comm.gather_objects(facts, label=what)
+    everyone = comm.gather_objects(facts, op_name=what)
     for key in dict.fromkeys(chain.from_iterable(everyone)):
         values = [other.get(key, "nothing") for other in everyone]
         different = next((r for r, value in enumerate(values) if value != values[0]), None)

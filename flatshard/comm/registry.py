@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from flatshard.comm.communicator import ALONE, AUTO, Communicator
 from flatshard.comm.process_groups import exists, named, new_group
-from flatshard.options.strategy import Transport
+from flatshard.options.strategy import TransportOptions
 
-_communicators: dict[dist.ProcessGroup, dict[Transport, Communicator]] = {}
+_communicators: dict[dist.ProcessGroup, dict[TransportOptions, Communicator]] = {}
 """Kept as long as the group, also between models: the groups made for it live as long."""
 
 
-def communicator(group: dist.ProcessGroup | None, *, mode: Transport = AUTO) -> Communicator:
+def communicator(group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> Communicator:
     """The communicator of a process group, made at the first call; None gives ``ALONE``.
 
     Collective at the first call for a group and a value of ``mode``.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from flatshard.comm.communicator import ALONE, Communicator, gather_before
 from flatshard.comm.registry import communicator, subgroup
-from flatshard.options.strategy import Placement, Transport
+from flatshard.options.strategy import Placement, TransportOptions
 
 
 @dataclass(frozen=True)
@@ -20,52 +20,52 @@ class Topology:
     """The groups of one unit.
 
     Every rank holds one part of the flat parameter in ``shard.size``, number ``index``. Parameters
-    are gathered over ``inner`` and gradients reduced over it first; then, across, over ``outer``
-    (parts become smaller) or ``replicate`` (parts stay).
+    are gathered over ``intra_group`` and gradients reduced over it first; then, across, over
+    ``inter_group`` (parts become smaller) or ``replicate`` (parts stay).
 
     Attributes:
         world: every rank that trains the model.
         shard: the ranks that split the flat parameter.
         replicate: the ranks that hold the same shard.
-        inner: the ranks that gather parameters from one another; ``shard`` itself unless only
+        intra_group: the ranks that gather parameters from one another; ``shard`` itself unless only
             gradients and optimizer state are split over all of it.
-        outer: one rank of each ``inner`` group of ``shard``, which split its part further.
+        inter_group: one rank of each ``intra_group`` of ``shard``; they split its part further.
         regather: the ranks from which backward gathers what forward left there, if it does so.
     """
 
     world: Communicator
     shard: Communicator
     replicate: Communicator
-    inner: Communicator
-    outer: Communicator = ALONE
+    intra_group: Communicator
+    inter_group: Communicator = ALONE
     regather: Communicator | None = None
 
     @property
     def index(self) -> int:
         """Which shard this rank holds."""
-        return self.inner.rank * self.outer.size + self.outer.rank
+        return self.intra_group.rank * self.inter_group.size + self.inter_group.rank
 
     def connect(self, device: torch.device, *, fixed_order: bool) -> None:
         """Let the ranks find one another for reductions. Collective, see ``Communicator``."""
-        for group in (self.inner, self.outer):
+        for group in (self.intra_group, self.inter_group):
             group.connect(device, fixed_order=fixed_order, replicas=False)
         self.replicate.connect(device, fixed_order=fixed_order, replicas=True)
 
     @property
     def crosses(self) -> bool:
-        """Whether gradients are reduced beyond the inner group."""
-        return self.outer.size > 1 or self.replicate.size > 1
+        """Whether gradients are reduced beyond ``intra_group``."""
+        return self.inter_group.size > 1 or self.replicate.size > 1
 
     @property
     def grid(self) -> tuple[list[int], list[int]]:
         """The ranks that it is sharded over first, and those across."""
-        across = self.outer if self.outer.size > 1 else self.replicate
-        return self.inner.ranks, across.ranks
+        across = self.inter_group if self.inter_group.size > 1 else self.replicate
+        return self.intra_group.ranks, across.ranks
 
     @property
     def transport(self) -> str:
         """What moves its parameters and gradients, in words."""
-        ways = [group.transport for group in (self.inner, self.outer) if group.size > 1]
+        ways = [group.transport for group in (self.intra_group, self.inter_group) if group.size > 1]
         if self.replicate.size > 1:
             ways.append(self.replicate.backend)  # all-reduces
         return " + ".join(dict.fromkeys(ways)) or "nothing"
@@ -86,7 +86,7 @@ class Ranks:
     world: Communicator
     grid: tuple[Communicator, Communicator] | None
     ranks_per_node: int | None
-    mode: Transport
+    mode: TransportOptions
     _known: dict[Placement, Topology] = field(default_factory=dict, repr=False)
 
     def describe(self) -> str:
@@ -120,15 +120,19 @@ class Ranks:
     def _resolve(self, placement: Placement) -> Topology:
         world = self.world
         if not placement.sharded:
-            return Topology(world=world, shard=ALONE, replicate=world, inner=ALONE)
+            return Topology(world=world, shard=ALONE, replicate=world, intra_group=ALONE)
         if not placement.hybrid:
             regather = self._regather(world, placement)
-            return Topology(world, shard=world, replicate=ALONE, inner=world, regather=regather)
+            return Topology(
+                world, shard=world, replicate=ALONE, intra_group=world, regather=regather
+            )
         shard, replicate = self.grid or self._by_node()
         regather = self._regather(shard, placement)
         if placement.over_all:
-            return Topology(world, world, ALONE, inner=shard, outer=replicate, regather=regather)
-        return Topology(world, shard, replicate, inner=shard, regather=regather)
+            return Topology(
+                world, world, ALONE, intra_group=shard, inter_group=replicate, regather=regather
+            )
+        return Topology(world, shard, replicate, intra_group=shard, regather=regather)
 
     def _by_node(self) -> tuple[Communicator, Communicator]:
         """Split the world by node."""
@@ -181,7 +185,7 @@ def _rows_and_columns(
 # ---------------------------------------------------------------- what the user says
 
 
-def read_ranks(process_group: Any, device_mesh: Any, *, mode: Transport) -> Ranks:
+def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) -> Ranks:
     """Read ``process_group`` and ``device_mesh``; without either, the default group is meant.
 
     Collective at the first call for a process group, and whenever a pair or a 2-D mesh is given.
@@ -218,7 +222,7 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: Transport) -> Rank
     return Ranks(world, (shard, replicate), per_node, mode)
 
 
-def _check_same_mode(groups: Sequence[dist.ProcessGroup], mode: Transport) -> None:
+def _check_same_mode(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> None:
     """Compare how ranks move tensors, which decides what groups they make for it.
 
     Collective: along the first groups, rows of a grid perhaps, then along the second.
@@ -228,7 +232,7 @@ def _check_same_mode(groups: Sequence[dist.ProcessGroup], mode: Transport) -> No
     """
     everyone = [(dist.get_rank() if groups else 0, mode.describe())]
     for group in groups:
-        told = gather_before(group, everyone, label="ShardedWrapper: comparing collectives")
+        told = gather_before(group, everyone, op_name="ShardedWrapper: comparing collectives")
         everyone = [one for theirs in told for one in theirs]
     first, expected = everyone[0]
     for rank, theirs in everyone:
@@ -266,7 +270,9 @@ def _groups_of_mesh(mesh: Any) -> Any:
     return mesh.get_group(shard_dim), mesh.get_group(1 - shard_dim)
 
 
-def _world_of_grid(shard: Communicator, replicate: Communicator, mode: Transport) -> Communicator:
+def _world_of_grid(
+    shard: Communicator, replicate: Communicator, mode: TransportOptions
+) -> Communicator:
     """The ranks of a grid, of which every rank knows its row and its column.
 
     Collective: along rows and columns.
@@ -274,15 +280,15 @@ def _world_of_grid(shard: Communicator, replicate: Communicator, mode: Transport
     Raises:
         ValueError: on every rank, when rows and columns do not make a grid.
     """
-    label = "comparing process groups"
+    op_name = "comparing process groups"
     mine = (tuple(shard.ranks), tuple(replicate.ranks))
-    row = shard.gather_objects(mine, label=label)
-    rows = replicate.gather_objects(row, label=label)
+    row = shard.gather_objects(mine, op_name=op_name)
+    rows = replicate.gather_objects(row, op_name=op_name)
     everyone = [pair for one in rows for pair in one]
     # Wrong groups may show only on some ranks: all that can be reached are told.
     problem = _what_is_wrong(mine, everyone)
-    problems = shard.gather_objects(problem, label=label)
-    reached = [p for some in replicate.gather_objects(problems, label=label) for p in some]
+    problems = shard.gather_objects(problem, op_name=op_name)
+    reached = [p for some in replicate.gather_objects(problems, op_name=op_name) for p in some]
     problem = next((p for p in reached if p), None)
     if problem:
         raise ValueError(

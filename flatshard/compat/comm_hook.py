@@ -85,7 +85,7 @@ def register(
 
 def _agree(kinds: list[Any], problem: Exception | None, world: Communicator) -> None:
     """Raise on every rank what one has to raise, or where ``kinds`` differ. Collective."""
-    everyone = world.gather_objects((kinds, problem), label="comparing communication hooks")
+    everyone = world.gather_objects((kinds, problem), op_name="comparing communication hooks")
     if problem is not None:
         raise problem
     for rank, (others, their_problem) in enumerate(everyone):
@@ -266,9 +266,9 @@ class _UserReduction:
         self._state, self._hook = state, hook
         self._shard_numel, self._rank = shard_numel, rank
 
-    def __call__(self, buffer: Tensor, label: str) -> Tensor:
+    def __call__(self, buffer: Tensor, unit_fqn: str) -> Tensor:
         """Reduce; see ``CommHook``. What the hook raises passes, with a note that says where."""
-        where = f"{_describe(label)}, rank {self._rank}: communication hook {_name(self._hook)}"
+        where = f"{_describe(unit_fqn)}, rank {self._rank}: communication hook {_name(self._hook)}"
         try:
             with watched(lambda: where):
                 return self._reduce(buffer)

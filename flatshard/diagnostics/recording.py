@@ -14,7 +14,7 @@ from flatshard.comm import communicator
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import raise_everywhere
 from flatshard.diagnostics.memory_timeline import check_can_plot, plot
-from flatshard.diagnostics.recorder import SILENT, StepRecorder
+from flatshard.diagnostics.recorder import StepRecorder
 from flatshard.diagnostics.step_report import StepReport, chrome_trace
 from flatshard.engine.context import RunContext
 
@@ -39,11 +39,11 @@ def recording(
     _check_same(files, world)
     with communicator.record() as events:
         recorder = StepRecorder(context.units, events, rank=world.rank, device=device)
-        context.recorder = recorder
+        context.observers.add(recorder)
         try:
             yield recorder.reports
         finally:
-            context.recorder = SILENT
+            context.observers.remove(recorder)
             recorder.end_step()
             context.last_report = [context.last_report, *recorder.reports][-1]
     _write_trace(files["trace"], recorder.reports, world)
@@ -52,10 +52,10 @@ def recording(
 
 def last_report(context: RunContext) -> StepReport:
     """See ``ShardedWrapper.step_report``."""
-    report = context.last_report
-    if isinstance(context.recorder, StepRecorder):
-        report = context.recorder.last_report() or report
-    if report is None:
+    recorder, report = context.observers.find(StepRecorder), context.last_report
+    if recorder is not None:
+        report = recorder.last_report() or report
+    if not isinstance(report, StepReport):
         raise RuntimeError(
             "step_report: no step was recorded. Run some inside "
             "`with model.record_steps():`, forward and backward, and ask again."
@@ -74,7 +74,7 @@ def _problem(
     context: RunContext, world: Communicator, files: dict[str, str | None]
 ) -> Exception | None:
     """Why this rank cannot record, if it cannot."""
-    if context.recorder is not SILENT:
+    if context.observers.find(StepRecorder) is not None:
         return RuntimeError(
             "record_steps: the model's steps are being recorded already. Leave that context first."
         )
@@ -104,7 +104,7 @@ def _check_writable(keyword: str, path: str) -> None:
 
 
 def _check_same(files: dict[str, str | None], world: Communicator) -> None:
-    everyone = world.gather_objects(files, label="comparing files of record_steps")
+    everyone = world.gather_objects(files, op_name="comparing files of record_steps")
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise ValueError(
@@ -132,7 +132,7 @@ def _shared(path: str, reports: list[StepReport], world: Communicator) -> list[l
     """The reports of every rank that this file is about. Collective where that is all ranks."""
     if _OWN in path:
         return [reports]
-    return world.gather_objects(reports, label="recorded steps")
+    return world.gather_objects(reports, op_name="recorded steps")
 
 
 def _write_trace(path: str | None, reports: list[StepReport], world: Communicator) -> None:

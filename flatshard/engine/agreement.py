@@ -55,8 +55,8 @@ class Agreement:
             device=state.world.control_device,
         )
         with state.observers.waiting(Kind.RANKS_WAIT):
-            label = "used parameters of all units, backward"
-            state.world.reduce_scalars(combined, "MAX", label=label)
+            op_name = "used parameters of all units, backward"
+            state.world.reduce_scalars(combined, "MAX", op_name=op_name)
         maxima = iter(combined.tolist())
         self._check_program(maxima)
         self._tally_used(maxima)

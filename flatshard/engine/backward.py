@@ -123,9 +123,7 @@ class Backward:
         self._had_accumulated = False
         for unit in self._state.units:
             unit.begin_model_backward()
-            self._had_accumulated |= any(
-                h.grad_publish.holds_gradients for h in unit.handles
-            )
+            self._had_accumulated |= any(h.grad_publish.holds_gradients for h in unit.handles)
         for bucket in self.buckets:
             if bucket.unit.sync is Sync.NONE or not bucket.trainable_handles:
                 # Never reduced, so it must not hold up the others.
@@ -140,9 +138,7 @@ class Backward:
         ranks begin at the end of this backward. This model's end is after that one's.
         """
         return all(not other.is_running for other in _running if other is not self) or all(
-            handle.reduce_plan.is_unordered
-            for unit in self._state.units
-            for handle in unit.handles
+            handle.reduce_plan.is_unordered for unit in self._state.units for handle in unit.handles
         )
 
     # ------------------------------------------------------------ a unit, in the order of events
@@ -366,7 +362,7 @@ class Backward:
         world = self._state.world
         order = torch.tensor(self._reduce_order.suggested(), device=world.control_device)
         with self._observers.waiting(Kind.RANKS_WAIT):
-            world.broadcast(order, label="order of reductions")
+            world.broadcast(order, op_name="order of reductions")
         self._reduce_order.adopt(order.tolist())
         self._is_order_agreed = True
 

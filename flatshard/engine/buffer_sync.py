@@ -11,13 +11,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from flatshard.comm.communicator import Communicator
 
 
-def broadcast_buffers(buffers: Sequence[Tensor], world: Communicator, label: str) -> None:
+def broadcast_buffers(buffers: Sequence[Tensor], world: Communicator, op_name: str) -> None:
     """Give every rank rank 0's, in one message per dtype and device. Collective.
 
     Args:
         buffers: alike in number, shapes and dtypes on all ranks.
         world: all ranks.
-        label: whose, in errors.
+        op_name: whose, in errors.
     """
     if world.size == 1:
         return
@@ -27,7 +27,7 @@ def broadcast_buffers(buffers: Sequence[Tensor], world: Communicator, label: str
     with torch.no_grad():
         for alike in kinds.values():
             flat = torch.cat([buffer.detach().reshape(-1) for buffer in alike])
-            world.broadcast(flat, label=label)
+            world.broadcast(flat, op_name=op_name)
             if world.rank != 0:
                 _spread(flat, alike)
 

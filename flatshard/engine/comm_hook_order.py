@@ -48,8 +48,8 @@ class HookTurns:
         world = self._hooked[0].topology.world
         said = [self._order.num_ready(), int(not at_end)]
         values = torch.tensor(said, device=world.control_device)
-        label = "communication hooks that can be called in backward"
-        world.reduce_scalars(values, "MIN", label=label, apart=True)
+        op_name = "communication hooks that can be called in backward"
+        world.reduce_scalars(values, "MIN", op_name=op_name, apart=True)
         num_ready, go_on = values.tolist()
         if go_on:
             self._num_agreed = num_ready

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
@@ -20,6 +20,9 @@ class RunContext:
     """One per tree of units.
 
     Attributes:
+        units: every unit, the root last.
+        root: the outermost unit.
+        number: tells models apart; alike on all ranks.
         state: what both halves of a step share.
         observers: whom it tells what it does.
         is_converting: whether modules are under way to another dtype or device.
@@ -31,15 +34,17 @@ class RunContext:
         hooks: Sequence[UnitHooks],
         world: Communicator,
         *,
+        buffers: Callable[[], Iterable[Tensor]],
         number: int,
         forward_prefetch: bool,
         backward_prefetch: BackwardPrefetch | None,
     ) -> None:
-        """Run these units from now on; ``refresh`` comes before the first forward.
+        """Run these units from now on.
 
         Args:
             hooks: of every unit, the root last.
             world: the ranks that train the model.
+            buffers: lists what rank 0 broadcasts before a forward.
             number: below 256, to tell models apart; alike on all ranks.
             forward_prefetch: whether to gather early in forward.
             backward_prefetch: when to gather in backward.
@@ -57,19 +62,17 @@ class RunContext:
         self._forward = Forward(state, self._backward, self._prefetch)
         for one in hooks:
             one.attach(self._forward, self._backward)
-        self.units, self.root = state.units, state.root
+        self.units, self.root, self.number = state.units, state.root, number
+        self._buffers = buffers
+        self.refresh()
 
-    def refresh(self, buffers: Sequence[Tensor]) -> None:
-        """Look at the units and the modules' buffers again, after they were made anew.
-
-        Args:
-            buffers: what rank 0 broadcasts before a forward.
-        """
+    def refresh(self) -> None:
+        """Look at the units and the modules' buffers again, after they were made anew."""
         handles = [handle for unit in self.units for handle in unit.handles]
         self.state.device = next((h.device for h in handles if not h.is_local), None)
         self._prefetch.refresh()
         self._backward.refresh()
-        self._forward.refresh(buffers)
+        self._forward.refresh(list(self._buffers()))
 
     def recover(self) -> None:
         """Return to a state to start from, after a step that was left by an exception."""

@@ -57,7 +57,8 @@ class Forward:
         self._buffers = buffers
         self.saved = SavedTensors(units, self._backward)
         self._of_several = [unit for unit in units if len(unit.modules) > 1]
-        self._crossing = [h for unit in units for h in unit.handles if unit.topology.outer.size > 1]
+        crossing = [unit for unit in units if unit.topology.inter_group.size > 1]
+        self._crossing = [handle for unit in crossing for handle in unit.handles]
 
     # ------------------------------------------------------------ one unit
 

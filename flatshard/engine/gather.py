@@ -48,24 +48,26 @@ class SecondaryShard:
             self._part = buffer.chunk(self.comm.size)[self.comm.rank].clone()
             self._version = version
 
-    def begin_refresh(self, source: Tensor, version: int, outer: Communicator, tag: int) -> None:
-        """Begin gathering the part from the shards of ``outer``'s ranks, unless it is current.
+    def begin_refresh(
+        self, source: Tensor, version: int, inter_group: Communicator, tag: int
+    ) -> None:
+        """Begin gathering the part from the shards of ``inter_group``, unless it is current.
 
-        Collective: all ranks of ``outer``.
+        Collective: all ranks of ``inter_group``.
 
         Args:
             source: this rank's shard in the dtype to keep; not to be written before it is settled.
             version: the shard's.
-            outer: the ranks whose shards make up the part.
-            tag: from ``outer.new_tag()``, once.
+            inter_group: the ranks whose shards make up the part.
+            tag: from ``inter_group.new_tag()``, once.
         """
         if self.is_current(version):
             return
         self.finish_refresh()
         if self._part is None:
-            self._part = source.new_empty(source.numel() * outer.size)
-        self._refresh = outer.all_gather(
-            source, self._part, label=self._unit_name, tag=tag, purpose="this node"
+            self._part = source.new_empty(source.numel() * inter_group.size)
+        self._refresh = inter_group.all_gather(
+            source, self._part, unit_fqn=self._unit_name, tag=tag, purpose="this node"
         )
         self._version = version
 
@@ -88,7 +90,7 @@ class SecondaryShard:
         self.finish_refresh()
         assert self._part is not None, "there is a part to gather from"
         return self.comm.all_gather(
-            self._part, out, label=self._unit_name, tag=self._tag, purpose=purpose
+            self._part, out, unit_fqn=self._unit_name, tag=self._tag, purpose=purpose
         )
 
     def drop(self) -> None:
@@ -108,9 +110,9 @@ WHOLE = "whole tensors, which all ranks must ask for together (state_dict(), say
 def gather_in_two(
     source: Tensor,
     out: Tensor,
-    inner: Communicator,
-    outer: Communicator,
-    label: str,
+    intra_group: Communicator,
+    inter_group: Communicator,
+    unit_fqn: str,
     tags: tuple[int, int],
 ) -> AsyncWork:
     """Begin filling ``out`` from all ranks' shards, first across, then within, keeping nothing.
@@ -120,12 +122,16 @@ def gather_in_two(
     Args:
         source: this rank's shard, or something of its shape.
         out: what to fill, ``(padded_numel,)``.
-        inner: the ranks within a node.
-        outer: the ranks across nodes.
-        label: names the unit.
-        tags: of ``inner`` and ``outer``.
+        intra_group: the ranks within a node.
+        inter_group: the ranks across nodes.
+        unit_fqn: names the unit.
+        tags: of ``intra_group`` and ``inter_group``.
     """
     with torch.no_grad():
-        part = source.new_empty(source.numel() * outer.size)
-        outer.all_gather(source, part, label=label, tag=tags[1], purpose=WHOLE, exact=True).finish()
-        return inner.all_gather(part, out, label=label, tag=tags[0], purpose=WHOLE, exact=True)
+        part = source.new_empty(source.numel() * inter_group.size)
+        inter_group.all_gather(
+            source, part, unit_fqn=unit_fqn, tag=tags[1], purpose=WHOLE, exact=True
+        ).finish()
+        return intra_group.all_gather(
+            part, out, unit_fqn=unit_fqn, tag=tags[0], purpose=WHOLE, exact=True
+        )

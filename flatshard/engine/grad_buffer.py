@@ -1,6 +1,6 @@
 """``GradientBuffer``: adds up the gradients of one flat parameter until they are reduced.
 
-It never sees a collective: it hands out ``FlatChunks``, and what is reduced over the inner group
+It never sees a collective: it hands out ``FlatChunks``, and what is reduced over the intra group
 only (``Sync.INTRA``) comes back to wait here.
 
 [Note: accumulation]
@@ -43,7 +43,7 @@ class Sync(enum.Enum):
     NONE = "NONE"
     """They stay unsharded and unreduced, and later ones are added to them."""
     INTRA = "INTRA"
-    """They are reduced within the inner group; the reduction across it waits."""
+    """They are reduced within the intra group; the reduction across it waits."""
     ALL = "ALL"
     """They are reduced over all ranks and published."""
 
@@ -56,7 +56,8 @@ class GradientBuffer:
         filled: original parameters whose gradient is here, by index.
         arrived: those whose gradient came since the unit was last unsharded for backward.
         used_by_rank: those that got a gradient since gradients were last published.
-        intra_reduced: the sum of what ``Sync.INTRA`` reduced, ``(padded_numel / inner size,)``.
+        intra_reduced: the sum of what ``Sync.INTRA`` reduced,
+            ``(padded_numel / intra_group.size,)``.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class GradientBuffer:
         return buffer
 
     def add_intra_reduced(self, part: Tensor) -> None:
-        """Add what a reduction over the inner group gave, ``(padded_numel / inner size,)``."""
+        """Add what a reduction gave within the group, ``(padded_numel / intra_group.size,)``."""
         part = part.to(self.dtypes.accum_dtype)
         held = self.intra_reduced
         self.intra_reduced = part if held is None else held.add_(part)
@@ -269,7 +270,7 @@ class GradientBuffer:
         return list(buffer.split_with_sizes(self._sizes)[1::2])
 
     def take_intra_reduced(self) -> Tensor | None:
-        """Hand out what was reduced over the inner group alone, if anything was."""
+        """Hand out what was reduced over the intra group alone, if anything was."""
         held, self.intra_reduced = self.intra_reduced, None
         return held
 

@@ -1,8 +1,8 @@
 """``GradReduce``: the gradients of one flat parameter on their way through its collectives.
 
 [Note: two stages]
-Gradients are averaged within the inner group, each rank keeping its part, and then, where there
-are more ranks, across: split further over the outer group, or averaged over replicas. The second
+Gradients are averaged within the intra group, each rank keeping its part, and then, where there
+are more ranks, across: split further over the inter group, or averaged over replicas. The second
 stage can wait for a later backward (``Sync.INTRA``): then the result of the first is added up in
 ``GradientBuffer``. What either sends is in the reduce dtype, sums may be wider (``communicator``):
 they are rounded only to cross. Where this package adds replicas' averages up itself, a third stage
@@ -48,19 +48,19 @@ class ReducePlan:
     """How the gradients of one flat parameter are reduced.
 
     Attributes:
-        label: the unit's name.
+        unit_fqn: the unit's name.
         layout: where each original parameter lies.
         topology: the ranks that gradients are averaged over.
         reduce_dtype: in which gradients are sent.
         device: where they are reduced.
-        tags: the flat parameter's numbers in the inner, the outer and the replicate group.
+        tags: the flat parameter's numbers in the intra, the inter and the replicate group.
         fixed_order: whether to add in rank order also where the backend would add.
         hook: a user's function that reduces instead, see ``CommHook``.
         output: memory for what is published; None: it is copied elsewhere, so any memory will do.
         pending_sends: what other ranks may still be taking from this one.
     """
 
-    label: str
+    unit_fqn: str
     layout: FlatLayout
     topology: Topology
     reduce_dtype: torch.dtype
@@ -76,7 +76,7 @@ class ReducePlan:
         """Size from which the transport reads a gradient where it is; None: from one buffer."""
         if self.hook is not None:
             return None
-        return self.topology.inner.part_bytes(self.tags[0], self.reduce_dtype)
+        return self.topology.intra_group.part_bytes(self.tags[0], self.reduce_dtype)
 
     @property
     def adds_replicas(self) -> bool:
@@ -89,7 +89,7 @@ class ReducePlan:
     def is_unordered(self) -> bool:
         """Whether reductions may begin in another order than other models' on other ranks."""
         topology = self.topology
-        groups = topology.inner, topology.outer, topology.replicate
+        groups = topology.intra_group, topology.inter_group, topology.replicate
         return (
             self.hook is None
             and all(group.is_unordered(self.device) for group in groups)
@@ -100,7 +100,7 @@ class ReducePlan:
         """Bytes that a reduction holds until it is finished."""
         # To send and to receive, unless the backend adds up as it receives. An accelerator's then
         # has two units under way, without which its host would be too little ahead of it.
-        adds = self.topology.inner.is_stream_ordered(self.device) and not self.fixed_order
+        adds = self.topology.intra_group.is_stream_ordered(self.device) and not self.fixed_order
         return (1 if adds else 2) * chunks.numel * self.reduce_dtype.itemsize
 
     def sum_dtype(self, comm: Communicator) -> torch.dtype:
@@ -126,7 +126,7 @@ class ReducePlan:
         assert chunks.parts[0] is not None, "hooks get one buffer"
         with torch.no_grad():
             # A hook may have put noise into the padding.
-            return self.zero_padding(self.hook(chunks.parts[0], self.label), self.topology.index)
+            return self.zero_padding(self.hook(chunks.parts[0], self.unit_fqn), self.topology.index)
 
 
 class GradReduce:
@@ -153,18 +153,18 @@ class GradReduce:
         self.hold, self.is_finished = hold, False
         self._plan, self._held = plan, held
         self._computed = _event_after(chunks)
-        topology, inner = plan.topology, plan.topology.inner
-        self._work = AsyncWork([], plan.label)
+        topology, intra_group = plan.topology, plan.topology.intra_group
+        self._work = AsyncWork([], plan.unit_fqn)
         with torch.no_grad():
-            if inner.size > 1:
+            if intra_group.size > 1:
                 self._out = self._new_inner_part(chunks)
-                self._work = self._reduce_scatter(inner, chunks, plan.tags[0])
+                self._work = self._reduce_scatter(intra_group, chunks, plan.tags[0])
             else:
                 (self._out,) = chunks.tensors
             self._stages = [self._work]
             self._replica_part: Tensor | None = None  # until it is all-gathered
             self._replicated_numel = 0
-            across = topology.outer if topology.outer.size > 1 else topology.replicate
+            across = topology.inter_group if topology.inter_group.size > 1 else topology.replicate
             # Of all models: which first stage is over first may differ between ranks.
             self._queue = across.second_stages
             # gloo moves an accelerator's tensors, too, but the host waits for it.
@@ -173,7 +173,7 @@ class GradReduce:
             self._read_behind: list[object] = []
             if self._must_cross:
                 self._queue.append(self)
-                if inner.size == 1 or self._streams_wait:
+                if intra_group.size == 1 or self._streams_wait:
                     # A side stream waits for what reads these, the stream that they are freed on
                     # does not before `finish`: until then their memory must not be reused.
                     self._read_behind = [chunks, held, *self._work.kept]
@@ -181,24 +181,24 @@ class GradReduce:
 
     def _new_inner_part(self, chunks: FlatChunks) -> Tensor:
         """Where this rank's part of the first stage goes; only its padding has values."""
-        plan, inner = self._plan, self._plan.topology.inner
-        numel, dtype = plan.layout.padded_numel // inner.size, plan.sum_dtype(inner)
+        plan, intra_group = self._plan, self._plan.topology.intra_group
+        numel, dtype = plan.layout.padded_numel // intra_group.size, plan.sum_dtype(intra_group)
         # Only what is published needs memory that users may hold on to, not what crosses.
-        if plan.topology.outer.size > 1 or plan.adds_replicas:
+        if plan.topology.inter_group.size > 1 or plan.adds_replicas:
             part = torch.empty(numel, dtype=dtype, device=plan.device)
         else:
             part = plan.new_output(numel, dtype)
         if chunks.ranges != [(0, chunks.numel)]:
-            plan.zero_padding(part, inner.rank)  # no chunk covers it
+            plan.zero_padding(part, intra_group.rank)  # no chunk covers it
         return part
 
     def _reduce_scatter(
         self, comm: Communicator, chunks: FlatChunks, tag: int, kind: str = "reduce"
     ) -> AsyncWork:
         """Start to fill ``_out`` with this rank's part of the average over ``comm``."""
-        label, fixed_order = self._plan.label, self._plan.fixed_order
+        unit_fqn, fixed_order = self._plan.unit_fqn, self._plan.fixed_order
         return comm.reduce_scatter(
-            chunks, self._out, label=label, tag=tag, fixed_order=fixed_order, kind=kind
+            chunks, self._out, unit_fqn=unit_fqn, tag=tag, fixed_order=fixed_order, kind=kind
         )
 
     def _cross_behind(self) -> None:
@@ -206,7 +206,7 @@ class GradReduce:
         if not self._streams_wait:
             self.cross()
             return
-        waits = self._plan.topology.inner.size > 1 or self._plan.adds_replicas
+        waits = self._plan.topology.intra_group.size > 1 or self._plan.adds_replicas
         side = _side_stream(self._out) if waits else None
         with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
             self.cross()
@@ -230,14 +230,19 @@ class GradReduce:
             self._out.add_(self._held)
             self._held = None
         self._out = values = self._out.to(plan.reduce_dtype)
-        if topology.outer.size > 1:
-            numel, dtype = values.numel() // topology.outer.size, plan.sum_dtype(topology.outer)
+        if topology.inter_group.size > 1:
+            numel, dtype = (
+                values.numel() // topology.inter_group.size,
+                plan.sum_dtype(topology.inter_group),
+            )
             self._out = values.new_empty(numel, dtype=dtype)
-            self._work = self._reduce_scatter(topology.outer, FlatChunks.of(values), plan.tags[1])
+            self._work = self._reduce_scatter(
+                topology.inter_group, FlatChunks.of(values), plan.tags[1]
+            )
         elif plan.adds_replicas:
             self._work = self._average_replicas(values)
         else:
-            self._work = topology.replicate.all_reduce(values, label=plan.label)
+            self._work = topology.replicate.all_reduce(values, unit_fqn=plan.unit_fqn)
         self._stages.append(self._work)
 
     def _average_replicas(self, values: Tensor) -> AsyncWork:
@@ -258,7 +263,7 @@ class GradReduce:
         self._work.wait(plan.pending_sends)
         full = plan.new_output(part.numel() * replicate.size, part.dtype)
         self._out = full[: self._replicated_numel]
-        self._work = replicate.gather_reduced(part, full, label=plan.label, tag=plan.tags[2])
+        self._work = replicate.gather_reduced(part, full, unit_fqn=plan.unit_fqn, tag=plan.tags[2])
         self._stages.append(self._work)
 
     def advance(self) -> bool:

@@ -175,19 +175,19 @@ class FlatParamHandle:
     def _take_tags(self) -> None:
         """Numbers that tell this one's messages from others'."""
         topology = self.topology
-        self._tag, self._outer_tag = topology.inner.new_tag(), topology.outer.new_tag()
+        self._tag, self._inter_tag = topology.intra_group.new_tag(), topology.inter_group.new_tag()
         self._replicate_tag = topology.replicate.new_tag()
         # Apart from those of a step: a state_dict() on one rank alone must not take what another
         # rank sends for its forward.
-        self._parts_tags = topology.inner.new_tag(), topology.outer.new_tag()
-        self._map_tag = topology.inner.new_tag()
+        self._parts_tags = topology.intra_group.new_tag(), topology.inter_group.new_tag()
+        self._map_tag = topology.intra_group.new_tag()
 
     def _plan_secondary(self) -> SecondaryShard | None:
         topology = self.topology
         if topology.regather is not None:
             return SecondaryShard(topology.regather, self.unit_name)
-        if topology.outer.size > 1:
-            return SecondaryShard(topology.inner, self.unit_name)
+        if topology.inter_group.size > 1:
+            return SecondaryShard(topology.intra_group, self.unit_name)
         return None
 
     def fill(self, index: int, value: Tensor | None, source: BroadcastSource | None) -> None:
@@ -231,7 +231,7 @@ class FlatParamHandle:
         if self.device.type != "cpu" or is_copied:
             return None
         files = self._offload.disk if self._offload.shard is not None else None
-        return self.topology.inner.map_shards(
+        return self.topology.intra_group.map_shards(
             shard.numel(),
             shard.dtype,
             tag=self._tag,
@@ -302,7 +302,7 @@ class FlatParamHandle:
             topology,
             reduce_dtype,
             self.device,
-            tags=(self._tag, self._outer_tag, self._replicate_tag),
+            tags=(self._tag, self._inter_tag, self._replicate_tag),
             fixed_order=self._precision.fixed_order,
             hook=None if self.comm_hook is None else self.comm_hook.reduce,
             output=None,
@@ -317,7 +317,9 @@ class FlatParamHandle:
             ),
             device=self.device,
             rank=topology.index,
-            intra_start=topology.inner.rank * self.layout.padded_numel // topology.inner.size,
+            intra_start=topology.intra_group.rank
+            * self.layout.padded_numel
+            // topology.intra_group.size,
             min_chunk_bytes=self.reduce_plan.min_chunk_bytes,
         )
 
@@ -341,7 +343,7 @@ class FlatParamHandle:
 
     def rename(self, unit_name: str, strip: Callable[[str], str]) -> None:
         """Take names relative to another root; ``strip`` maps the old to the new ones."""
-        self.unit_name = self.reduce_plan.label = unit_name
+        self.unit_name = self.reduce_plan.unit_fqn = unit_name
         self.params.rename(unit_name, strip)
         if self._secondary is not None:
             self._secondary.rename(unit_name)
@@ -394,11 +396,11 @@ class FlatParamHandle:
         else:
             shard = self._to_device.up(self.shard.detach(), self.shard.dtype, self.version)
             source = self._float8.pack(shard)
-            self._packed = out = source.new_empty(source.numel() * self.topology.inner.size)
-        return self.topology.inner.all_gather(
+            self._packed = out = source.new_empty(source.numel() * self.topology.intra_group.size)
+        return self.topology.intra_group.all_gather(
             source,
             out,
-            label=self.unit_name,
+            unit_fqn=self.unit_name,
             tag=self._tag,
             purpose=purpose,
             mapped=self._mapped,
@@ -414,12 +416,14 @@ class FlatParamHandle:
     def begin_refresh(self) -> None:
         """Begin to bring parameters from other nodes, if they are kept there and have changed.
 
-        Collective: all ranks of the outer group.
+        Collective: all ranks of ``inter_group``.
         """
-        outer = self.topology.outer
-        if self._secondary is not None and outer.size > 1:
+        inter_group = self.topology.inter_group
+        if self._secondary is not None and inter_group.size > 1:
             with torch.inference_mode(False), torch.no_grad(), self._to_device.stream():
-                self._secondary.begin_refresh(self._source(), self.version, outer, self._outer_tag)
+                self._secondary.begin_refresh(
+                    self._source(), self.version, inter_group, self._inter_tag
+                )
             self._to_device.report(self.shard, self.unit_name, self.pending_sends)
 
     def finish_refresh(self) -> None:
@@ -433,12 +437,17 @@ class FlatParamHandle:
         Collective: all ranks of the shard group.
         """
         topology = self.topology
-        if topology.outer.size == 1:
-            return topology.inner.all_gather(
-                part, out, label=self.unit_name, tag=self._parts_tags[0], purpose=WHOLE, exact=True
+        if topology.inter_group.size == 1:
+            return topology.intra_group.all_gather(
+                part,
+                out,
+                unit_fqn=self.unit_name,
+                tag=self._parts_tags[0],
+                purpose=WHOLE,
+                exact=True,
             )
         return gather_in_two(
-            part, out, topology.inner, topology.outer, self.unit_name, self._parts_tags
+            part, out, topology.intra_group, topology.inter_group, self.unit_name, self._parts_tags
         )
 
     def keep_secondary(self) -> None:

@@ -1,4 +1,4 @@
-"""``UnitHooks``: torch's module, tensor and autograd hooks of a unit as calls of a step's halves."""
+"""``UnitHooks``: torch's hooks of modules, tensors and parameters become calls of a step."""
 
 from __future__ import annotations
 

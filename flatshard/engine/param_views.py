@@ -25,6 +25,7 @@ from flatshard.plan.layout import FlatLayout, LocalSpan
 from flatshard.plan.param_info import ParamInfo, ParamLocation
 from flatshard.tensor import freed_parameter
 from flatshard.tensor.flat_parameter import FlatParameter, view_of
+from flatshard.tensor.param_swap import SwappableParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor, ShardSpec, attributes_of
 
 T = TypeVar("T")
@@ -73,7 +74,8 @@ class ParamViews:
         self.is_whole = topology.shard.size == 1
         self.use_orig_params = use_orig_params
         self.are_originals = use_orig_params and self.is_whole
-        self._owned, self._topology = owned, topology
+        self._owned = [SwappableParam(info) for info in owned]
+        self._topology = topology
         self.sharded: list[nn.Parameter] = []
         self.full: list[nn.Parameter] = []
         self._may_read = True
@@ -136,8 +138,7 @@ class ParamViews:
             flat = FlatParameter(shard, requires_grad[0], self.layout, self._topology.index)
             for owned in self._owned:
                 # Kept any longer, the originals would be a whole copy of the unit on every rank.
-                owned.invalidate(self.unit_name)
-                owned.param = flat
+                owned.flatten_into(flat, self.unit_name)
             self.sharded = [flat]
             return
         if self.is_whole:
@@ -269,18 +270,8 @@ class ParamViews:
             memo: the finished copy's memo, which knows every module's and parameter's copy.
             on_outside_grad: as at construction, for the copy.
         """
-        owned = [
-            ParamInfo(
-                memo.get(id(one.param), one.param),
-                [
-                    ParamLocation(memo[id(site.module)], site.attribute, site.name)
-                    for site in one.locations
-                ],
-            )
-            for one in self._owned
-        ]
         twin = ParamViews(
-            owned,
+            [owned.copied(memo) for owned in self._owned],
             self.unit_name,
             layout=self.layout,
             topology=self._topology,

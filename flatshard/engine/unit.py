@@ -157,7 +157,7 @@ class Unit:
         if wanted is Sync.INTRA:
             if not self.topology.crosses:
                 wanted = Sync.ALL
-            elif self.topology.inner.size == 1:
+            elif self.topology.intra_group.size == 1:
                 wanted = Sync.NONE
         self.sync = wanted
 
@@ -434,7 +434,7 @@ class Unit:
             self._ends_unseen = True
 
     def begin_backward(self) -> None:
-        """Its parameters are there for backward, as far as it needs them. State: any -> BACKWARD."""
+        """The parameters that backward needs are there. State: any -> BACKWARD."""
         self.count_trainable()
         self.enter(Phase.BACKWARD)
 

@@ -12,21 +12,25 @@ from torch import nn
 from flatshard.comm import consistency
 from flatshard.diagnostics import unit_report
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.offload import OffloadTargets
 from flatshard.engine.unit import Unit
 from flatshard.module import initial_values, inspection, meta_init
+from flatshard.module.run import start_run
 from flatshard.module.settings import Settings, check_quantised
-from flatshard.module.unit_module import UnitModule, unit_modules, units_in
+from flatshard.module.sharding import Sharding, handles_in, sharding_of, shardings_in, units_in
+from flatshard.optimizer import in_backward
 from flatshard.options.offload import OffloadError
 from flatshard.options.precision import ParamPrecision
 from flatshard.plan.coalescing import coalesce, is_apart
 from flatshard.plan.ignored import Ignored, find_ignored
 from flatshard.plan.layout import ParamSpan
+from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.module_tree import name_of
 from flatshard.plan.param_info import ParamInfo, find_owners
 from flatshard.plan.wrap import Policy, UnitPlan, check_policy, explain_no_match, find_units
 from flatshard.precision.overrides import PrecisionPlan
-from flatshard.state import model_state
+from flatshard.state.model_state import UnitStateDict
 
 
 def check_module(module: nn.Module, policy: Policy | None) -> None:
@@ -47,8 +51,8 @@ def check_module(module: nn.Module, policy: Policy | None) -> None:
                 f"ShardedWrapper: {name or 'the module'!r} is a {type(inner).__name__}, which "
                 "would reduce gradients by itself. Pass what it wraps: its .module."
             )
-    inside = unit_modules(module)
-    if any(one._context.stepping.is_active for one in inside):
+    inside = shardings_in(module)
+    if any(in_backward.is_active(one.context) for one in inside):
         raise ValueError(
             "ShardedWrapper: optimizers step in the backward of a part of the module. Call "
             "step_in_backward() on the outermost wrapper, once it is made."
@@ -58,7 +62,7 @@ def check_module(module: nn.Module, policy: Policy | None) -> None:
             f"ShardedWrapper: auto_wrap_policy over a model that already contains {len(inside)} "
             "units. Wrap it without a policy, or pass the unwrapped model."
         )
-    if isinstance(module, UnitModule):
+    if isinstance(module, ModuleProxy):
         warnings.warn(
             "ShardedWrapper: the module is a ShardedWrapper already; the outer one adds nothing",
             stacklevel=3,
@@ -71,9 +75,7 @@ def read_ignored(
     ignored_states: Iterable[nn.Parameter | nn.Module] | None,
 ) -> Ignored:
     """What the user, and the units inside, leave alone."""
-    nested: dict[nn.Module, Ignored] = {
-        wrapper: wrapper._ignored for wrapper in unit_modules(module)
-    }
+    nested: dict[nn.Module, Ignored] = {one.wrapper: one.ignored for one in shardings_in(module)}
     return find_ignored(
         module, ignored_modules, ignored_states, nested=nested, sharded=_owned_ids(module)
     )
@@ -86,12 +88,7 @@ def left_alone(module: nn.Module, ignored: Ignored) -> set[int]:
 
 def _owned_ids(module: nn.Module) -> set[int]:
     """Ids of the parameters that units inside a module own already."""
-    return {
-        id(param)
-        for unit in units_in(module)
-        for handle in unit.handles
-        for param in handle.sharded
-    }
+    return {id(param) for handle in handles_in(module) for param in handle.sharded}
 
 
 class Construction:
@@ -230,7 +227,7 @@ class Construction:
         return unit_report.lint(sizes, tied)
 
     def make_units(
-        self, root: UnitModule, kind: type[UnitModule], start: initial_values.InitialValues
+        self, root: ModuleProxy, kind: type[ModuleProxy], start: initial_values.InitialValues
     ) -> None:
         """Change the module: ``root`` becomes the outermost unit, and holds new ones inside.
 
@@ -245,13 +242,12 @@ class Construction:
             ValueError: a unit that was there before trains on other ranks.
             RuntimeError: something else holds on to a parameter's memory.
         """
-        wrappers: dict[nn.Module, UnitModule] = {}
+        wrappers: dict[nn.Module, ModuleProxy] = {}
         units = []
         for members in self._groups:
             for plan in members:
                 wrappers[plan.module] = wrapper = kind.__new__(kind)
                 nn.Module.__init__(wrapper)
-                wrapper._reason = plan.reason
             settings = self._of_unit[members[0].module]
             units.append(self._make_unit(members, wrappers, settings, start))
         _replace_children(self._module, wrappers)
@@ -262,7 +258,7 @@ class Construction:
             for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
                 unit.topology.connect(self._settings.device, fixed_order=fixed_order)
         self._precision.install()
-        root._become_root()
+        start_run(sharding_of(root))
 
     def _owned(self, members: Sequence[UnitPlan]) -> list[ParamInfo]:
         """What units that go together own."""
@@ -271,7 +267,7 @@ class Construction:
     def _make_unit(
         self,
         members: Sequence[UnitPlan],
-        wrappers: Mapping[nn.Module, UnitModule],
+        wrappers: Mapping[nn.Module, ModuleProxy],
         settings: Settings,
         start: initial_values.InitialValues,
     ) -> Unit:
@@ -284,6 +280,7 @@ class Construction:
             placement=settings.placement,
             topology=topology,
         )
+        hooks = UnitHooks(unit)
         segments: dict[_Kind, list[ParamInfo]] = {}
         may_part = unit.name == "" and bool(self._groups) and settings.use_orig_params
         for one in self._owned(members):
@@ -295,7 +292,7 @@ class Construction:
                 id(param) if may_part and is_apart(param) else 0,
             )
             segments.setdefault(kind, []).append(one)
-        unit.own(
+        hooks.own(
             FlatParamHandle(
                 params,
                 unit.name,
@@ -306,26 +303,25 @@ class Construction:
                 precision=kind.precision,
                 use_orig_params=settings.use_orig_params,
                 reduces_alone=kind.apart != 0,
-                on_grad=unit.on_grad,
-                on_outside_grad=unit.on_outside_grad,
+                on_grad=hooks.on_grad,
+                on_outside_grad=hooks.on_outside_grad,
             )
             for kind, params in segments.items()
         )
+        state_dict = UnitStateDict(unit)
         flat = [] if settings.use_orig_params else [h.sharded[0] for h in unit.handles]
-        for module in modules:
-            wrapper = wrappers[module]
+        for plan in members:
+            module, wrapper = plan.module, wrappers[plan.module]
             wrapper.module = module
             wrapper.training = module.training
-            wrapper._settings = settings
-            wrapper._ignored = self._ignored.within(module)
-            wrapper._unit = unit
+            ignored = self._ignored.within(module)
+            Sharding(wrapper, unit, hooks, state_dict, settings, ignored, plan.reason).attach()
             for number, param in enumerate(flat):
                 wrapper.register_parameter(f"_flat_param_{number}", param)
-        model_state.hook_state_dicts(unit)
         return unit
 
     def _make_values(
-        self, start: initial_values.InitialValues, root: UnitModule, units: Iterable[Unit]
+        self, start: initial_values.InitialValues, root: ModuleProxy, units: Iterable[Unit]
     ) -> None:
         """Give new units the values that are missing. Collective."""
         handles = [handle for unit in units for handle in unit.handles]
@@ -333,7 +329,7 @@ class Construction:
             made = meta_init.Materialiser(
                 root, handles, start, self._init_fn, self._settings.device
             )
-            root._has_empty = made.run()
+            sharding_of(root).is_left_empty = made.run()
         for handle in handles:
             start.give_replicas(handle.topology, handle.shard)
             handle.rest()
@@ -368,10 +364,10 @@ def _left_out(ignored: Ignored) -> dict[str, Any]:
     return {"ignored_modules": ignored.modules, "ignored_params": ignored.params()}
 
 
-def _replace_children(root: nn.Module, wrappers: dict[nn.Module, UnitModule]) -> None:
+def _replace_children(root: nn.Module, wrappers: dict[nn.Module, ModuleProxy]) -> None:
     """Put wrappers at every place of the modules they wrap."""
     for parent in list(root.modules()):
-        if isinstance(parent, UnitModule):
+        if isinstance(parent, ModuleProxy):
             continue
         for name, child in parent._modules.items():
             if child in wrappers:

@@ -31,7 +31,7 @@ class BroadcastSource:
         self._world, self._replicate = world, topology.replicate
         # A shard group of one is no group, and does not know its rank.
         mine = topology.shard.ranks if topology.shard.size > 1 else [world.global_rank]
-        everyone = world.gather_objects((topology.index, tuple(mine)), label="meeting")
+        everyone = world.gather_objects((topology.index, tuple(mine)), op_name="meeting")
         first_group = everyone[0][1]
         # Ranks of the first shard group, by their place in the world, and their parts' numbers.
         self._parts = [
@@ -57,7 +57,7 @@ class BroadcastSource:
         """
         if self._world.rank != 0:
             if self._is_first and part.numel():
-                self._world.receive(part, source=0, label=layout.spans[index].name)
+                self._world.receive(part, source=0, op_name=layout.spans[index].name)
             return
         assert value is not None, "rank 0 has the values"
         for place, number in self._parts:
@@ -68,12 +68,12 @@ class BroadcastSource:
                 self._world.send(
                     theirs.to(part.device, part.dtype).contiguous(),
                     to=place,
-                    label=layout.spans[index].name,
+                    op_name=layout.spans[index].name,
                 )
 
     def replicate(self, shard: Tensor) -> None:
         """Give the replicas of a filled shard the same. Collective: all ranks."""
-        self._replicate.broadcast(shard, label="starting weights", source=self._origin)
+        self._replicate.broadcast(shard, op_name="starting weights", source=self._origin)
 
 
 @dataclass
@@ -150,7 +150,7 @@ def agree(named: NamedTensors, sync: bool | None, world: Communicator) -> Initia
         None if tensor.is_meta else (0, 0) if sync is True else checksum(tensor)
         for tensor in tensors
     ]
-    everyone = world.gather_objects(mine, label="comparing weights")
+    everyone = world.gather_objects(mine, op_name="comparing weights")
     different = names_of_different([name for name, _ in named], everyone)
     sends = world.size > 1 and (sync is True or (sync is None and bool(different)))
     source = everyone[0] if sends else mine
@@ -175,7 +175,7 @@ def give_out(tensor: Tensor, name: str, world: Communicator) -> None:
     """Overwrite a tensor of any strides with rank 0's. Collective."""
     with torch.no_grad():
         contiguous = tensor.detach().contiguous()
-        world.broadcast(contiguous, label=name)
+        world.broadcast(contiguous, op_name=name)
         if contiguous.data_ptr() != tensor.data_ptr():
             tensor.copy_(contiguous)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flatshard.comm.process_groups import current_cuda
 from flatshard.options.offload import CPUOffload
-from flatshard.options.strategy import Collectives, Transport
+from flatshard.options.strategy import Collectives, TransportOptions
 from flatshard.plan.ignored import Ignored
 from flatshard.tensor.flat_parameter import FlatParameter
 
@@ -119,7 +119,7 @@ def _check_exists(device: torch.device) -> None:
         )
 
 
-def check_transport(device: torch.device, transport: Transport) -> None:
+def check_transport(device: torch.device, transport: TransportOptions) -> None:
     """Refuse a forced transport for a device of which it cannot move the tensors.
 
     Raises:

@@ -351,7 +351,7 @@ class Materialiser:
         random_state = _random_state(self._device)
         sums = self._make_all()
         if not start.sends and world.size > 1:
-            everyone = world.gather_objects(list(sums.values()), label="comparing weights")
+            everyone = world.gather_objects(list(sums.values()), op_name="comparing weights")
             if start.take_differences(names_of_different(list(sums), everyone)):
                 # What rank 0 made is cut up. Starting where it did, it makes the same again.
                 _set_random_state(random_state, self._device)
@@ -359,7 +359,7 @@ class Materialiser:
         _tie(self._all_buffers)
         raise_everywhere(self._forgotten(), world)
         left = any(module.__dict__.pop(_LEFT_EMPTY, False) for module in self._names)
-        return any(world.gather_objects(left, label="comparing weights"))
+        return any(world.gather_objects(left, op_name="comparing weights"))
 
     def _make_all(self) -> dict[str, Checksum]:
         """Make everything once; returns checksums by name, where each rank makes it for itself."""

@@ -18,7 +18,7 @@ from flatshard.options.strategy import (
     BackwardPrefetch,
     Placement,
     ShardingStrategy,
-    Transport,
+    TransportOptions,
 )
 from flatshard.plan.wrap import UnitPlan
 
@@ -106,7 +106,7 @@ def check_quantised(name: str, settings: Settings) -> None:
 
 
 def ranks_or_alone(
-    process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, mode: Transport
+    process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, mode: TransportOptions
 ) -> Ranks:
     """The ranks that train the model; alone, with a warning, where there is no process group."""
     if process_group is None and device_mesh is None:

@@ -34,7 +34,7 @@ def check_reduced(
     if is_reducing:
         found = {world.rank: mine}
     else:
-        found = dict(enumerate(world.gather_objects(mine, label="clip_grad_norm_")))
+        found = dict(enumerate(world.gather_objects(mine, op_name="clip_grad_norm_")))
     for rank, unit in found.items():
         if unit is not None:
             raise RuntimeError(

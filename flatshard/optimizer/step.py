@@ -40,6 +40,7 @@ from flatshard.optimizer.buckets import Part, Run, apart, find_runs
 from flatshard.optimizer.consumed_grad import drop_consumed
 from flatshard.precision.grad_dtypes import check_dtype, set_grad
 from flatshard.tensor.flat_parameter import FlatParameter
+from flatshard.tensor.param_swap import FlattenedParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 _ELEMENTWISE: set[Any] = {
@@ -144,12 +145,12 @@ def _check_params(optimizer: torch.optim.Optimizer) -> None:
                         "SparseAdam: gradients of sharded parameters are dense, also those of "
                         "nn.Embedding(sparse=True). Use one that takes them: Adam, SGD, Adagrad."
                     )
-                unit = None if is_ours else getattr(param, "_flattened_into", None)
-                if unit is not None:
+                if isinstance(param, FlattenedParameter):
                     raise RuntimeError(
                         f"step(): the optimizer was made before wrapping, and its parameters "
-                        f"became a part of the flat parameter of unit {unit!r}. Make it from "
-                        "model.parameters() after wrapping, or wrap with use_orig_params=True."
+                        f"became a part of the flat parameter of unit {param.unit_name!r}. "
+                        "Make it from model.parameters() after wrapping, or wrap with "
+                        "use_orig_params=True."
                     )
                 drop_consumed(param)  # what backward has stepped is not stepped again
                 grad = param.grad
@@ -331,7 +332,7 @@ class _Exchange:
 
     def _replace(self, param: FlatShardTensor | FlatParameter) -> nn.Parameter:
         if isinstance(param, FlatShardTensor):
-            twin = _twin(param)
+            twin = param.local_parameter()
             set_grad(twin, _local_grad(param))
         else:
             # Plain already, only its gradient is not.
@@ -417,14 +418,6 @@ def _local_state(param: FlatShardTensor | FlatParameter, state: dict[str, Any]) 
 
 def _name_of(param: Any) -> str | None:
     return param.spec.name if isinstance(param, FlatShardTensor) else None
-
-
-def _twin(param: FlatShardTensor) -> nn.Parameter:
-    twin: nn.Parameter | None = param.__dict__.get("_twin")
-    if twin is None or twin.requires_grad != param.requires_grad:
-        twin = nn.Parameter(param.local.detach(), requires_grad=param.requires_grad)
-        param._twin = twin  # type: ignore[attr-defined]
-    return twin
 
 
 def _local_grad(param: FlatShardTensor) -> torch.Tensor | None:

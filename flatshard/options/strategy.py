@@ -183,7 +183,7 @@ class Collectives(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Transport:
+class TransportOptions:
     """How ranks move tensors, as the user chose.
 
     Attributes:
@@ -236,7 +236,7 @@ def as_coalesce_bytes(value: object) -> int:
     return value
 
 
-def as_transport(collectives: object, wire_dtype: object) -> Transport:
+def as_transport(collectives: object, wire_dtype: object) -> TransportOptions:
     """Read ``collectives`` and ``wire_dtype``.
 
     Raises:
@@ -249,7 +249,7 @@ def as_transport(collectives: object, wire_dtype: object) -> Transport:
         choices = ", ".join(f'"{one.value}"' for one in Collectives)
         raise ValueError(f"collectives: expected one of {choices}, got {collectives!r}") from None
     if wire_dtype is None:
-        return Transport(chosen)
+        return TransportOptions(chosen)
     if not isinstance(wire_dtype, torch.dtype):
         raise TypeError(f"wire_dtype: expected torch.bfloat16 or None, got {wire_dtype!r}")
     if wire_dtype is not torch.bfloat16:
@@ -262,7 +262,7 @@ def as_transport(collectives: object, wire_dtype: object) -> Transport:
             'wire_dtype: the backend\'s own collectives (collectives="native") send what they are '
             "given. Use MixedPrecision(param_dtype, reduce_dtype) for them."
         )
-    return Transport(chosen, wire_dtype)
+    return TransportOptions(chosen, wire_dtype)
 
 
 def check_launch_without_group() -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flatshard.plan.module_tree import paths
-from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 
 @dataclass(frozen=True)
@@ -28,64 +25,11 @@ class ParamInfo:
 
     param: nn.Parameter
     locations: list[ParamLocation] = field(default_factory=list)
-    # Dictionaries as torch made them, so that handles can still remove what is in them.
-    _tensor_hooks: Any = None
-    _post_hooks: Any = None
 
     @property
     def name(self) -> str:
         """The parameter's name in the unwrapped model; the first one of a tied parameter."""
         return self.locations[0].name
-
-    def swap_into(self, view: Tensor) -> None:
-        """Turn the parameter, in place, into ``view``; it keeps identity and attributes.
-
-        Raises:
-            RuntimeError: something else holds on to the parameter's memory.
-        """
-        param = self.param
-        for site in self.locations:
-            if isinstance(site.module, nn.RNNBase):
-                # Weak references forbid the exchange; None counts as unchanged.
-                names = site.module._flat_weights_names
-                site.module._flat_weight_refs = [None] * len(names)
-                site.module.__dict__["_flat_weights"] = []
-        # An optimizer's twin shows the memory of before.
-        stale = {"_twin", *view.__dict__}
-        attributes = {k: v for k, v in param.__dict__.items() if k not in stale}
-        # Python's dictionaries stay with the name, the hooks themselves go with the memory.
-        if not isinstance(param, FlatShardTensor):  # else they were moved already
-            self._tensor_hooks = param._backward_hooks
-            self._post_hooks = getattr(param, "_post_accumulate_grad_hooks", None)
-        param.grad = None
-        try:
-            torch.utils.swap_tensors(param, view)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"parameter {self.name!r} cannot be sharded: a graph, a view or a weak reference "
-                "still holds it (a loss kept from before wrapping, say). Drop that, or wrap the "
-                f"model earlier. ({error})"
-            ) from error
-        param.__dict__.update(attributes)
-        if not isinstance(param, FlatShardTensor):  # it computes itself
-            param._backward_hooks = self._tensor_hooks
-            if self._post_hooks is not None:
-                param._post_accumulate_grad_hooks = self._post_hooks
-            self._tensor_hooks, self._post_hooks = None, None
-
-    def invalidate(self, unit_name: str) -> None:
-        """Nobody uses the parameter any more: free it, and say so to who still holds it."""
-        self.param.data = self.param.data.new_empty(0)
-        self.param._flattened_into = unit_name  # type: ignore[attr-defined]
-
-    def move_hooks(self, full: nn.Parameter) -> None:
-        """Let hooks from before wrapping fire where they must: tensor hooks on ``full``."""
-        assert isinstance(self.param, FlatShardTensor), "hooks move after ``swap_into``"
-        if self._tensor_hooks is not None:
-            full._backward_hooks = self._tensor_hooks
-        if self._post_hooks is not None:
-            self.param.spec.post_accumulate_hooks = self._post_hooks
-        self._tensor_hooks, self._post_hooks = None, None
 
 
 def find_owners(

@@ -103,7 +103,7 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
         facts = torch.tensor(rows, dtype=torch.uint8).view(-1, 3)
         for comm in comms:
             facts = facts.to(comm.control_device)
-            comm.reduce_scalars(facts, "MAX", label="gradients to show")
+            comm.reduce_scalars(facts, "MAX", op_name="gradients to show")
         names = [(handle, spec.name) for handle in members for spec in handle.params.specs]
         for (handle, name), (unreduced, present, absent) in zip(names, facts.tolist(), strict=True):
             rank = handle.topology.world.global_rank

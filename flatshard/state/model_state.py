@@ -2,21 +2,19 @@
 
 Hooks on the wrapped modules themselves do the work, so that ``model.state_dict()``,
 ``model.module.state_dict()`` and a submodule's all give the same, and torch's own recursion keeps
-its order, its extra state and the users' hooks. ``Unit.state_dict_options`` says where the tensors
-go, and which ranks get them.
+its order, its extra state and the users' hooks.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flatshard.diagnostics.state_dict_writes import StateDictWrites
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.state import full_tensors
@@ -26,40 +24,48 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor
 _DDP_PREFIX = "module."
 
 
-def hook_state_dicts(unit: Unit) -> None:
-    """Let the state dicts of a unit's module, of its parts, and of what contains it be whole."""
-    hooks = _StateDictHooks(unit)
-    for module in {*unit.modules}.union(*(handle.params.modules() for handle in unit.handles)):
-        # Torch marks the functions that it is given, which a bound method does not allow.
-        module.register_state_dict_pre_hook(partial(hooks.before_save))
-        module.register_state_dict_post_hook(partial(hooks.after_save))
-        module.register_load_state_dict_pre_hook(hooks.before_load)
-        module.register_load_state_dict_post_hook(hooks.after_load)
+class UnitStateDict:
+    """One unit's part of state dicts: of its modules', of their parts' and of what contains them.
 
+    Torch calls these hooks inside one another: the outermost does the work.
 
-class _StateDictHooks:
-    """The hooks of one unit. Torch calls them inside one another: the outermost does the work."""
+    Attributes:
+        options: where the tensors go, and which ranks get them.
+    """
 
     def __init__(self, unit: Unit) -> None:
+        """Hook the unit's modules."""
+        self.options = StateDictOptions()
         self._unit = unit
         self._depth = 0
+        for module in {*unit.modules}.union(*(handle.params.modules() for handle in unit.handles)):
+            # Torch marks the functions that it is given, which a bound method does not allow.
+            module.register_state_dict_pre_hook(partial(self._before_save))
+            module.register_state_dict_post_hook(partial(self._after_save))
+            module.register_load_state_dict_pre_hook(self._before_load)
+            module.register_load_state_dict_post_hook(self._after_load)
 
-    def before_save(self, module: nn.Module, *_: Any) -> None:
+    @property
+    def unit_name(self) -> str:
+        """The unit's name in the unwrapped model."""
+        return self._unit.name
+
+    def _before_save(self, module: nn.Module, *_: Any) -> None:
         self._enter(module)
 
-    def after_save(self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _after_save(
+        self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
         if not self._leave():
             return
-        state_dict_writes = self._unit.context.state_dict_writes
-        state_dict_writes.check()
-        options = self._unit.state_dict_options
+        options = self.options
         is_saving = not options.rank0_only or self._unit.topology.world.rank == 0
         for handle in self._unit.handles:
-            _replace_by_full(handle, state_dict, options, is_saving, state_dict_writes)
+            _replace_by_full(handle, state_dict, options, is_saving)
         for key in [key for key in state_dict if key.startswith(prefix)]:
             _settle_rest(state_dict, key, options, is_saving)
 
-    def before_load(
+    def _before_load(
         self, module: nn.Module, _: Any, prefix: str, metadata: dict[str, Any], *rest: Any
     ) -> None:
         if metadata.get("assign_to_params_buffers", False):
@@ -69,12 +75,9 @@ class _StateDictHooks:
             )
         self._enter(module)
 
-    def after_load(self, *_: Any) -> None:
+    def _after_load(self, *_: Any) -> None:
         if self._leave():
-            self._unit.context.num_loads += 1
-            for handle in self._unit.handles:
-                names = (spec.name for spec in handle.params.specs)
-                self._unit.context.state_dict_writes.forget(names)
+            self._unit.num_loads += 1
 
     def _enter(self, module: nn.Module) -> None:
         if module in self._unit.modules:
@@ -98,7 +101,6 @@ def _replace_by_full(
     state_dict: dict[str, Any],
     options: StateDictOptions,
     is_saving: bool,
-    state_dict_writes: StateDictWrites,
 ) -> None:
     """Put full copies where the flat parameter's originals stand; drop them if not ``is_saving``.
 
@@ -118,7 +120,6 @@ def _replace_by_full(
     for key, index in places:
         if is_saving:
             state_dict[key] = full[index]
-            state_dict_writes.give(handle.params.specs[index].name, full[index])
         else:
             del state_dict[key]
 
@@ -142,13 +143,13 @@ def _settle_rest(
         state_dict[key] = value.cpu()
 
 
-def options_of(units: Sequence[Unit]) -> StateDictOptions:
-    """What state dicts of a model are; the default for one without units.
+def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
+    """What state dicts of a model are, from its units' parts; the default without units.
 
     Raises:
         RuntimeError: its units differ.
     """
-    options = {unit.state_dict_options: unit.name for unit in units}
+    options = {part.options: part.unit_name for part in parts}
     if len(options) > 1:
         (first, one), (second, other), *_ = options.items()
         raise RuntimeError(
@@ -159,16 +160,32 @@ def options_of(units: Sequence[Unit]) -> StateDictOptions:
 
 
 @contextlib.contextmanager
-def options_set(units: Sequence[Unit], options: StateDictOptions) -> Iterator[None]:
-    """Let state dicts of these units be as ``options`` say, for a while."""
-    before = [unit.state_dict_options for unit in units]
-    for unit in units:
-        unit.state_dict_options = options
+def options_set(parts: Sequence[UnitStateDict], options: StateDictOptions) -> Iterator[None]:
+    """Let units' parts of state dicts be as ``options`` say, for a while."""
+    before = [part.options for part in parts]
+    for part in parts:
+        part.options = options
     try:
         yield
     finally:
-        for unit, its_own in zip(units, before, strict=True):
-            unit.state_dict_options = its_own
+        for part, its_own in zip(parts, before, strict=True):
+            part.options = its_own
+
+
+def load(
+    module: nn.Module,
+    handles: Sequence[FlatParamHandle],
+    state_dict: Mapping[str, Any],
+    strict: bool,
+    assign: bool,
+) -> Any:
+    """Load a state dict of the unwrapped module; see ``ShardedWrapper.load_state_dict``."""
+    children = [name for name, _ in module.named_children()]
+    own = without_ddp_prefix(dict(state_dict), children)
+    missing_and_unexpected = module.load_state_dict(own, strict=strict, assign=assign)
+    for handle in handles:
+        handle.rest()
+    return missing_and_unexpected
 
 
 def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> dict[str, Any]:

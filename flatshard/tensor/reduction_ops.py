@@ -137,12 +137,12 @@ def _sharded_norms(
     parts = [part.abs() if part.is_complex() else part for part in parts]
     device = parts[0].device if parts[0].device.type != "cpu" else comm.control_device
     local = _local_norms(parts, order, device)
-    label = tensors[0].spec.name if len(tensors) == 1 else "norms"
+    op_name = tensors[0].spec.name if len(tensors) == 1 else "norms"
     if math.isinf(order):
-        return _extremes(local, comm, largest=order > 0, label=label)
+        return _extremes(local, comm, largest=order > 0, op_name=op_name)
     if order == 0:
-        return comm.reduce_scalars(local, "SUM", label=label)
-    return comm.reduce_scalars(local.pow(order), "SUM", label=label).pow(1 / order)
+        return comm.reduce_scalars(local, "SUM", op_name=op_name)
+    return comm.reduce_scalars(local.pow(order), "SUM", op_name=op_name).pow(1 / order)
 
 
 def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
@@ -190,7 +190,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if bound["dtype"] is not None:
         part = part.to(bound["dtype"])
     total = part.sum(dtype=_wide(part.dtype))
-    spec.comm.reduce_scalars(total, "SUM", label=spec.name)
+    spec.comm.reduce_scalars(total, "SUM", op_name=spec.name)
     if func._schema.name == "aten::mean":
         total = total / spec.total_numel
     return total if _wide(part.dtype) is None else total.to(part.dtype)
@@ -211,8 +211,8 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
         value = part.amax() if largest else part.amin()
     else:
         value = part.new_full((), _least(part.dtype) if largest else _greatest(part.dtype))
-    comm, label = tensor.spec.comm, tensor.spec.name
-    value = _extremes(value.view(1), comm, largest=largest, label=label)[0]
+    comm, op_name = tensor.spec.comm, tensor.spec.name
+    value = _extremes(value.view(1), comm, largest=largest, op_name=op_name)[0]
     return value.to(torch.bool) if is_logical else value
 
 
@@ -224,16 +224,16 @@ def _greatest(dtype: torch.dtype) -> float:
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-def _extremes(values: Tensor, comm: Communicator, *, largest: bool, label: str) -> Tensor:
+def _extremes(values: Tensor, comm: Communicator, *, largest: bool, op_name: str) -> Tensor:
     """The largest, or smallest, of each number over the ranks; see the note on NaN."""
     op = "MAX" if largest else "MIN"
     if not values.is_floating_point():
-        return comm.reduce_scalars(values, op, label=label)
+        return comm.reduce_scalars(values, op, op_name=op_name)
     is_nan = values.isnan()
     # A mark that the same operation prefers: 1 for MAX, -1 for MIN.
     marks = is_nan.to(values.dtype) * (1 if largest else -1)
     both = torch.cat([values.masked_fill(is_nan, 0), marks])
-    found, marks = comm.reduce_scalars(both, op, label=label).chunk(2)
+    found, marks = comm.reduce_scalars(both, op, op_name=op_name).chunk(2)
     return found.masked_fill(marks != 0, math.nan)
 
 
@@ -246,7 +246,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         torch.autograd.graph.increment_version(gradient.local)
     # Not a set: all ranks must meet the communicators in one order.
     for comm in dict.fromkeys(gradient.spec.comm for gradient in sharded):
-        comm.reduce_scalars(found_inf, "MAX", label="found_inf")
+        comm.reduce_scalars(found_inf, "MAX", op_name="found_inf")
 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -112,8 +112,8 @@ class ShardSpec:
 
     def average(self, value: Tensor) -> Tensor:
         """The mean of a small tensor over all ranks, as a new one. Collective: both groups."""
-        total = self.comm.reduce_scalars(value.clone(), "SUM", label=self.name)
-        total = self.replicas.reduce_scalars(total, "SUM", label=self.name)
+        total = self.comm.reduce_scalars(value.clone(), "SUM", op_name=self.name)
+        total = self.replicas.reduce_scalars(total, "SUM", op_name=self.name)
         return total / (self.comm.size * self.replicas.size)
 
     def slice(self, tensor: Tensor) -> Tensor:
@@ -151,10 +151,13 @@ def _stay_away() -> bool:
     return False
 
 
+OWN_ATTRIBUTES = frozenset({"local", "spec", "_local_parameter"})
+"""The attributes of a ``FlatShardTensor`` that are no user's."""
+
+
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """The Python attributes of a parameter, without what ties it to its place."""
-    private = {"local", "spec", "_twin"}
-    return {name: value for name, value in tensor.__dict__.items() if name not in private}
+    """The attributes that users gave a parameter."""
+    return {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
 
 
 class FlatShardTensor(torch.Tensor):
@@ -172,6 +175,7 @@ class FlatShardTensor(torch.Tensor):
     local: Tensor
     spec: ShardSpec
     _is_placeholder: bool = False
+    _local_parameter: nn.Parameter | None = None
 
     @staticmethod
     def __new__(
@@ -216,6 +220,14 @@ class FlatShardTensor(torch.Tensor):
         """
         return self.local
 
+    def local_parameter(self) -> nn.Parameter:
+        """A plain parameter over this rank's range, for optimizers; the same one every time."""
+        found = self._local_parameter
+        if found is None or found.requires_grad != self.requires_grad:
+            found = nn.Parameter(self.local.detach(), requires_grad=self.requires_grad)
+            self._local_parameter = found
+        return found
+
     def alias(self) -> FlatShardTensor:
         """The same tensor without autograd, sharing memory and version counter."""
         # Not a view made here: its version counter would be another.
@@ -250,7 +262,7 @@ class FlatShardTensor(torch.Tensor):
         full_bytes = _bytes(flat)
         size = local.element_size()
         full_bytes[start * size : (start + spec.numel) * size] = _bytes(local.contiguous())
-        spec.comm.reduce_scalars(full_bytes, "SUM", label=spec.name)
+        spec.comm.reduce_scalars(full_bytes, "SUM", op_name=spec.name)
         return flat if is_flat else flat.as_strided(spec.shape, spec.strides)
 
     @property

@@ -1,0 +1,149 @@
+"""What would be lost in silence, or trained apart on each rank, is an error that says so."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatshard import MixedPrecision, ShardedWrapper
+from flatshard.diagnostics import late_modules
+from tests.harness import naming, run_ranks
+from tests.models import CASES
+
+
+class _Renormed(nn.Linear):
+    """Edits its weight in every forward."""
+
+    kind = "no_grad"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "no_grad":
+            with torch.no_grad():
+                self.weight[0].zero_()
+        else:
+            self.weight = nn.Parameter(self.weight.detach().clamp(-0.1, 0.1))
+        return super().forward(x)
+
+
+def _renormed(kind: str) -> Callable[[dict[str, Any]], None]:
+    def run(keywords: dict[str, Any]) -> None:
+        module = nn.Sequential(_Renormed(4, 6), nn.Tanh())
+        module[0].kind = kind
+        ShardedWrapper(module, **keywords)(torch.randn(2, 4))
+
+    return run
+
+
+def _embedding(keywords: dict[str, Any]) -> None:
+    ShardedWrapper(nn.Embedding(5, 4, max_norm=0.1), **keywords)(torch.tensor([1]))
+
+
+def _gradient_before(keywords: dict[str, Any]) -> None:
+    module = nn.Linear(4, 6)
+    module(torch.randn(2, 4)).sum().backward()
+    ShardedWrapper(module, **keywords)
+
+
+def _added(keywords: dict[str, Any]) -> None:
+    model = ShardedWrapper(nn.Sequential(nn.Linear(4, 6)), **keywords)
+    model.module.append(nn.Linear(6, 2))
+    model(torch.randn(2, 4))
+
+
+def _added_later(keywords: dict[str, Any]) -> None:
+    model = ShardedWrapper(nn.Sequential(nn.Sequential(nn.Linear(4, 6))), **keywords)
+    model(torch.randn(2, 4)).sum().backward()
+    model.module[0].append(nn.Linear(6, 2))
+    model(torch.randn(2, 4))
+
+
+def _replaced_later(keywords: dict[str, Any]) -> None:
+    model = ShardedWrapper(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), **keywords)
+    model(torch.randn(2, 4)).sum().backward()
+    model.module[1] = nn.Linear(6, 3)
+    model(torch.randn(2, 4))
+
+
+def _assigned(keywords: dict[str, Any]) -> None:
+    model = ShardedWrapper(nn.Sequential(nn.Linear(4, 6)), **keywords)
+    setattr(model, "0", nn.Linear(4, 6))
+
+
+def _optimizer_before(keywords: dict[str, Any]) -> None:
+    module = nn.Linear(4, 6)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = ShardedWrapper(module, use_orig_params=False, **keywords)
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def _functional(keywords: dict[str, Any]) -> None:
+    model = ShardedWrapper(nn.Linear(4, 6), use_orig_params=False, **keywords)
+    values = {name: value.detach() * 2 for name, value in model.named_parameters()}
+    torch.func.functional_call(model, values, (torch.randn(2, 4),))
+
+
+MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "its forward edited parameters in place .'0.weight', '0.bias'": _renormed("no_grad"),
+    "parameter '0.weight' .unit ''. was replaced in forward": _renormed("assigned"),
+    "edited parameters in place .*max_norm": _embedding,
+    "parameter 'weight' has a gradient, which would be lost": _gradient_before,
+    "parameter '1.weight' was added after wrapping": _added,
+    "parameter '0.1.weight' was added after wrapping": _added_later,
+    "parameter '1.weight' was added after wrapping: it": _replaced_later,
+    "'0' is the wrapper's then": _assigned,
+    "the optimizer was made before wrapping": _optimizer_before,
+    "the flat parameter of unit '' was replaced": _functional,
+}
+
+
+def test_named_on_all_ranks() -> None:
+    run_ranks(_named, 2, group_timeout=5)
+
+
+def _named(rank: int, world_size: int) -> None:
+    for message, run in MISTAKES.items():
+        for keywords in ({}, {"collectives": "sockets", "sharding_strategy": "SHARD_GRAD_OP"}):
+            with naming(message), pytest.raises((RuntimeError, ValueError), match=message):
+                run(keywords)
+
+
+def test_a_copy_on_one_rank_alone() -> None:
+    """Its number was taken for that of another model."""
+    run_ranks(_copied_on_one, 2, group_timeout=5)
+
+
+def _copied_on_one(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    for _ in range(2):
+        model = case.wrap(case.model(), sharding_strategy="NO_SHARD")
+        model(case.batch(rank, 2)[0]).sum().backward()
+        if rank == 0:
+            copy.deepcopy(model)
+
+
+def test_steps_register_nothing() -> None:
+    run_ranks(_registers, 2)
+
+
+def _registers(rank: int, world_size: int) -> None:
+    """Else every step would look at all modules."""
+    for keywords in (
+        {},
+        {"use_orig_params": False},
+        {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+    ):
+        case = CASES["transformer"]
+        model = case.wrap(case.model(), **keywords)
+        optimizer = torch.optim.AdamW(model.parameters())
+        counts = set()
+        for step in range(3):
+            loss = model(case.batch(step, 2)[0]).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.add(late_modules.count())
+        assert len(counts) == 1, counts

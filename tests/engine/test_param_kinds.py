@@ -1,0 +1,558 @@
+"""One unit with parameters of several kinds: dtypes, frozen ones, and any strides."""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatshard import ShardedWrapper, ShardingStrategy
+from flatshard.engine.grad_buffer import GradientBuffer
+from flatshard.plan.layout import ALIGNMENT_BYTES
+from flatshard.tensor.sharded_tensor import local_range
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import run_ranks
+from tests.models import Case, loss_of, vectors
+from tests.oracle import (
+    OPTIMIZERS,
+    Trained,
+    assert_same_state,
+    local_loss,
+    snapshot,
+    train,
+    train_steps,
+    trainable,
+)
+
+Strides = dict[str, tuple[int, ...]]
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+WAYS = list(itertools.product(STRATEGIES, [True, False], [1, 2, 3]))
+
+# Part of the model is in float32.
+TOLERANCE = 1e-6
+
+
+class Zoo(nn.Module):
+    """Parameters of every kind in one module; notes their strides while it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        double: Any = {"dtype": torch.float64}
+        last, last_3d = torch.channels_last, torch.channels_last_3d
+        self.scale = nn.Parameter(torch.tensor(1.5, **double))
+        self.nothing = nn.Parameter(torch.empty(0, 7, **double))
+        self.fc = nn.Linear(7, 12, **double)
+        self.fc.bias.requires_grad_(False)
+        self.single = nn.Linear(12, 12)
+        self.conv = nn.Conv2d(3, 4, 2, **double).to(memory_format=last)
+        self.point = nn.Conv2d(4, 4, 1, bias=False, **double).to(memory_format=last)
+        self.volume = nn.Conv3d(4, 6, 1, **double).to(memory_format=last_3d)
+        self.still = nn.Conv2d(3, 4, 2, bias=False, **double).to(memory_format=last)
+        self.still.requires_grad_(False)
+        self.transposed = nn.Parameter(torch.randn(4, 6, **double).t())
+        self.permuted = nn.Parameter(torch.randn(2, 2, 6, **double).permute(2, 0, 1))
+        self.gaps = nn.Parameter(torch.randn(4, 8, **double)[:, ::2])
+        self.repeated = nn.Parameter(torch.randn(1, 4, **double).expand(6, 4), requires_grad=False)
+        self.phase = nn.Parameter(torch.randn(3, 4, dtype=torch.complex128).t())
+        self.swap = nn.Parameter(torch.tensor([2, 0, 1]), requires_grad=False)
+        self.seen: Strides = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = strides_of_parameters(self)
+        x = x.double()
+        x = torch.tanh(self.fc(x) * self.scale) + F.linear(x, self.nothing).sum()
+        x = self.single(x.float()).double().view(-1, 3, 2, 2)
+        x = torch.tanh(self.conv(x) + F.conv2d(x, self.still.weight))
+        x = torch.tanh(self.volume(self.point(x)[..., None])).flatten(1)
+        x = torch.tanh(x @ self.transposed + x @ self.permuted.flatten(1) + x @ self.repeated)
+        return ((x @ self.gaps).to(torch.complex128) @ self.phase).real[:, self.swap]
+
+
+def strides_of_parameters(model: nn.Module) -> Strides:
+    return {name: p.stride() for name, p in model.named_parameters()}
+
+
+def kept_strides(model: nn.Module) -> Strides:
+    """The strides that a wrapped model has: overlaps and gaps go."""
+    return {name: torch.empty_like(p).stride() for name, p in model.named_parameters()}
+
+
+ZOO = Case("zoo", Zoo, vectors)
+# float32 batches: the model itself says what it computes in.
+DTYPE = torch.float32
+
+
+def _zoo() -> nn.Module:
+    return ZOO.model(DTYPE)
+
+
+def test_the_zoo_has_what_it_should() -> None:
+    model = _zoo()
+    assert model.conv.weight.stride() == (12, 1, 6, 3)
+    assert model.point.weight.stride() == (4, 1, 4, 4) != torch.empty(4, 4, 1, 1).stride()
+    assert model.volume.weight.is_contiguous(memory_format=torch.channels_last_3d)
+    assert not model.gaps.is_contiguous()
+    permuted = [p for p in model.parameters() if not torch.empty_like(p).is_contiguous()]
+    assert len(permuted) >= 5
+    assert len({(p.dtype, p.requires_grad) for p in model.parameters()}) == 5
+
+
+def _wrap(model: nn.Module, strategy: str, use_orig_params: bool, **keywords: Any) -> Any:
+    return ShardedWrapper(
+        model,
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+        **keywords,
+    )
+
+
+def _train_zoo(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> tuple[Trained, Strides]:
+    expected = kept_strides(_zoo())
+    model = _wrap(_zoo(), strategy, use_orig_params)
+    optimizer = OPTIMIZERS["sgd"](trainable(model))
+    losses = train_steps(model, optimizer, ZOO, rank, world_size, dtype=DTYPE)
+    assert model.module.seen == expected
+    if use_orig_params:
+        assert strides_of_parameters(model) == expected
+    state = snapshot(model)
+    assert {name: t.stride() for name, t in model.state_dict().items()} == expected
+
+    # What was loaded is what is saved, from any strides.
+    for saved in (state, {name: t.contiguous() for name, t in state.items()}):
+        with ShardedWrapper.summon_full_params(model), torch.no_grad():
+            for param in model.module.parameters():
+                param.zero_()
+        model.load_state_dict(saved)
+        assert_same_state(snapshot(model), state, rtol=0.0, atol=0.0)
+    return Trained(state, losses), strides_of_parameters(model)
+
+
+@pytest.mark.parametrize(("strategy", "use_orig_params", "world_size"), WAYS)
+def test_same_numbers_and_strides(strategy: str, use_orig_params: bool, world_size: int) -> None:
+    expected = train(ZOO, world_size, dtype=DTYPE)
+    results = run_ranks(_train_zoo, world_size, strategy, use_orig_params)
+    for trained, _ in results:
+        assert_same_state(trained.state, expected.state, rtol=0.0, atol=TOLERANCE)
+    losses = [sum(rank) / world_size for rank in zip(*(t.losses for t, _ in results), strict=True)]
+    assert losses == pytest.approx(expected.losses, rel=1e-6, abs=TOLERANCE)
+
+
+# ---------------------------------------------------------------- everything that takes or gives
+
+
+def _fresh(strategy: str, use_orig_params: bool = True) -> tuple[nn.Module, Any]:
+    return _zoo(), _wrap(_zoo(), strategy, use_orig_params)
+
+
+def _make_dense(model: nn.Module) -> None:
+    """What overlaps cannot be written, and what has gaps draws random numbers in another order."""
+    for param in model.parameters():
+        param.data = torch.empty_like(param).copy_(param)
+
+
+def _add_numbers(model: nn.Module) -> None:
+    """Add to every element another number."""
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dtype.is_floating_point:
+                param.add_(torch.arange(param.numel()).to(param.dtype).view(param.shape) / 100)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
+
+
+def _assert_same_parameters(model: nn.Module, plain: nn.Module) -> None:
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        whole = _whole(param)
+        assert torch.equal(whole, expected), name
+        assert whole.stride() == param.stride(), name
+
+
+def _edit(rank: int, world_size: int, strategy: str) -> None:
+    plain, model = _fresh(strategy)
+    _make_dense(plain)
+    assert strides_of_parameters(model) == strides_of_parameters(plain)
+    _assert_same_parameters(model, plain)
+
+    def both(edit: Callable[[nn.Parameter], object]) -> None:
+        for one in (plain, model):
+            torch.manual_seed(7)
+            with torch.no_grad():
+                for param in one.parameters():
+                    if param.is_floating_point():
+                        edit(param)
+        _assert_same_parameters(model, plain)
+
+    def values(param: Tensor) -> Tensor:
+        return torch.arange(param.numel(), dtype=param.dtype).reshape(param.shape)
+
+    both(lambda p: p.normal_())
+    both(lambda p: p.copy_(values(p)))
+    both(lambda p: p.mul_(values(p) + 0.5))
+    both(lambda p: p.add_(torch.arange(p.shape[-1] if p.dim() else 1).to(p.dtype).squeeze()))
+    both(lambda p: p.copy_(torch.rand_like(p)))
+    both(lambda p: p.copy_(p.detach().clone() * 2))
+    both(lambda p: setattr(p, "data", values(p) / 100))
+    inputs, _ = ZOO.batch(0, 4, DTYPE)
+    torch.testing.assert_close(model(inputs), plain(inputs), rtol=1e-6, atol=TOLERANCE)
+    # What was assigned is contiguous: copied where there are shards, as of a plain model elsewhere.
+    is_sharded = hasattr(model.scale, "full_tensor")
+    assert model.module.seen == (kept_strides(_zoo()) if is_sharded else kept_strides(plain))
+    model.double()
+    assert_same_state(snapshot(model), snapshot(plain.double()), rtol=0.0, atol=0.0)
+    assert strides_of_parameters(model) == kept_strides(_zoo())
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_operations_on_sharded_parameters(strategy: str, world_size: int) -> None:
+    run_ranks(_edit, world_size, strategy)
+
+
+def _summon_copy_convert(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
+    plain, model = _fresh(strategy, use_orig_params)
+    expected = kept_strides(plain)
+    with ShardedWrapper.summon_full_params(model):
+        assert strides_of_parameters(model.module) == expected
+        for param, original in zip(model.module.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(param, original)
+        _add_numbers(model.module)
+    _make_dense(plain)
+    _add_numbers(plain)
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        assert_same_state(snapshot(one), snapshot(plain), rtol=0.0, atol=0.0)
+        inputs, _ = ZOO.batch(0, 4, DTYPE)
+        output = one(inputs)
+        assert one.module.seen == expected
+        torch.testing.assert_close(output, plain(inputs), rtol=1e-6, atol=TOLERANCE)
+        # A conversion of the dtype leaves the order alone.
+        assert {name: t.stride() for name, t in one.float().state_dict().items()} == expected
+        assert_same_state(snapshot(one), snapshot(copy.deepcopy(plain).float()), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(("strategy", "use_orig_params", "world_size"), WAYS[2::2])
+def test_summon_copy_convert(strategy: str, use_orig_params: bool, world_size: int) -> None:
+    run_ranks(_summon_copy_convert, world_size, strategy, use_orig_params)
+
+
+def _accumulate(rank: int, world_size: int, strategy: str) -> None:
+    plain, model = _fresh(strategy)
+    # All ranks compute the first rank's rows, so that each has the whole gradient of the average.
+    with model.no_sync():
+        local_loss(model, ZOO, 0, 0, world_size, DTYPE).backward()
+    local_loss(plain, ZOO, 0, 0, world_size, DTYPE).backward()
+    _assert_same_gradients(model, plain)
+    for one in (model, plain):
+        local_loss(one, ZOO, 1, 0, world_size, DTYPE).backward()
+    _assert_same_gradients(model, plain)
+
+
+def _assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if expected.grad is None:
+            assert param.grad is None, name
+            continue
+        torch.testing.assert_close(
+            _whole(param.grad), expected.grad, rtol=1e-5, atol=TOLERANCE, msg=name
+        )
+        assert param.grad.stride() == param.stride(), name
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients(strategy: str, world_size: int) -> None:
+    """Those shown under ``no_sync``, and those that were reduced."""
+    run_ranks(_accumulate, world_size, strategy)
+
+
+def _wrap_after_two_steps(rank: int, world_size: int, strategy: str) -> dict[str, Tensor]:
+    model: nn.Module = _zoo()
+    optimizer = OPTIMIZERS["sgd"](trainable(model))
+    for step in range(2):
+        inputs, target = ZOO.batch(step, world_size * 4, DTYPE)
+        loss_of(model(inputs), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # Momentum has the parameters' strides now, and is cut at the first step.
+    model = _wrap(model, strategy, use_orig_params=True)
+    for step in range(2, 4):
+        local_loss(model, ZOO, step, rank, world_size, DTYPE).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_optimizer_state_from_before_wrapping(strategy: str) -> None:
+    expected = train(ZOO, 2, steps=4, dtype=DTYPE)
+    for state in run_ranks(_wrap_after_two_steps, 2, strategy):
+        assert_same_state(state, expected.state, rtol=0.0, atol=TOLERANCE)
+
+
+# ---------------------------------------------------------------- other formats
+
+
+def _one_rank_differs(rank: int, world_size: int) -> None:
+    model = nn.Conv2d(3, 4, 2)
+    if rank == 1:
+        model.to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match=r"'weight'.*strides \(12, 4, 2, 1\).*\(12, 1, 6, 3\)"):
+        ShardedWrapper(model)
+
+
+def test_ranks_that_differ_in_format() -> None:
+    run_ranks(_one_rank_differs, 2)
+
+
+def _convert_after_wrapping(rank: int, world_size: int, strategy: str) -> None:
+    model = _wrap(
+        nn.Sequential(nn.Conv2d(3, 4, 2), nn.ReLU(), nn.Conv2d(4, 4, 1)),
+        strategy,
+        use_orig_params=True,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}),
+    )
+    before = snapshot(model)
+    refusal = r"'0.weight'.*before ShardedWrapper"
+    with pytest.raises(RuntimeError, match=refusal):
+        model.to(torch.float64, memory_format=torch.channels_last)
+    # Nothing was converted, not even in part.
+    assert_same_state(snapshot(model), before, rtol=0.0, atol=0.0)
+    model.to(memory_format=torch.contiguous_format)
+    if strategy != "NO_SHARD":
+        with pytest.raises(RuntimeError, match=refusal):
+            model[0].module.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_conversion_after_wrapping_is_refused(strategy: str) -> None:
+    run_ranks(_convert_after_wrapping, 2, strategy)
+
+
+def _convert_to_what_it_is(rank: int, world_size: int) -> None:
+    """Weights with sizes of one, whose strides tell little, among them."""
+    layers = [nn.Conv2d(3, 4, 2), nn.Conv2d(1, 4, 1), nn.Conv2d(1, 1, (2, 1)), nn.Conv2d(4, 1, 1)]
+    model = nn.ModuleList(layers).to(memory_format=torch.channels_last)
+    wrapped = ShardedWrapper(model).to(memory_format=torch.channels_last)
+    assert all(
+        p.is_contiguous(memory_format=torch.channels_last)
+        for p in wrapped.parameters()
+        if p.dim() == 4
+    )
+
+
+def test_conversion_to_the_format_it_has() -> None:
+    run_ranks(_convert_to_what_it_is, 2)
+
+
+# ---------------------------------------------------------------- frozen and trainable
+
+
+class Adapted(nn.Module):
+    """A frozen layer with trainable low-rank factors beside it: 1 % of its weights."""
+
+    WIDTH = 200
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(self.WIDTH, self.WIDTH, bias=False).requires_grad_(False)
+        self.down = nn.Linear(self.WIDTH, 1, bias=False)
+        self.up = nn.Linear(1, self.WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@dataclass
+class _Allocated:
+    """Bytes of flat gradient buffers, and how many there were."""
+
+    total: int = 0
+    count: int = 0
+
+
+@contextmanager
+def _counted_gradient_buffers() -> Iterator[_Allocated]:
+    counted = _Allocated()
+    allocate = GradientBuffer._allocate
+
+    def count(self: GradientBuffer) -> Tensor:
+        buffer = allocate(self)
+        counted.total += buffer.untyped_storage().nbytes()
+        counted.count += 1
+        return buffer
+
+    with mock.patch.object(GradientBuffer, "_allocate", count):
+        yield counted
+
+
+def _gradient_memory(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
+    torch.manual_seed(0)
+    model = _wrap(Adapted(), strategy, use_orig_params)
+    with _counted_gradient_buffers() as allocated:
+        model(torch.randn(4, Adapted.WIDTH)).sum().backward()
+    size = 4
+    trained = 2 * Adapted.WIDTH * size
+    assert trained == 0.01 * Adapted.WIDTH**2 * size
+    # Both factors and the end of the buffer are aligned, on every rank.
+    padding = (2 + world_size) * ALIGNMENT_BYTES
+    assert allocated.count == 1
+    assert trained <= allocated.total <= trained + padding
+    held = 0
+    for param in model.parameters():
+        if param.grad is not None:
+            held += local_range(param.grad).numel() * size
+    share = 1 if strategy == "NO_SHARD" else world_size
+    assert held <= trained / share + padding
+
+
+@pytest.mark.parametrize(("strategy", "use_orig_params", "world_size"), WAYS)
+def test_gradient_memory_is_that_of_what_is_trained(
+    strategy: str, use_orig_params: bool, world_size: int
+) -> None:
+    run_ranks(_gradient_memory, world_size, strategy, use_orig_params)
+
+
+class Switched(nn.Module):
+    """Three layers, the middle one frozen at first, the last one's bias too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 6)
+        self.middle = nn.Linear(6, 6).requires_grad_(False)
+        self.last = nn.Linear(6, 3)
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+SWITCHED = {
+    "one-unit": Case("switched", Switched, vectors),
+    "units": Case("switched", Switched, vectors, (nn.Linear,)),
+}
+
+
+def _switch(model: nn.Module, step: int) -> None:
+    """What is trained changes before a step: one parameter, a module, everything, and back."""
+    match step:
+        case 1:
+            model.middle.weight.requires_grad_(True)
+        case 2:
+            model.middle.requires_grad_(True)
+            model.first.weight.requires_grad_(False)
+        case 3:
+            model.requires_grad_(True)
+        case 4:
+            model.middle.requires_grad_(False)
+            model.last.bias.requires_grad_(False)
+        case 5:
+            for param in model.parameters():
+                param.requires_grad = False
+            model.first.bias.requires_grad_(True)
+
+
+def _switch_units(model: nn.Module, step: int) -> None:
+    """The same for whole layers, which are what flat parameters can tell apart."""
+    match step:
+        case 1:
+            model.middle.requires_grad_(True)
+        case 2:
+            model.first.requires_grad_(False)
+        case 3:
+            model.requires_grad_(True)
+        case 4:
+            model.middle.requires_grad_(False)
+        case 5:
+            model.requires_grad_(False)
+            model.last.requires_grad_(True)
+
+
+def _train_switched(
+    rank: int,
+    world_size: int,
+    case: str,
+    strategy: str,
+    use_orig_params: bool,
+    switch: Callable[[nn.Module, int], None],
+) -> tuple[dict[str, Tensor], list[set[str]]]:
+    """The end, and of every step the names that got a gradient; one process if not wrapped."""
+    model = SWITCHED[case].model()
+    if strategy:
+        model = SWITCHED[case].wrap(
+            model,
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=use_orig_params,
+        )
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with_gradient = []
+    for step in range(8):
+        switch(model, step)
+        if strategy:
+            loss = local_loss(model, SWITCHED[case], step, rank, world_size)
+        else:
+            inputs, target = SWITCHED[case].batch(step, 4 * world_size)
+            loss = F.mse_loss(model(inputs), target)
+        loss.backward()
+        with_gradient.append({n for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(model), with_gradient
+
+
+@pytest.mark.parametrize("case", SWITCHED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_requires_grad_is_obeyed(case: str, strategy: str, world_size: int) -> None:
+    expected, names = _train_switched(0, world_size, case, "", True, _switch)
+    for state, with_gradient in run_ranks(
+        _train_switched, world_size, case, strategy, True, _switch
+    ):
+        assert_same_state(state, expected, rtol=0.0, atol=1e-12)
+        assert with_gradient == names
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_requires_grad_of_flat_parameters(strategy: str, world_size: int) -> None:
+    expected, _ = _train_switched(0, world_size, "units", "", True, _switch_units)
+    for state, _ in run_ranks(_train_switched, world_size, "units", strategy, False, _switch_units):
+        assert_same_state(state, expected, rtol=0.0, atol=1e-12)
+
+
+def _freeze_a_part(rank: int, world_size: int) -> None:
+    model = _wrap(Switched(), "FULL_SHARD", use_orig_params=False)
+    refusal = r"'first.weight'.*requires_grad_\(\) on the unit's ShardedWrapper"
+    with pytest.raises(RuntimeError, match=refusal):
+        model.first.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=refusal):
+        model.first.weight.requires_grad = False
+
+    # A penalty on it would train nothing, silently; a log is right.
+    weight = model.first.weight
+    assert weight.norm().item() == pytest.approx(weight.full_tensor().norm().item())
+    refusal = "'first.weight'.*would be lost"
+    for penalty in (weight.pow(2).sum(), (weight - weight.detach()).abs().mean(), weight.norm()):
+        with pytest.raises(RuntimeError, match=refusal):
+            penalty.backward()
+    with pytest.raises(RuntimeError, match=refusal):
+        weight.register_hook(print)
+    model.requires_grad_(False)
+    with torch.no_grad():
+        model(torch.randn(2, 7))
+    assert not model.first.weight.pow(2).sum().requires_grad
+
+
+def test_a_part_of_a_flat_parameter_cannot_be_frozen() -> None:
+    run_ranks(_freeze_a_part, 2)

@@ -1,0 +1,153 @@
+"""Sharded training ends at the same parameters as training in one process."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from flatshard import ShardingStrategy
+from flatshard.wrap import size_based_auto_wrap_policy
+from tests.combinations import diagonal
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.oracle import (
+    OPTIMIZERS,
+    Trained,
+    assert_same_state,
+    snapshot,
+    train,
+    train_rank_by_rank,
+    train_steps,
+    trainable,
+)
+
+# Hybrid ones on one node are the same; test_strategies has nodes.
+STRATEGIES = [strategy.name for strategy in ShardingStrategy if not strategy.placement.hybrid]
+FORMS = (True, False)  # original parameters, or flat ones
+
+# Ranks add up in another order than one process does: some units in the last place, here of
+# float64, per step.
+TOLERANCE = {"sgd": 1e-12, "adadelta": 1e-12}
+# Adam divides the gradient by its own size + 1e-8. A key's bias has a gradient of zero, in floating
+# point 1e-18 or so: the step then has an error of lr * 1e-18 / 1e-8.
+TOLERANCE["adamw"] = 1e-10
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to shard and train a case."""
+
+    case: str
+    world_size: int = 2
+    strategy: str = "FULL_SHARD"
+    use_orig_params: bool = True
+    optimizer: str = "sgd"
+    min_unit_numel: int | None = None
+    dtype: torch.dtype = torch.float64
+
+    def __str__(self) -> str:
+        parts = [self.case, f"world{self.world_size}", self.strategy, self.optimizer]
+        parts += [] if self.use_orig_params else ["flat"]
+        parts += [] if self.min_unit_numel is None else [f"units_of_{self.min_unit_numel}"]
+        parts += [] if self.dtype == torch.float64 else [str(self.dtype).removeprefix("torch.")]
+        return "-".join(parts)
+
+
+def _configs() -> Iterator[Config]:
+    """Every value of each dimension, the most usual pairs, not the whole product."""
+    for case in CASES:
+        yield Config(case)
+        yield Config(case, 3, "SHARD_GRAD_OP", use_orig_params=False)
+    for strategy, use_orig_params, world_size in diagonal(2, STRATEGIES, FORMS, [1, 2, 3, 4]):
+        yield Config("mlp", world_size, strategy, use_orig_params)
+    for strategy, use_orig_params in itertools.product(STRATEGIES, FORMS):
+        yield Config("tied-in-unit", 3, strategy, use_orig_params)
+    for optimizer, strategy, form in diagonal(2, ["adamw", "adadelta"], STRATEGIES, FORMS):
+        yield Config("tied-in-unit", 2, strategy, form, optimizer)
+    for case in ("batch-norm", "frozen", "odd-shapes"):
+        yield Config(case, 2, "NO_SHARD")
+        yield Config(case, 4, "FULL_SHARD", optimizer="adamw")
+    for numel in (1, 30, 100):
+        yield Config("nested", 2, min_unit_numel=numel)
+    for strategy in STRATEGIES:
+        yield Config("mlp", 3, strategy, dtype=torch.float32)
+
+
+def _train_sharded(rank: int, world_size: int, config: Config) -> Trained:
+    case = CASES[config.case]
+    keywords = {}
+    if config.min_unit_numel is not None:
+        keywords["auto_wrap_policy"] = functools.partial(
+            size_based_auto_wrap_policy, min_num_params=config.min_unit_numel
+        )
+    model = case.wrap(
+        case.model(config.dtype),
+        sharding_strategy=ShardingStrategy[config.strategy],
+        use_orig_params=config.use_orig_params,
+        **keywords,
+    )
+    optimizer = OPTIMIZERS[config.optimizer](trainable(model))
+    losses = train_steps(model, optimizer, case, rank, world_size, dtype=config.dtype)
+    return Trained(snapshot(model), losses)
+
+
+@pytest.mark.parametrize("config", dict.fromkeys(_configs()), ids=str)
+def test_same_as_one_process(config: Config) -> None:
+    case = CASES[config.case]
+    expected = train(case, config.world_size, config.optimizer, dtype=config.dtype)
+    results = run_ranks(_train_sharded, config.world_size, config)
+
+    tolerance = TOLERANCE[config.optimizer] if config.dtype == torch.float64 else 1e-6
+    assert_same_state(results[0].state, expected.state, rtol=0.0, atol=tolerance)
+    assert _mean_losses(results) == pytest.approx(expected.losses, rel=1e-6, abs=tolerance)
+    # Buffers are each rank's own after a forward, as under DDP; parameters are everybody's.
+    names = [name for name, _ in case.model().named_parameters(remove_duplicate=False)]
+    for result in results[1:]:
+        for name in names:
+            assert torch.equal(result.state[name], results[0].state[name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "strategy", "dtype"),
+    diagonal(
+        2,
+        ["mlp", "cnn", "cnn-channels-last", "tied-in-unit", "batch-norm", "dropout"],
+        [1, 2],
+        STRATEGIES,
+        [torch.float64, torch.float32],
+    ),
+)
+def test_bitwise(name: str, world_size: int, strategy: str, dtype: torch.dtype) -> None:
+    """The average of two gradients is exact but for one rounding, whatever the order."""
+    config = Config(name, world_size, strategy, dtype=dtype)
+    expected = train_rank_by_rank(CASES[name], world_size, dtype=dtype)
+    results = run_ranks(_train_sharded, world_size, config)
+
+    assert_same_state(results[0].state, expected.state, rtol=0.0, atol=0.0)
+    assert _mean_losses(results) == expected.losses
+
+
+def _train_ddp(rank: int, world_size: int, name: str) -> Trained:
+    case = CASES[name]
+    model = DistributedDataParallel(case.model())
+    optimizer = OPTIMIZERS["sgd"](trainable(model))
+    losses = train_steps(model, optimizer, case, rank, world_size)
+    return Trained(snapshot(model.module), losses)
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied-in-unit", "batch-norm", "dropout", "frozen"])
+def test_oracle_is_what_ddp_does(name: str) -> None:
+    expected = train_rank_by_rank(CASES[name], 2)
+    results = run_ranks(_train_ddp, 2, name)
+
+    assert_same_state(results[0].state, expected.state, rtol=0.0, atol=0.0)
+    assert _mean_losses(results) == expected.losses
+
+
+def _mean_losses(results: list[Trained]) -> list[float]:
+    """The ranks' batches have the same size, so the mean of means is the mean."""
+    return [sum(losses) / len(losses) for losses in zip(*(r.losses for r in results), strict=True)]

@@ -1,0 +1,666 @@
+"""Optimizer state by name: into and out of any strategy, world size and plain optimizer."""
+
+import copy
+import io
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatshard import FlatShardTensor, ShardedWrapper
+from flatshard.collectives import record
+from flatshard.optimizer import step as optimizer_step
+from tests.harness import naming, run_ranks
+from tests.models import CASES, Case, images, loss_of
+from tests.oracle import OPTIMIZERS, snapshot, trainable
+
+ROWS = 12
+"""Of all ranks together: one, two, three or four of them."""
+
+Keywords = dict[str, Any]
+StateDict = dict[str, Any]
+
+
+class Everything(nn.Module):
+    """One of each kind of parameter: what an optimizer's state may look like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.phase = nn.Parameter(torch.randn(3, 3, dtype=torch.complex128))
+        self.frozen = nn.Linear(3, 3)
+        self.frozen.bias.requires_grad_(False)
+        self.idle = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.conv(x)).mean(dim=(2, 3))
+        x = torch.tanh(self.first(x)) * self.scale + self.nothing.sum()
+        x = torch.tanh(self.frozen(self.second(x)))
+        return (x.to(torch.complex128) @ self.phase).real
+
+
+CASE = Case("everything", Everything, images, (nn.Conv2d, nn.Linear))
+
+
+def _loss(model: nn.Module, case: Case, step: int, rank: int, world_size: int) -> Tensor:
+    """The loss of this rank's share of a step's rows."""
+    inputs, target = (part.chunk(world_size)[rank] for part in case.batch(step, ROWS))
+    return loss_of(model(inputs), target)
+
+
+def _train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    case: Case = CASE,
+    rank: int = 0,
+    world_size: int = 1,
+) -> None:
+    for step in steps:
+        _loss(model, case, step, rank, world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _assert_same(actual: StateDict, expected: StateDict, tolerance: float = 1e-10) -> None:
+    """The same state of the same parameters, in any order of these, and the same groups."""
+    assert set(actual["state"]) == set(expected["state"])
+    for name, state in expected["state"].items():
+        with naming(name):
+            assert list(actual["state"][name]) == list(state)
+            for key, value in state.items():
+                found = actual["state"][name][key]
+                torch.testing.assert_close(found, value, rtol=0.0, atol=tolerance)
+                if isinstance(value, Tensor):
+                    assert type(found) is Tensor
+                    assert found.stride() == value.stride(), key
+    assert len(actual["param_groups"]) == len(expected["param_groups"])
+    for group, other in zip(actual["param_groups"], expected["param_groups"], strict=True):
+        assert set(group["params"]) == set(other["params"])
+        assert {**group, "params": None} == {**other, "params": None}
+
+
+def _by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
+    """A plain optimizer's state with names for positions, without the library."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    plain = optimizer.state_dict()
+    ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    groups = [
+        {**group, "params": [names[ids[position]] for position in group["params"]]}
+        for group in plain["param_groups"]
+    ]
+    state = {names[ids[position]]: value for position, value in plain["state"].items()}
+    return {"state": state, "param_groups": groups}
+
+
+# ---------------------------------------------------------------- from one to the next
+
+# Keywords, ranks, ranks per node; None is a plain model in one process.
+STAGES: list[tuple[Keywords, int, int] | None] = [
+    ({"sharding_strategy": "FULL_SHARD"}, 2, 2),
+    ({"sharding_strategy": "SHARD_GRAD_OP", "use_orig_params": False}, 3, 3),
+    ({"sharding_strategy": "HYBRID_SHARD"}, 4, 2),
+    None,
+    ({"sharding_strategy": "SHARD_OP", "auto_wrap_policy": None}, 3, 3),
+    ({"sharding_strategy": "HYBRID_SHARD_OP", "use_orig_params": False}, 4, 2),
+    ({"sharding_strategy": "NO_SHARD", "use_orig_params": False}, 2, 2),
+    ({"sharding_strategy": "HYBRID_SHARD_ZERO2", "auto_wrap_policy": None}, 4, 2),
+    ({"sharding_strategy": "NO_SHARD"}, 2, 2),
+    ({"sharding_strategy": "FULL_SHARD"}, 1, 1),
+    ({"reshard_after_forward": 2}, 4, 4),
+    ({"sharding_strategy": "FULL_SHARD", "use_orig_params": False}, 1, 1),
+    ({"sharding_strategy": "FULL_SHARD", "use_orig_params": False}, 2, 2),
+    None,
+]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_goes_on_anywhere(kind: str) -> None:
+    """Each stage loads what the one before it saved; together they are one training run."""
+    plain = CASE.model()
+    optimizer = OPTIMIZERS[kind](trainable(plain))
+    saved: tuple[StateDict, StateDict] | None = None
+    for number, stage in enumerate(STAGES if kind == "adamw" else STAGES[:6]):
+        with naming(f"stage {number}: {stage}"):
+            if stage is None:
+                saved = _plain_stage(kind, number, saved)
+            else:
+                keywords, world_size, per_node = stage
+                saved = run_ranks(_stage, world_size, kind, number, keywords, per_node, saved)[0]
+            _train(plain, optimizer, range(2 * number, 2 * number + 2))
+            model_state, optim_state = saved
+            torch.testing.assert_close(model_state, snapshot(plain), rtol=0.0, atol=1e-10)
+            _assert_same(optim_state, _by_name(plain, optimizer))
+
+
+def _stage(
+    rank: int,
+    world_size: int,
+    kind: str,
+    number: int,
+    keywords: Keywords,
+    per_node: int,
+    saved: tuple[StateDict, StateDict] | None,
+) -> tuple[StateDict, StateDict] | None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    model = CASE.wrap(CASE.model(), **keywords)
+    optimizer = OPTIMIZERS[kind](trainable(model))
+    if saved is not None:
+        model.load_state_dict(saved[0])
+        state = ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved[1])
+        optimizer.load_state_dict(state)
+        _assert_same(ShardedWrapper.optim_state_dict(model, optimizer), saved[1], 0.0)
+    steps = range(2 * number, 2 * number + 2)
+    _train(model, optimizer, steps, CASE, rank, world_size)
+    result = snapshot(model), ShardedWrapper.optim_state_dict(model, optimizer)
+    return result if rank == 0 else None
+
+
+def _plain_stage(
+    kind: str, number: int, saved: tuple[StateDict, StateDict] | None
+) -> tuple[StateDict, StateDict]:
+    assert saved is not None
+    model = CASE.model()
+    optimizer = OPTIMIZERS[kind](trainable(model))
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved[1]))
+    _train(model, optimizer, range(2 * number, 2 * number + 2))
+    return snapshot(model), ShardedWrapper.optim_state_dict(model, optimizer)
+
+
+# ---------------------------------------------------------------- all kinds of optimizers
+
+WAYS: dict[str, Keywords] = {
+    "full": {},
+    "flat": {"use_orig_params": False},
+    "no_shard": {"sharding_strategy": "NO_SHARD"},
+    "no_shard-flat": {"sharding_strategy": "NO_SHARD", "use_orig_params": False},
+}
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+class Signed(torch.optim.Optimizer):
+    """Sees sharded parameters as they are; its state is made of them, and of other things."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "label": ["a", {"b": 2}]})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state.update(average=torch.zeros_like(param), count=0, history=[])
+                state["count"] += 1
+                state["history"] = [*state["history"], state["count"] * 2]
+                state["average"].mul_(0.9).add_(param.grad)
+                param.sub_(state["average"] * group["lr"])
+
+
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "amsgrad": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, initial_accumulator_value=0.1),
+    "adamax": lambda params: torch.optim.Adamax(params, foreach=False),
+    "asgd": torch.optim.ASGD,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rmsprop": lambda params: torch.optim.RMSprop(params, centered=True, momentum=0.9),
+    "sgd-without-momentum": lambda params: torch.optim.SGD(params, lr=0.1),
+    "signed": Signed,
+}
+
+
+@each_way
+def test_optimizers(way: str) -> None:
+    run_ranks(_optimizers, 2, WAYS[way])
+
+
+def _optimizers(rank: int, world_size: int, keywords: Keywords) -> None:
+    """Saved as the plain one's is; another model goes on from it, loaded by name or position."""
+    case = CASES["odd-shapes"]
+    for kind, make in MAKERS.items():
+        if make is Signed and "use_orig_params" in keywords:
+            continue  # flat parameters are for optimizers that work element by element
+        with naming(kind):
+            plain = case.model()
+            expected = make(plain.parameters())
+            _train(plain, expected, range(2), case)
+            model = case.wrap(case.model(), **keywords)
+            optimizer = make(model.parameters())
+            _train(model, optimizer, range(2), case, rank, world_size)
+            saved = ShardedWrapper.optim_state_dict(model, optimizer)
+            _assert_same(saved, _by_name(plain, expected), 1e-9)
+
+            given = [saved, copy.deepcopy(expected.state_dict())]
+            _train(plain, expected, range(2, 4), case)
+            for state in given:
+                other = case.wrap(case.model(), **keywords)
+                other.load_state_dict(model.state_dict())
+                again = make(other.parameters())
+                ShardedWrapper.optim_state_dict_to_load(other, again, state, load_directly=True)
+                _train(other, again, range(2, 4), case, rank, world_size)
+                torch.testing.assert_close(other.state_dict(), snapshot(plain), rtol=0.0, atol=1e-9)
+
+
+@each_way
+def test_state_from_construction(way: str) -> None:
+    run_ranks(_from_construction, 2, WAYS[way])
+
+
+def _from_construction(rank: int, world_size: int, keywords: Keywords) -> None:
+    """Adagrad has state before its first step; so has what was loaded."""
+    plain, model = CASE.model(), CASE.wrap(CASE.model(), **keywords)
+    both = [
+        (one, torch.optim.Adagrad(trainable(one), initial_accumulator_value=0.5))
+        for one in (plain, model)
+    ]
+    for _ in range(2):
+        plain_state, state = (ShardedWrapper.optim_state_dict(*one) for one in both)
+        _assert_same(state, plain_state, 0.0)
+        for one in both:
+            ShardedWrapper.optim_state_dict_to_load(*one, state, load_directly=True)
+    for one, ours in zip(both, ((0, 1), (rank, world_size)), strict=True):
+        _train(*one, range(2), CASE, *ours)
+    torch.testing.assert_close(model.state_dict(), snapshot(plain), rtol=0.0, atol=1e-10)
+
+
+def test_made_before_wrapping() -> None:
+    run_ranks(_made_before_wrapping, 2)
+
+
+def _made_before_wrapping(rank: int, world_size: int) -> None:
+    plain, model = CASE.model(), CASE.model()
+    expected, optimizer = (OPTIMIZERS["adamw"](trainable(one)) for one in (plain, model))
+    for one, its in ((plain, expected), (model, optimizer)):
+        _train(one, its, range(2))
+    model = CASE.wrap(model)
+    with naming("state from before wrapping"):
+        _assert_same(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(plain, expected))
+    _train(plain, expected, range(2, 4))
+    _train(model, optimizer, range(2, 4), CASE, rank, world_size)
+    _assert_same(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(plain, expected))
+
+    flat, old = CASE.model(), None
+    old = OPTIMIZERS["adamw"](trainable(flat))
+    flat = CASE.wrap(flat, use_orig_params=False)
+    with pytest.raises(ValueError, match="made after wrapping"):
+        ShardedWrapper.optim_state_dict(flat, old)
+
+
+# ---------------------------------------------------------------- groups and what else there is
+
+
+def _grouped(model: nn.Module) -> torch.optim.Optimizer:
+    params = [param for param in model.parameters() if param.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1, "tag": "matrices"},
+        {"params": [p for p in params if p.ndim <= 1], "lr": 0.002},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_groups_and_schedulers(world_size: int) -> None:
+    run_ranks(_groups, world_size)
+
+
+def _groups(rank: int, world_size: int) -> None:
+    plain = CASE.model()
+    model = CASE.wrap(CASE.model())
+    saved = {}
+    for one in (plain, model):
+        optimizer = _grouped(one)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        ours = (rank, world_size) if one is model else (0, 1)
+        for step in range(3):
+            _train(one, optimizer, range(step, step + 1), CASE, *ours)
+            scheduler.step()
+        saved[one] = ShardedWrapper.optim_state_dict(one, optimizer)
+    _assert_same(saved[model], saved[plain])
+    assert saved[model]["param_groups"][0]["initial_lr"] == 0.01
+    assert saved[model]["param_groups"][1]["lr"] == 0.002 / 8
+
+    # Groups are found by the parameters in them, in whatever order.
+    groups = saved[model]["param_groups"]
+    backwards = {**saved[model], "param_groups": groups[::-1]}
+    optimizer = _grouped(model)
+    ShardedWrapper.optim_state_dict_to_load(model, optimizer, backwards, load_directly=True)
+    assert [group.get("tag") for group in optimizer.param_groups] == ["matrices", None]
+    _assert_same(ShardedWrapper.optim_state_dict(model, optimizer), saved[model], 0.0)
+
+    # A flat parameter has one group's options, as has an optimizer with one group.
+    for other in (CASE.wrap(CASE.model(), use_orig_params=False), CASE.wrap(CASE.model())):
+        with pytest.raises(ValueError, match=r"parameters '.*' and '.*' are in one group.*decay"):
+            ShardedWrapper.optim_state_dict_to_load(
+                other, OPTIMIZERS["adamw"](trainable(other)), saved[plain]
+            )
+
+
+def test_container_with_plain_parameters() -> None:
+    run_ranks(_container, 2)
+
+
+def _container(rank: int, world_size: int) -> None:
+    """Two wrappers and a plain module; state of the optimizer's own."""
+
+    def build(wrap: Callable[[nn.Module], nn.Module]) -> nn.ModuleDict:
+        torch.manual_seed(0)
+        parts = {name: nn.Linear(3, 3).double() for name in ("a", "plain", "b")}
+        return nn.ModuleDict({n: p if n == "plain" else wrap(p) for n, p in parts.items()})
+
+    states = []
+    for wrap in (lambda part: part, ShardedWrapper, lambda part: ShardedWrapper(part)):
+        model = build(wrap)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        if states:
+            ShardedWrapper.optim_state_dict_to_load(model, optimizer, states[-1], False, True)
+        for _ in range(0 if states else 2):
+            model["b"](model["plain"](model["a"](torch.ones(2, 3).double()))).sum().backward()
+            optimizer.step()
+            optimizer.state["mine"] = {"x": torch.ones(2), "y": 3}
+        states.append(ShardedWrapper.optim_state_dict(model, optimizer))
+    assert set(states[0]["state"]) == {
+        *(f"{part}.{name}" for part in ("a", "plain", "b") for name in ("weight", "bias")),
+        "mine",
+    }
+    for state in states[1:]:
+        _assert_same(state, states[0], 0.0)
+
+
+def test_ignored_modules() -> None:
+    run_ranks(_ignored, 2)
+
+
+def _ignored(rank: int, world_size: int) -> None:
+    """What is left plain passes through, with each rank's own values."""
+    case = CASES["mlp"]
+    for flat in (False, True):
+        bare = case.model()
+        model = ShardedWrapper(bare, ignored_modules=[bare.fc2], use_orig_params=not flat)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        _train(model, optimizer, range(2), case, rank, world_size)
+        saved = ShardedWrapper.optim_state_dict(model, optimizer)
+        own = optimizer.state[bare.fc2.weight]["exp_avg"]
+        assert torch.equal(saved["state"]["fc2.weight"]["exp_avg"], own)
+        assert set(saved["state"]) == {name for name, _ in case.model().named_parameters()}
+        again = OPTIMIZERS["adamw"](model.parameters())
+        ShardedWrapper.optim_state_dict_to_load(model, again, saved, load_directly=True)
+        _assert_same(ShardedWrapper.optim_state_dict(model, again), saved, 0.0)
+        with pytest.raises(RuntimeError, match="gradients of sharded parameters are dense"):
+            torch.optim.SparseAdam(list(model.parameters())).step()
+
+
+def test_names_for_positions() -> None:
+    run_ranks(_names_for_positions, 2)
+
+
+def _names_for_positions(rank: int, world_size: int) -> None:
+    """Names that the optimizer itself, or DistributedDataParallel, gave."""
+    case = CASES["mlp"]
+    plain = case.model()
+    named = torch.optim.AdamW(reversed(list(plain.named_parameters())))
+    _train(plain, named, range(2), case)
+    expected = _by_name(plain, named)
+    for group in expected["param_groups"]:
+        del group["param_names"]
+    under_ddp = {
+        "state": {f"module.{name}": value for name, value in expected["state"].items()},
+        "param_groups": [
+            {**group, "params": [f"module.{name}" for name in group["params"]]}
+            for group in expected["param_groups"]
+        ],
+    }
+    for keywords in WAYS.values():
+        model = case.wrap(case.model(), **keywords)
+        for given in (named.state_dict(), expected, under_ddp):
+            optimizer = torch.optim.AdamW(model.named_parameters())
+            ShardedWrapper.optim_state_dict_to_load(model, optimizer, given, load_directly=True)
+            assert "param_names" in optimizer.param_groups[0]
+            _assert_same(ShardedWrapper.optim_state_dict(model, optimizer), expected, 0.0)
+        by_name = ShardedWrapper.optim_state_dict_to_load(
+            model, optimizer, expected, is_named_optimizer=True
+        )
+        names = [name for name, _ in model.named_parameters()]
+        assert by_name["param_groups"][0]["params"] == names
+        assert list(by_name["state"]) == names
+        again = ShardedWrapper.optim_state_dict(model, optimizer, by_name)
+        _assert_same(again, expected, 0.0)
+
+
+def test_parameters_without_state() -> None:
+    run_ranks(_without_state, 2)
+
+
+def _without_state(rank: int, world_size: int) -> None:
+    """What was never used has no state; beside what was, in a flat parameter, it has zeros."""
+    case = CASES["unused"]
+    plain = case.model()
+    expected = OPTIMIZERS["adamw"](plain.parameters())
+    _train(plain, expected, range(2), case)
+    saved = _by_name(plain, expected)
+    unused = {"idle.weight", "idle.bias", "fc3.idle"}
+    assert set(saved["state"]) == {name for name, _ in plain.named_parameters()} - unused
+    for flat in (False, True):
+        model = case.wrap(case.model(), use_orig_params=not flat)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
+        back = ShardedWrapper.optim_state_dict(model, optimizer)
+        if flat:
+            zeros = back["state"].pop("fc3.idle")
+            assert zeros["exp_avg"].tolist() == [0.0] * 3
+            assert zeros["step"] == 2
+        _assert_same(back, saved, 0.0)
+
+
+def test_result_is_whole_and_apart() -> None:
+    run_ranks(_whole_and_apart, 2)
+
+
+def _whole_and_apart(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    model = case.wrap(case.model())
+    optimizer = torch.optim.AdamW(model.parameters())
+    _train(model, optimizer, range(2), case, rank, world_size)
+    with record() as events:
+        saved = ShardedWrapper.optim_state_dict(model, optimizer)
+    gathers = [event.unit_fqn for event in events if event.kind == "gather"]
+    assert gathers == [unit for unit in ("fc1", "fc2", "fc3") for _ in ("exp_avg", "exp_avg_sq")]
+
+    file = io.BytesIO()
+    torch.save(saved, file)
+    numbers = sum(
+        8 * value.numel() for state in saved["state"].values() for value in state.values()
+    )
+    assert len(file.getvalue()) < 12_000 + 2 * numbers
+    file.seek(0)
+    _assert_same(torch.load(file, weights_only=True), saved, 0.0)
+
+    with naming("between forward and backward"):
+        loss = _loss(model, case, 0, rank, world_size)
+        _assert_same(ShardedWrapper.optim_state_dict(model, optimizer), saved, 0.0)
+        loss.backward()
+        optimizer.zero_grad()
+
+    # Nothing shares memory: not what was saved, nor what was loaded.
+    before = ShardedWrapper.optim_state_dict(model, optimizer)
+    ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
+    _train(model, optimizer, range(2, 3), case, rank, world_size)
+    _assert_same(saved, before, 0.0)
+    with pytest.raises(AssertionError):
+        _assert_same(ShardedWrapper.optim_state_dict(model, optimizer), before)
+
+    only = ShardedWrapper.optim_state_dict(model, optimizer, rank0_only=True, offload_to_cpu=False)
+    assert (only == {}) == (rank > 0)
+
+
+def test_dtypes() -> None:
+    run_ranks(_dtypes, 2)
+
+
+def _dtypes(rank: int, world_size: int) -> None:
+    """Cast to the parameter's, but for ``step``: as plain optimizers do."""
+    case = CASES["mlp"]
+    plain = case.model()
+    expected = torch.optim.AdamW(plain.parameters())
+    _train(plain, expected, range(2), case)
+    saved = _by_name(plain, expected)
+    other = case.model(torch.bfloat16).bfloat16()
+    cast = torch.optim.AdamW(other.parameters())
+    cast.load_state_dict(expected.state_dict())
+    for keywords in WAYS.values():
+        model = case.wrap(case.model().bfloat16(), **keywords)
+        optimizer = torch.optim.AdamW(model.parameters())
+        ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
+        _assert_same(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(other, cast), 0.0)
+
+
+def test_sharded_optimizers_get_sharded_state() -> None:
+    run_ranks(_sharded_state, 2)
+
+
+def _sharded_state(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    model = case.wrap(case.model())
+    for make, kind in ((Signed, FlatShardTensor), (torch.optim.RMSprop, Tensor)):
+        optimizer = make(model.parameters())
+        _train(model, optimizer, range(1), case, rank, world_size)
+        saved = ShardedWrapper.optim_state_dict(model, optimizer)
+        loaded = ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved)
+        key = "average" if make is Signed else "square_avg"
+        assert type(loaded["state"][0][key]) is kind
+
+
+# ---------------------------------------------------------------- what cannot be done
+
+
+def test_errors_reach_all_ranks() -> None:
+    run_ranks(_errors, 2)
+
+
+def _errors(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    model = case.wrap(case.model())
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    _train(model, optimizer, range(2), case, rank, world_size)
+    save, load = ShardedWrapper.optim_state_dict, ShardedWrapper.optim_state_dict_to_load
+    saved = save(model, optimizer)
+
+    def changed(name: str, **entries: Any) -> StateDict:
+        state = {**saved["state"], name: {**saved["state"][name], **entries}}
+        return {**saved, "state": state}
+
+    with pytest.raises(ValueError, match=r"rank 1: expected a dict.*rank0_only"):
+        load(model, optimizer, saved if rank == 0 else {})
+    for wrong in (torch.ones(7, 5), torch.ones(35), torch.ones(1), torch.ones(5, 1)):
+        with pytest.raises(ValueError, match=r"'exp_avg' of.*'fc1.weight'.*\(5, 7\).*got"):
+            load(model, optimizer, changed("fc1.weight", exp_avg=wrong))
+    with pytest.raises(ValueError, match=r"rank 1: state 'exp_avg' of parameter 'fc1.bias'"):
+        load(model, optimizer, changed("fc1.bias", exp_avg=torch.ones(5 - rank)))
+    step = torch.tensor(2.0 + rank)
+    with pytest.raises(ValueError, match=r"'step' of 'fc2.bias' is 2.0 on rank 0, 3.0 on rank 1"):
+        load(model, optimizer, changed("fc2.bias", step=step))
+
+    (group,) = saved["param_groups"]
+    for params in (group["params"][1:], [*group["params"], "fc9.weight"]):
+        with pytest.raises(ValueError, match=r"Missing: 'fc1.weight'|Unexpected: 'fc9"):
+            load(model, optimizer, {**saved, "param_groups": [{**group, "params": params}]})
+    few = torch.optim.AdamW(list(model.parameters())[:2])
+    with pytest.raises(ValueError, match=r"6 parameters without names.*has 2"):
+        load(model, few, _plain_state(case))
+    with pytest.raises(ValueError, match="outermost ShardedWrapper"):
+        save(model.module.fc1.module, optimizer)
+
+    flat = case.wrap(case.model(), use_orig_params=False)
+    other = OPTIMIZERS["adamw"](flat.parameters())
+    with pytest.raises(ValueError, match=r"'fc1.weight' and 'fc1.bias' have 'step' of 7.0 and 2.0"):
+        load(flat, other, changed("fc1.weight", step=torch.tensor(7.0)))
+    with pytest.raises(ValueError, match=r"'fc1.weight' and 'fc1.bias' have state"):
+        load(flat, other, changed("fc1.weight", more=1))
+
+    # Nothing was sent before all ranks knew.
+    own = copy.deepcopy(optimizer_step.parts(optimizer))
+    if rank == 1:
+        del own["state"][3]["exp_avg_sq"]
+    with pytest.raises(ValueError, match=r"'exp_avg_sq' of 'fc2.bias' is .* on rank 0, nothing on"):
+        save(model, optimizer, own)
+    own["state"][3]["exp_avg_sq"] = torch.ones(17)
+    with pytest.raises(ValueError, match=r"rank \d: state 'exp_avg_sq' of parameter 'fc2.bias'"):
+        save(model, optimizer, own)
+    with ShardedWrapper.summon_full_params(model):
+        with pytest.raises(RuntimeError, match="under summon_full_params"):
+            save(model, optimizer)
+    _assert_same(save(model, optimizer), saved, 0.0)
+    _train(model, optimizer, range(2, 3), case, rank, world_size)
+
+
+def _plain_state(case: Case) -> StateDict:
+    """The state of a plain optimizer, by position."""
+    plain = case.model()
+    optimizer = OPTIMIZERS["adamw"](plain.parameters())
+    _train(plain, optimizer, range(1), case)
+    return optimizer.state_dict()
+
+
+# ---------------------------------------------------------------- optimizer.state_dict() itself
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["", "flat"])
+def test_one_ranks_state(use_orig_params: bool) -> None:
+    states = run_ranks(_one_ranks_state, 2, use_orig_params, None)
+    run_ranks(_one_ranks_state, 2, use_orig_params, states)
+    run_ranks(_other_layout, 3, use_orig_params, states)
+
+
+def _one_ranks_state(
+    rank: int, world_size: int, use_orig_params: bool, states: list[StateDict] | None
+) -> StateDict:
+    """Goes into the same place; elsewhere the first step at the latest refuses it."""
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), use_orig_params=use_orig_params)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    if states is not None:
+        with pytest.raises(ValueError, match="one rank's parts alone"):
+            ShardedWrapper.optim_state_dict_to_load(model, optimizer, states[rank])
+        optimizer.load_state_dict(states[rank])
+    _train(model, optimizer, range(2), case, rank, world_size)
+    if states is not None:
+        with pytest.raises(RuntimeError, match=r"rank \d of 2.*rank \d of 2.*optim_state_dict"):
+            optimizer.load_state_dict(states[1 - rank])
+        assert optimizer_step.parts(optimizer)["state"][0]["step"] == 4
+        assert all("flatshard" not in group for group in optimizer.param_groups)
+    if rank > 0:
+        return optimizer.state_dict()
+    with pytest.warns(UserWarning, match="holds this rank's parts .* alone"):
+        return optimizer.state_dict()
+
+
+def _other_layout(
+    rank: int, world_size: int, use_orig_params: bool, states: list[StateDict]
+) -> None:
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), use_orig_params=use_orig_params)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    optimizer.load_state_dict(states[0])  # nothing of ours sees this yet
+    _loss(model, case, 0, rank, world_size).backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"rank 0 of 2.*rank \d of 3.*optim_state_dict"):
+            optimizer.step()
+    if not use_orig_params:
+        return  # torch sees that the number of parameters is another
+    plain = case.model()
+    other = OPTIMIZERS["adamw"](plain.parameters())
+    other.load_state_dict(states[0])
+    _loss(plain, case, 0, 0, 1).backward()
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2.*not sharded"):
+        other.step()

@@ -1,0 +1,467 @@
+"""Model state dicts: full tensors under the unwrapped model's names, on every rank."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.fsdp.api import StateDictSettings
+
+from flatshard import ShardedWrapper, ShardingStrategy
+from tests.harness import naming, run_ranks
+from tests.models import CASES
+from tests.oracle import (
+    OPTIMIZERS,
+    assert_same_state,
+    local_loss,
+    snapshot,
+    train,
+    train_rank_by_rank,
+    train_steps,
+    trainable,
+)
+
+WAYS = {
+    "full": {"sharding_strategy": ShardingStrategy.FULL_SHARD},
+    "full-flat": {"sharding_strategy": ShardingStrategy.FULL_SHARD, "use_orig_params": False},
+    "grad_op": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "no_shard": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+}
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+def _assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert_same_state(actual, expected, rtol=0.0, atol=0.0)
+
+
+# ---------------------------------------------------------------- saving
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        "mlp tied-in-unit tied-across-units tied-blocks nested odd-shapes mixed-types batch-norm "
+        "frozen cnn-channels-last lstm multihead"
+    ).split(),
+)
+@each_way
+def test_equals_the_plain_models(name: str, way: str) -> None:
+    run_ranks(_same_at_any_moment, 2, name, way)
+
+
+def _same_at_any_moment(rank: int, world_size: int, name: str, way: str) -> None:
+    case = CASES[name]
+    plain = case.model()
+    model = case.wrap(case.model(), **WAYS[way])
+    with naming("before the first forward"):
+        _assert_same_everywhere(model, plain)
+    model.eval()  # leaves batch norm's buffers alone
+    loss = local_loss(model, case, 0, rank, world_size)
+    with naming("between forward and backward"):
+        _assert_same_everywhere(model, plain)
+    loss.backward()
+    with naming("after backward"):
+        _assert_same_everywhere(model, plain)
+    with torch.no_grad(), naming("under no_grad"):
+        local_loss(model, case, 0, rank, world_size)
+        _assert_same_everywhere(model, plain)
+
+
+def _assert_same_everywhere(model: ShardedWrapper, plain: nn.Module) -> None:
+    """For the wrapper, the module in it, and the parts of the model."""
+    _assert_identical(model.state_dict(), plain.state_dict())
+    _assert_identical(model.module.state_dict(), plain.state_dict())
+    for name, _ in plain.named_modules():
+        with naming(f"part {name!r}"):
+            part = plain.get_submodule(name)
+            _assert_identical(model.get_submodule(name).state_dict(), part.state_dict())
+    names = [name for name, _ in plain.named_buffers()]
+    assert [name for name, _ in model.named_buffers()] == names
+
+
+@each_way
+def test_names_are_the_plain_models(way: str) -> None:
+    run_ranks(_names, 2, way)
+
+
+def _names(rank: int, world_size: int, way: str) -> None:
+    for name in ("mlp", "tied-across-units", "tied-blocks", "nested", "batch-norm"):
+        case = CASES[name]
+        plain = case.model()
+        model = case.wrap(case.model(), **WAYS[way])
+        with naming(name):
+            modules = {found for found, _ in plain.named_modules()}
+            assert {found for found, _ in model.named_modules()} == modules
+            if WAYS[way].get("use_orig_params", True):
+                shapes = [(found, p.shape) for found, p in plain.named_parameters()]
+                assert [(found, p.shape) for found, p in model.named_parameters()] == shapes
+            else:
+                assert all(p.ndim == 1 for p in model.parameters())
+
+
+@each_way
+def test_after_training(way: str) -> None:
+    run_ranks(_after_training, 2, way)
+
+
+def _after_training(rank: int, world_size: int, way: str) -> None:
+    case = CASES["tied-in-unit"]
+    model = case.wrap(case.model(), **WAYS[way])
+    early = model.state_dict()
+    _assert_identical(early, case.model().state_dict())
+    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size)
+    late = model.state_dict()
+    assert_same_state(late, train(case, world_size).state, 0.0, 1e-12)
+
+    # Both are copies: training left the first alone, and writing the second changes no model.
+    _assert_identical(early, case.model().state_dict())
+    expected = snapshot(model)
+    for value in late.values():
+        value.mul_(0.5)
+    _assert_identical(model.state_dict(), expected)
+
+    # Loaded on one rank alone, its parts would be of one model and the others' of another.
+    if rank == 0:
+        model.load_state_dict(expected)
+    loss = model(case.batch(0, 2)[0]).sum()
+    with pytest.raises(RuntimeError, match="on some ranks and not on others"):
+        loss.backward()
+    if rank == 1:
+        model.load_state_dict(expected)
+    model(case.batch(0, 2)[0]).sum().backward()
+
+
+def test_prefix_and_pickling() -> None:
+    run_ranks(_prefix_and_pickling, 2)
+
+
+def _prefix_and_pickling(rank: int, world_size: int) -> None:
+    case = CASES["nested"]
+    plain = case.model()
+    model = case.wrap(case.model())
+    _assert_identical(model.state_dict(prefix="net."), plain.state_dict(prefix="net."))
+    parent, plain_parent = nn.ModuleDict({"a": model}), nn.ModuleDict({"a": plain})
+    _assert_identical(parent.state_dict(), plain_parent.state_dict())
+
+    file = io.BytesIO()
+    state = model.state_dict()
+    torch.save(state, file)
+    file.seek(0)
+    _assert_identical(torch.load(file, weights_only=True), plain.state_dict())
+    assert all(type(value) is Tensor for value in state.values())
+    # Views of one gathered buffer would each be saved with all of it.
+    assert len(file.getvalue()) < 2 * _saved_size(plain)
+
+
+def _saved_size(module: nn.Module) -> int:
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    return len(file.getvalue())
+
+
+# ---------------------------------------------------------------- FSDP1's settings
+
+FULL = StateDictType.FULL_STATE_DICT
+ON_RANK_0 = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+
+
+@each_way
+def test_on_rank_0_alone(way: str) -> None:
+    run_ranks(_on_rank_0_alone, 2, way)
+
+
+def _on_rank_0_alone(rank: int, world_size: int, way: str) -> None:
+    """Of the wrapper, the module in it and the parts: whole on rank 0, empty elsewhere."""
+    for name in ("nested", "tied-across-units", "batch-norm"):
+        case = CASES[name]
+        plain, model = case.model(), case.wrap(case.model(), **WAYS[way])
+        with naming(name), ShardedWrapper.state_dict_type(model, FULL, ON_RANK_0):
+            for part, whole in plain.named_modules():
+                expected = whole.state_dict() if rank == 0 else {}
+                _assert_identical(model.get_submodule(part).state_dict(), expected)
+            state = nn.ModuleDict({"a": model, "b": nn.Linear(1, 1)}).state_dict()
+            assert "b.bias" in state
+            assert any(key.startswith("a.") for key in state) is (rank == 0)
+            assert (len(model.state_dict(keep_vars=True)) > 0) is (rank == 0)
+        # As before the context, on all ranks.
+        _assert_identical(model.state_dict(), plain.state_dict())
+
+
+def test_settings_of_state_dicts() -> None:
+    run_ranks(_settings, 2)
+
+
+def _settings(rank: int, world_size: int) -> None:
+    case = CASES["nested"]
+    model = case.wrap(case.model())
+    optimizer = OPTIMIZERS["sgd"](trainable(model))
+    train_steps(model, optimizer, case, rank, world_size, steps=1)
+    on_rank_0 = FullOptimStateDictConfig(rank0_only=True)
+    default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
+    chosen = StateDictSettings(FULL, ON_RANK_0, on_rank_0)
+    get, optim_state = ShardedWrapper.get_state_dict_type, ShardedWrapper.optim_state_dict
+
+    def leave_by_an_error() -> None:
+        with ShardedWrapper.state_dict_type(model, FULL, ON_RANK_0, on_rank_0):
+            assert get(model) == get(model.outer) == chosen
+            assert bool(optim_state(model, optimizer)) is (rank == 0)
+            assert optim_state(model, optimizer, rank0_only=False)["state"]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        leave_by_an_error()
+    assert get(model) == get(nn.Sequential(model)) == get(nn.Linear(1, 1)) == default
+    assert ShardedWrapper.set_state_dict_type(model, FULL, ON_RANK_0, on_rank_0) == default
+    assert ShardedWrapper.set_state_dict_type(model, "FULL_STATE_DICT") == chosen
+    assert optim_state(model, optimizer)["state"]
+
+    ShardedWrapper.set_state_dict_type(model.outer, FULL, ON_RANK_0)
+    with pytest.raises(RuntimeError, match="differ"):
+        get(model)
+    for wrong in ("SHARDED_STATE_DICT", StateDictType.LOCAL_STATE_DICT):
+        with pytest.raises(NotImplementedError, match=r"got (SHARDED|LOCAL).*rank0_only=True"):
+            ShardedWrapper.set_state_dict_type(model, wrong)
+    for configs in ((ShardedStateDictConfig(),), (on_rank_0,), (None, ON_RANK_0)):
+        with pytest.raises(TypeError, match=r"expected torch's Full\w+Config"):
+            ShardedWrapper.set_state_dict_type(model, FULL, *configs)
+
+
+# ---------------------------------------------------------------- loading
+
+
+def _other_weights(name: str) -> dict[str, Tensor]:
+    """Weights, and buffers, that differ from the case's own."""
+    state = {}
+    for key, value in CASES[name].model().state_dict().items():
+        offset = torch.arange(value.numel(), dtype=torch.float64).view(value.shape) / 100
+        state[key] = value + offset.to(value.dtype)
+    model = CASES[name].model()
+    model.load_state_dict(state)  # so that tied weights agree
+    return snapshot(model)
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", "tied-across-units", "nested", "odd-shapes", "mixed-types", "batch-norm"]
+)
+@each_way
+def test_load_from_a_plain_model(name: str, way: str) -> None:
+    run_ranks(_load, 2, name, way, "")
+
+
+@each_way
+def test_load_from_ddp(way: str) -> None:
+    run_ranks(_load, 2, "batch-norm", way, "module.")
+
+
+def test_torchs_functions() -> None:
+    run_ranks(_torchs_functions, 2)
+
+
+def _torchs_functions(rank: int, world_size: int) -> None:
+    """What DistributedDataParallel's and FSDP2's users save and load models with."""
+    for name in ("tied-across-units", "nested", "batch-norm"):
+        case = CASES[name]
+        model = case.wrap(case.model())
+        whole = StateDictOptions(full_state_dict=True)
+        _assert_identical(get_model_state_dict(model, options=whole), snapshot(case.model()))
+        state = _other_weights(name)
+        set_model_state_dict(model, {**state}, options=whole)
+        _assert_identical(model.state_dict(), state)
+        from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        state = snapshot(case.model())
+        set_model_state_dict(model, {**state} if rank == 0 else {}, options=from_rank_0)
+        _assert_identical(model.state_dict(), state)
+    model = case.wrap(case.model(), use_orig_params=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    # On all ranks before any waits: rank 0 has what the others are to get.
+    for from_torch in (
+        lambda: get_model_state_dict(model, options=whole),
+        lambda: set_model_state_dict(model, {**state} if rank == 0 else {}, options=from_rank_0),
+        lambda: get_optimizer_state_dict(model, optimizer),
+        lambda: set_optimizer_state_dict(model, optimizer, {}, options=from_rank_0),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"use_orig_params=False.*Call model\.state_dict\(\)"
+        ):
+            from_torch()
+
+
+def _load(rank: int, world_size: int, name: str, way: str, prefix: str) -> None:
+    case = CASES[name]
+    model = case.wrap(case.model(), **WAYS[way])
+    # Something is gathered, and perhaps kept, that has to be forgotten.
+    local_loss(model, case, 0, rank, world_size)
+    state = _other_weights(name)
+    given = {prefix + key: value for key, value in state.items()}
+    before = dict(given)
+    result = model.load_state_dict(given)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert list(given) == list(before), "the caller's dict was changed"
+    _assert_identical(model.state_dict(), state)
+
+    plain = case.model()
+    plain.load_state_dict(state)
+    inputs = case.batch(1, 3)[0]
+    model.eval()
+    plain.eval()
+    torch.testing.assert_close(model(inputs), plain(inputs), rtol=0.0, atol=1e-14)
+
+
+@each_way
+def test_training_goes_on_from_loaded_weights(way: str) -> None:
+    run_ranks(_train_and_load_back, 2, way)
+
+
+def _train_and_load_back(rank: int, world_size: int, way: str) -> None:
+    """A restart from the initial weights, in a model that was trained, ends as a fresh one."""
+    case = CASES["tied-in-unit"]
+    model = case.wrap(case.model(), **WAYS[way])
+    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size, steps=2)
+    model.load_state_dict(case.model().state_dict())
+    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size)
+    _assert_identical(model.state_dict(), train_rank_by_rank(case, world_size).state)
+
+
+@each_way
+def test_load_into_a_part(way: str) -> None:
+    run_ranks(_load_into_a_part, 2, way)
+
+
+def _load_into_a_part(rank: int, world_size: int, way: str) -> None:
+    case = CASES["nested"]
+    model = case.wrap(case.model(), **WAYS[way])
+    plain = case.model()
+    other = case.model()
+    other.load_state_dict(_other_weights("nested"))
+    chosen = ("outer", "outer.first", "outer.second.linear", "head")
+    for name in chosen:
+        with naming(name):
+            part = other.get_submodule(name).state_dict()
+            plain.get_submodule(name).load_state_dict(part)
+            model.get_submodule(name).load_state_dict(part)
+            _assert_identical(model.state_dict(), plain.state_dict())
+    model.module.load_state_dict(other.state_dict())
+    _assert_identical(model.state_dict(), other.state_dict())
+
+
+@each_way
+def test_missing_and_unexpected_keys(way: str) -> None:
+    run_ranks(_missing_and_unexpected, 2, way)
+
+
+def _missing_and_unexpected(rank: int, world_size: int, way: str) -> None:
+    case = CASES["nested"]
+    model = case.wrap(case.model(), **WAYS[way])
+    plain = case.model()
+    state = _other_weights("nested")
+    for gone in ("outer.first.gain", "head.bias"):
+        del state[gone]
+    state["outer.first.linear.extra"] = torch.ones(1)
+    state["other"] = torch.ones(1)
+
+    expected = plain.load_state_dict(dict(state), strict=False)
+    result = model.load_state_dict(dict(state), strict=False)
+    assert result.missing_keys == expected.missing_keys
+    assert result.unexpected_keys == expected.unexpected_keys
+    _assert_identical(model.state_dict(), plain.state_dict())
+    for key in ("outer.first.gain", "head.bias", "outer.first.linear.extra", "other"):
+        with pytest.raises(RuntimeError, match=rf'"{key}"'):
+            model.load_state_dict(dict(state))
+
+
+@each_way
+def test_wrong_shape_names_the_parameter(way: str) -> None:
+    run_ranks(_wrong_shape, 2, way)
+
+
+def _wrong_shape(rank: int, world_size: int, way: str) -> None:
+    case = CASES["nested"]
+    model = case.wrap(case.model(), **WAYS[way])
+    before = snapshot(model)
+    # Transposed, flattened: the number of elements alone must not decide.
+    for wrong in (torch.ones(3, 8), torch.ones(7, 3), torch.ones(21), torch.tensor(1.0)):
+        with pytest.raises((RuntimeError, ValueError), match=r"\bhead\.weight\b"):
+            model.load_state_dict({**before, "head.weight": wrong})
+        with pytest.raises((RuntimeError, ValueError), match=r"\bhead\.weight\b"):
+            model.load_state_dict({"head.weight": wrong}, strict=False)
+    _assert_identical(model.state_dict(), before)
+
+
+@each_way
+def test_dtype_is_cast(way: str) -> None:
+    run_ranks(_dtype, 2, way)
+
+
+def _dtype(rank: int, world_size: int, way: str) -> None:
+    case = CASES["mlp"]
+    plain = case.model()
+    model = case.wrap(case.model(), **WAYS[way])
+    state = {key: value.float() for key, value in _other_weights("mlp").items()}
+    plain.load_state_dict(state)
+    model.load_state_dict(state)
+    _assert_identical(model.state_dict(), plain.state_dict())
+
+
+@each_way
+def test_assign_is_refused(way: str) -> None:
+    run_ranks(_assign, 2, way)
+
+
+def _assign(rank: int, world_size: int, way: str) -> None:
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), **WAYS[way])
+    for target in (model, model.module, model.fc1):
+        with pytest.raises(ValueError, match="assign=True"):
+            target.load_state_dict(target.state_dict(), assign=True)
+    _assert_identical(model.state_dict(), case.model().state_dict())
+
+
+# ---------------------------------------------------------------- between world sizes
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied-in-unit", "batch-norm", "odd-shapes"])
+def test_round_trip_over_world_sizes(name: str) -> None:
+    """Trained by two ranks, on in one plain process, then by three in another way."""
+    case = CASES[name]
+    first = run_ranks(_train_from, 2, name, "full", None)[0]
+    plain = case.model()
+    plain.load_state_dict(first)
+    optimizer = OPTIMIZERS["sgd"](plain.parameters())
+    train_steps(plain, optimizer, case, 0, 1)
+    middle = snapshot(plain)
+    for way in WAYS:
+        with naming(way):
+            _assert_identical(run_ranks(_load_and_save, 3, name, way, middle)[1], middle)
+
+
+def _train_from(
+    rank: int, world_size: int, name: str, way: str, state: dict[str, Tensor] | None
+) -> dict[str, Any]:
+    case = CASES[name]
+    model = case.wrap(case.model(), **WAYS[way])
+    if state is not None:
+        model.load_state_dict(state)
+    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size)
+    return model.state_dict()
+
+
+def _load_and_save(
+    rank: int, world_size: int, name: str, way: str, state: dict[str, Tensor]
+) -> dict[str, Any]:
+    model = CASES[name].wrap(CASES[name].model(), **WAYS[way])
+    model.load_state_dict(state)
+    return model.state_dict()
