@@ -160,7 +160,7 @@ def _prefetch_far(rank: int, world_size: int) -> None:
         for layer in model.module:
             layer.module.register_forward_hook(
                 lambda *_, seen=on_the_way, of=model: seen.append(
-                    sum(wrapper._unit.is_prefetched for wrapper in sharded_modules(of))
+                    sum(wrapper._sharding.unit.is_prefetched for wrapper in sharded_modules(of))
                 )
             )
         _step(model)
@@ -236,7 +236,7 @@ def _live_bytes(model: nn.Module) -> int:
     return sum(
         handle.buffer.untyped_storage().nbytes()
         for wrapper in sharded_modules(model)
-        for handle in wrapper._unit.handles
+        for handle in wrapper._sharding.unit.handles
         if handle.buffer_bytes
     )
 

@@ -29,14 +29,14 @@ OURS = inspect.signature(ShardedWrapper.__init__).parameters
 @pytest.mark.parametrize(("wrapper", "entries"), SIGNATURES)
 def test_every_keyword(wrapper: Any, entries: dict[str, Entry]) -> None:
     theirs = [name for name in inspect.signature(wrapper.__init__).parameters if name != "self"]
-    assert not set(theirs) - set(entries), "torch has new keywords: give each a fate in peers.py"
+    assert not set(theirs) - set(entries), "torch has new keywords: give each a fate"
 
 
 @pytest.mark.parametrize(("wrapper", "entries"), METHODS)
 def test_every_method(wrapper: Any, entries: dict[str, Entry]) -> None:
     own = set(dir(wrapper)) - set(dir(nn.Module)) - {"module", "broadcast_buffers"}
     public = {name for name in own if not name.startswith("_")}
-    assert not public - set(entries), "torch has new methods: give each a fate in peers.py"
+    assert not public - set(entries), "torch has new methods: give each a fate"
     for name, entry in entries.items():
         has = hasattr(ShardedWrapper, name)
         assert has is (entry.fate is Fate.SAME), f"{name} is {'' if has else 'not '}there"

@@ -34,7 +34,7 @@ def _gathered(model: nn.Module) -> int:
     return sum(
         handle.buffer.untyped_storage().nbytes()
         for wrapper in sharded_modules(model)
-        for handle in wrapper._unit.handles
+        for handle in wrapper._sharding.unit.handles
     )
 
 
@@ -75,7 +75,7 @@ def _figures(rank: int, world_size: int, case: str, folder: Path) -> None:
     assert seen
     assert all(really == recorded for really, recorded in seen)
     assert last.memory.totals()[-1][1:] == (0, 0)
-    whole = max(wrapper._unit.gradient_bytes for wrapper in sharded_modules(model))
+    whole = max(wrapper._sharding.unit.gradient_bytes for wrapper in sharded_modules(model))
     assert last.peak_gradient_bytes >= whole
     # The root's gradients come first and last: its buffer is there all the time.
     filled = [last.units[one.unit].name for one in last.memory.samples if one.gradient_bytes]

@@ -340,4 +340,4 @@ def _no_graph(rank: int, world_size: int) -> None:
 
 
 def _handles(run: Run) -> list[FlatParamHandle]:
-    return [handle for unit in run.model._context.units for handle in unit.handles]
+    return [handle for unit in run.model._sharding.context.units for handle in unit.handles]

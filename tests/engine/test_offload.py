@@ -73,7 +73,7 @@ def _train_both(rank: int, size: int, folder: str) -> None:
                     optimizer = OPTIMIZERS[kind](trainable(model))
                     figures.append(_train(model, name, optimizer, rank))
                 _assert_equal(figures[1], figures[0])
-                handles = [h for unit in model._context.units for h in unit.handles]
+                handles = [h for unit in model._sharding.context.units for h in unit.handles]
                 assert all(map(disk.is_on_disk, _tensors(optimizer)))
                 assert all(disk.is_on_disk(h.shard) is mode.takes_params for h in handles)
     del model, optimizer, handles, figures
@@ -119,7 +119,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None
 def _use_large(rank: int, size: int, folder: str) -> None:
     offload = CPUOffload(offload_params=True, path=folder)
     model, plain = _wrap_wide(cpu_offload=offload), _wrap_wide()
-    assert all(h.is_mapped for unit in model._context.units for h in unit.handles)
+    assert all(h.is_mapped for unit in model._sharding.context.units for h in unit.handles)
     kind = torch.optim.Adam
     optimizers = [kind(one.parameters(), lr=1e-3) for one in (model, plain)]
     for one, optimizer in zip((model, plain), optimizers, strict=True):
@@ -141,7 +141,7 @@ def _use_large(rank: int, size: int, folder: str) -> None:
     before_step = snapshot(model)
     _step(twin, twin_optimizer, rank)
     _assert_equal(snapshot(model), before_step)
-    assert all(disk.is_on_disk(h.shard) for u in twin._context.units for h in u.handles)
+    assert all(disk.is_on_disk(h.shard) for u in twin._sharding.context.units for h in u.handles)
 
     # What is loaded and converted lives on the disk as well.
     state = ShardedWrapper.optim_state_dict(plain, optimizers[1])
@@ -155,7 +155,7 @@ def _use_large(rank: int, size: int, folder: str) -> None:
     with ShardedWrapper.summon_full_params(twin), torch.no_grad():
         twin.module[0].weight.mul_(2)
     twin.double()
-    assert all(disk.is_on_disk(h.shard) for u in twin._context.units for h in u.handles)
+    assert all(disk.is_on_disk(h.shard) for u in twin._sharding.context.units for h in u.handles)
     doubled = snapshot(plain)["0.weight"].double() * 2
     _assert_equal(snapshot(twin)["0.weight"], doubled)
 

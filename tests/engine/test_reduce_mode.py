@@ -222,7 +222,7 @@ def _no_sync(rank: int, world_size: int) -> None:
 
 
 def _held_bytes(model: ShardedWrapper) -> int:
-    return sum(wrapper._unit.held_gradient_bytes for wrapper in sharded_modules(model))
+    return sum(wrapper._sharding.unit.held_gradient_bytes for wrapper in sharded_modules(model))
 
 
 def test_sums_of_averages_are_fp32() -> None:

@@ -87,7 +87,7 @@ def _all_alike(rank: int, world_size: int) -> int:
                 if in_backward:
                     model.step_in_backward(optim)
                 for _ in _train(model, optim, case, rank, world_size):
-                    early += len(model._context.stepping._stepped)
+                    early += len(model._sharding.context.stepping._stepped)
                 ends.append((snapshot(model), ShardedWrapper.optim_state_dict(model, optim)))
             assert_same_state(ends[1][0], ends[0][0], 0.0, 0.0)
             for key, state in ends[0][1]["state"].items():

@@ -166,7 +166,7 @@ def test_collectives_and_report() -> None:
 def _collectives(rank: int, world_size: int) -> None:
     model = wrapped()
     units = ["", "blocks.0 to blocks.1", "blocks.2", "blocks.3 to blocks.4"]
-    assert [line.split("  ")[0] for line in model.unit_report().splitlines()[1:-1]] == [
+    assert [line.split("  ")[0] for line in model.unit_report().splitlines()[1:-2]] == [
         "(root)",
         *units[1:],
     ]
@@ -182,7 +182,7 @@ def _collectives(rank: int, world_size: int) -> None:
     planned = predict(made(), world_size=2, auto_wrap_policy=policy, coalesce_bytes=1500)
     assert [unit.name for unit in planned.units] == [*units[1:], ""]
     assert sum(u.parameter_bytes for u in planned.units) == sum(
-        h.shard.nbytes for unit in model._context.units for h in unit.handles
+        h.shard.nbytes for unit in model._sharding.context.units for h in unit.handles
     )
     for keywords in ({"coalesce_bytes": 0}, {"use_orig_params": False}):
         assert "to blocks" not in wrapped(**keywords).unit_report()
@@ -198,7 +198,7 @@ def _large_parameters(rank: int, world_size: int) -> None:
     with mock.patch.object(coalescing, "LARGE_BYTES", 8 * 11 * 8):
         model = case.wrap(case.model())
         planned = predict(case.model(), world_size=2, auto_wrap_policy=ModuleWrapPolicy(case.units))
-    root = model._context.root
+    root = model._sharding.context.root
     assert [handle.reduces_alone for handle in root.handles].count(True) == 2
     assert planned.units[-1].parameter_bytes == sum(h.shard.nbytes for h in root.handles)
     inputs, target = case.batch(0, ROWS)
@@ -247,7 +247,7 @@ def _embedding(rank: int, world_size: int, strategy: str) -> None:
             sharding_strategy=strategy,
             auto_wrap_policy=CustomPolicy(lambda module: getattr(module, "out_features", 0) == 6),
         )
-    handles = model._context.root.handles
+    handles = model._sharding.context.root.handles
     embedding = next(h for h in handles if h.params.locations(0)[0].name == "embed.weight")
     optimizers = [optimizer_of(one) for one in (plain, model)]
     stays = strategy == "SHARD_GRAD_OP"

@@ -55,12 +55,13 @@ def trains_right(model: ShardedWrapper, case: Case, rank: int, world_size: int) 
 
 
 def unit_names(model: nn.Module) -> list[str]:
-    return [wrapper._unit.name for wrapper in sharded_modules(model)]
+    return [wrapper._sharding.unit.name for wrapper in sharded_modules(model)]
 
 
 def table(model: ShardedWrapper) -> dict[str, list[str]]:
     """The cells of a report, by the unit's name."""
     lines = [line.split("  ") for line in model.unit_report().splitlines()]
+    lines = [line for line in lines if len(line) > 1]  # without the reasons of transports
     cells = [[cell.strip() for cell in line if cell] for line in lines]
     return {line[0]: line[1:] for line in cells}
 
@@ -286,7 +287,7 @@ def _enable_wrap(rank: int, world_size: int, source: str) -> None:
     with enable(wrapper_cls=ShardedWrapper, sharding_strategy="SHARD_GRAD_OP"):
         inner = build()
     model = ShardedWrapper(inner)
-    assert [(w._unit.name, w.sharding_strategy.name) for w in sharded_modules(model)] == [
+    assert [(w._sharding.unit.name, w.sharding_strategy.name) for w in sharded_modules(model)] == [
         ("", "FULL_SHARD"),
         ("fc1", "SHARD_GRAD_OP"),
         ("fc2", "NO_SHARD"),

@@ -195,7 +195,7 @@ def _like_casts_by_hand(rank: int, world_size: int, way: str) -> None:
 
 
 def _handles(model: nn.Module) -> list[Any]:
-    return [h for one in ShardedWrapper.fsdp_modules(model) for h in one._unit.handles]
+    return [h for one in ShardedWrapper.fsdp_modules(model) for h in one._sharding.unit.handles]
 
 
 # ---------------------------------------------------------------- norms and routers
@@ -279,7 +279,7 @@ def _norms_and_routers(rank: int, world_size: int) -> None:
         )
         assert list(model.state_dict()) == list(by_hand.state_dict())
         # One flat parameter for what is in bfloat16, one for all that is not.
-        assert [h.compute_dtype for h in model.layers[0]._unit.handles] == [FP32, BF16]
+        assert [h.compute_dtype for h in model.layers[0]._sharding.unit.handles] == [FP32, BF16]
         twin = copy.deepcopy(model) if way.is_true_shape else model
         with naming(name):
             assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)

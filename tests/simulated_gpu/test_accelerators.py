@@ -202,7 +202,7 @@ def _a_gather_on_one_rank_alone_is_found(rank: int) -> None:
     """Where gathers meet by their order, and the host waits for none, all later ones are mixed."""
     case = CASES["transformer"]
     model = case.wrap(case.model(), collectives="native")
-    comm, cpu = model._settings.ranks.world, torch.device("cpu")
+    comm, cpu = model._sharding.settings.ranks.world, torch.device("cpu")
     local_loss(model, case, 0, rank, 2).backward()
     before = comm.num_in_order(cpu)
     assert communicator(dist.group.WORLD).num_in_order(cpu) == 0, "those have tags"
@@ -430,7 +430,7 @@ def _without_host_memory(rank: int, world_size: int) -> None:
     assert operations.names.count("_to_copy") < 5, "norms are cast together"
     _one_rank_casts_as_it_copies()
     with (
-        mock.patch.object(model._context, "_device", torch.device("cuda", 1)),
+        mock.patch.object(model._sharding.context, "_device", torch.device("cuda", 1)),
         mock.patch.object(torch.cuda, "current_device", return_value=1),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
         pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"),
@@ -451,7 +451,7 @@ def _one_rank_casts_as_it_copies() -> None:
 
 
 def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
-    context, sizes = model._context, []
+    context, sizes = model._sharding.context, []
     for handle in _handles(model):
         handle.device = torch.device("cuda", 0)
         sizes.append(handle.layout.padded_numel * handle.reduce_dtype.itemsize)
@@ -464,4 +464,4 @@ def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
 
 
 def _handles(model: Any) -> Iterator[Any]:
-    return (handle for unit in model._context.units for handle in unit.handles)
+    return (handle for unit in model._sharding.context.units for handle in unit.handles)
