@@ -5,14 +5,14 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from flatshard.comm.transports import mapped_shards
+from flatshard.comm.transports import shared_memory
 from flatshard.engine import grad_buffer
 from flatshard.memory import page_pool
 from flatshard.plan import layout
 
 
 @contextmanager
-def mapping(kind: type = mapped_shards.MappedShards) -> Iterator[list[Any]]:
+def mapping(kind: type = shared_memory.MappedShards) -> Iterator[list[Any]]:
     """Small shards are mapped, and small gradients read in place; yields what was mapped.
 
     Over sockets that is this rank's own, in a ``PooledBuffer``; other small buffers are such, too.
@@ -27,7 +27,6 @@ def mapping(kind: type = mapped_shards.MappedShards) -> Iterator[list[Any]]:
 
     with (
         mock.patch.object(layout, "PAGED_BYTES", 1),
-        mock.patch.object(mapped_shards, "PAGED_BYTES", 1),
         mock.patch.object(page_pool, "PAGED_BYTES", 1),
         mock.patch.object(grad_buffer, "_IN_PLACE_BYTES", 0),
         mock.patch.object(kind, "__init__", counted),
