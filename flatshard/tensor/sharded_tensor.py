@@ -50,6 +50,7 @@ class ShardSpec:
         shape: the parameter's shape.
         offset: index, among the parameter's elements in memory order, of this rank's first one.
         numel: elements that this rank holds.
+        start: where they begin in this rank's shard of the flat parameter.
         comm: the ranks that hold the rest.
         replicas: the ranks that hold the same.
         order: the order of the parameter's dimensions in memory, outermost first.
@@ -76,6 +77,7 @@ class ShardSpec:
         *,
         offset: int,
         numel: int,
+        start: int = 0,
         comm: Communicator,
         replicas: Communicator = ALONE,
         order: Sequence[int] | None = None,
@@ -89,6 +91,7 @@ class ShardSpec:
         self.shape = tuple(shape)
         self.offset = offset
         self.numel = numel
+        self.start = start
         self.comm = comm
         self.replicas = replicas
         self.order = tuple(range(len(self.shape)) if order is None else order)
@@ -151,7 +154,7 @@ def _stay_away() -> bool:
     return False
 
 
-OWN_ATTRIBUTES = frozenset({"local", "spec", "_local_parameter"})
+OWN_ATTRIBUTES = frozenset({"local", "spec", "flat"})
 """The attributes of a ``FlatShardTensor`` that are no user's."""
 
 
@@ -169,17 +172,23 @@ class FlatShardTensor(torch.Tensor):
     Attributes:
         local: this rank's range, ``(spec.numel,)``.
         spec: which range of which parameter that is.
+        flat: the shard, or its gradient, of which ``local`` is the range from ``spec.start`` on;
+            None: ``local`` has memory of its own.
     """
 
     # Attributes of the object, not properties: reading them costs no dispatch.
     local: Tensor
     spec: ShardSpec
+    flat: Tensor | None
     _is_placeholder: bool = False
-    _local_parameter: nn.Parameter | None = None
 
     @staticmethod
     def __new__(
-        cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False
+        cls,
+        local: Tensor,
+        spec: ShardSpec,
+        requires_grad: bool = False,
+        flat: Tensor | None = None,
     ) -> FlatShardTensor:
         """Wrap ``local``, ``(spec.numel,)``, without copying."""
         self = torch.Tensor._make_wrapper_subclass(
@@ -192,12 +201,18 @@ class FlatShardTensor(torch.Tensor):
         )
         self.local = local
         self.spec = spec
+        self.flat = flat
         return self  # type: ignore[no-any-return]
 
     @classmethod
-    def parameter(cls, local: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
+    def in_flat(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool = False) -> FlatShardTensor:
+        """Wrap the range of ``flat``, ``(shard_numel,)``, that ``spec`` names, without copying."""
+        return cls(flat[spec.start : spec.start + spec.numel], spec, requires_grad, flat)
+
+    @classmethod
+    def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
         """The same, counted as an ``nn.Parameter``."""
-        self = cls(local, spec, requires_grad)
+        self = cls.in_flat(flat, spec, requires_grad)
         self._is_param = True
         return self
 
@@ -219,14 +234,6 @@ class FlatShardTensor(torch.Tensor):
         No communication.
         """
         return self.local
-
-    def local_parameter(self) -> nn.Parameter:
-        """A plain parameter over this rank's range, for optimizers; the same one every time."""
-        found = self._local_parameter
-        if found is None or found.requires_grad != self.requires_grad:
-            found = nn.Parameter(self.local.detach(), requires_grad=self.requires_grad)
-            self._local_parameter = found
-        return found
 
     def alias(self) -> FlatShardTensor:
         """The same tensor without autograd, sharing memory and version counter."""
