@@ -41,7 +41,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from flatshard.comm import registry
+from flatshard.comm import topology
 from flatshard.options import strategy as strategies
 
 PRELOAD = [
@@ -50,6 +50,7 @@ PRELOAD = [
     "tests.harness",
     "tests.models",
     "tests.oracle",
+    "tests.side",
     "torch._dynamo",  # torch loads it, in more than a second, when it makes the first optimizer
 ]
 ROOT = Path(__file__).resolve().parents[1]
@@ -406,7 +407,7 @@ def _serve(setup: _Setup, pipe: Connection) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-        registry.forget_destroyed()
+        topology.forget_destroyed()
     gc.collect()
     ended = (_State.ENDED, time.monotonic(), None)
     if lost:

@@ -249,7 +249,7 @@ class Backward:
 
     def _finish_old_reduces(self) -> None:
         """Finish old reductions while more bytes are under way than ``max_bytes_in_flight``."""
-        self._state.pending_sends.drop_settled()
+        self._state.pending_sends.drop_sent()
         with self._observers.starting("reduce", None):
             for bucket, _ in self._in_flight:
                 if not bucket.advance():  # second stages begin in the order of the first

@@ -238,7 +238,7 @@ class SteppedInBackward(StepObserver):
         return unit.is_done and all(
             not handle.has_unpublished_part
             and self._knows_all_used(handle)
-            and not self._state.pending_sends.is_giving(handle.shard)
+            and not self._state.pending_sends.is_sending(handle.shard)
             and not _has_hooks(handle)
             for handle in unit.handles
         )
