@@ -14,7 +14,7 @@ from torch import nn
 from flatshard.compat import torch_names
 from flatshard.module.unit_module import UnitModule, state_dicts_in
 from flatshard.state import model_state
-from flatshard.state.state_dict_options import as_torch, read_options
+from flatshard.state.model_state import as_torch, read_options
 
 
 class PeerNames(UnitModule):

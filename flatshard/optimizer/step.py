@@ -38,7 +38,7 @@ from torch.utils import hooks as torch_hooks
 from flatshard.optimizer import fused_step, offload
 from flatshard.optimizer.buckets import Part, Run, apart, find_runs
 from flatshard.optimizer.consumed_grad import drop_consumed
-from flatshard.precision.grad_dtypes import check_dtype, set_grad
+from flatshard.precision.casts import check_dtype, set_grad
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.param_swap import FlattenedParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
