@@ -1,8 +1,7 @@
 """``ShardedWrapper``: the module that users meet. It says what they may ask for, and passes it on.
 
-Its bases are rooms of their own: a ``ModuleProxy`` for the wrapped module, a ``UnitModule`` among
-others, a ``FullModel`` to be seen and saved, and ``PeerNames``, names of other wrappers.
-``construction`` makes units of modules.
+Like every ``ModuleProxy`` it shows the attributes of the module inside. Its own state is a
+``Sharding``, made by ``construction``: the unit, the settings, and the run of the whole model.
 """
 
 from __future__ import annotations
@@ -11,20 +10,21 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.compat import comm_hook, torch_names
-from flatshard.compat.torch_surface import PeerNames
 from flatshard.diagnostics import recording
 from flatshard.diagnostics.non_finite import NonFiniteWatch
 from flatshard.diagnostics.step_report import StepReport
 from flatshard.module import construction, inspection
 from flatshard.module.construction import Construction
-from flatshard.module.full_model import FullModel
+from flatshard.module.conversion import convert, copy_model
+from flatshard.module.run import accumulating
 from flatshard.module.settings import (
     ProcessGroups,
     Settings,
@@ -32,11 +32,15 @@ from flatshard.module.settings import (
     ranks_or_alone,
     read_strategy,
 )
-from flatshard.module.unit_module import (
-    outermost_unit_modules,
-    unit_modules,
-    units_in,
+from flatshard.module.sharding import (
+    Sharding,
+    handles_in,
+    outermost_shardings,
+    shardings_in,
+    state_dicts_in,
+    units_between_steps,
 )
+from flatshard.module.summon import summon
 from flatshard.optimizer import grad_norm
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.in_backward import StepInBackward
@@ -44,10 +48,14 @@ from flatshard.options import strategy as strategies
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
+from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.wrap import Policy
+from flatshard.state import model_state, optim_state
+from flatshard.state.full_params import Request
+from flatshard.state.model_state import as_torch, read_options
 
 
-class ShardedWrapper(FullModel, PeerNames):
+class ShardedWrapper(ModuleProxy):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
     Parameters are gathered unit by unit just before they are needed and freed just after.
@@ -126,6 +134,8 @@ class ShardedWrapper(FullModel, PeerNames):
         RuntimeError: several ranks were started, but there is no process group.
         OffloadError: on all ranks, before anything is changed: the disk of ``cpu_offload`` is full.
     """
+
+    _sharding: Sharding
 
     def __init__(
         self,
@@ -210,6 +220,15 @@ class ShardedWrapper(FullModel, PeerNames):
 
     # ------------------------------------------------------------ training
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module. Collective.
+
+        Raises:
+            RuntimeError: a flat parameter was replaced.
+        """
+        self._sharding.check_flat_parameters()
+        return super().forward(*args, **kwargs)
+
     @contextlib.contextmanager
     def no_sync(
         self, *, max_bytes: int | None = None, replicas_only: bool = False
@@ -232,18 +251,9 @@ class ShardedWrapper(FullModel, PeerNames):
             RuntimeError: a forward or backward of the model is running.
             ValueError: ``max_bytes`` is negative.
         """
-        context = self._context
-        context.recover()
-        self._check_between_steps("no_sync()", context)
-        if max_bytes is not None and max_bytes < 0:
-            raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}")
-        before = context.syncs, context.under_no_sync
-        context.syncs = context.plan_accumulation(max_bytes, replicas_only)
-        context.under_no_sync = True
-        try:
+        context = self._sharding.check_between_steps("no_sync()")
+        with accumulating(context, max_bytes, replicas_only=replicas_only):
             yield
-        finally:
-            context.syncs, context.under_no_sync = before
 
     def free_buffers(self) -> None:
         """Give back memory that is kept for the next step.
@@ -251,7 +261,7 @@ class ShardedWrapper(FullModel, PeerNames):
         Pages for gathered parameters, that is, and gradients that nobody holds. A forward without
         gradients does the same when it begins. No communication.
         """
-        self._context.give_back()
+        self._sharding.context.give_back()
 
     @contextlib.contextmanager
     def record_steps(
@@ -277,11 +287,10 @@ class ShardedWrapper(FullModel, PeerNames):
             ImportError: matplotlib is not installed; likewise.
             RuntimeError: steps are being recorded already, or a forward or backward is running.
         """
-        self._context.recover()
-        self._check_between_steps("record_steps()", self._context)
-        settings = self._settings
+        context = self._sharding.check_between_steps("record_steps()")
+        settings = self._sharding.settings
         with recording.recording(
-            self._context, settings.ranks.world, settings.device, trace=trace, memory=memory
+            context, settings.ranks.world, settings.device, trace=trace, memory=memory
         ) as reports:
             yield reports
 
@@ -293,7 +302,7 @@ class ShardedWrapper(FullModel, PeerNames):
         Raises:
             RuntimeError: none was recorded.
         """
-        return recording.last_report(self._context)
+        return recording.last_report(self._sharding.context)
 
     def warn_non_finite(self, enabled: bool = True) -> None:
         """Warn, once, at the first gradient that is inf or NaN; of an inner wrapper: of the model.
@@ -306,8 +315,8 @@ class ShardedWrapper(FullModel, PeerNames):
         Args:
             enabled: False: no more.
         """
-        rank = self._settings.ranks.world.global_rank
-        self._context.non_finite = NonFiniteWatch(rank) if enabled else None
+        rank = self._sharding.settings.ranks.world.global_rank
+        self._sharding.context.non_finite = NonFiniteWatch(rank) if enabled else None
 
     def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.
@@ -353,17 +362,11 @@ class ShardedWrapper(FullModel, PeerNames):
                 wrapper is inside another one, and a forward has run; a forward or backward of the
                 model is running.
         """
-        context = self._context
-        context.recover()
-        self._check_between_steps("register_comm_hook()", context)
-        self._refuse_part("given a hook")
-        precisions = {one._unit: one._settings.precision for one in sharded_modules(self)}
-        comm_hook.register(
-            list(precisions.items()),
-            state,
-            hook,
-            is_late=context.has_run and not self.check_is_root(),
-        )
+        context = self._sharding.check_between_steps("register_comm_hook()")
+        self._sharding.check_has_all_modules("given a hook")
+        precisions = {one.unit: one.settings.precision for one in shardings_in(self)}
+        is_late = context.has_run and not self.check_is_root()
+        comm_hook.register(list(precisions.items()), state, hook, is_late=is_late)
         context.refresh()
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> StepInBackward:
@@ -407,10 +410,8 @@ class ShardedWrapper(FullModel, PeerNames):
                 stepped in backward already; ranks pass different ones.
             RuntimeError: a forward or backward of the model is running.
         """
-        context = self._context
-        context.recover()
-        self._check_between_steps("step_in_backward()", context)
-        return context.stepping.register(optimizer, self._settings.ranks.world)
+        context = self._sharding.check_between_steps("step_in_backward()")
+        return context.stepping.register(optimizer, self._sharding.settings.ranks.world)
 
     def clip_grad_norm_(
         self,
@@ -443,16 +444,304 @@ class ShardedWrapper(FullModel, PeerNames):
             RuntimeError: gradients accumulated under ``no_sync`` are not reduced yet; the norm is
                 not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward.
         """
-        self._context.stepping.refuse("clip_grad_norm_()")
-        handles = [handle for unit in units_in(self) for handle in unit.handles]
-        grad_norm.check_reduced(
-            handles, self._settings.topology.world, is_reducing=self._context.is_reducing
-        )
+        context, world = self._sharding.context, self._sharding.settings.topology.world
+        context.stepping.refuse("clip_grad_norm_()")
+        handles = handles_in(self)
+        grad_norm.check_reduced(handles, world, is_reducing=context.is_reducing)
         return grad_norm.clip_grad_norm_(
             list(self.parameters()), handles, max_norm, norm_type, error_if_nonfinite, foreach
         )
 
-    # ------------------------------------------------------------ modules
+    # ------------------------------------------------------------ full parameters and state
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Let the modules of ``module`` hold whole plain parameters, under the unwrapped names.
+
+        At the end, also one by an exception, each rank keeps its own slice of what it wrote
+        itself: ranks write the same, or the model is a mixture. Values and ``requires_grad`` are
+        kept, and gradients with ``with_grads``; hooks and other attributes are not. One summon
+        inside another shows what the outer one shows. Forwards and copies of the model are
+        refused inside.
+
+        Collective: all ranks, at entry.
+
+        Args:
+            module: a wrapper, or any module that contains some.
+            recurse: nested units too. False: only the outermost ones.
+            writeback: keep what is written. False: it is undone, for every strategy.
+            rank0_only: only rank 0 holds whole parameters, the others keep their sharded ones and
+                at most one whole unit in memory; needs ``writeback=False``. Inside, nothing that
+                is collective may be called.
+            offload_to_cpu: the whole parameters lie in CPU memory, copied there unit by unit.
+            with_grads: ``p.grad`` is the whole reduced gradient, None where there is none. Setting
+                it to None drops it, assigning one where there was none adds it.
+
+        Raises:
+            ValueError: ``rank0_only`` with ``writeback``.
+            RuntimeError: a forward or backward of the model is running; ``module`` holds
+                parameters of a unit that contains it; gradients are not reduced yet or only some
+                ranks have them (``with_grads``). At the end: something written cannot be kept.
+        """
+        request = Request(writeback, rank0_only, offload_to_cpu, with_grads)
+        with summon(module, request, recurse=recurse):
+            yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call ``fn`` on the modules of the unwrapped module, children first, and not on wrappers.
+
+        It sees whole plain parameters, and what it writes is kept, also when it raises. It has to
+        write the same on all ranks: seed them alike before it draws random numbers. Whole at one
+        time are a unit and those around it; units further in are sharded again when ``fn`` is
+        called on what contains them, and edits of them through ``parameters()`` are right or
+        raise. With ``use_orig_params=False``, all units below are whole until the end.
+
+        Collective: all ranks.
+
+        Raises:
+            RuntimeError: as ``summon_full_params``.
+        """
+        has_flat = any(one.wrapper._parameters for one in shardings_in(self))
+        with summon(self, Request(), recurse=has_flat):
+            self.module.apply(fn)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Full tensors under the unwrapped module's names, on every rank.
+
+        See ``set_state_dict_type`` for rank 0 alone, or in CPU memory.
+
+        Collective: all ranks, also those that get nothing.
+        """
+        self._sharding.context.recover()
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict of the unwrapped module; each rank keeps its part.
+
+        Dtypes are cast. DistributedDataParallel's ``module.`` prefix is understood. No
+        communication: every rank passes the same dict. That some ranks did not load at all is an
+        error at the end of the next backward.
+
+        Returns:
+            Missing and unexpected keys.
+
+        Raises:
+            RuntimeError: keys or shapes do not fit.
+            ValueError: ``assign=True``.
+        """
+        self._sharding.context.recover()
+        return model_state.load(self.module, handles_in(self), state_dict, strict, assign)
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+        *,
+        rank0_only: bool | None = None,
+        offload_to_cpu: bool | None = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state, whole, by the names of the unwrapped model.
+
+        ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: tensors with one
+        value per element of a parameter have its shape, strides and the state's dtype; ``step``,
+        options and what else there is are kept. A tied parameter has its first name. Says nothing
+        of ranks, units or ``use_orig_params``, so it loads into any of them, and into a plain
+        optimizer: see ``optim_state_dict_to_load``.
+
+        Collective: all ranks, unless there is no wrapper in ``model``. Gathers unit by unit.
+
+        Args:
+            model: a wrapper, or any module that contains some; or a plain one.
+            optim: an optimizer over its parameters, made before or after wrapping.
+            optim_state_dict: what ``optim.state_dict()`` gave; None: asks for it.
+            group: accepted; units know their ranks.
+            rank0_only: only rank 0 gets the state, other ranks an empty dict. None: as
+                ``set_state_dict_type`` said, otherwise False.
+            offload_to_cpu: its tensors lie in CPU memory, copied there unit by unit. None: as
+                ``set_state_dict_type`` said, otherwise True.
+
+        Raises:
+            ValueError: on all ranks: the optimizer has a parameter that ``model`` has not, state
+                that is neither one value per element nor a number, or other state on each rank.
+            RuntimeError: a forward or backward of the model is running; ``optim_state_dict`` is
+                another rank's.
+        """
+        units = units_between_steps(model, "optim_state_dict()")
+        options = model_state.options_of(state_dicts_in(model))
+        if rank0_only is None:
+            rank0_only = options.optim_rank0_only
+        if offload_to_cpu is None:
+            offload_to_cpu = options.optim_offload_to_cpu
+        return optim_state.full_state(
+            model,
+            optim,
+            units,
+            optim_state_dict,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+        )
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """What ``optim.load_state_dict`` takes on this rank of an ``optim_state_dict``.
+
+        ``optim_state_dict`` is from ``optim_state_dict()``, or a plain optimizer's own
+        ``state_dict()``, whose positions count the parameters in the order of ``optim``'s groups.
+        Dtypes are cast by ``optim.load_state_dict``, as for plain optimizers. Without a wrapper
+        in ``model`` the names only become positions.
+
+        With ``use_orig_params=False``, an original without state beside others in a flat
+        parameter gets zeros; those with state must agree on ``step``.
+
+        Collective: all ranks, unless there is no wrapper in ``model``; compares what they load.
+
+        Args:
+            model: a wrapper, or any module that contains some; or a plain one.
+            optim: an optimizer over its parameters.
+            optim_state_dict: the same on every rank; left as it is.
+            is_named_optimizer: ``optim.load_state_dict`` takes names instead of positions.
+            load_directly: also load the result.
+            group: accepted; units know their ranks.
+
+        Returns:
+            This rank's part, by position.
+
+        Raises:
+            ValueError: on all ranks: parameters are missing or unexpected, a shape is another, an
+                ``optim.state_dict()`` of one rank was passed, parts of one flat parameter have
+                states or options that cannot be joined, or ranks passed different state.
+            RuntimeError: a forward or backward of the model is running.
+        """
+        units = units_between_steps(model, "optim_state_dict_to_load()")
+        loaded = optim_state.state_to_load(
+            model, optim, units, optim_state_dict, by_name=is_named_optimizer
+        )
+        if load_directly:
+            optim.load_state_dict(loaded)
+        return loaded
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: Any,
+        state_dict_config: Any = None,
+        optim_state_dict_config: Any = None,
+    ) -> Any:
+        """Say what ``state_dict()`` and ``optim_state_dict()`` give, from now on.
+
+        No communication; on all ranks alike.
+
+        Args:
+            module: a wrapper, or any module that contains some; all of them are set.
+            state_dict_type: ``FULL_STATE_DICT``; torch's enum or its name.
+            state_dict_config: torch's ``FullStateDictConfig``. ``rank0_only``: ``state_dict()``,
+                which all ranks call, is empty on other ranks. ``offload_to_cpu``: tensors lie in
+                CPU memory, copied there unit by unit. None: on every rank and device.
+            optim_state_dict_config: torch's ``FullOptimStateDictConfig``, the default of
+                ``optim_state_dict``'s keywords of the same names. None: on every rank, in CPU
+                memory.
+
+        Returns:
+            What it was: torch's ``StateDictSettings``.
+
+        Raises:
+            NotImplementedError: another type.
+            TypeError: a config that does not belong to it.
+            RuntimeError: units inside differ in what they were.
+        """
+        options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = ShardedWrapper.get_state_dict_type(module)
+        for part in state_dicts_in(module):
+            part.options = options
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> Any:
+        """What ``set_state_dict_type`` said: torch's ``StateDictSettings``.
+
+        Raises:
+            RuntimeError: units inside differ.
+        """
+        return as_torch(model_state.options_of(state_dicts_in(module)))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: Any,
+        state_dict_config: Any = None,
+        optim_state_dict_config: Any = None,
+    ) -> Iterator[None]:
+        """``set_state_dict_type`` for a while; then every unit is as it was."""
+        options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
+        with model_state.options_set(state_dicts_in(module), options):
+            yield
+
+    # ------------------------------------------------------------ what it is
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """How this unit is sharded."""
+        return self._sharding.settings.strategy
+
+    @sharding_strategy.setter
+    def sharding_strategy(self, value: ShardingStrategy | str) -> None:
+        """Take another strategy over the same shards, before the first forward.
+
+        Raises:
+            RuntimeError: a forward has run; or it is a small one that shares a unit.
+            ValueError: the other strategy shards otherwise, or is none.
+        """
+        self._sharding.change_strategy(value)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that train this model; None when it runs alone."""
+        return self._sharding.settings.ranks.world.group
+
+    def extra_repr(self) -> str:
+        """Elements and padding of the unit."""
+        return self._sharding.summary() if "_sharding" in self.__dict__ else ""
+
+    def unit_report(self) -> str:
+        """A table of the units from this one down, outermost first. No communication.
+
+        A line has the unit's name and class, elements of its parameters and of padding, dtype and
+        whether frozen of each flat parameter, bytes that a gather fills on every rank, strategy,
+        ranks that share it, what moves its tensors between them, and why it is a unit.
+        """
+        return self._sharding.report()
+
+    def check_is_root(self) -> bool:
+        """Whether no other wrapper contains this one."""
+        return self._sharding.context.root is self._sharding.unit
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether a forward that begins now gives all ranks rank 0's buffers."""
+        sharding = self._sharding
+        return (
+            sharding.settings.broadcast_buffers
+            and not sharding.context.is_accumulating
+            and any(True for _ in self.module.buffers())
+        )
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:
@@ -462,8 +751,64 @@ class ShardedWrapper(FullModel, PeerNames):
             module: a wrapper or any module.
             root_only: only those that no other one contains.
         """
-        found = outermost_unit_modules(module) if root_only else unit_modules(module)
-        return [wrapper for wrapper in found if isinstance(wrapper, ShardedWrapper)]
+        found = outermost_shardings(module) if root_only else shardings_in(module)
+        return [one.wrapper for one in found if isinstance(one.wrapper, ShardedWrapper)]
+
+    # ------------------------------------------------------------ as a module
+
+    def __getattr__(self, name: str) -> Any:
+        """What neither wrapper nor module has, another wrapper may have had."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name in torch_names.DDP_ATTRIBUTES and "_sharding" in self.__dict__:
+                return torch_names.ddp_attribute(name, self._sharding)
+            reason = torch_names.why_refused(name)
+            raise (error if reason is None else AttributeError(reason)) from None
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Convert shards instead of parameters: ``.to()``, ``.double()`` and their kin."""
+        apply = super()._apply
+        convert(self._sharding, fn, lambda: apply(fn, recurse), recurse=recurse)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """An independent model on the same ranks, with shards of its own; no communication.
+
+        Ranks that train or gather the copy make it all, in one order of copies.
+        """
+        return copy_model(self._sharding, memo)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Not available: a shard means nothing in another process.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "a ShardedWrapper cannot be pickled: it belongs to a process group. Save "
+            "model.state_dict(), and load it into a model that was wrapped anew."
+        )
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Of which child ``torch.distributed.checkpoint.state_dict`` leaves out the name.
+
+        Its functions ask for this first, on all ranks.
+
+        Raises:
+            RuntimeError: there is a flat parameter, which they would take for one of the model's,
+                so that some ranks fail while others wait for them.
+        """
+        if self._parameters:
+            name = self._sharding.unit.name
+            raise RuntimeError(
+                f"{f'unit {name!r}' if name else 'the model'} was wrapped with "
+                "use_orig_params=False, which the functions of "
+                "torch.distributed.checkpoint.state_dict do not know. Call model.state_dict(), "
+                "model.load_state_dict(), ShardedWrapper.optim_state_dict() and "
+                "optim_state_dict_to_load(), or wrap with use_orig_params=True."
+            )
+        return {"": "module"}
 
 
 def sharded_modules(module: nn.Module) -> list[ShardedWrapper]:

@@ -8,10 +8,10 @@ gloo     the same with gloo, which moves the GPU's tensors, or the CPU's where t
 fake     a billion parameters in bf16 as one of eight ranks whose collectives move nothing: time and
          memory of a step beside FSDP1, FSDP2 and the plain model
 sync     no operation of a step makes the host wait for the GPU
-streams  collectives of one pretended rank that take their time on a stream of their own, as NCCL's
+streams  collectives of one simulated rank that take their time on a stream of their own, as NCCL's
          do, or a computation that takes its time, change nothing
 single   the same with NCCL's own collectives over one rank, which every GPU can have, behind the
-         pretended ones: their streams, works and dtypes are the real ones
+         simulated ones: their streams, works and dtypes are the real ones
 overlap  how much of the collectives' time the GPU computes meanwhile, from a profile of one step
 
 Each part has processes of its own and a time limit: one that hangs or crashes is a line of the

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,6 @@ with warnings.catch_warnings():
     import torch
 
     from flatshard.options import strategy as strategies
-
-DISTRIBUTED = Path(__file__).parent / "distributed"
 
 
 def pytest_configure() -> None:
@@ -29,7 +26,7 @@ def pytest_configure() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
-        if DISTRIBUTED in item.path.parents:
+        if "run_ranks" in vars(item.module):
             item.add_marker(pytest.mark.distributed)

@@ -56,7 +56,7 @@ from flatshard.comm.process_groups import (
     control_of,
     cpu_backend,
     host_backend,
-    is_pretended,
+    is_fake,
     named,
     new_group,
     sibling,
@@ -162,7 +162,7 @@ class Communicator(Tags):
         if group is None or self.size == 1:
             return
         self._is_gloo = cpu_backend(group) == "gloo"
-        self._is_pretended = is_pretended(group)
+        self._is_fake = is_fake(group)
         if not self._is_gloo:
             mode.check_without_gloo(self.backend, self.global_rank)
         self._sends_cpu_directly = self._is_gloo and mode.collectives is not Collectives.NATIVE
@@ -198,7 +198,7 @@ class Communicator(Tags):
             fixed_order: whether they are only exchanged, and added here.
             replicas: whether each rank needs the average of all.
         """
-        if self.size == 1 or self._is_pretended or not self.is_stream_ordered(device):
+        if self.size == 1 or self._is_fake or not self.is_stream_ordered(device):
             return
         kind = device, fixed_order, replicas
         if kind in self._connected:
@@ -383,8 +383,8 @@ class Communicator(Tags):
         return self.group is not None and backend_for(self.group, device.type) == "gloo"
 
     def _under_way(self, work: Any) -> list[Any]:
-        """What a collective's end is told by; pretended ones are over, and do not say so."""
-        return [] if self._is_pretended else [work]
+        """What a collective's end is told by; simulated ones are over, and do not say so."""
+        return [] if self._is_fake else [work]
 
     def part_bytes(self, tag: int, dtype: torch.dtype) -> int | None:
         """From how many bytes on reductions on the CPU take a gradient from where it is.

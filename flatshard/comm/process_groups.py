@@ -132,14 +132,14 @@ def backend_for(group: dist.ProcessGroup, device_type: str) -> str | None:
         return None
 
 
-def is_pretended(group: dist.ProcessGroup) -> bool:
+def is_fake(group: dist.ProcessGroup) -> bool:
     """Whether there are no other ranks, and collectives move nothing (torch's "fake" backend)."""
     return any(backend_for(group, device.type) == "fake" for device in group._device_types)
 
 
 def host_backend(group: dist.ProcessGroup) -> str:
     """The backend for a group that moves what lies in host memory, beside one that cannot."""
-    return "fake" if is_pretended(group) else "gloo"
+    return "fake" if is_fake(group) else "gloo"
 
 
 _controls: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, torch.device]] = {}

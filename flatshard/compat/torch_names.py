@@ -12,6 +12,8 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from flatshard.module.sharding import Sharding
+
 
 class Fate(enum.Enum):
     """What happens to a name of another wrapper."""
@@ -250,7 +252,7 @@ def table(entries: dict[str, Entry]) -> str:
     return "\n".join(["| name | here | |", "|---|---|---|", *rows])
 
 
-def refuse_method(name: str) -> str | None:
+def why_refused(name: str) -> str | None:
     """Why a method of another wrapper is not here; None for one that is, or is nobody's."""
     for table, owner in (
         (DDP_METHODS, "DistributedDataParallel"),
@@ -260,3 +262,20 @@ def refuse_method(name: str) -> str | None:
         if entry is not None and entry.fate is Fate.REFUSED:
             return f"{owner}'s {name} is not available on a ShardedWrapper: {entry.note}"
     return None
+
+
+def ddp_attribute(name: str, sharding: Sharding) -> Any:
+    """An attribute of DistributedDataParallel, where the wrapped module has none so named."""
+    device = sharding.settings.device
+    ids = [device.index] if device.index is not None else None
+    return {
+        "require_backward_grad_sync": not sharding.context.is_accumulating,
+        "device": device,
+        "device_type": device.type,
+        "device_ids": ids,
+        "output_device": ids[0] if ids else None,
+        "find_unused_parameters": True,
+        "static_graph": False,
+        "broadcast_buffers": sharding.settings.broadcast_buffers,
+        "dim": 0,
+    }[name]

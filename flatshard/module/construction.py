@@ -15,13 +15,15 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.offload import OffloadTargets
 from flatshard.engine.unit import Unit
 from flatshard.module import initial_values, inspection, meta_init
+from flatshard.module.run import start_run
 from flatshard.module.settings import Settings, check_quantised
-from flatshard.module.unit_module import UnitModule, unit_modules, units_in
+from flatshard.module.sharding import Sharding, handles_in, sharding_of, shardings_in, units_in
 from flatshard.options.offload import OffloadError
 from flatshard.options.precision import ParamPrecision
 from flatshard.plan.coalescing import coalesce, is_apart
 from flatshard.plan.ignored import Ignored, find_ignored
 from flatshard.plan.layout import ParamSpan
+from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.module_tree import name_of
 from flatshard.plan.param_info import ParamInfo, find_owners
 from flatshard.plan.wrap import Policy, UnitPlan, check_policy, explain_no_match, find_units
@@ -47,8 +49,8 @@ def check_module(module: nn.Module, policy: Policy | None) -> None:
                 f"ShardedWrapper: {name or 'the module'!r} is a {type(inner).__name__}, which "
                 "would reduce gradients by itself. Pass what it wraps: its .module."
             )
-    inside = unit_modules(module)
-    if any(one._context.stepping.is_active for one in inside):
+    inside = shardings_in(module)
+    if any(one.context.stepping.is_active for one in inside):
         raise ValueError(
             "ShardedWrapper: optimizers step in the backward of a part of the module. Call "
             "step_in_backward() on the outermost wrapper, once it is made."
@@ -58,7 +60,7 @@ def check_module(module: nn.Module, policy: Policy | None) -> None:
             f"ShardedWrapper: auto_wrap_policy over a model that already contains {len(inside)} "
             "units. Wrap it without a policy, or pass the unwrapped model."
         )
-    if isinstance(module, UnitModule):
+    if isinstance(module, ModuleProxy):
         warnings.warn(
             "ShardedWrapper: the module is a ShardedWrapper already; the outer one adds nothing",
             stacklevel=3,
@@ -71,9 +73,7 @@ def read_ignored(
     ignored_states: Iterable[nn.Parameter | nn.Module] | None,
 ) -> Ignored:
     """What the user, and the units inside, leave alone."""
-    nested: dict[nn.Module, Ignored] = {
-        wrapper: wrapper._ignored for wrapper in unit_modules(module)
-    }
+    nested: dict[nn.Module, Ignored] = {one.wrapper: one.ignored for one in shardings_in(module)}
     return find_ignored(
         module, ignored_modules, ignored_states, nested=nested, sharded=_owned_ids(module)
     )
@@ -86,12 +86,7 @@ def left_alone(module: nn.Module, ignored: Ignored) -> set[int]:
 
 def _owned_ids(module: nn.Module) -> set[int]:
     """Ids of the parameters that units inside a module own already."""
-    return {
-        id(param)
-        for unit in units_in(module)
-        for handle in unit.handles
-        for param in handle.sharded
-    }
+    return {id(param) for handle in handles_in(module) for param in handle.sharded}
 
 
 class Construction:
@@ -230,7 +225,7 @@ class Construction:
         return unit_report.lint(sizes, tied)
 
     def make_units(
-        self, root: UnitModule, kind: type[UnitModule], start: initial_values.InitialValues
+        self, root: ModuleProxy, kind: type[ModuleProxy], start: initial_values.InitialValues
     ) -> None:
         """Change the module: ``root`` becomes the outermost unit, and holds new ones inside.
 
@@ -245,13 +240,12 @@ class Construction:
             ValueError: a unit that was there before trains on other ranks.
             RuntimeError: something else holds on to a parameter's memory.
         """
-        wrappers: dict[nn.Module, UnitModule] = {}
+        wrappers: dict[nn.Module, ModuleProxy] = {}
         units = []
         for members in self._groups:
             for plan in members:
                 wrappers[plan.module] = wrapper = kind.__new__(kind)
                 nn.Module.__init__(wrapper)
-                wrapper._reason = plan.reason
             settings = self._of_unit[members[0].module]
             units.append(self._make_unit(members, wrappers, settings, start))
         _replace_children(self._module, wrappers)
@@ -262,7 +256,7 @@ class Construction:
             for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
                 unit.topology.connect(self._settings.device, fixed_order=fixed_order)
         self._precision.install()
-        root._become_root()
+        start_run(sharding_of(root))
 
     def _owned(self, members: Sequence[UnitPlan]) -> list[ParamInfo]:
         """What units that go together own."""
@@ -271,7 +265,7 @@ class Construction:
     def _make_unit(
         self,
         members: Sequence[UnitPlan],
-        wrappers: Mapping[nn.Module, UnitModule],
+        wrappers: Mapping[nn.Module, ModuleProxy],
         settings: Settings,
         start: initial_values.InitialValues,
     ) -> Unit:
@@ -313,20 +307,18 @@ class Construction:
         )
         state_dict = UnitStateDict(unit)
         flat = [] if settings.use_orig_params else [h.sharded[0] for h in unit.handles]
-        for module in modules:
-            wrapper = wrappers[module]
+        for plan in members:
+            module, wrapper = plan.module, wrappers[plan.module]
             wrapper.module = module
             wrapper.training = module.training
-            wrapper._settings = settings
-            wrapper._ignored = self._ignored.within(module)
-            wrapper._unit = unit
-            wrapper._state_dict = state_dict
+            ignored = self._ignored.within(module)
+            Sharding(wrapper, unit, state_dict, settings, ignored, plan.reason).attach()
             for number, param in enumerate(flat):
                 wrapper.register_parameter(f"_flat_param_{number}", param)
         return unit
 
     def _make_values(
-        self, start: initial_values.InitialValues, root: UnitModule, units: Iterable[Unit]
+        self, start: initial_values.InitialValues, root: ModuleProxy, units: Iterable[Unit]
     ) -> None:
         """Give new units the values that are missing. Collective."""
         handles = [handle for unit in units for handle in unit.handles]
@@ -334,7 +326,7 @@ class Construction:
             made = meta_init.Materialiser(
                 root, handles, start, self._init_fn, self._settings.device
             )
-            root._has_empty = made.run()
+            sharding_of(root).is_left_empty = made.run()
         for handle in handles:
             start.give_replicas(handle.topology, handle.shard)
             handle.rest()
@@ -369,10 +361,10 @@ def _left_out(ignored: Ignored) -> dict[str, Any]:
     return {"ignored_modules": ignored.modules, "ignored_params": ignored.params()}
 
 
-def _replace_children(root: nn.Module, wrappers: dict[nn.Module, UnitModule]) -> None:
+def _replace_children(root: nn.Module, wrappers: dict[nn.Module, ModuleProxy]) -> None:
     """Put wrappers at every place of the modules they wrap."""
     for parent in list(root.modules()):
-        if isinstance(parent, UnitModule):
+        if isinstance(parent, ModuleProxy):
             continue
         for name, child in parent._modules.items():
             if child in wrappers:

@@ -150,8 +150,9 @@ def _grad_shard(handle: FlatParamHandle) -> Tensor:
     for index, grad in enumerate(grads):
         if grad is not None:
             # A plain one is full: the user's own.
-            is_ours = isinstance(grad, FlatShardTensor)
-            parts.append((index, grad.local if is_ours else handle.params.specs[index].slice(grad)))
+            is_full = not isinstance(grad, FlatShardTensor)
+            spec = handle.params.specs[index]
+            parts.append((index, spec.slice(grad) if is_full else local_range(grad)))
     return join(handle, parts, handle.shard.dtype)
 
 

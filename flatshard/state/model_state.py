@@ -8,7 +8,7 @@ its order, its extra state and the users' hooks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -196,6 +196,22 @@ def options_set(parts: Sequence[UnitStateDict], options: StateDictOptions) -> It
     finally:
         for part, its_own in zip(parts, before, strict=True):
             part.options = its_own
+
+
+def load(
+    module: nn.Module,
+    handles: Sequence[FlatParamHandle],
+    state_dict: Mapping[str, Any],
+    strict: bool,
+    assign: bool,
+) -> Any:
+    """Load a state dict of the unwrapped module; see ``ShardedWrapper.load_state_dict``."""
+    children = [name for name, _ in module.named_children()]
+    own = without_ddp_prefix(dict(state_dict), children)
+    missing_and_unexpected = module.load_state_dict(own, strict=strict, assign=assign)
+    for handle in handles:
+        handle.rest()
+    return missing_and_unexpected
 
 
 def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> dict[str, Any]:

@@ -13,8 +13,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from flatshard.module.full_model import FullModel
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 
 MODULES = {
@@ -34,10 +32,8 @@ NAMES = {
 LEFT_OUT = {"check_policy", "explain_no_match", "find_units", "UnitPlan", "Policy"}
 """Names that only the library itself needs."""
 
-WITH_MEMBERS = {FullModel}
-"""Bases whose methods stand with those of the class."""
 
-OWN = {"alias", "let_go", "parameter", "placeholder", "point_at"}
+OWN = {"alias", "extra_repr", "let_go", "parameter", "placeholder", "point_at"}
 """Methods that only the library itself calls."""
 
 
@@ -60,8 +56,7 @@ def entry(name: str, thing: Any) -> list[str]:
     if not inspect.isclass(thing):
         return [f"### {name}", *described(name, thing)]
     found = [f"### {name}", *described(name, thing)]
-    members_of = [thing, *(base for base in thing.__bases__ if base in WITH_MEMBERS)]
-    for member, value in itertools.chain.from_iterable(vars(one).items() for one in members_of):
+    for member, value in vars(thing).items():
         if member.startswith("_") or member in OWN:
             continue
         function = getattr(value, "__func__", value)  # of a static method

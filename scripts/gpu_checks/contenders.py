@@ -24,7 +24,7 @@ from gpu_checks.places import (
     Place,
     group_without_cpu,
     one_line,
-    pretend,
+    simulate,
 )
 from gpu_checks.training import BILLION, WARMUP, Clock, build_gpt, loss_of
 
@@ -118,7 +118,7 @@ def part_fake(place: Place, args: argparse.Namespace) -> Outcome:
     device = torch.device("cuda", 0) if place.is_cuda else torch.device("cpu")
     preset = preset_for(device)
     deadline = time.monotonic() + 0.8 * args.limit
-    pretend(device, FAKE_RANKS)
+    simulate(device, FAKE_RANKS)
     warnings.simplefilter("ignore")  # the other wrappers' deprecations
     contenders, missing = build_contenders(preset, device)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}

@@ -66,7 +66,7 @@ def join(place: Place, rank: int, store: str) -> torch.device:
     return device
 
 
-def pretend(device: torch.device, world_size: int) -> None:
+def simulate(device: torch.device, world_size: int) -> None:
     """Make this process rank 0 of several whose collectives move nothing."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # has the backend
     if device.type == "cuda":
@@ -76,7 +76,7 @@ def pretend(device: torch.device, world_size: int) -> None:
 
 
 def group_without_cpu(device: torch.device) -> dist.ProcessGroup:
-    """A pretended group that cannot send what lies on the CPU, like one of NCCL."""
+    """A simulated group that cannot send what lies on the CPU, like one of NCCL."""
     group = dist.new_group(backend=f"{device.type}:fake")
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -22,9 +22,9 @@ from gpu_checks.places import (
     Outcome,
     Place,
     one_line,
-    pretend,
+    simulate,
 )
-from gpu_checks.pretended import PretendedCollectives, SingleRankCollectives, sleep
+from gpu_checks.simulated import SimulatedCollectives, SingleRankCollectives, sleep
 
 
 class Sleep(torch.autograd.Function):
@@ -54,11 +54,11 @@ class Layer(nn.Module):
 STREAM_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "HYBRID_SHARD")
 
 
-def train_pretended(
+def train_simulated(
     device: torch.device,
     strategy: str,
     offload: CPUOffload | None,
-    collectives: PretendedCollectives,
+    collectives: SimulatedCollectives,
     slow_computation: bool = False,
     mode: str = "auto",
 ) -> list[Tensor]:
@@ -101,9 +101,9 @@ def offloads(place: Place) -> list[CPUOffload | None]:
     return [None, CPUOffload(offload_params=True), CPUOffload(offload_optimizer=True)]
 
 
-def pretend_two_nodes(place: Place) -> torch.device:
+def simulate_two_nodes(place: Place) -> torch.device:
     device = torch.device("cuda", 0) if place.is_cuda else torch.device("cpu")
-    pretend(device, FAKE_RANKS)
+    simulate(device, FAKE_RANKS)
     os.environ["LOCAL_WORLD_SIZE"] = str(FAKE_RANKS // 2)  # for HYBRID_SHARD
     return device
 
@@ -139,17 +139,17 @@ def distance(reference: Callable[[], list[Tensor]], run: Callable[[], list[Tenso
 
 
 def part_streams(place: Place, args: argparse.Namespace) -> Outcome:
-    device = pretend_two_nodes(place)
+    device = simulate_two_nodes(place)
     figures: dict[str, float | str] = {}
     for strategy in STREAM_STRATEGIES:
         for offload in offloads(place):
-            train = functools.partial(train_pretended, device, strategy, offload)
+            train = functools.partial(train_simulated, device, strategy, offload)
             for kind, slow, slow_computation in (
-                ("collectives", PretendedCollectives(device, slow=True), False),
-                ("computation", PretendedCollectives(device), True),
+                ("collectives", SimulatedCollectives(device, slow=True), False),
+                ("computation", SimulatedCollectives(device), True),
             ):
                 case = name_of(strategy, offload, f"slow {kind}")
-                reference = functools.partial(train, PretendedCollectives(device))
+                reference = functools.partial(train, SimulatedCollectives(device))
                 run = functools.partial(train, slow, slow_computation)
                 figures[case] = distance(reference, run)
                 print(f"{case}: {figures[case]}", flush=True)
@@ -157,15 +157,15 @@ def part_streams(place: Place, args: argparse.Namespace) -> Outcome:
 
 
 def part_single(place: Place, args: argparse.Namespace) -> Outcome:
-    device = pretend_two_nodes(place)
+    device = simulate_two_nodes(place)
     real = SingleRankCollectives(device)
     figures: dict[str, float | str] = {}
     for strategy in (*STREAM_STRATEGIES, "NO_SHARD"):
         for offload in offloads(place):
             for mode in ("auto", "fixed_order"):
                 case = name_of(strategy, offload, mode)
-                train = functools.partial(train_pretended, device, strategy, offload, mode=mode)
-                reference = functools.partial(train, PretendedCollectives(device))
+                train = functools.partial(train_simulated, device, strategy, offload, mode=mode)
+                reference = functools.partial(train, SimulatedCollectives(device))
                 figures[case] = distance(reference, functools.partial(train, real))
                 print(f"{case}: {figures[case]}", flush=True)
     dist.destroy_process_group(real.alone)  # has threads, which the process would wait for

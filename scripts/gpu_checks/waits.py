@@ -21,7 +21,7 @@ from gpu_checks.places import (
     Place,
     group_without_cpu,
     in_ranks,
-    pretend,
+    simulate,
 )
 from gpu_checks.training import SMALL, WARMUP, Stepper
 
@@ -62,9 +62,9 @@ def place_of(stack: Iterable[traceback.FrameSummary]) -> str:
     return f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
 
 
-def find_syncs(rank: int, device: torch.device, place: Place, pretended: bool) -> list[str]:
+def find_syncs(rank: int, device: torch.device, place: Place, simulated: bool) -> list[str]:
     """Where a step made the host wait: every place that warned, and the one that raised."""
-    stepper = Stepper(SMALL, rank, device, group_without_cpu(device) if pretended else None)
+    stepper = Stepper(SMALL, rank, device, group_without_cpu(device) if simulated else None)
     for _ in range(WARMUP + 1):
         stepper.step()
     with (
@@ -84,10 +84,10 @@ def find_syncs(rank: int, device: torch.device, place: Place, pretended: bool) -
 
 
 def part_sync(place: Place, args: argparse.Namespace) -> Outcome:
-    pretended = place.ranks == 1
-    if pretended:
+    simulated = place.ranks == 1
+    if simulated:
         device = torch.device("cuda", 0) if place.is_cuda else torch.device("cpu")
-        pretend(device, FAKE_RANKS)
+        simulate(device, FAKE_RANKS)
         found, where = find_syncs(0, device, place, True), "collectives that move nothing"
     else:
         found, where = in_ranks(find_syncs, place, False)[0], place.describe()

@@ -29,8 +29,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_transformer import Block, Transformer
 
-from flatshard import ShardedWrapper, sharded_modules
+from flatshard import ShardedWrapper
 from flatshard.collectives import Event, record
+from flatshard.module.sharding import handles_in
 from flatshard.wrap import ModuleWrapPolicy
 
 MICRO_BATCHES = 4
@@ -333,15 +334,9 @@ def tensors_in(thing: Any) -> Iterator[Tensor]:
                 yield from tensors_in(one)
 
 
-def handles_of(model: ShardedWrapper) -> Iterator[Any]:
-    """What owns the buffers. No public name tells what is held for a moment only."""
-    for wrapper in sharded_modules(model):
-        yield from wrapper._unit.handles
-
-
 def held(job: Job) -> dict[str, int]:
     """Bytes that this rank holds now."""
-    handles = list(handles_of(job.model))
+    handles = handles_in(job.model)
     gradients = [tensor for handle in handles for tensor in tensors_in(handle.grad_buffer)]
     published = [p.grad for p in job.model.parameters() if p.grad is not None]
     states = (value for state in job.optimizer.state.values() for value in state.values())
@@ -379,7 +374,7 @@ class Peaks(TorchDispatchMode):
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.largest: Counter[str] = Counter()
-        self._handles = list(handles_of(job.model))
+        self._handles = handles_in(job.model)
         groups = {1, job.args.ranks_per_node, job.args.world_size}
         self._numels = {h.layout.padded_numel // size for h in self._handles for size in groups}
         self._known: set[int] | None = None
@@ -494,7 +489,7 @@ def measure_step(job: Job, way: Way, sizes: Sizes, micro_batches: int, mode: str
 
 def padding(model: ShardedWrapper) -> int:
     """Bytes that alignment and equal shards add to the whole parameters."""
-    return 4 * sum(handle.layout.padding_numel for handle in handles_of(model))
+    return 4 * sum(handle.layout.padding_numel for handle in handles_in(model))
 
 
 # ------------------------------------------------------------------------------------------ parity

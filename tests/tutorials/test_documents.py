@@ -32,7 +32,8 @@ from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, wrap
 from tests.harness import naming, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+DOCUMENTS = [*(ROOT / name for name in PAGES), *sorted((ROOT / "docs").glob("*.md"))]
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(240)]
 
 
@@ -428,6 +429,17 @@ def test_links_lead_somewhere() -> None:
                 headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
                 anchors = [re.sub(r"[^\w\- ]", "", h).lower().replace(" ", "-") for h in headings]
                 assert anchor in anchors, f"{path.name}: {target}"
+
+
+def test_glossary_is_short() -> None:
+    words = re.findall(r"^\| (?!word|-)", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert 10 < len(words) <= 25
+
+
+def test_versions_agree() -> None:
+    newest = re.findall(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    project = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert flatshard.__version__ == newest == project[0]
 
 
 def test_reference_is_current() -> None:

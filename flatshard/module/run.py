@@ -1,0 +1,138 @@
+"""``start_run``: makes the outermost wrapper the root, and lists what its forwards check."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor
+
+from flatshard.diagnostics import late_modules
+from flatshard.engine.context import RunContext
+from flatshard.engine.unit import Unit
+from flatshard.module import meta_init
+from flatshard.module.sharding import Sharding, handles_in, sharding_of, shardings_in
+from flatshard.plan.module_proxy import ModuleProxy
+
+
+def start_run(root: Sharding, *, number: int | None = None) -> None:
+    """Let the wrapper of ``root`` be the outermost one; those inside follow its run.
+
+    Args:
+        root: of the outermost wrapper.
+        number: tells models apart, alike on all ranks. None: a new one.
+
+    Raises:
+        ValueError: units inside train on other ranks.
+    """
+    names: dict[Unit, list[str]] = {}
+    for name, module in root.wrapper.named_modules():
+        if isinstance(module, ModuleProxy):
+            names.setdefault(sharding_of(module).unit, []).append(name)
+    for unit, own_names in names.items():
+        unit.rename(own_names, is_root=unit is root.unit)
+    # Registration order, the root last: a first guess at the order of execution.
+    first, *rest = names
+    units = [*rest, first]
+    _check_one_world(units)
+    settings, checks = root.settings, _ForwardChecks(root)
+    context = RunContext(
+        units,
+        settings.ranks.world,
+        buffers=checks.synced_buffers,
+        check=checks.check,
+        number=settings.ranks.world.new_model() if number is None else number,
+        forward_prefetch=settings.forward_prefetch,
+        backward_prefetch=settings.backward_prefetch,
+    )
+    for one in shardings_in(root.wrapper):
+        one.context = context
+
+
+@contextlib.contextmanager
+def accumulating(
+    context: RunContext, max_bytes: int | None, *, replicas_only: bool
+) -> Iterator[None]:
+    """See ``ShardedWrapper.no_sync``."""
+    if max_bytes is not None and max_bytes < 0:
+        raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}")
+    before = context.syncs, context.under_no_sync
+    context.syncs = context.plan_accumulation(max_bytes, replicas_only)
+    context.under_no_sync = True
+    try:
+        yield
+    finally:
+        context.syncs, context.under_no_sync = before
+
+
+class _ForwardChecks:
+    """What the root looks at when a forward begins."""
+
+    def __init__(self, root: Sharding) -> None:
+        self._root = root
+        self._num_registered = 0  # modules and parameters assigned when this last looked
+
+    def synced_buffers(self) -> Iterable[Tensor]:
+        """The buffers that all ranks take from rank 0."""
+        if not self._root.settings.broadcast_buffers:
+            return ()
+        ignored = self._root.ignored.ids()
+        buffers = self._root.wrapper.module.buffers()
+        return [buffer for buffer in buffers if id(buffer) not in ignored]
+
+    def check(self) -> None:
+        """Check before the first forward, and whenever something was assigned to modules."""
+        root = self._root
+        is_first = not root.context.has_run
+        if is_first or self._num_registered != late_modules.count():
+            self._check_all_owned()
+        self._num_registered = late_modules.count()
+        if is_first and any(one.is_left_empty for one in shardings_in(root.wrapper)):
+            world = root.settings.ranks.world
+            meta_init.check_loaded(root.wrapper, handles_in(root.wrapper), world)
+
+    def _check_all_owned(self) -> None:
+        """Raise where modules were added since wrapping: nobody would average their gradients."""
+        root, handles = self._root, handles_in(self._root.wrapper)
+        late_modules.watch(root.wrapper.modules())
+        is_summoned = any(handle.summoned is not None for handle in handles)
+        if root.settings.ranks.world.size == 1 or is_summoned:
+            return
+        for handle in handles:
+            handle.params.check_places()
+        known = root.ignored.ids()
+        known.update(id(param) for handle in handles for param in handle.sharded)
+        for name, param in root.wrapper.named_parameters():
+            if id(param) not in known and param.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name!r} was added after wrapping: it would be trained on each "
+                    "rank's own gradients. Add modules before wrapping, freeze it, or let "
+                    "ShardedWrapper ignore it (ignored_states) and average its gradient yourself."
+                )
+
+
+def _check_one_world(units: Sequence[Unit]) -> None:
+    world = units[-1].topology.world
+    for unit in units:
+        if unit.topology.world.ranks != world.ranks:
+            raise ValueError(
+                f"ShardedWrapper: unit {unit.name!r} trains on ranks {unit.topology.world.ranks}, "
+                f"the module around it on {world.ranks}. Pass both the same ranks."
+            )
+    _check_one_grid([unit for unit in units if unit.topology.intra_group.size > 1])
+
+
+def _check_one_grid(units: Sequence[Unit]) -> None:
+    """Refuse units of which one is replicated where another is sharded, and the reverse.
+
+    The same on all ranks: a rank's row and column have no other rank in common.
+    """
+    grids = [(unit, *unit.topology.grid) for unit in units if unit.topology.crosses]
+    for unit, shard, replicate in grids:
+        outermost, its_shard, its_replicate = grids[-1]
+        if (shard, replicate) == (its_replicate, its_shard):
+            raise ValueError(
+                f"ShardedWrapper: unit {unit.name!r} shards over ranks {shard} and replicates over "
+                f"{replicate}, {outermost.name or 'the module around it'!r} the other way round. "
+                "Pass both the same pair of groups (shard group, replicate group)."
+            )

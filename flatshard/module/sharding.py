@@ -1,0 +1,236 @@
+"""``Sharding``: what a wrapper knows of its unit, and where to find those of a whole model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from flatshard.diagnostics.unit_report import Segment, UnitRow, describe
+from flatshard.engine.context import RunContext
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.unit import Unit
+from flatshard.module.settings import Settings, read_strategy
+from flatshard.options.strategy import ShardingStrategy
+from flatshard.plan.ignored import Ignored
+from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.state.model_state import UnitStateDict
+
+
+@dataclass(eq=False)
+class Sharding:
+    """One wrapper's part of a sharded model.
+
+    Wrappers of modules that are coalesced share a unit; all wrappers of a model share its run.
+
+    Attributes:
+        wrapper: the wrapper.
+        unit: its unit.
+        state_dict: what the unit puts into state dicts.
+        settings: what it was wrapped with.
+        ignored: what it leaves alone.
+        reason: why a policy made it a unit; empty for others.
+        is_left_empty: whether ``leave_empty`` left values to be loaded.
+        context: the model's run; see ``run.start_run``.
+    """
+
+    wrapper: ModuleProxy
+    unit: Unit
+    state_dict: UnitStateDict
+    settings: Settings
+    ignored: Ignored
+    reason: str = ""
+    is_left_empty: bool = False
+    context: RunContext = dataclasses.field(init=False)
+
+    def attach(self) -> None:
+        """Let the wrapper have this."""
+        self.wrapper.__dict__["_sharding"] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+        """For a copied wrapper: its own unit on the same ranks, in the run of the original."""
+        twin = dataclasses.replace(
+            self,
+            wrapper=memo[id(self.wrapper)],
+            unit=memo[id(self.unit)],
+            state_dict=copy.deepcopy(self.state_dict, memo),
+            ignored=copy.deepcopy(self.ignored, memo),
+        )
+        twin.context = self.context
+        return twin
+
+    def check_between_steps(self, caller: str) -> RunContext:
+        """The model's run, where no step is under way.
+
+        Raises:
+            RuntimeError: a forward or backward is running.
+        """
+        context = self.context
+        context.recover()
+        if context.is_running_forward or context.in_backward:
+            raise RuntimeError(
+                f"{caller} was called while a forward or backward of "
+                f"{self.unit.name or 'the model'!r} is running. Call it between steps."
+            )
+        return context
+
+    def check_flat_parameters(self) -> None:
+        """Raise where a flat parameter that users see is not the one that shards lie in."""
+        shown = self.wrapper._parameters.values()
+        for handle, flat in zip(self.unit.handles, shown, strict=False):
+            if flat is not handle.sharded[0]:
+                raise RuntimeError(
+                    f"the flat parameter of unit {self.unit.name!r} was replaced, by "
+                    "torch.func.functional_call(), say: its values would not be used. Assign "
+                    "values with p.copy_(...), or wrap with use_orig_params=True."
+                )
+
+    def check_not_summoned(self, action: str) -> None:
+        """Raise where full parameters stand in for the sharded ones."""
+        for unit in units_in(self.wrapper):
+            if any(handle.summoned is not None for handle in unit.handles):
+                raise RuntimeError(
+                    f"unit {unit.name!r}: the model was {action} under "
+                    "summon_full_params(). Leave the context first."
+                )
+
+    def check_has_all_modules(self, action: str) -> None:
+        """Raise where a unit of several modules has only some of them in this wrapper."""
+        inside = set(self.wrapper.modules())
+        for unit in units_in(self.wrapper):
+            if not inside.issuperset(unit.modules):
+                raise RuntimeError(
+                    f"unit {unit.name!r}: {self._own_name!r} cannot be {action} alone: it is small "
+                    "and shares a flat parameter with its neighbours. Do it with the whole model, "
+                    "or wrap with coalesce_bytes=0."
+                )
+
+    @property
+    def _own_name(self) -> str:
+        unit = self.unit
+        return dict(zip(unit.modules, unit.names, strict=True))[self.wrapper.module]
+
+    def change_strategy(self, value: ShardingStrategy | str) -> None:
+        """See ``ShardedWrapper.sharding_strategy``."""
+        before, unit = self.settings, self.unit
+        strategy, placement = read_strategy(value, None, before.ranks)
+        self.check_has_all_modules("given another strategy")
+        if self.context.has_run:
+            raise RuntimeError(
+                f"unit {unit.name!r}: its strategy {before.strategy.name} cannot become "
+                f"{strategy.name} after the first forward. Wrap the model anew: save "
+                "model.state_dict() and load it there."
+            )
+        resharding = {"reshard_after_forward": True, "reshard_after_backward": True}
+        if dataclasses.replace(placement, **resharding) != dataclasses.replace(
+            before.placement, **resharding
+        ):
+            raise ValueError(
+                f"unit {unit.name!r}: {strategy.name} places parameters otherwise than "
+                f"{before.strategy.name}. Pass it to ShardedWrapper instead."
+            )
+        self.settings = dataclasses.replace(before, strategy=strategy, placement=placement)
+        unit.placement = placement
+
+    # ------------------------------------------------------------ descriptions
+
+    def summary(self) -> str:
+        """Strategy, elements and padding, for ``repr``."""
+        unit, strategy = self.unit, self.settings.strategy.name
+        if len(unit.modules) > 1:
+            return f"{strategy}: part of unit {unit.name}"
+        layouts = [handle.layout for handle in unit.handles]
+        numel = sum(layout.numel for layout in layouts)
+        padding = sum(layout.padding_numel for layout in layouts)
+        ranks = self.settings.topology.shard.size
+        return (
+            f"{strategy}: {numel:,} elements + {padding:,} padding "
+            f"over {ranks} rank{'s' if ranks != 1 else ''}"
+        )
+
+    def report(self) -> str:
+        """See ``ShardedWrapper.unit_report``."""
+        inside = shardings_in(self.wrapper)
+        first = {one.unit: one for one in reversed(inside)}
+        rest = "what is left" if len(inside) > 1 else "the whole model"
+        return describe([first[unit]._row(rest) for unit in units_in(self.wrapper)])
+
+    def _row(self, rest: str) -> UnitRow:
+        unit, topology = self.unit, self.settings.topology
+        together = f", {len(unit.modules)} small ones together" if len(unit.modules) > 1 else ""
+        return UnitRow(
+            name=unit.name,
+            class_name=", ".join(dict.fromkeys(type(one).__name__ for one in unit.modules)),
+            segments=tuple(_segment(handle) for handle in unit.handles),
+            strategy=self.settings.strategy.name,
+            ranks=topology.shard.size,
+            reason=(self.reason or ("by hand" if unit.name else f"root: {rest}")) + together,
+            transport=topology.transport,
+        )
+
+
+def _segment(handle: FlatParamHandle) -> Segment:
+    layout = handle.layout
+    is_gathered = handle.topology.shard.size > 1
+    return Segment(
+        dtype=handle.shard.dtype,
+        trainable=handle.sharded[0].requires_grad,
+        numel=layout.numel,
+        padding_numel=layout.padding_numel,
+        gathered_bytes=layout.padded_numel * handle.buffer.element_size() if is_gathered else 0,
+    )
+
+
+# ---------------------------------------------------------------- those of a model
+
+
+def sharding_of(wrapper: ModuleProxy) -> Sharding:
+    """The sharding of one wrapper."""
+    found: Sharding = wrapper.__dict__["_sharding"]
+    return found
+
+
+def shardings_in(module: nn.Module) -> list[Sharding]:
+    """Those in a model, outermost first; none in an unwrapped model."""
+    return [sharding_of(found) for found in module.modules() if isinstance(found, ModuleProxy)]
+
+
+def outermost_shardings(module: nn.Module) -> list[Sharding]:
+    """Those whose wrappers no other one contains."""
+    if isinstance(module, ModuleProxy):
+        return [sharding_of(module)]
+    found = [one for child in module.children() for one in outermost_shardings(child)]
+    return list(dict.fromkeys(found))
+
+
+def units_of(shardings: Iterable[Sharding]) -> list[Unit]:
+    """Their units, each once."""
+    return list(dict.fromkeys(one.unit for one in shardings))
+
+
+def units_in(module: nn.Module) -> list[Unit]:
+    """The units of a model, outermost first; none in an unwrapped model."""
+    return units_of(shardings_in(module))
+
+
+def state_dicts_in(module: nn.Module) -> list[UnitStateDict]:
+    """What the units of a model put into state dicts."""
+    return list(dict.fromkeys(one.state_dict for one in shardings_in(module)))
+
+
+def handles_in(module: nn.Module) -> list[FlatParamHandle]:
+    """The flat parameters of a model."""
+    return [handle for unit in units_in(module) for handle in unit.handles]
+
+
+def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
+    """The units of a model, where no step or summon is under way."""
+    for one in shardings_in(module):
+        one.check_between_steps(caller)
+    for one in outermost_shardings(module):
+        one.check_not_summoned(f"asked for {caller}")
+    return units_in(module)

@@ -1,0 +1,50 @@
+"""``summon``: full parameters in the modules of a model, for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from flatshard.module.conversion import without_flat_parameters
+from flatshard.module.sharding import handles_in, outermost_shardings, shardings_in, units_of
+from flatshard.state import full_params
+from flatshard.tensor.sharded_tensor import FlatShardTensor
+
+
+@contextlib.contextmanager
+def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) -> Iterator[None]:
+    """See ``ShardedWrapper.summon_full_params``. Collective at entry."""
+    if request.rank0_only and request.writeback:
+        raise ValueError(
+            "summon_full_params: rank0_only=True needs writeback=False, got writeback=True: "
+            "what rank 0 writes would not reach the other ranks' parts. To edit, let every "
+            "rank write the same with rank0_only=False."
+        )
+    shardings = shardings_in(module) if recurse else outermost_shardings(module)
+    for one in shardings:
+        one.check_between_steps("summon_full_params()")
+    _check_owns_parameters(module)
+    handles = [handle for unit in units_of(shardings) for handle in unit.handles]
+    with full_params.summoned(handles, request):
+        showing = [
+            one
+            for one in shardings
+            if any(handle.summoned.params for handle in one.unit.handles if handle.summoned)
+        ]
+        with without_flat_parameters(showing):  # the modules list the originals instead
+            yield
+
+
+def _check_owns_parameters(module: nn.Module) -> None:
+    """Raise where a unit that is not in ``module`` owns some of its parameters."""
+    inside = {id(spec) for handle in handles_in(module) for spec in handle.params.specs}
+    for part in module.modules():
+        for value in (*part._parameters.values(), *vars(part).values()):
+            if isinstance(value, FlatShardTensor) and id(value.spec) not in inside:
+                raise RuntimeError(
+                    f"summon_full_params: parameter {value.spec.name!r} belongs to unit "
+                    f"{value.spec.unit!r}, which is not in the given module. Pass its "
+                    "ShardedWrapper, or the whole model."
+                )

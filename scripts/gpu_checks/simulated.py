@@ -1,0 +1,163 @@
+"""Collectives of one rank that stand in for those of several."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flatshard.comm.communicator
+
+SLEEP_CYCLES = 2_000_000  # about a millisecond
+
+
+def sleep(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda._sleep(SLEEP_CYCLES)
+
+
+class Queued:
+    """What NCCL returns of a collective: streams wait for it, the host does not."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+    def is_completed(self) -> bool:
+        return self.event.query()
+
+
+class Finished:
+    """A collective that was over when it began."""
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Together:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+
+class SimulatedCollectives:
+    """Collectives over ranks that all have what this one, rank 0, has; on a stream of their own."""
+
+    def __init__(self, device: torch.device, slow: bool = False) -> None:
+        self.slow = slow
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.really_reduce = dist.all_reduce
+
+    def queue(self, work: Callable[[], object]) -> Queued | Finished:
+        if self.stream is None:
+            work()
+            return Finished()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            if self.slow:
+                sleep(self.stream.device)
+            work()
+        if not self.slow:
+            torch.cuda.synchronize()
+            return Finished()
+        return Queued(self.stream)
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        parts = out.chunk(group.size())
+        work = self.queue(lambda: [part.copy_(shard) for part in parts])
+        if not async_op:
+            work.wait()
+        return work
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, **_: Any) -> Any:
+        return self.queue(lambda: out.copy_(whole.chunk(group.size())[0]))
+
+    def all_reduce(self, tensor: Tensor, *args: Any, **keywords: Any) -> Any:
+        if not keywords.get("async_op"):
+            return self.really_reduce(tensor, *args, **keywords)
+        return self.queue(lambda: tensor.mul_(2).div_(2))  # the average, and it is written
+
+    def exchange(self, out: Tensor, whole: Tensor, **keywords: Any) -> Any:
+        return self.all_gather(out, whole.chunk(keywords["group"].size())[0], **keywords)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """In the place of torch's, which move nothing."""
+        inside = flatshard.comm.communicator
+        with contextlib.ExitStack() as stack:
+            for owner, name, function in (
+                (inside, "_all_gather_single", self.all_gather),
+                (inside, "_reduce_scatter_single", self.reduce_scatter),
+                (dist, "all_reduce", self.all_reduce),
+                (dist, "all_to_all_single", self.exchange),
+                (inside.Communicator, "_under_way", lambda _, work: [work]),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, function))
+            yield
+
+
+class SingleRankCollectives(SimulatedCollectives):
+    """The same of a backend's own, in each of which this rank is the only one."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        group = dist.new_group([0], backend=backend)
+        assert isinstance(group, dist.ProcessGroup)
+        self.alone, self.device = group, device
+        self.gather = flatshard.comm.communicator._all_gather_single
+        self.reduce = flatshard.comm.communicator._reduce_scatter_single
+        # Of one rank both are the same, and gloo has no average.
+        self.op = dist.ReduceOp.AVG if device.type == "cuda" else dist.ReduceOp.SUM
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        if out.device != self.device:  # what ranks say to one another
+            return super().all_gather(out, shard, group, async_op)
+        parts = out.chunk(group.size())
+        works = [self.gather(part, shard, group=self.alone, async_op=async_op) for part in parts]
+        return self.begun(works) if async_op else None
+
+    def begun(self, works: Sequence[Any]) -> Any:
+        together = Together(works)
+        if self.stream is None:  # gloo's works do not say that they are over
+            together.wait()
+            return Finished()
+        return together
+
+    def reduce_scatter(
+        self,
+        out: Tensor,
+        whole: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+        **_: Any,
+    ) -> Any:
+        part = whole.chunk(group.size())[0]
+        work = self.reduce(out, part, op=self.op, group=self.alone, async_op=async_op)
+        return self.begun([work]) if async_op else None
+
+    def all_reduce(self, tensor: Tensor, *args: Any, **keywords: Any) -> Any:
+        if not keywords.get("async_op"):
+            return self.really_reduce(tensor, *args, **keywords)
+        keywords |= {"group": self.alone, "op": self.op}
+        return self.begun([self.really_reduce(tensor, *args, **keywords)])

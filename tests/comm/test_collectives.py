@@ -1,0 +1,591 @@
+"""The exact sequence of collectives in a step, and what they do to memory."""
+
+import datetime
+import itertools
+import time
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from flatshard import CollectiveError, ShardedWrapper, collectives, sharded_modules
+from flatshard.comm.flat_chunks import FlatChunks
+from flatshard.comm.process_groups import control_of, new_group
+from flatshard.comm.registry import communicator
+from flatshard.comm.transports import sockets
+from flatshard.comm.work import AsyncWork, PendingSends
+from flatshard.options.strategy import Collectives, TransportOptions
+from flatshard.tensor.sharded_tensor import local_range
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import run_ranks
+
+SOCKETS = TransportOptions(Collectives.SOCKETS)
+LAYERS = ("0", "1", "2")
+
+
+def _stack(width: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in LAYERS))
+
+
+def _wrapped(strategy: str, **keywords: object) -> ShardedWrapper:
+    policy = ModuleWrapPolicy({nn.Linear})
+    return ShardedWrapper(_stack(), sharding_strategy=strategy, auto_wrap_policy=policy, **keywords)
+
+
+def _step(model: ShardedWrapper) -> list[tuple[str, str]]:
+    with collectives.record() as events:
+        model(torch.ones(2, 8)).sum().backward()
+    return [(event.kind, event.unit_fqn) for event in events]
+
+
+def _gathers(events: list[tuple[str, str]]) -> list[str]:
+    return [label for kind, label in events if kind == "gather"]
+
+
+EXPECTED = {
+    # Prefetch moves each gather before the compute of the unit ahead of it.
+    "FULL_SHARD": [("gather", n) for n in "012"]
+    + [("gather", "2"), ("gather", "1"), ("reduce", "2"), ("gather", "0")]
+    + [("reduce", "1"), ("reduce", "0")],
+    "SHARD_GRAD_OP": [("gather", n) for n in "012"] + [("reduce", n) for n in "210"],
+    "NO_SHARD": [("all_reduce", n) for n in "210"],
+}
+
+
+@pytest.mark.parametrize("strategy", EXPECTED)
+def test_sequence(strategy: str) -> None:
+    run_ranks(_sequence, 2, strategy)
+
+
+def _sequence(rank: int, world_size: int, strategy: str) -> None:
+    model = _wrapped(strategy)
+    _step(model)  # the first backward also agrees on an order
+    for _ in range(2):
+        assert _step(model) == [
+            *EXPECTED[strategy],
+            ("scalars", "used parameters of all units, backward"),
+        ]
+
+
+def test_prefetch_at_the_end_of_forward() -> None:
+    run_ranks(_end_of_forward, 2)
+
+
+def _end_of_forward(rank: int, world_size: int) -> None:
+    """Backward begins with what forward ended with, and its gathers begin in forward."""
+    model = _wrapped("FULL_SHARD", backward_prefetch="END_OF_FORWARD")
+    unit_bytes = (8 * 8 + 8) * 4
+    reductions = [("gather", "1"), ("reduce", "2"), ("gather", "0"), ("reduce", "1")]
+    scalars = ("scalars", "used parameters of all units, backward")
+    _step(model)
+    for _ in range(2):
+        gathers = [("gather", n) for n in LAYERS]
+        assert _step(model) == [*gathers, *reductions, ("reduce", "0"), scalars]
+    with collectives.record() as events:
+        model(torch.ones(2, 8))
+    assert [(e.kind, e.unit_fqn) for e in events] == [*gathers, ("gather", "1")]
+    assert _live_bytes(model) == 2 * unit_bytes
+    with torch.no_grad():  # what was gathered for a backward that did not come is used, and freed
+        model(torch.ones(2, 8))
+    assert _live_bytes(model) == 0
+
+
+def test_backward_of_a_lookup_gathers_nothing() -> None:
+    run_ranks(_lookups, 2)
+
+
+class _Lookups(nn.Module):
+    """Two embeddings, used as ``how`` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.bag = nn.Embedding(11, 8), nn.EmbeddingBag(11, 8, mode="sum")
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor, how: str) -> Tensor:
+        weights = torch.ones(tokens.shape, requires_grad=True) if how == "saved" else None
+        x = self.words(tokens).sum(dim=1) + self.bag(tokens, per_sample_weights=weights)
+        if how == "recomputed":
+            words = checkpoint.checkpoint(self.words, tokens, use_reentrant=False)
+            x = x + words.sum(dim=1) ** 2
+        return self.head(x)
+
+
+def _lookups(rank: int, world_size: int) -> None:
+    """Unless something of its forward is saved, or computed again."""
+    lookups, linear = {nn.Embedding, nn.EmbeddingBag}, {nn.Linear}
+    for how, regathered in (("plain", []), ("saved", ["bag"]), ("recomputed", ["words"])):
+        for mode in ("sockets", "native"):
+            model = ShardedWrapper(
+                _Lookups(), auto_wrap_policy=ModuleWrapPolicy(lookups | linear), collectives=mode
+            )
+            plain = _Lookups()
+            tokens = torch.arange(6).view(2, 3)
+            for _ in range(3):
+                with collectives.record() as events:
+                    model(tokens, how).square().sum().backward()
+                assert _live_bytes(model) == 0
+            seen = Counter(event.unit_fqn for event in events if event.kind == "gather")
+            assert seen["head"] == (1 if mode == "sockets" else 2)  # kept, where links are slow
+            for name in ("words", "bag"):
+                calls = 2 if name == "words" and how == "recomputed" else 1
+                assert seen[name] == calls + (name in regathered), (how, mode, name)
+            for _ in range(3):
+                plain(tokens, how).square().sum().backward()
+            expected = dict(plain.named_parameters())
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(parameter.grad.full_tensor(), expected[name].grad)
+
+
+def test_prefetch_goes_as_far_as_the_largest_unit() -> None:
+    run_ranks(_prefetch_far, 2)
+
+
+def _prefetch_far(rank: int, world_size: int) -> None:
+    for mode, ahead in (("sockets", 3), ("native", 1)):
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 24), nn.Linear(24, 8), *(nn.Linear(8, 8) for _ in range(4))]
+        model = ShardedWrapper(
+            nn.Sequential(*layers),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            collectives=mode,
+        )
+        on_the_way: list[int] = []
+        for layer in model.module:
+            layer.module.register_forward_hook(
+                lambda *_, seen=on_the_way, of=model: seen.append(
+                    sum(wrapper._sharding.unit.is_prefetched for wrapper in sharded_modules(of))
+                )
+            )
+        _step(model)
+        on_the_way.clear()
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+        assert max(on_the_way) == ahead  # 8 x 24 elements are three times 8 x 8
+
+
+def test_prefetch_can_be_turned_off() -> None:
+    run_ranks(_without_prefetch, 2)
+
+
+def _without_prefetch(rank: int, world_size: int) -> None:
+    for prefetch, expected in (
+        (None, [("gather", "2"), ("reduce", "2"), ("gather", "1"), ("reduce", "1")]),
+        ("BACKWARD_POST", [("gather", "2"), ("reduce", "2"), ("gather", "1"), ("reduce", "1")]),
+        ("BACKWARD_PRE", [("gather", "2"), ("gather", "1"), ("reduce", "2"), ("gather", "0")]),
+    ):
+        model = _wrapped("FULL_SHARD", backward_prefetch=prefetch, forward_prefetch=False)
+        _step(model)
+        assert _step(model)[3:7] == expected, prefetch
+
+
+def test_evaluation_only_gathers() -> None:
+    run_ranks(_evaluation, 2)
+
+
+def _evaluation(rank: int, world_size: int) -> None:
+    model = _wrapped("SHARD_GRAD_OP")
+    for context in (torch.no_grad, torch.inference_mode):
+        with collectives.record() as events, context():
+            model(torch.ones(2, 8))
+        assert [(e.kind, e.unit_fqn) for e in events] == [("gather", n) for n in LAYERS]
+        assert _live_bytes(model) == 0
+
+
+def test_another_order_than_recorded() -> None:
+    run_ranks(_another_order, 2)
+
+
+class _AnyOrder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = _stack()
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for index in order:
+            x = self.layers[index](x)
+        return x
+
+
+def _another_order(rank: int, world_size: int) -> None:
+    """Skipped, repeated and exchanged units: gathered on demand, nothing left behind."""
+    model = ShardedWrapper(_AnyOrder(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    plain = _AnyOrder()
+    plain.load_state_dict(model.state_dict())
+    for order in ((0, 1, 2), (0, 2), (2, 1, 0), (1, 1, 0), (0, 1, 2)):
+        model.zero_grad()
+        plain.zero_grad()
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(len(order)))
+        model(x, order).sum().backward()
+        plain(x, order).sum().backward()
+        assert _live_bytes(model) == 0
+        for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), name
+            if theirs.grad is not None:
+                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+
+
+def _live_bytes(model: nn.Module) -> int:
+    """Bytes of unsharded buffers that exist now."""
+    return sum(
+        handle.buffer.untyped_storage().nbytes()
+        for wrapper in sharded_modules(model)
+        for handle in wrapper._sharding.unit.handles
+        if handle.buffer_bytes
+    )
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_memory_goes_back_between_units(strategy: str) -> None:
+    run_ranks(_memory, 2, strategy)
+
+
+def _memory(rank: int, world_size: int, strategy: str) -> None:
+    model = _wrapped(strategy)
+    unit_bytes = (8 * 8 + 8) * 4
+    forward: list[int] = []
+    backward: list[int] = []
+    for layer in model.module:
+        layer.module.register_forward_hook(lambda *_: forward.append(_live_bytes(model)))
+        layer.module.bias.register_hook(lambda _: backward.append(_live_bytes(model)))
+    for _ in range(2):
+        forward.clear()
+        backward.clear()
+        output = model(torch.ones(2, 8)).sum()
+        kept = _live_bytes(model)
+        output.backward()
+        assert _live_bytes(model) == 0
+    if strategy == "FULL_SHARD":
+        # The unit that computes, and the next one on its way.
+        assert kept == 0
+        assert max(forward + backward) == 2 * unit_bytes
+    else:
+        assert kept == 3 * unit_bytes
+        assert backward == [3 * unit_bytes, 2 * unit_bytes, unit_bytes]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_reductions_do_not_depend_on_the_backend(world_size: int) -> None:
+    """Additions in rank order: every rank computes the same average, in every run."""
+    results = run_ranks(_reduce, world_size)
+    total = _values(0, world_size)
+    for rank in range(1, world_size):
+        total += _values(rank, world_size)
+    for rank, (first, second) in enumerate(results):
+        assert torch.equal(first, second)
+        assert torch.equal(first, (total / world_size).chunk(world_size)[rank])
+
+
+def _values(rank: int, world_size: int) -> Tensor:
+    return torch.randn(5 * world_size, generator=torch.Generator().manual_seed(rank))
+
+
+def _reduce(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    comm = communicator(dist.group.WORLD)
+    results = []
+    for _ in range(2):
+        out = torch.empty(5)
+        comm.reduce_scatter(
+            FlatChunks.of(_values(rank, world_size)), out, unit_fqn="test", tag=1
+        ).finish()
+        results.append(out)
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_averages_in_pieces(world_size: int) -> None:
+    run_ranks(_in_pieces, world_size, fresh=True)
+
+
+def _in_pieces(rank: int, world_size: int) -> None:
+    """Bit by bit what one piece gives, whatever their number and when each rank comes."""
+    sockets.PIECE_BYTES = 64
+    sockets._ADDED_AT_ONCE = 6
+    comm = communicator(dist.group.WORLD, mode=SOCKETS)
+    cases = [
+        (numel, dtype, num_parts)
+        for numel in (0, 1, 15, 16, 17, 70)
+        for dtype in (torch.float32, torch.float64, torch.complex64)
+        for num_parts in (1, 2, 5)
+    ]
+    started: list[tuple[AsyncWork, Tensor, Tensor]] = []
+    for tag, (numel, dtype, num_parts) in enumerate(cases):
+        values = [
+            torch.randn(numel * world_size, dtype=dtype, generator=_seeded(100 * tag + other))
+            for other in range(world_size)
+        ]
+        wholes = [_in_parts(one, num_parts, other % num_parts) for other, one in enumerate(values)]
+        expected = _sum_in_order([one.chunk(world_size)[rank] for one in values] if numel else [])
+        out = torch.full((numel,), torch.nan, dtype=dtype)
+        if tag % world_size == rank:
+            time.sleep(0.01)
+        pending = comm.reduce_scatter(wholes[rank], out, unit_fqn="test", tag=tag)
+        started.append((pending, out, expected))
+    pending_sends = PendingSends()
+    for pending, out, expected in started:
+        deadline = time.monotonic() + 10
+        while not pending.done():  # without a wait, which another rank may never answer
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+        pending.wait(pending_sends)
+        assert torch.equal(out, expected.to(out.dtype))
+    pending_sends.wait_sends()
+    assert comm._sockets._scratch._idle == []
+
+
+def _in_parts(values: Tensor, num_parts: int, missing: int) -> FlatChunks:
+    """Without a part, where there are several: then ``values`` are zero there."""
+    numel = values.numel()
+    bounds = [numel * number // num_parts for number in range(num_parts + 1)]
+    ranges = list(itertools.pairwise(bounds))
+    parts: list[Tensor | None] = [values[start:end] for start, end in ranges]
+    if num_parts > 1:
+        values[slice(*ranges[missing])] = 0
+        parts[missing] = None
+    return FlatChunks(parts, ranges, numel, values.dtype)
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _sum_in_order(parts: list[Tensor]) -> Tensor:
+    total = torch.zeros(0) if not parts else parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total / max(len(parts), 1)
+
+
+def test_a_reduction_that_another_rank_starts_late() -> None:
+    run_ranks(_late, 2)
+
+
+def _late(rank: int, world_size: int) -> None:
+    comm = communicator(dist.group.WORLD, mode=SOCKETS)
+    out = torch.empty(5)
+    if rank == 0:
+        pending = comm.reduce_scatter(FlatChunks.of(torch.ones(10)), out, unit_fqn="test", tag=1)
+        time.sleep(0.05)
+        assert not pending.done()
+        comm.gather_objects(None, op_name="not before")
+    else:
+        comm.gather_objects(None, op_name="not before")
+        pending = comm.reduce_scatter(FlatChunks.of(torch.ones(10)), out, unit_fqn="test", tag=1)
+    pending.finish()
+    assert out.tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_narrow_on_the_wire(world_size: int) -> None:
+    run_ranks(_narrow, world_size, fresh=True)
+
+
+def _narrow(rank: int, world_size: int) -> None:
+    """Gathered alike on all ranks; sums of what came in bfloat16 and of what is one's own."""
+    sockets.PIECE_BYTES = 600
+    comm = communicator(dist.group.WORLD, mode=TransportOptions(wire_dtype=torch.bfloat16))
+    assert comm.transport == "sockets, bfloat16"
+    tag = 0
+    for dtype in (torch.float32, torch.float64, torch.complex64, torch.float16, torch.int64):
+        for numel in (1, 7, 300, 1025):
+            tag += 1
+            values = [
+                (100 * torch.randn(numel * world_size, generator=_seeded(r))).to(dtype)
+                for r in range(world_size)
+            ]
+            is_narrow = dtype in (torch.float32, torch.float64)
+            sent = [one.to(torch.bfloat16).to(dtype) if is_narrow else one for one in values]
+            for exact, parts in ((False, sent), (True, values)):
+                out = torch.empty(numel * world_size, dtype=dtype)
+                mine = values[rank][:numel].clone()
+                comm.all_gather(
+                    mine, out, unit_fqn="test", tag=tag, purpose="test", exact=exact
+                ).finish()
+                assert torch.equal(out, torch.cat([part[:numel] for part in parts]))
+                assert torch.equal(mine, values[rank][:numel])
+            if not is_narrow:
+                continue
+            parts = [(values if r == rank else sent)[r] for r in range(world_size)]
+            expected = _sum_in_order([part.chunk(world_size)[rank] for part in parts])
+            out = torch.empty(numel, dtype=dtype)
+            comm.reduce_scatter(
+                FlatChunks.of(values[rank].clone()), out, unit_fqn="test", tag=tag
+            ).finish()
+            assert torch.equal(out, expected)
+
+
+def test_training_with_a_wire_dtype() -> None:
+    results = run_ranks(_train_narrow, 2)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def _train_narrow(rank: int, world_size: int) -> list[Tensor]:
+    ends = []
+    for wire_dtype in (torch.bfloat16, torch.bfloat16, None):
+        model = _wrapped("FULL_SHARD", wire_dtype=wire_dtype)
+        seen: list[Tensor] = []
+        model.module[0].module.register_forward_pre_hook(
+            lambda module, *_, seen=seen: seen.append(module.weight.detach().clone())
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(5):
+            exact = model.state_dict()["0.weight"]
+            x = torch.randn(4, 8, generator=_seeded(10 * step + rank))
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch.equal(seen[-1], exact.to(wire_dtype or exact.dtype).float())
+        ends.append((torch.cat([p.flatten() for p in model.state_dict().values()]), seen[-1]))
+    assert "sockets, bfloat16" not in model.unit_report()
+    narrow, again, plain = ends
+    assert torch.equal(narrow[0], again[0])
+    assert not torch.equal(narrow[0], plain[0])
+    torch.testing.assert_close(narrow[0], plain[0], rtol=0.0, atol=2e-2)
+    assert torch.isfinite(narrow[0]).all()
+    return [narrow[0], narrow[1]]
+
+
+def test_transports_that_cannot_be_had() -> None:
+    run_ranks(_no_such_transport, 2)
+    run_ranks(_other_backend, 1, init_group=False)
+
+
+def _no_such_transport(rank: int, world_size: int) -> None:
+    with pytest.raises(TypeError, match=r"wire_dtype: expected torch\.bfloat16 or None"):
+        _wrapped("FULL_SHARD", wire_dtype="bfloat16")
+    for dtype in (torch.float16, torch.int8):
+        with pytest.raises(ValueError, match=r"wire_dtype: expected torch\.bfloat16"):
+            _wrapped("FULL_SHARD", wire_dtype=dtype)
+    with pytest.raises(ValueError, match="own collectives"):
+        _wrapped("FULL_SHARD", wire_dtype=torch.bfloat16, collectives="native")
+    with pytest.raises(ValueError, match="averaged over 2 replicas"):
+        _wrapped("NO_SHARD", wire_dtype=torch.bfloat16)
+    model = _wrapped("FULL_SHARD", collectives="sockets", wire_dtype=torch.bfloat16)
+    assert model.unit_report().count("sockets, bfloat16") == 4
+    assert _wrapped("NO_SHARD").unit_report().count("  gloo  ") == 4
+
+
+def _other_backend(rank: int, world_size: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    for keywords in ({"collectives": "sockets"}, {"wire_dtype": torch.bfloat16}):
+        with pytest.raises(ValueError, match=r"backend is gloo, this one's is .*fake"):
+            _wrapped("FULL_SHARD", **keywords)
+    _groups_without_host_memory(dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def _groups_without_host_memory(world: dist.ProcessGroup) -> None:
+    """Like NCCL's, as far as collectives that move nothing show it."""
+    cuda = torch.device("cuda", 0)
+    # What ranks say to one another has a group beside one of NCCL: here one that answers.
+    beside, device = control_of(dist.new_group(backend="cuda:fake"))
+    numbers = torch.ones(3)
+    dist.all_reduce(numbers, group=beside)
+    assert (numbers.tolist(), device.type) == ([1, 1, 1], "cpu")
+    comm = communicator(world)
+    assert comm.is_stream_ordered(cuda)
+    assert not comm.is_stream_ordered(torch.device("cpu"))
+    # In torch 2.11 simulated collectives do not say that they are over.
+    shard, whole = torch.ones(1), torch.zeros(4)
+    assert comm.all_gather(shard, whole, unit_fqn="", tag=1, purpose="").done()
+    assert comm.all_reduce(whole, unit_fqn="").done()
+
+    # Bound to a device, NCCL's groups would be split off, which takes ranks that are not asked.
+    seen = []
+    with mock.patch.object(
+        dist, "new_group", side_effect=lambda *_, **__: seen.append(world.bound_device_id)
+    ):
+        world.bound_device_id = cuda
+        for ranks in ([0, 2], [0, 1, 2, 3]):
+            with pytest.raises(AssertionError, match="is a member"):
+                new_group(world, ranks)
+    assert (seen, world.bound_device_id) == ([None, cuda], cuda)
+    world.bound_device_id = None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.int8])
+def test_gather_any_dtype(dtype: torch.dtype) -> None:
+    run_ranks(_gather, 3, dtype)
+
+
+def _gather(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    comm = communicator(dist.group.WORLD)
+    out = torch.zeros(12, dtype=dtype)
+    comm.all_gather(
+        torch.full((4,), rank, dtype=dtype), out, unit_fqn="test", tag=1, purpose="test"
+    ).finish()
+    assert out.tolist() == [r for r in range(3) for _ in range(4)]
+    _gather_by_the_backend(rank)
+    with pytest.raises(ValueError, match="does not fill"):
+        comm.all_gather(torch.zeros(4), torch.zeros(13), unit_fqn="test", tag=1, purpose="test")
+
+
+def _gather_by_the_backend(rank: int) -> None:
+    """Of dtypes that it does not know, too: neither gloo nor NCCL has this one."""
+    comm = communicator(dist.group.WORLD, mode=TransportOptions(Collectives.NATIVE))
+    mine, out = torch.full((4,), rank, dtype=torch.int16), torch.zeros(12, dtype=torch.int16)
+    comm.all_gather(mine, out, unit_fqn="test", tag=1, purpose="test").finish()
+    assert out.tolist() == [r for r in range(3) for _ in range(4)]
+    comm.broadcast(mine, op_name="test", source=2)
+    assert mine.tolist() == [2] * 4
+
+
+def test_a_peer_that_does_not_come_is_named() -> None:
+    run_ranks(_no_peer, 2, expendable=[1], group_timeout=2.0)
+
+
+def _no_peer(rank: int, world_size: int) -> None:
+    comm = communicator(dist.group.WORLD)
+    if rank == 1:
+        return
+    started = datetime.datetime.now()
+    with pytest.raises(CollectiveError, match=r"unit 'layers\.3', rank 0: gathering"):
+        comm.all_gather(
+            torch.zeros(4), torch.zeros(8), unit_fqn="layers.3", tag=1, purpose="test"
+        ).finish()
+    assert datetime.datetime.now() - started < datetime.timedelta(seconds=10)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_native_collectives(world_size: int) -> None:
+    run_ranks(_native, world_size)
+
+
+def _native(rank: int, world_size: int) -> None:
+    """The path of back ends other than gloo: the same sequence, and the same gradients.
+
+    And one collective of the backend per unit and purpose.
+    """
+    with pytest.raises(ValueError, match=r'"auto", "sockets", "native"'):
+        _wrapped("FULL_SHARD", collectives="mpi")
+    for strategy, expected in EXPECTED.items():
+        models = [_wrapped(strategy, collectives=mode) for mode in ("auto", "native")]
+        for model in models:
+            _step(model)
+            assert _step(model) == [
+                *expected,
+                ("scalars", "used parameters of all units, backward"),
+            ]
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            grads = [local_range(p.grad) for p in (one, other)]
+            torch.testing.assert_close(*grads)
+        # Without acc_events torch 2.11 warns that it keeps one cycle's events.
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=cpu, acc_events=True) as profile:
+            _step(models[1])
+        asked = [e.name for e in profile.events() if e.name.startswith("c10d::")]
+        counts = Counter(kind for kind, _ in expected)
+        assert sum("gather" in name for name in asked) == counts["gather"]
+        assert sum("reduce_scatter" in name for name in asked) == counts["reduce"]
+        # One more tells who used what.
+        assert sum("allreduce" in name for name in asked) == counts["all_reduce"] + 1
+        assert len(asked) == len(expected) + 1, asked

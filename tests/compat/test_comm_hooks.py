@@ -1,0 +1,364 @@
+"""`register_comm_hook`: torch's own hooks by what they mean, others in the place of a reduction."""
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms._comm_hooks import default_hooks as fsdp_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as ddp_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+    _hook_then_optimizer,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+
+from flatshard import MixedPrecision, ShardedWrapper, collectives
+from tests.engine.test_training import WAYS, Run
+from tests.harness import allow_warnings, run_ranks
+from tests.models import CASES, Case
+from tests.oracle import (
+    OPTIMIZERS,
+    assert_same_state,
+    local_loss,
+    snapshot,
+    train,
+    train_steps,
+    trainable,
+)
+
+MLP = CASES["mlp"]
+
+# ---------------------------------------------------------------- hooks of a user
+
+
+class Averaging:
+    """A hook for sharded and for whole units, which averages by hand and notes its calls."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        self.noise = noise
+        self.calls: list[tuple[torch.dtype, int, int | None]] = []
+
+    def __call__(self, state: str, full: Tensor, out: Tensor | None = None) -> None:
+        assert state == "state"
+        self.calls.append((full.dtype, full.numel(), None if out is None else out.numel()))
+        assert out is None or bool(out.isnan().all())
+        dist.all_reduce(full)
+        full /= dist.get_world_size()
+        full[full == 0] = self.noise
+        if out is not None:
+            out.copy_(full.chunk(dist.get_world_size())[dist.get_rank()])
+
+
+def _registered(case: Case, hook: Callable[..., Any], **keywords: Any) -> ShardedWrapper:
+    model = case.wrap(case.model(), **keywords)
+    model.register_comm_hook("state", hook)
+    return model
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_hook_reduces(world_size: int) -> None:
+    run_ranks(_reduces, world_size)
+
+
+def _reduces(rank: int, world_size: int) -> None:
+    for name, ways in (("mlp", list(WAYS)), ("unused", ["full", "no_shard"])):
+        case = CASES[name]
+        expected = train(case, world_size, steps=3)
+        for strategy, use_orig_params in map(WAYS.__getitem__, ways):
+            hook = Averaging()
+            model = _registered(
+                case, hook, sharding_strategy=strategy, use_orig_params=use_orig_params
+            )
+            optimizer = OPTIMIZERS["sgd"](trainable(model))
+            with collectives.record() as events:
+                train_steps(model, optimizer, case, rank, world_size, steps=3)
+            assert_same_state(snapshot(model), expected.state, rtol=1e-10, atol=1e-10)
+            assert {event.kind for event in events} <= {"gather", "scalars", "broadcast"}
+            # What no rank uses is not reduced.
+            used = [u for u in _layouts(model) if u[0] != "idle"]
+            sharded = strategy != "NO_SHARD"
+            assert sorted(hook.calls) == sorted(
+                (torch.float64, padded, shard if sharded else None) for _, padded, shard in used * 3
+            )
+
+
+def _layouts(model: ShardedWrapper) -> list[tuple[str, int, int]]:
+    """Name, padded elements and a shard's elements of every flat parameter."""
+    return [
+        (handle.unit_name, handle.layout.padded_numel, handle.layout.shard_numel)
+        for wrapper in ShardedWrapper.fsdp_modules(model)
+        for handle in wrapper._sharding.unit.handles
+    ]
+
+
+def test_with_other_features() -> None:
+    run_ranks(_with_other_features, 2)
+
+
+def _with_other_features(rank: int, world_size: int) -> None:
+    """Norms, accumulation, conversions, copies, units of their own; reduce dtype of the unit."""
+    for strategy, use_orig_params in (WAYS["full-flat"], WAYS["no_shard"]):
+        hook = Averaging(noise=7.0)  # only padding is exactly zero, and must stay it
+        model = _registered(MLP, hook, sharding_strategy=strategy, use_orig_params=use_orig_params)
+        sharded = Run(model, MLP, rank, world_size)
+        plain = Run(MLP.model(), MLP, rank, world_size)
+        for run in (sharded, plain):
+            for step in range(2):
+                with run.no_sync():
+                    run.loss(2 * step).backward()
+                assert not run.is_sharded or len(hook.calls) == 3 * step
+                run.loss(2 * step + 1).backward()
+                torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+                run.step()
+        assert len(hook.calls) == 6
+        assert_same_state(snapshot(sharded.model), snapshot(plain.model), rtol=1e-10, atol=1e-10)
+
+        hook.calls.clear()
+        twin = copy.deepcopy(sharded.model)
+        local_loss(twin, MLP, 0, rank, world_size).backward()
+        assert not hook.calls
+        twin.register_comm_hook("state", hook)
+        sharded.model.float()
+        local_loss(sharded.model, MLP, 0, rank, world_size, torch.float32).backward()
+        local_loss(twin, MLP, 0, rank, world_size).backward()
+        assert [dtype for dtype, *_ in hook.calls] == [torch.float32] * 3 + [torch.float64] * 3
+
+    hook = Averaging()
+    model = MLP.wrap(
+        MLP.model(torch.float32),
+        mixed_precision=MixedPrecision(reduce_dtype=torch.float64),
+    )
+    model.fc2.register_comm_hook("state", hook)
+    with collectives.record() as events:
+        local_loss(model, MLP, 0, rank, world_size, torch.float32).backward()
+    assert [event.unit_fqn for event in events if event.kind == "reduce"] == ["fc3", "fc1"]
+    ((dtype, *_),) = hook.calls
+    assert dtype == torch.float64
+    with pytest.raises(RuntimeError, match="unit 'fc2' has a hook already"):
+        model.register_comm_hook("state", hook)
+    with pytest.raises(RuntimeError, match="unit 'fc1' is part of a model that has run a forward"):
+        model.fc1.register_comm_hook("state", hook)
+    twin = copy.deepcopy(model)
+    local_loss(twin, MLP, 0, rank, world_size, torch.float32).backward()
+    twin.register_comm_hook(None, ddp_hooks.allreduce_hook)  # the outermost one, at any time
+
+
+# ---------------------------------------------------------------- torch's own
+
+
+def test_compression_is_a_reduce_dtype() -> None:
+    run_ranks(_compression, 2)
+
+
+def _compression(rank: int, world_size: int) -> None:
+    group = dist.group.WORLD
+    low_precision = fsdp_hooks.LowPrecisionState(group)
+    spelled: dict[torch.dtype | None, list[tuple[Any, Callable[..., Any]]]] = {
+        None: [
+            (group, ddp_hooks.allreduce_hook),
+            (fsdp_hooks.DefaultState(group), fsdp_hooks.allreduce_hook),
+            (fsdp_hooks.DefaultState(group), fsdp_hooks.reduce_scatter_hook),
+        ],
+        torch.float16: [
+            (group, ddp_hooks.fp16_compress_hook),
+            (None, ddp_hooks.fp16_compress_wrapper(ddp_hooks.allreduce_hook)),
+            (low_precision, fsdp_hooks.fp16_compress_hook),
+        ],
+        torch.bfloat16: [
+            (None, ddp_hooks.bf16_compress_hook),
+            (group, ddp_hooks.bf16_compress_wrapper(ddp_hooks.allreduce_hook)),
+            (low_precision, fsdp_hooks.bf16_compress_hook),
+        ],
+    }
+    # In `mixed-types` a complex parameter, which keeps its dtype.
+    for name, strategy in (("mlp", "FULL_SHARD"), ("mlp", "HYBRID_SHARD"), ("mixed-types", None)):
+        case = CASES[name]
+        for dtype, hooks in spelled.items():
+            precision = MixedPrecision(reduce_dtype=dtype)
+            runs = []
+            for state, hook in [(None, None), *hooks]:
+                with allow_warnings(UserWarning, ".*these stay as they are: 'phase'"):
+                    model = case.wrap(
+                        case.model(), sharding_strategy=strategy, mixed_precision=precision
+                    )
+                if hook is not None:
+                    model = case.wrap(case.model(), sharding_strategy=strategy)
+                    model.register_comm_hook(state, hook)
+                optimizer = OPTIMIZERS["sgd"](trainable(model))
+                with collectives.record() as events:
+                    train_steps(model, optimizer, case, rank, world_size, steps=2)
+                runs.append((snapshot(model), [tuple(event) for event in events]))
+            for state_dict, events in runs[1:]:
+                assert_same_state(state_dict, runs[0][0], rtol=0, atol=0)
+                assert events == runs[0][1]
+
+    half = dist.new_group([0])
+    wider = fsdp_hooks.DefaultState(group)
+    wider.gradient_predivide_factor = 8.0
+    for state, hook, message in (
+        (half if rank == 0 else None, ddp_hooks.allreduce_hook, r"is for ranks \[0\]"),
+        (wider, fsdp_hooks.reduce_scatter_hook, "divides by 8.0 and"),
+    ):
+        model = MLP.wrap(MLP.model())
+        with pytest.raises(ValueError, match=message):
+            model.register_comm_hook(state, hook)
+        register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, model)  # nothing was registered
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def _two(state: Any, grad: Tensor) -> None: ...
+def _three(state: Any, full: Tensor, out: Tensor) -> None: ...
+def _buckets(state: Any, bucket: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hook", "error", "message"),
+    [
+        ("FULL_SHARD", "hook", TypeError, "expected a callable as hook, got 'hook'"),
+        (
+            "FULL_SHARD",
+            _two,
+            TypeError,
+            r"expected hook\(state, full, out\) for unit 'fc1', .*, got _two\(state: .*, grad",
+        ),
+        ("NO_SHARD", _three, TypeError, r"expected hook\(state, grad\) for unit 'fc1'"),
+        ("NO_SHARD", _buckets, NotImplementedError, "_buckets takes .* buckets"),
+        ("FULL_SHARD", powerSGD_hook, NotImplementedError, "powerSGD_hook takes .* buckets"),
+        ("FULL_SHARD", post_localSGD_hook, NotImplementedError, "MixedPrecision"),
+        (
+            "FULL_SHARD",
+            ddp_hooks.fp16_compress_wrapper(powerSGD_hook),
+            NotImplementedError,
+            r"fp16_compress_wrapper_hook takes",
+        ),
+        (
+            "FULL_SHARD",
+            _hook_then_optimizer(ddp_hooks.allreduce_hook, None),
+            NotImplementedError,
+            r"hook_then_optimizer_wrapper takes",
+        ),
+        ("HYBRID_SHARD", _three, NotImplementedError, "unit 'fc1' has a HYBRID strategy"),
+        ("HYBRID_SHARD_OP", _three, NotImplementedError, "use FULL_SHARD"),
+        (
+            "FULL_SHARD",
+            ddp_hooks.fp16_compress_hook,
+            ValueError,
+            r"in torch.float16, but unit 'fc1' was .*reduce_dtype=torch.bfloat16",
+        ),
+    ],
+)
+def test_refused(strategy: str, hook: Any, error: type[Exception], message: str) -> None:
+    """Alone, so the shapes of hooks go by the strategy and not by the number of ranks."""
+    with allow_warnings(UserWarning, "ShardedWrapper: no process group"):
+        model = MLP.wrap(
+            MLP.model(),
+            sharding_strategy=strategy,
+            mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16),
+        )
+    with pytest.raises(error, match=message):
+        model.register_comm_hook(None, hook)
+    local_loss(model, MLP, 0, 0, 1).backward()
+    model.register_comm_hook(None, ddp_hooks.bf16_compress_hook)
+    with model.no_sync():
+        local_loss(model, MLP, 0, 0, 1).backward()
+    with pytest.raises(RuntimeError, match="has a hook already"):
+        model.register_comm_hook(None, ddp_hooks.bf16_compress_hook)
+
+
+def test_refused_while_gradients_wait() -> None:
+    with allow_warnings(UserWarning, "ShardedWrapper: no process group"):
+        model = MLP.wrap(MLP.model())
+    with model.no_sync():
+        local_loss(model, MLP, 0, 0, 1).backward()
+    with pytest.raises(RuntimeError, match="unit 'fc1' holds gradients accumulated under no_sync"):
+        model.register_comm_hook(None, _three)
+    handle = model.fc1.register_forward_pre_hook(lambda *_: model.register_comm_hook(None, _three))
+    with pytest.raises(RuntimeError, match="register_comm_hook\\(\\) was called while a forward"):
+        local_loss(model, MLP, 0, 0, 1)
+    handle.remove()
+
+
+# ---------------------------------------------------------------- ranks and failures
+
+
+def test_ranks_register_alike() -> None:
+    run_ranks(_register_unlike, 2)
+
+
+def _register_unlike(rank: int, world_size: int) -> None:
+    model = MLP.wrap(MLP.model())
+    with pytest.raises(TypeError, match="^register_comm_hook" if rank else "^on rank 1: register"):
+        model.register_comm_hook("state", Averaging() if rank == 0 else 1)
+    with pytest.raises(ValueError, match="rank 0 registers another kind of hook"):
+        model.register_comm_hook("state", Averaging() if rank else ddp_hooks.allreduce_hook)
+    model.register_comm_hook("state", Averaging())
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_hook_raises(strategy: str) -> None:
+    run_ranks(_raises, 2, strategy)
+
+
+def _raises(rank: int, world_size: int, strategy: str) -> None:
+    """In the middle and at the end of backward; then training goes on."""
+    case = CASES["unused"]
+    average, calls = Averaging(), []
+    fails_at = 0
+
+    def hook(state: Any, full: Tensor, out: Tensor | None = None) -> Any:
+        calls.append(full.numel())
+        if len(calls) == fails_at:
+            raise KeyError("a user's own")
+        if len(calls) == -fails_at:
+            return dist.all_reduce(full, async_op=True)
+        return average(state, full, out)
+
+    sharded = Run(_registered(case, hook, sharding_strategy=strategy), case, rank, world_size)
+    plain = Run(case.model(), case, rank, world_size)
+    sharded.train()
+    calls.clear()
+    fails_at = -1
+    with pytest.raises(TypeError, match=r"returned a \w*Work, .* wait for it inside"):
+        sharded.loss(9).backward()
+    # fc3 has an unused parameter, so it comes at the end, when the others are reduced already.
+    for fails_at, unit in enumerate(["fc2", "fc1", "fc3"], 1):  # noqa: B007 read by the hook
+        calls.clear()
+        with pytest.raises(KeyError, match="a user's own") as caught:
+            sharded.loss(9).backward()
+        (note,) = caught.value.__notes__
+        assert note == f"unit '{unit}', rank {rank}: communication hook _raises.<locals>.hook"
+        sharded.optimizer.zero_grad()
+    fails_at = 0
+    plain.train()
+    sharded.train(2, 4)
+    plain.train(2, 4)
+    assert_same_state(snapshot(sharded.model), snapshot(plain.model), rtol=1e-10, atol=1e-10)
+
+
+def test_a_hook_raises_on_one_rank() -> None:
+    run_ranks(_raises_on_one_rank, 2, group_timeout=2.0)
+
+
+def _raises_on_one_rank(rank: int, world_size: int) -> None:
+    """The others learn by the timeout of the hook's own collective, in the same unit."""
+    average = Averaging()
+
+    def hook(state: Any, full: Tensor, out: Tensor) -> None:
+        if rank == 1:
+            raise KeyError("a user's own")
+        average(state, full, out)
+
+    model = _registered(MLP, hook)
+    start = time.monotonic()
+    with pytest.raises(KeyError if rank else RuntimeError) as caught:
+        local_loss(model, MLP, 0, rank, world_size).backward()
+    assert time.monotonic() - start < 10
+    assert caught.value.__notes__[0].startswith(f"unit 'fc3', rank {rank}: communication hook")

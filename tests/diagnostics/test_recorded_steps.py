@@ -1,0 +1,210 @@
+"""Recorded steps: figures that agree with what really happens, files, and errors on all ranks."""
+
+import gc
+import json
+import re
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatshard import ShardedWrapper, collectives, sharded_modules
+from flatshard.collectives import Event
+from flatshard.diagnostics.step_report import Kind, Range, StepReport
+from tests.harness import run_ranks
+from tests.models import CASES, loss_of
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "profiling.md"
+THREAD = set(Kind) - {Kind.FORWARD_PASS, Kind.BACKWARD_PASS, Kind.GATHER, Kind.REDUCE}
+SLEEP = 0.2
+
+
+def _step(case: str, model: nn.Module, number: int = 0) -> list[Event]:
+    inputs, target = CASES[case].batch(number, 4)
+    with collectives.record() as events:
+        loss_of(model(inputs), target).backward()
+    return events
+
+
+def _gathered(model: nn.Module) -> int:
+    return sum(
+        handle.buffer.untyped_storage().nbytes()
+        for wrapper in sharded_modules(model)
+        for handle in wrapper._sharding.unit.handles
+    )
+
+
+@pytest.mark.parametrize("case", ["transformer", "checkpointed"])
+def test_figures(case: str, tmp_path: Path) -> None:
+    run_ranks(_figures, 2, case, tmp_path)
+
+
+def _figures(rank: int, world_size: int, case: str, folder: Path) -> None:
+    model = CASES[case].wrap(CASES[case].model())
+    with pytest.raises(RuntimeError, match=r"with model\.record_steps\(\)"):
+        model.step_report()
+    _step(case, model)
+    seen: list[tuple[int, int]] = []
+
+    def look(*_: object) -> None:
+        seen.append((_gathered(model), model.step_report().memory.totals()[-1][1]))
+
+    hooks = [module.register_forward_hook(look) for module in model.blocks]
+    with model.record_steps(trace=folder / "trace.json") as reports:
+        events = [_step(case, model, number) for number in (1, 2)]
+        last = model.step_report()
+        with torch.no_grad():
+            with collectives.record() as gathers:
+                model(CASES[case].batch(1, 4)[0])
+            events.append(gathers)
+        with (
+            pytest.raises(RuntimeError, match="being recorded already"),
+            model.record_steps(),
+        ):
+            raise AssertionError("it is being recorded already")
+    for hook in hooks:
+        hook.remove()
+    assert [report.number for report in reports] == [0, 1, 2]
+    for report, listed in zip(reports[:2], events[:2], strict=True):
+        _check_bytes(report, listed)
+    assert reports[2].moved_bytes == sum(event.nbytes for event in events[2])
+    assert seen
+    assert all(really == recorded for really, recorded in seen)
+    assert last.memory.totals()[-1][1:] == (0, 0)
+    whole = max(wrapper._sharding.unit.gradient_bytes for wrapper in sharded_modules(model))
+    assert last.peak_gradient_bytes >= whole
+    # The root's gradients come first and last: its buffer is there all the time.
+    filled = [last.units[one.unit].name for one in last.memory.samples if one.gradient_bytes]
+    assert filled.index("") < filled.index("blocks.1") < filled.index("blocks.0")
+    for report in reports:
+        busy = sum(one.end - one.begin for one in report.ranges if one.kind in THREAD)
+        assert 0 < report.blocked_seconds < busy <= report.seconds
+        assert report.other_seconds >= 0
+    assert reports[2].backward_seconds == 0
+    assert model.step_report() is reports[2]
+    if rank == 0:
+        kinds = [event.kind for listed in events for event in listed]
+        _check_trace(json.loads((folder / "trace.json").read_text()), reports, kinds)
+    _check_nothing_is_kept(case, model)
+
+
+def _check_bytes(report: StepReport, listed: list[Event]) -> None:
+    assert report.moved_bytes == sum(event.nbytes for event in listed)
+    assert [unit.name for unit in report.units][-1] == ""
+    gathered, reduced = (
+        {
+            name: sum(e.nbytes for e in listed if (e.kind, e.unit_fqn) == (kind, name))
+            for name in names
+        }
+        for kind in ("gather", "reduce")
+        for names in [[unit.name for unit in report.units]]
+    )
+    for unit in report.units:
+        in_both = unit.gathered_forward_bytes + unit.gathered_backward_bytes
+        assert in_both == gathered[unit.name] > 0
+        assert unit.reduced_bytes == reduced[unit.name] > 0
+        # All but the root are gathered again.
+        assert unit.gathered_backward_bytes == (unit.gathered_forward_bytes if unit.name else 0)
+        assert min(unit.forward_seconds, unit.backward_seconds) > 0
+
+
+def _check_trace(trace: Any, reports: list[StepReport], kinds: list[str]) -> None:
+    ranges = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in ranges} == {0, 1}
+    tracks: dict[object, list[tuple[float, float]]] = {}
+    for event in ranges:
+        place = (event["pid"], event["tid"])
+        tracks.setdefault(place, []).append((event["ts"], event["ts"] + event["dur"]))
+    for on_track in tracks.values():
+        on_track.sort()
+        for (_, end), (begin, _) in pairwise(on_track):
+            assert end <= begin + 1e-3
+    waits = [e["dur"] for e in ranges if e["pid"] == 0 and e.get("cat") == "waiting for gathers"]
+    expected = sum(unit.gather_wait_seconds for report in reports for unit in report.units)
+    assert sum(waits) == pytest.approx(1e6 * expected)
+    # Every collective that was begun has ended.
+    for kind, track in (("gather", "gather under way"), ("reduce", "reduction under way")):
+        ended = [event["pid"] for event in ranges if event.get("cat") == track]
+        assert ended.count(0) == ended.count(1) == kinds.count(kind) > 0
+
+
+def _check_nothing_is_kept(case: str, model: ShardedWrapper) -> None:
+    def kept() -> int:
+        return sum(isinstance(one, Range | StepReport) for one in gc.get_objects())
+
+    before = kept()
+    _step(case, model)
+    assert kept() == before > 0
+
+
+def test_times() -> None:
+    run_ranks(_times, 2)
+
+
+def _times(rank: int, world_size: int) -> None:
+    """Waits are no computing, a unit's time is not that of the unit around it, nor the loss's."""
+    model = CASES["nested"].wrap(CASES["nested"].model())
+    _step("nested", model)
+    inputs, target = CASES["nested"].batch(0, 4)
+    with model.record_steps() as reports:
+        with pytest.raises(TypeError):
+            model("no tensor")
+        model.outer.first.linear.bias.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(inputs).sum().backward()
+        model.outer.first.linear.bias._backward_hooks.clear()
+
+        model.outer.first.linear.register_forward_pre_hook(lambda *_: time.sleep(SLEEP))
+        model.outer.shift.register_hook(lambda _: time.sleep(SLEEP))
+        time.sleep(SLEEP * rank)
+        loss = loss_of(model(inputs), target)
+        time.sleep(SLEEP)
+        loss.backward()
+    units = {unit.name: unit for unit in reports[-1].units}
+    assert list(units) == ["outer", "outer.first", "outer.second", ""]
+    slept = [units["outer.first"].forward_seconds, units["outer"].backward_seconds]
+    assert all(SLEEP <= seconds < 2 * SLEEP for seconds in slept)
+    busy = sum(unit.forward_seconds + unit.backward_seconds for unit in units.values())
+    assert busy < 3 * SLEEP
+    assert SLEEP <= reports[-1].other_seconds < 2 * SLEEP
+    # After a failure a start waits, too, until the others have taken what was given last.
+    starting = sum(unit.starting_seconds for unit in units.values())
+    blocked = reports[-1].blocked_seconds + starting
+    assert blocked > SLEEP / 2 if rank == 0 else blocked < SLEEP
+
+
+def test_files_are_checked_first(tmp_path: Path) -> None:
+    run_ranks(_files, 2, tmp_path)
+
+
+def _files(rank: int, world_size: int, folder: Path) -> None:
+    model = CASES["mlp"].wrap(CASES["mlp"].model())
+    for keywords, message in (
+        ({"trace": folder / "none" / "trace.json"}, r"trace: cannot write .*No such file"),
+        ({"memory": folder}, r"memory: cannot write .*Is a directory"),
+        ({"trace": folder / f"own-{rank}"}, "Pass the same on every rank"),
+        # Only rank 1 cannot write.
+        ({"trace": f"{folder}/{'{rank}'}/trace.json"}, r"cannot write .*\(rank 1\)"),
+    ):
+        (folder / "0").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=message), model.record_steps(**keywords):
+            raise AssertionError("the context was entered")
+    assert not list(folder.glob("own*"))
+
+    (program,) = re.findall(r"```python\n(with model.*?)```", DOCS.read_text(), re.DOTALL)
+    program = program.replace("trace.json", f"{folder}/trace-{'{rank}'}.json")
+    inputs, target = CASES["mlp"].batch(rank, 4)
+    names = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loss_fn": loss_of,
+        "batches": 3 * [(inputs, target)],
+    }
+    exec(compile(program, str(DOCS), "exec"), names)
+    assert len(names["reports"]) == 3
+    trace = json.loads((folder / f"trace-{rank}.json").read_text())
+    assert {event["pid"] for event in trace["traceEvents"]} == {rank}

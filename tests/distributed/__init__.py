@@ -1,1 +1,0 @@
-"""Tests on real gloo ranks."""

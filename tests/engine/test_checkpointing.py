@@ -1,0 +1,399 @@
+"""Activation checkpointing, wherever it stands: the same numbers, and no gather too many.
+
+A unit that computes again in backward was gathered for that, and backward goes on to use the same
+parameters: recomputation and backward of a unit share one gather.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from flatshard import ShardedWrapper, ShardingStrategy, collectives
+from flatshard.wrap import ModuleWrapPolicy
+from tests.combinations import every
+from tests.engine.test_training import WAYS, Run
+from tests.harness import allow_warnings, naming, run_ranks
+from tests.models import Case, vectors
+from tests.oracle import (
+    OPTIMIZERS,
+    assert_same_state,
+    local_loss,
+    snapshot,
+    train_rank_by_rank,
+)
+
+Checkpoint = Callable[..., Tensor]
+
+
+class Layer(nn.Module):
+    """A unit that draws random numbers. With ``inner``, it computes its own middle again."""
+
+    def __init__(self, inner: Checkpoint | None) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 9)
+        self.down = nn.Linear(9, 7)
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inner is None:
+            return x + self._middle(x)
+        return x + self.inner(self._middle, x)
+
+    def _middle(self, x: Tensor) -> Tensor:
+        return self.down(F.dropout(torch.tanh(self.up(x)), 0.3, self.training))
+
+
+class Layers(nn.Module):
+    """Four units between two layers that the root owns.
+
+    Args:
+        inner: the checkpoint inside each unit.
+        outer: the checkpoint around units.
+        together: how many units one of the outer checkpoints contains.
+        whole: the checkpoint around all four, which may contain the others.
+    """
+
+    def __init__(
+        self,
+        inner: Checkpoint | None = None,
+        outer: Checkpoint | None = None,
+        together: int = 1,
+        whole: Checkpoint | None = None,
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Linear(7, 7)
+        self.layers = nn.ModuleList([Layer(inner) for _ in range(4)])
+        self.head = nn.Linear(7, 3)
+        self.outer = outer
+        self.together = together
+        self.whole = whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        return self.head(self._all(x) if self.whole is None else self.whole(self._all, x))
+
+    def _all(self, x: Tensor) -> Tensor:
+        for first in range(0, len(self.layers), self.together):
+            some = functools.partial(self._some, first)
+            x = some(x) if self.outer is None else self.outer(some, x)
+        return x
+
+    def _some(self, first: int, x: Tensor) -> Tensor:
+        for layer in self.layers[first : first + self.together]:
+            x = layer(x)
+        return x
+
+
+class Segments(nn.Module):
+    """Four units that ``checkpoint_sequential`` runs in two segments."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(7, 7)
+        self.layers = nn.Sequential(*[Layer(None) for _ in range(4)])
+        self.head = nn.Linear(7, 3)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = checkpoint_sequential(self.layers, 2, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+KINDS: dict[str, Checkpoint] = {
+    "reentrant": functools.partial(checkpoint, use_reentrant=True),
+    "saved": functools.partial(checkpoint, use_reentrant=False),
+    "saved-to-the-end": functools.partial(checkpoint, use_reentrant=False, early_stop=False),
+}
+
+both_kinds = pytest.mark.parametrize("kind", ["reentrant", "saved"])
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+def _places(kind: str) -> dict[str, Callable[[], nn.Module]]:
+    run = KINDS[kind]
+    return {
+        "inside": lambda: Layers(inner=run),
+        "around": lambda: Layers(outer=run),
+        "around two": lambda: Layers(outer=run, together=2),
+        "inside and around": lambda: Layers(inner=run, outer=run),
+        "three deep": lambda: Layers(inner=run, outer=run, together=2, whole=run),
+        "segments": lambda: Segments(use_reentrant=kind == "reentrant"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [*itertools.product(["reentrant", "saved"], WAYS), ("saved-to-the-end", "full")],
+)
+def test_same_numbers_and_no_gather_too_many(kind: str, way: str) -> None:
+    run_ranks(_train_and_count, 2, kind, way)
+
+
+def _nth(way: str) -> int:
+    """Of what is crossed with the ways, the usual one meets all."""
+    return 1 if way == "full" else 2
+
+
+def _train_and_count(rank: int, world_size: int, kind: str, way: str) -> None:
+    for place, build in every(_nth(way), _places(kind).items(), start=list(WAYS).index(way)):
+        case = Case(place, build, vectors, (Layer,), row_wise=False)
+        with naming(place), _no_input_gradients():
+            expected = train_rank_by_rank(case, world_size, steps=3)
+            model = _wrap(case, way)
+            optimizer = OPTIMIZERS["sgd"](model.parameters())
+            for step in range(3):
+                forward, backward = _gathers_of(local_loss, model, case, step, rank, world_size)
+                optimizer.step()
+                optimizer.zero_grad()
+                _check_gathers(way, forward, backward)
+            assert_same_state(model.state_dict(), expected.state, 0.0, 1e-12)
+
+
+def _wrap(case: Case, way: str) -> ShardedWrapper:
+    strategy, use_orig_params = WAYS[way]
+    return case.wrap(
+        case.model(),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+    )
+
+
+def _gathers_of(loss_of: Callable[..., Tensor], *args: Any) -> tuple[Counter[str], Counter[str]]:
+    """Per unit, how often the forward of a loss gathered it, and its backward."""
+    with collectives.record() as forward:
+        loss = loss_of(*args)
+    with collectives.record() as backward:
+        loss.backward()
+    return _gathers(forward), _gathers(backward)
+
+
+def _gathers(events: list[collectives.Event]) -> Counter[str]:
+    return Counter(event.unit_fqn for event in events if event.kind == "gather")
+
+
+def _no_input_gradients() -> contextlib.AbstractContextManager[None]:
+    """Reentrant checkpoints say so in evaluation, and inside one another."""
+    return allow_warnings(UserWarning, "None of the inputs have requires_grad=True")
+
+
+LAYERS = [f"layers.{index}" for index in range(4)]
+
+
+def _check_gathers(way: str, forward: Counter[str], backward: Counter[str]) -> None:
+    if way == "no_shard":
+        assert not forward + backward
+        return
+    assert forward == Counter(["", *LAYERS])
+    # The root is kept, as its backward follows at once.
+    assert backward == (Counter(LAYERS) if way.startswith("full") else Counter())
+
+
+# ---------------------------------------------------------------- around the wrapper itself
+
+
+@each_way
+@both_kinds
+def test_around_the_whole_wrapper(kind: str, way: str) -> None:
+    run_ranks(_whole, 2, kind, way)
+
+
+def _whole(rank: int, world_size: int, kind: str, way: str) -> None:
+    case = Case("whole", Layers, vectors, (Layer,), row_wise=False)
+    expected = train_rank_by_rank(case, world_size, steps=4)
+    model = _wrap(case, way)
+    run_again = _Around(model, KINDS[kind])
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    # A reentrant checkpoint does nothing where no input asks for a gradient.
+    inputs_matter = Case("whole", Layers, _vectors_with_grad, (Layer,), row_wise=False)
+    for step in range(4):
+        forward, backward = _gathers_of(
+            local_loss, run_again, inputs_matter, step, rank, world_size
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        if way.startswith("full"):
+            assert forward == Counter(["", *LAYERS])
+            # The first forward of a reentrant checkpoint looks like an evaluation.
+            root = [""] if kind == "reentrant" else []
+            assert backward == Counter([*root, *LAYERS])
+    assert_same_state(model.state_dict(), expected.state, 0.0, 1e-12)
+    if way.startswith("full") and kind == "reentrant":
+        loss = local_loss(run_again, inputs_matter, 4, rank, world_size)
+        # When a layer is computed again, its gather, those before and the next one have begun.
+        assert _begun_at_each_layer(model, loss) == [3, 4, 5, 5]
+
+
+def _begun_at_each_layer(model: nn.Module, loss: Tensor) -> list[int]:
+    begun: list[int] = []
+    with collectives.record() as events:
+        for layer in model.modules():
+            if type(layer) is Layer:
+                layer.register_forward_pre_hook(lambda *_: begun.append(_gathers(events).total()))
+        loss.backward()
+    return begun
+
+
+class _Around(nn.Module):
+    def __init__(self, model: nn.Module, run: Checkpoint) -> None:
+        super().__init__()
+        self.model = model
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.model, x)
+
+
+def _vectors_with_grad(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    inputs, target = vectors(rows, generator)
+    return inputs.requires_grad_(), target
+
+
+# ---------------------------------------------------------------- torch's wrapper modules
+
+
+def _wrapped_before(way: str, case: Case) -> ShardedWrapper:
+    """Checkpoints inside the units, the way torchtitan applies both."""
+    model = case.model()
+    _checkpoint_modules(model, Layer)
+    return _shard(model, way, CheckpointWrapper)
+
+
+def _wrapped_before_class_inside(way: str, case: Case) -> ShardedWrapper:
+    """The policy names the class that a checkpoint hides."""
+    model = case.model()
+    _checkpoint_modules(model, Layer)
+    return _shard(model, way, Layer)
+
+
+def _wrapped_after(way: str, case: Case) -> ShardedWrapper:
+    """Checkpoints around the units."""
+    model = _shard(case.model(), way, Layer)
+    _checkpoint_modules(model, ShardedWrapper)
+    return model
+
+
+def _checkpoint_modules(model: nn.Module, kind: type[nn.Module]) -> None:
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=checkpoint_wrapper,
+        check_fn=lambda module: isinstance(module, kind) and module is not model,
+    )
+
+
+def _shard(model: nn.Module, way: str, unit: type[nn.Module]) -> ShardedWrapper:
+    strategy, use_orig_params = WAYS[way]
+    return ShardedWrapper(
+        model,
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+        auto_wrap_policy=ModuleWrapPolicy({unit}),
+    )
+
+
+@pytest.mark.parametrize("build", [_wrapped_before, _wrapped_before_class_inside, _wrapped_after])
+@each_way
+def test_checkpoint_wrappers(way: str, build: Callable[[str, Case], ShardedWrapper]) -> None:
+    run_ranks(_wrapper_modules, 2, way, build)
+
+
+def _wrapper_modules(
+    rank: int, world_size: int, way: str, build: Callable[[str, Case], ShardedWrapper]
+) -> None:
+    case = Case("wrapped", Layers, vectors, (Layer,), row_wise=False)
+    expected = train_rank_by_rank(case, world_size, steps=3)
+    model = build(way, case)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for step in range(3):
+        with collectives.record() as events:
+            local_loss(model, case, step, rank, world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if way != "no_shard":
+            num_gathers = 9 if way.startswith("full") else 5
+            assert sum(_gathers(events).values()) == num_gathers
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    assert_same_state(state, expected.state, 0.0, 1e-12)
+    model.load_state_dict(case.model().state_dict())
+    assert_same_state(model.state_dict(), case.model().state_dict(), 0.0, 0.0)
+
+
+# ---------------------------------------------------------------- with other idioms
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "grad_op-flat"])
+@both_kinds
+def test_scripts(kind: str, way: str) -> None:
+    run_ranks(_run_scripts, 2, kind, way)
+
+
+def _run_scripts(rank: int, world_size: int, kind: str, way: str) -> None:
+    scripts = (_accumulate, _two_forwards, _evaluate_between, _fail_in_recomputation)
+    for script in every(_nth(way), scripts, start=list(WAYS).index(way)):
+        with naming(script.__name__), _no_input_gradients():
+            build = functools.partial(Layers, inner=KINDS[kind], outer=KINDS[kind])
+            case = Case("layers", build, vectors, (Layer,))
+            plain = Run(case.model().eval(), case, rank, world_size)
+            sharded = Run(_wrap(case, way).eval(), case, rank, world_size)
+            for run in (plain, sharded):
+                script(run)
+                run.train(5, 7)
+            assert_same_state(sharded.model.state_dict(), snapshot(plain.model), 0.0, 1e-12)
+
+
+def _accumulate(run: Run) -> None:
+    for first in (0, 2):
+        with run.no_sync():
+            run.loss(first).backward()
+        run.loss(first + 1).backward()
+        run.step()
+
+
+def _two_forwards(run: Run) -> None:
+    for step in range(2):
+        (run.loss(step) + 2 * run.loss(50 + step)).backward()
+        run.step()
+
+
+def _evaluate_between(run: Run) -> None:
+    for step in range(2):
+        loss = run.loss(step)
+        with torch.no_grad():
+            run.evaluate()
+        loss.backward()
+        with torch.inference_mode():
+            run.evaluate()
+        run.step()
+
+
+def _fail_in_recomputation(run: Run) -> None:
+    run.train()
+    loss = run.loss(20)
+    with _failing(run.submodule("layers")[1]), pytest.raises(ArithmeticError, match="planned"):
+        loss.backward()
+    run.optimizer.zero_grad()
+    run.train(2, 4)
+
+
+@contextlib.contextmanager
+def _failing(layer: nn.Module) -> Iterator[None]:
+    def fail(*_: object) -> None:
+        raise ArithmeticError("planned")
+
+    handle = layer.up.register_forward_hook(fail)
+    yield
+    handle.remove()

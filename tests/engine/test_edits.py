@@ -1,0 +1,356 @@
+"""Parameters and gradients edited between steps: the same as in a plain model, or a named error."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from flatshard import MixedPrecision
+from flatshard.engine.handle import FlatParamHandle
+from tests.combinations import every
+from tests.engine.test_training import WAYS, Run, Script
+from tests.harness import naming, run_ranks
+from tests.models import CASES
+from tests.oracle import assert_same_state, snapshot
+
+TRUE_SHAPES = {way for way, (_, use_orig_params) in WAYS.items() if use_orig_params}
+SHARDED = {way for way, (strategy, _) in WAYS.items() if strategy != "NO_SHARD"}
+
+
+def _weights(run: Run) -> list[Tensor]:
+    """The original parameters as their modules show them."""
+    return [
+        getattr(run.submodule(name), attribute)
+        for name in ("fc1", "fc2", "fc3")
+        for attribute in ("weight", "bias")
+    ]
+
+
+def _numbers(like: Tensor, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype)
+
+
+# ---------------------------------------------------------------- scripts: values
+
+
+def copied(run: Run) -> None:
+    with torch.no_grad():
+        for weight in _weights(run):
+            weight.copy_(_numbers(weight))
+
+
+def copied_through_data(run: Run) -> None:
+    for weight in _weights(run):
+        weight.data.copy_(_numbers(weight))
+        weight.data.mul_(0.5).add_(1.0)
+
+
+def assigned_to_data(run: Run) -> None:
+    for weight in _weights(run):
+        weight.data = _numbers(weight)
+    run.evaluate()
+    for weight in _weights(run):
+        weight.data = weight.data * 0.5
+
+
+def put_away_and_back(run: Run) -> Tensor:
+    """The usual class for moving averages: what `.data` gave before holds the old values."""
+    kept = [weight.data for weight in _weights(run)]
+    for weight in _weights(run):
+        weight.data = _numbers(weight)
+    output = run.evaluate().detach()
+    for weight, before in zip(_weights(run), kept, strict=True):
+        weight.data = before
+    return output
+
+
+def exchanged(run: Run) -> None:
+    twins = [weight.detach().clone().mul_(2) for weight in _weights(run)]
+    for weight, twin in zip(_weights(run), twins, strict=True):
+        weight.data, twin.data = twin.data, weight.data
+    run.evaluate()
+    for weight, twin in zip(_weights(run), twins, strict=True):
+        weight.data, twin.data = twin.data, weight.data
+    with torch.no_grad():
+        for weight, twin in zip(_weights(run), twins, strict=True):
+            weight.add_(twin)
+
+
+def element_by_element(run: Run) -> None:
+    with torch.no_grad():
+        for weight in _weights(run):
+            weight.add_(0.5).sub_(_numbers(weight), alpha=0.25)
+            weight.mul_(1.5).clamp_(-0.5, 0.75).clamp_min_(-0.4)
+            weight += 0.125
+            weight.lerp_(_numbers(weight, 1), 0.1)
+            weight.masked_fill_(_numbers(weight, 2) > 0.5, 0.25)
+            weight.copy_(torch.where(weight.abs() > 0.3, weight, torch.zeros_like(weight)))
+            weight.addcmul_(weight, weight, value=0.1).tanh_()
+
+
+def lists_at_once(run: Run) -> None:
+    with torch.no_grad():
+        weights = list(run.model.parameters())
+        torch._foreach_mul_(weights, 0.5)
+        torch._foreach_add_(weights, [p * 0.1 for p in weights])
+        torch._foreach_lerp_(weights, [p.detach().clone().mul_(2) for p in weights], 0.25)
+
+
+def moving_average(run: Run) -> None:
+    """Averages made from the parameters, and back into them."""
+    averages = [p.detach().clone() for p in run.model.parameters()]
+    for step in range(3):
+        run.train(step, step + 1)
+        with torch.no_grad():
+            for average, p in zip(averages, run.model.parameters(), strict=True):
+                average.lerp_(p, 0.1) if step % 2 else average.mul_(0.9).add_(p, alpha=0.1)
+    with torch.no_grad():
+        for average, p in zip(averages, run.model.parameters(), strict=True):
+            p.copy_(average)
+
+
+def drawn_anew(run: Run) -> None:
+    torch.manual_seed(1)
+    for weight in _weights(run):
+        nn.init.uniform_(weight)
+        nn.init.normal_(weight, 0.1, 0.2)
+        nn.init.trunc_normal_(weight, std=0.3)
+        if weight.dim() == 1:
+            nn.init.constant_(weight, 0.3)
+            continue
+        for draw in (
+            nn.init.kaiming_uniform_,
+            nn.init.kaiming_normal_,
+            nn.init.xavier_uniform_,
+            nn.init.xavier_normal_,
+            nn.init.orthogonal_,
+        ):
+            draw(weight)
+
+
+def reset(run: Run) -> None:
+    torch.manual_seed(1)
+
+    def reset_one(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+
+    run.model.apply(reset_one)
+
+
+def normalised(run: Run) -> None:
+    with torch.no_grad():
+        for weight in _weights(run):
+            weight.div_(weight.norm())
+            weight.sub_(weight.mean()).mul_(1 / weight.abs().max())
+
+
+def in_inference_mode(run: Run) -> Tensor:
+    run.loss(0)
+    with torch.inference_mode():
+        for weight in _weights(run):
+            weight.mul_(0.5)
+        return run.evaluate().clone()
+
+
+def from_vector(run: Run) -> None:
+    numel = sum(weight.numel() for weight in _weights(run))
+    vector_to_parameters(_numbers(torch.empty(numel, dtype=torch.float64)), _weights(run))
+
+
+def whole_model(run: Run) -> None:
+    """Every parameter, whatever its shape."""
+    with torch.no_grad():
+        for p in run.model.parameters():
+            p.mul_(0.9)
+            p.data.add_(0.01)
+            p.data = p.data - 0.02
+            p.copy_(p.clone().clamp_(-0.3, 0.3))
+
+
+# ---------------------------------------------------------------- scripts: gradients
+
+
+def gradients(run: Run) -> None:
+    for step in range(2):
+        run.loss(step).backward()
+        for p in run.model.parameters():
+            p.grad.mul_(0.5)
+            p.grad.data.clamp_(-0.1, 0.1)
+            p.grad = p.grad + 0.01
+            p.grad += 0.1 * p.detach()
+        run.step()
+
+
+def gradients_from_outside(run: Run) -> None:
+    for step in range(2):
+        run.loss(step).backward()
+        for weight in run.model.parameters():
+            weight.grad = _numbers(weight, step)
+        run.loss(step).backward()
+        nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+        nn.utils.clip_grad_value_(run.model.parameters(), 0.1)
+        run.step()
+
+
+SCRIPTS: list[tuple[Script, set[str]]] = [
+    *(
+        (script, set(WAYS))
+        for script in (
+            copied,
+            copied_through_data,
+            assigned_to_data,
+            put_away_and_back,
+            exchanged,
+            element_by_element,
+            lists_at_once,
+            moving_average,
+            drawn_anew,
+            reset,
+            normalised,
+            in_inference_mode,
+            from_vector,
+            whole_model,
+            gradients,
+        )
+    ),
+    (gradients_from_outside, TRUE_SHAPES),
+]
+
+
+def _assert_same(sharded: Run, plain: Run) -> None:
+    assert_same_state(sharded.model.state_dict(), snapshot(plain.model), 1e-12, 1e-12)
+
+
+def _pair(rank: int, world_size: int, way: str, **keywords: Any) -> tuple[Run, Run]:
+    case = CASES["mlp"]
+    strategy, use_orig_params = WAYS[way]
+    sharded = case.wrap(
+        case.model(), sharding_strategy=strategy, use_orig_params=use_orig_params, **keywords
+    )
+    return Run(sharded, case, rank, world_size), Run(case.model(), case, rank, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("script", "ways"), SCRIPTS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_script(script: Script, ways: set[str], world_size: int) -> None:
+    number = [one for one, _ in SCRIPTS].index(script)
+    # Other ranks tell what depends on their number; on two, every script meets every way.
+    chosen = ways if world_size == 2 else set(every(2, sorted(ways), start=number))
+    run_ranks(_run_script, world_size, script, chosen)
+
+
+def _run_script(rank: int, world_size: int, script: Script, ways: set[str]) -> None:
+    for way in WAYS:
+        if way not in ways:
+            continue
+        with naming(way):
+            sharded, plain = _pair(rank, world_size, way)
+            results = []
+            for run in (sharded, plain):
+                run.train(20, 21)
+                results.append(script(run))
+            torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+            _assert_same(sharded, plain)
+            torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=1e-9, atol=1e-12)
+            for run in (sharded, plain):
+                run.train(5, 7)
+            _assert_same(sharded, plain)
+
+
+@pytest.mark.parametrize("script", [assigned_to_data, put_away_and_back, exchanged])
+def test_script_in_mixed_precision(script: Script) -> None:
+    run_ranks(_mixed_precision, 2, script)
+
+
+def _mixed_precision(rank: int, world_size: int, script: Script) -> None:
+    """Where plain parameters do not compute themselves: the edits must reach what does."""
+    precision = MixedPrecision(param_dtype=torch.float32)
+    sharded, plain = _pair(rank, world_size, "no_shard", mixed_precision=precision)
+    for run in (sharded, plain):
+        script(run)
+        assert run.evaluate().abs().sum() > 0
+    _assert_same(sharded, plain)
+    torch.testing.assert_close(sharded.evaluate().double(), plain.evaluate(), rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------- refused
+
+
+def test_what_needs_the_whole_tensor() -> None:
+    run_ranks(_needs_whole, 2)
+
+
+def _needs_whole(rank: int, world_size: int) -> None:
+    """A named error, and nothing changed on any rank."""
+    for way in SHARDED:
+        with naming(way):
+            sharded, plain = _pair(rank, world_size, way)
+            weight = sharded.submodule("fc2").weight
+            like = torch.zeros(weight.shape, dtype=weight.dtype)
+            attempts: list[Callable[[], Any]] = [
+                lambda w=weight: w[0],
+                lambda w=weight: w.__setitem__(0, 1.0),
+                lambda w=weight: w.__setitem__((slice(None), 1), 1.0),
+                lambda w=weight: w.div_(w.norm(dim=1, keepdim=True)),
+                lambda w=weight: w.t().mul_(2),
+                lambda w=weight: w.view(-1).mul_(2),
+                lambda w=weight: w.copy_(torch.ones(3, 3)),
+                lambda w=weight: w.add_(torch.ones(7)),
+                lambda w=weight: setattr(w, "data", torch.ones(3, 3, dtype=w.dtype)),
+                lambda w=weight, like=like: setattr(w, "data", like.float()),
+                lambda w=weight, like=like: like.copy_(w),
+                lambda w=weight, like=like: like.lerp_(w, 0.5),
+                lambda w=weight: w.cumsum(0),
+                lambda w=weight, like=like: w.set_(like),
+                lambda w=weight: w.index_fill_(0, torch.tensor([0]), 1.0),
+                lambda w=weight: nn.init.eye_(w),
+                lambda w=weight: parameters_to_vector([w]),
+                lambda w=weight: torch.stack([w, w]),
+            ]
+            for number, attempt in enumerate(attempts):
+                with (
+                    naming(number),
+                    torch.no_grad(),
+                    pytest.raises((RuntimeError, TypeError), match=r"fc2\.weight"),
+                ):
+                    attempt()
+            _assert_same(sharded, plain)
+
+
+def test_replaced_parameter() -> None:
+    run_ranks(_replaced, 2)
+
+
+def _replaced(rank: int, world_size: int) -> None:
+    """Without sharding the new parameter computed, and nobody averaged its gradient."""
+    for way in WAYS:
+        with naming(way):
+            sharded, _ = _pair(rank, world_size, way)
+            module = sharded.submodule("fc2")
+            module.weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
+            with pytest.raises(RuntimeError, match=r"'fc2\.weight'.*replaced after wrapping"):
+                sharded.loss(0).backward()
+
+
+def test_construction_leaves_no_graph() -> None:
+    run_ranks(_no_graph, 2)
+
+
+def _no_graph(rank: int, world_size: int) -> None:
+    """The shard was copied from the originals under autograd, whose graph kept these alive."""
+    for way in WAYS:
+        sharded, _ = _pair(rank, world_size, way)
+        for handle in _handles(sharded):
+            assert handle.shard.grad_fn is None
+            assert handle.buffer.grad_fn is None
+
+
+def _handles(run: Run) -> list[FlatParamHandle]:
+    return [handle for unit in run.model._sharding.context.units for handle in unit.handles]

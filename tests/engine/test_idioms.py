@@ -1,0 +1,757 @@
+"""Wider idioms: several models, several backwards, penalties, hooks, scalers, errors.
+
+A script is written once, for a `Side`. It runs on the plain side, with the rows of all ranks, and
+on the sharded one, with this rank's; models and tensors that it returns must agree.
+"""
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from flatshard import ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+from tests.combinations import usual_and_every
+from tests.engine.test_training import TRUE_SHAPE_WAYS, WAYS
+from tests.harness import naming, run_ranks
+from tests.models import Mlp
+from tests.oracle import ROWS, assert_same_state, snapshot
+
+
+class Side:
+    """Where a script runs: plain with all rows, or sharded (``way``) with one rank's.
+
+    Attributes:
+        way: a key of ``WAYS``; None on the plain side.
+    """
+
+    def __init__(self, rank: int, world_size: int, way: str | None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.way = way
+
+    def wrap(self, module: nn.Module, *units: type[nn.Module]) -> nn.Module:
+        """The module in float64; sharded, with ``units`` (linear layers), on the sharded side."""
+        module = module.double()
+        if self.way is None:
+            return module
+        strategy, use_orig_params = WAYS[self.way]
+        return ShardedWrapper(
+            module,
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+            auto_wrap_policy=ModuleWrapPolicy(units or (nn.Linear,)),
+        )
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """This side's rows of a batch."""
+        return tensor if self.way is None else tensor.chunk(self.world_size)[self.rank]
+
+    def draw(self, step: int, *shape: int) -> Tensor:
+        """Random rows, the same ones on both sides."""
+        generator = torch.Generator().manual_seed(step)
+        rows = ROWS * self.world_size
+        return self.rows(torch.randn(rows, *shape, generator=generator, dtype=torch.float64))
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        return F.mse_loss(model(self.draw(step, 7)), self.draw(1000 + step, 3))
+
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.way is None else model.no_sync()
+
+    def by_rank(self, values: list[float]) -> float:
+        """Another number on each rank; their mean on the plain side."""
+        return sum(values) / len(values) if self.way is None else values[self.rank]
+
+
+Script = Callable[[Side], list[Any]]
+
+
+def _sgd(*models: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    params = [p for model in models for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(params, lr=lr, momentum=0.9)
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _run_both(rank: int, world_size: int, script: Script, ways: list[str]) -> None:
+    expected = _run_one(script, Side(rank, world_size, None))
+    for way in ways:
+        with naming(way):
+            actual = _run_one(script, Side(rank, world_size, way))
+            for mine, theirs in zip(actual, expected, strict=True):
+                _assert_same(mine, theirs)
+
+
+def _run_one(script: Script, side: Side) -> list[Any]:
+    torch.manual_seed(3)
+    return [snapshot(value) if isinstance(value, nn.Module) else value for value in script(side)]
+
+
+def _assert_same(actual: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert_same_state(actual, expected, 1e-9, 1e-12)
+    else:
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+# ---------------------------------------------------------------- several models
+
+
+class Net(nn.Module):
+    """Two layers and a scale that the root owns."""
+
+    def __init__(self, inputs: int = 7, outputs: int = 7) -> None:
+        super().__init__()
+        self.up = nn.Linear(inputs, 9)
+        self.down = nn.Linear(9, outputs)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x))) * self.scale
+
+
+def adversarial(side: Side) -> list[Any]:
+    """The critic learns from detached samples, then passes gradients on to the generator."""
+    generator, critic = side.wrap(Net()), side.wrap(Net(7, 1))
+    optimizers = _sgd(generator), _sgd(critic)
+    for step in range(3):
+        fake = generator(side.draw(step, 7))
+        (
+            F.softplus(critic(fake.detach())) + F.softplus(-critic(side.draw(50 + step, 7)))
+        ).mean().backward()
+        _step(optimizers[1])
+        F.softplus(-critic(fake)).mean().backward()
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return [generator, critic]
+
+
+def adversarial_with_frozen_critic(side: Side) -> list[Any]:
+    """As above; the critic asks for no gradients while the generator learns."""
+    generator, critic = side.wrap(Net()), side.wrap(Net(7, 1))
+    optimizers = _sgd(generator), _sgd(critic)
+    for step in range(3):
+        critic.requires_grad_(True)
+        with torch.no_grad():
+            fake = generator(side.draw(step, 7))
+        (critic(fake) - critic(side.draw(50 + step, 7))).mean().backward()
+        _step(optimizers[1])
+        critic.requires_grad_(False)
+        (-critic(generator(side.draw(step, 7)))).mean().backward()
+        assert all(p.grad is None for p in critic.parameters())
+        _step(optimizers[0])
+    return [generator, critic]
+
+
+def critic_with_gradient_penalty(side: Side) -> list[Any]:
+    """WGAN-GP: samples of one wrapped model, a penalty on the slope of another."""
+    generator, critic = side.wrap(Net()), side.wrap(Net(7, 1))
+    optimizers = _sgd(generator, lr=0.01), _sgd(critic, lr=0.01)
+    for step in range(3):
+        real, fake = side.draw(50 + step, 7), generator(side.draw(step, 7)).detach()
+        mixed = real.lerp(fake, 0.3).requires_grad_()
+        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+        penalty = (slope.norm(dim=1) - 1).pow(2).mean()
+        (critic(fake).mean() - critic(real).mean() + 10 * penalty).backward()
+        _step(optimizers[1])
+        (-critic(generator(side.draw(step, 7))).mean()).backward()
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return [generator, critic]
+
+
+def chained(side: Side) -> list[Any]:
+    """Two wrapped models, one optimizer, one loss."""
+    first, second = side.wrap(Net()), side.wrap(Net(7, 3))
+    optimizer = _sgd(first, second)
+    for step in range(3):
+        output = second(first(side.draw(step, 7)))
+        F.mse_loss(output, side.draw(50 + step, 3)).backward()
+        _step(optimizer)
+    return [first, second]
+
+
+def chained_in_a_cycle(side: Side) -> list[Any]:
+    """CycleGAN: each model runs before and after the other in one graph."""
+    first, second = side.wrap(Net()), side.wrap(Net())
+    optimizer = _sgd(first, second)
+    for step in range(3):
+        a, b = side.draw(step, 7), side.draw(50 + step, 7)
+        (F.mse_loss(second(first(a)), a) + F.mse_loss(first(second(b)), b)).backward()
+        _step(optimizer)
+    return [first, second]
+
+
+class Roots(nn.Module):
+    """An unwrapped model of wrapped parts, one of which runs twice."""
+
+    def __init__(self, side: Side) -> None:
+        super().__init__()
+        self.encoder = side.wrap(Net())
+        self.heads = nn.ModuleList([side.wrap(Net(7, 3)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(self.encoder(x))
+        return self.heads[0](x) + self.heads[1](x)
+
+
+def parts_wrapped_one_by_one(side: Side) -> list[Any]:
+    model = Roots(side)
+    optimizer = _sgd(model)
+    for step in range(3):
+        side.loss(model, step).backward()
+        _step(optimizer)
+    return [model]
+
+
+def teacher(side: Side) -> list[Any]:
+    """A frozen model gives the targets: without gradients, and with useless ones."""
+    student, frozen = side.wrap(Mlp()), side.wrap(Mlp().requires_grad_(False))
+    optimizer = _sgd(student)
+    for step in range(4):
+        x = side.draw(step, 7)
+        with torch.set_grad_enabled(step % 2 == 1):
+            target = frozen(x)
+        F.mse_loss(student(x), target).backward()
+        _step(optimizer)
+    return [student, frozen]
+
+
+def perceptual_loss(side: Side) -> list[Any]:
+    """Gradients pass through a frozen model to the one that learns."""
+    model, frozen = side.wrap(Net()), side.wrap(Mlp().requires_grad_(False))
+    optimizer = _sgd(model)
+    for step in range(3):
+        F.mse_loss(frozen(model(side.draw(step, 7))), side.draw(50 + step, 3)).backward()
+        _step(optimizer)
+    return [model, frozen]
+
+
+def momentum_encoder(side: Side) -> list[Any]:
+    """Another wrapped model follows by hand, between the steps."""
+    online, target = side.wrap(Net()), side.wrap(Net())
+    target.load_state_dict(online.state_dict())
+    target.requires_grad_(False)
+    optimizer = _sgd(online)
+    for step in range(3):
+        x = side.draw(step, 7)
+        with torch.no_grad():
+            wanted = target(x + 0.1)
+        F.mse_loss(online(x), wanted).backward()
+        _step(optimizer)
+        with torch.no_grad():
+            for mine, theirs in zip(target.parameters(), online.parameters(), strict=True):
+                mine.mul_(0.9).add_(theirs, alpha=0.1)
+    return [online, target]
+
+
+def averaged_model(side: Side) -> list[Any]:
+    model = side.wrap(Mlp())
+    averages = [
+        AveragedModel(model),
+        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
+    ]
+    optimizer = _sgd(model)
+    outputs = []
+    for step in range(3):
+        side.loss(model, step).backward()
+        _step(optimizer)
+        for average in averages:
+            average.update_parameters(model)
+            with torch.no_grad():
+                outputs.append(average(torch.ones(1, 7, dtype=torch.float64)))
+    return [model, *[average.module for average in averages], *outputs]
+
+
+def copies_as_targets(side: Side) -> list[Any]:
+    """A copy taken in the middle of training, frozen, in the loss of the original."""
+    model = side.wrap(Mlp())
+    optimizer = _sgd(model)
+    for step in range(4):
+        if step % 2 == 0:
+            old = copy.deepcopy(model).requires_grad_(False)
+        x = side.draw(step, 7)
+        (side.loss(model, step) + F.mse_loss(model(x), old(x + 1))).backward()
+        _step(optimizer)
+    return [model, old]
+
+
+# ---------------------------------------------------------------- several passes
+
+
+class TwoHeads(nn.Module):
+    """Two outputs from one trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(7, 5)
+        self.heads = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = torch.tanh(self.trunk(x))
+        return [head(x) for head in self.heads]
+
+
+def backward_per_head(side: Side) -> list[Any]:
+    """One forward, a backward for each output; the trunk's gradient comes twice."""
+    model = side.wrap(TwoHeads())
+    optimizer = _sgd(model)
+    for step in range(3):
+        first, second = model(side.draw(step, 7))
+        first.pow(2).mean().backward(retain_graph=True)
+        second.pow(2).mean().backward()
+        _step(optimizer)
+    return [model]
+
+
+def one_head_at_a_time(side: Side) -> list[Any]:
+    """The other head's gradient stays None."""
+    model = side.wrap(TwoHeads())
+    optimizer = _sgd(model)
+    for step in range(4):
+        model(side.draw(step, 7))[step % 2].pow(2).mean().backward()
+        assert all(p.grad is None for p in model.heads[1 - step % 2].parameters())
+        _step(optimizer)
+    return [model]
+
+
+def three_backwards_of_one_graph(side: Side) -> list[Any]:
+    model = side.wrap(Mlp())
+    optimizer = _sgd(model)
+    for step in range(2):
+        loss = side.loss(model, step)
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        _step(optimizer)
+    return [model]
+
+
+def retained_graph_with_a_forward_between(side: Side) -> list[Any]:
+    model = side.wrap(Mlp())
+    optimizer = _sgd(model)
+    for step in range(2):
+        loss = side.loss(model, step)
+        loss.backward(retain_graph=True)
+        with torch.no_grad():
+            model(side.draw(70, 7))
+        other = side.loss(model, 50 + step)
+        loss.backward()
+        other.backward()
+        _step(optimizer)
+    return [model]
+
+
+def inference_between_all(side: Side) -> list[Any]:
+    """Evaluation before, between forward and backward, and between backward and step."""
+    model = side.wrap(Mlp())
+    optimizer = _sgd(model)
+    outputs = []
+
+    def evaluate() -> None:
+        with torch.inference_mode():
+            outputs.append(model(torch.ones(2, 7, dtype=torch.float64)).clone())
+
+    for step in range(2):
+        evaluate()
+        loss = side.loss(model, step)
+        evaluate()
+        loss.backward()
+        evaluate()
+        _step(optimizer)
+    return [model, *outputs]
+
+
+class Energy(nn.Module):
+    """Returns an energy and, from a backward inside its forward, the forces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Net(7, 5)
+        self.head = nn.Linear(5, 1)
+        self.shift = nn.Parameter(torch.zeros(7))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.head(torch.tanh(self.body(x + self.shift)))
+            (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=self.training)
+        return energy * self.shift.sum().exp(), -slope + self.shift
+
+
+def forces(side: Side) -> list[Any]:
+    """A force field learns from forces, and is evaluated without a graph."""
+    model = side.wrap(Energy(), Net, nn.Linear)
+    optimizer = _sgd(model)
+    outputs = []
+    for step in range(3):
+        model.train()
+        energy, force = model(side.draw(step, 7))
+        (
+            F.mse_loss(energy, side.draw(50 + step, 1)) + F.mse_loss(force, side.draw(60 + step, 7))
+        ).backward()
+        _step(optimizer)
+        model.eval()
+        with torch.no_grad():
+            outputs += model(torch.ones(2, 7, dtype=torch.float64))
+    return [model, *[output.detach() for output in outputs]]
+
+
+def adversarial_inputs(side: Side) -> list[Any]:
+    """A gradient of the input, found by a backward that reaches no parameter, changes it."""
+    model = side.wrap(Mlp())
+    optimizer = _sgd(model)
+    for step in range(3):
+        x, target = side.draw(step, 7).requires_grad_(), side.draw(50 + step, 3)
+        (slope,) = torch.autograd.grad(F.mse_loss(model(x), target), x)
+        F.mse_loss(model(x.detach() + 0.1 * slope.sign()), target).backward()
+        _step(optimizer)
+    return [model]
+
+
+# ---------------------------------------------------------------- penalties
+
+
+def penalties(side: Side) -> list[Any]:
+    """Of several kinds, in the same loss as the data."""
+    return _penalised(
+        side,
+        [0.1, 0.1],
+        lambda p: p.pow(2).sum(),
+        lambda p: p.abs().sum(),
+        lambda p: (p - 1).square().sum() / 2,
+        lambda p: p.exp().sum(),
+    )
+
+
+def norm_penalties(side: Side) -> list[Any]:
+    """Weighted differently by each rank.
+
+    Of a flat parameter, a norm or mean would be that of the rank's part of the unit, and the
+    rank's weight that of its part.
+    """
+    return _penalised(
+        side,
+        [0.1, 0.3],
+        lambda p: p.pow(2).sum(),
+        torch.norm,
+        lambda p: p.norm(1),
+        lambda p: torch.linalg.vector_norm(p, 3),
+        lambda p: (p * p).mean(),
+    )
+
+
+def _penalised(side: Side, weights: list[float], *kinds: Callable[[Tensor], Tensor]) -> list[Any]:
+    model = side.wrap(Mlp())
+    optimizer = _sgd(model, lr=0.01)
+    weight = side.by_rank(weights)
+    for step, kind in enumerate(kinds):
+        penalty = sum(kind(p) for p in model.parameters())
+        (side.loss(model, step) + weight * penalty).backward()
+        _step(optimizer)
+    return [model]
+
+
+def penalty_by_itself(side: Side) -> list[Any]:
+    """In a backward of its own: before, after, and without the loss's."""
+    model = side.wrap(Mlp())
+    optimizer = _sgd(model)
+
+    def penalty() -> Tensor:
+        return 0.1 * sum(p.pow(2).sum() for p in model.parameters())
+
+    for step in range(3):
+        if step != 1:
+            penalty().backward()
+        if step != 2:
+            side.loss(model, step).backward()
+        if step == 1:
+            penalty().backward()
+        _step(optimizer)
+    return [model]
+
+
+def penalty_with_accumulation(side: Side) -> list[Any]:
+    model = side.wrap(Mlp())
+    optimizer = _sgd(model)
+    for first in (0, 2):
+        with side.no_sync(model):
+            side.loss(model, first).backward()
+        penalty = 0.1 * sum(p.abs().sum() for p in model.parameters())
+        (side.loss(model, first + 1) + penalty).backward()
+        _step(optimizer)
+    return [model]
+
+
+# ---------------------------------------------------------------- hooks
+
+
+def gradient_hooks(side: Side) -> list[Any]:
+    """From before and after wrapping, one removed, one that only looks."""
+    plain = Mlp()
+    plain.fc1.weight.register_hook(lambda grad: 2 * grad)
+    gone = plain.fc2.weight.register_hook(lambda grad: 5 * grad)
+    model = side.wrap(plain)
+    seen: list[torch.Size] = []
+    model.fc2.weight.register_hook(lambda grad: seen.append(grad.shape))
+    late = model.fc3.weight.register_hook(lambda grad: 3 * grad)
+    model.double()
+    optimizer = _sgd(model)
+    for step in range(4):
+        side.loss(model, step).backward()
+        _step(optimizer)
+        if step == 1:
+            gone.remove()
+            late.remove()
+    assert seen == [torch.Size([4, 5])] * 4
+    return [model]
+
+
+def post_accumulate_hooks(side: Side) -> list[Any]:
+    """They see the average, once for each backward that reduces, and may change it."""
+    calls = []
+
+    def halve(param: Tensor) -> None:
+        calls.append(param.shape)
+        param.grad.mul_(0.5)
+
+    plain = Mlp()
+    handles = [p.register_post_accumulate_grad_hook(halve) for p in plain.fc1.parameters()]
+    model = side.wrap(plain)
+    handles += [p.register_post_accumulate_grad_hook(halve) for p in model.fc2.parameters()]
+    optimizer = _sgd(model)
+    for step in range(3):
+        side.loss(model, step).backward()
+        _step(optimizer)
+        if step == 1:
+            for handle in handles:
+                handle.remove()
+    assert len(calls) == 2 * len(handles)
+    return [model]
+
+
+def optimizer_in_backward(side: Side) -> list[Any]:
+    model = side.wrap(Mlp())
+
+    def stepping(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+        return lambda _: _step(optimizer)
+
+    for param in model.parameters():
+        optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+        param.register_post_accumulate_grad_hook(stepping(optimizer))
+    for step in range(3):
+        side.loss(model, step).backward()
+        assert all(p.grad is None for p in model.parameters())
+    return [model]
+
+
+# ---------------------------------------------------------------- scalers
+
+
+def scaler(side: Side) -> list[Any]:
+    """Torch's own, on the whole length of it: growth, clipping, an overflow on one rank."""
+    model = side.wrap(Mlp())
+    optimizer = _sgd(model)
+    grad_scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    scales = []
+    for step in range(6):
+        # An overflow of one rank's rows is one of the whole batch.
+        overflow = step == 2 and (side.way is None or side.rank == 1)
+        loss = side.loss(model, step) * (float("inf") if overflow else 1.0)
+        grad_scaler.scale(loss).backward()
+        if step % 2 == 0:
+            grad_scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            assert bool(norm.isfinite()) is (step != 2)
+        grad_scaler.step(optimizer)
+        grad_scaler.update()
+        optimizer.zero_grad()
+        scales.append(torch.tensor(grad_scaler.get_scale()))
+    assert scales[2] < scales[1] < scales[-1] * 2
+    return [model, *scales]
+
+
+# ---------------------------------------------------------------- errors
+
+
+class _Planned(Exception):
+    """An error that a script raises."""
+
+
+@contextlib.contextmanager
+def _failing(module: nn.Module, in_backward: bool) -> Iterator[None]:
+    def fail(*_: Any) -> None:
+        raise _Planned
+
+    def fail_later(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = module.register_forward_hook(fail_later if in_backward else fail)
+    with pytest.raises(_Planned):
+        yield
+    handle.remove()
+
+
+def error_in_step(side: Side) -> list[Any]:
+    """Raised before, within and after the update, by hooks and by a closure."""
+    model = side.wrap(Mlp())
+    optimizer = _sgd(model)
+
+    def fail(*_: Any) -> None:
+        raise _Planned
+
+    def closure() -> Tensor:
+        side.loss(model, 40).backward()
+        raise _Planned
+
+    for step, register in enumerate(
+        (optimizer.register_step_pre_hook, optimizer.register_step_post_hook)
+    ):
+        side.loss(model, step).backward()
+        handle = register(fail)
+        with pytest.raises(_Planned):
+            optimizer.step()
+        handle.remove()
+        optimizer.zero_grad()
+        side.loss(model, 10 + step).backward()
+        _step(optimizer)
+    with pytest.raises(_Planned):
+        optimizer.step(closure)
+    optimizer.zero_grad()
+    side.loss(model, 20).backward()
+    _step(optimizer)
+    return [model]
+
+
+def error_in_evaluation(side: Side) -> list[Any]:
+    model = side.wrap(Mlp())
+    optimizer = _sgd(model)
+    for step, mode in enumerate((torch.no_grad, torch.inference_mode)):
+        loss = side.loss(model, step)
+        with _failing(model.fc2, in_backward=False), mode():
+            model(side.draw(70, 7))
+        loss.backward()
+        _step(optimizer)
+    return [model]
+
+
+def error_between_two_models(side: Side) -> list[Any]:
+    """The second model's backward fails, and the first one's never starts; or the first's does."""
+    first, second = side.wrap(Net()), side.wrap(Net(7, 3))
+    optimizer = _sgd(first, second)
+    for step, model in enumerate((second, first, first, second)):
+        with _failing(model.up, in_backward=step < 2):
+            F.mse_loss(second(first(side.draw(step, 7))), side.draw(50, 3)).backward()
+        optimizer.zero_grad()
+        for good in (10 * step, 10 * step + 1):
+            F.mse_loss(second(first(side.draw(good, 7))), side.draw(60, 3)).backward()
+            _step(optimizer)
+    return [first, second]
+
+
+def error_in_a_hook_of_a_gradient(side: Side) -> list[Any]:
+    model = side.wrap(Mlp())
+    optimizer = _sgd(model)
+
+    def fail(_: Tensor) -> None:
+        raise _Planned
+
+    for step, register in enumerate(
+        (model.fc2.weight.register_hook, model.fc2.weight.register_post_accumulate_grad_hook)
+    ):
+        handle = register(fail)
+        with pytest.raises(_Planned):
+            side.loss(model, 30).backward()
+        handle.remove()
+        optimizer.zero_grad()
+        for good in (2 * step, 2 * step + 1):
+            side.loss(model, good).backward()
+            _step(optimizer)
+    return [model]
+
+
+# ---------------------------------------------------------------- the table
+
+EVERYWHERE: list[Script] = [
+    adversarial,
+    adversarial_with_frozen_critic,
+    critic_with_gradient_penalty,
+    chained,
+    chained_in_a_cycle,
+    parts_wrapped_one_by_one,
+    teacher,
+    perceptual_loss,
+    momentum_encoder,
+    averaged_model,
+    copies_as_targets,
+    backward_per_head,
+    three_backwards_of_one_graph,
+    retained_graph_with_a_forward_between,
+    inference_between_all,
+    forces,
+    adversarial_inputs,
+    penalties,
+    penalty_by_itself,
+    penalty_with_accumulation,
+    optimizer_in_backward,
+    scaler,
+    error_in_step,
+    error_in_evaluation,
+    error_between_two_models,
+]
+# These look at single parameters.
+TRUE_SHAPES: list[Script] = [
+    one_head_at_a_time,
+    norm_penalties,
+    gradient_hooks,
+    post_accumulate_hooks,
+    error_in_a_hook_of_a_gradient,
+]
+
+
+@pytest.mark.parametrize("script", EVERYWHERE, ids=lambda script: script.__name__)
+def test_script(script: Script) -> None:
+    run_ranks(_run_both, 2, script, usual_and_every(2, WAYS, EVERYWHERE.index(script)))
+
+
+@pytest.mark.parametrize("script", TRUE_SHAPES, ids=lambda script: script.__name__)
+def test_script_on_true_shapes(script: Script) -> None:
+    run_ranks(_run_both, 2, script, TRUE_SHAPE_WAYS)
+
+
+# ---------------------------------------------------------------- what wrapping leaves behind
+
+
+class _Memory(bytearray):
+    """Bytes that a tensor can lie in and a weak reference can watch."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_originals_are_given_back(way: str) -> None:
+    """A graph over the flattening, and the list of originals, kept a whole model on each rank."""
+    run_ranks(_originals, 2, way)
+
+
+def _originals(rank: int, world_size: int, way: str) -> None:
+    model = nn.Linear(7, 5)
+    memory = _Memory(4 * model.weight.numel())
+    watched = weakref.ref(memory)
+    model.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(5, 7).fill_(1)
+    del memory
+    strategy, use_orig_params = WAYS[way]
+    wrapped = ShardedWrapper(model, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    assert watched() is None
+    assert torch.equal(wrapped.state_dict()["weight"], torch.ones(5, 7))

@@ -1,0 +1,249 @@
+"""Offload to a disk changes where things live, and nothing else: to the bit."""
+
+import copy
+import gc
+import itertools
+import os
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+
+from flatshard import CPUOffload, ShardedWrapper
+from flatshard.memory import disk
+from flatshard.options.offload import OffloadError, as_cpu_offload
+from tests.harness import naming, run_ranks
+from tests.models import CASES
+from tests.oracle import OPTIMIZERS, local_loss, snapshot, trainable
+
+Figures = tuple[dict[str, Tensor], list[float], dict[str, Any]]
+
+
+def _train(
+    model: ShardedWrapper, name: str, optimizer: torch.optim.Optimizer, rank: int
+) -> Figures:
+    """Accumulates under and outside of ``no_sync``, and clips."""
+    norms = []
+    size = torch.distributed.get_world_size()
+    for step in range(3):
+        if step == 1:
+            with model.no_sync():
+                local_loss(model, CASES[name], 50, rank, size).backward()
+            local_loss(model, CASES[name], 51, rank, size).backward()
+        local_loss(model, CASES[name], step, rank, size).backward()
+        norms.append(model.clip_grad_norm_(0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(model), norms, ShardedWrapper.optim_state_dict(model, optimizer)["state"]
+
+
+def _assert_equal(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What an optimizer holds for each element that this rank has."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [t for t in states if isinstance(t, Tensor) and t.dim() and t.numel()]
+
+
+COMBINATIONS = {
+    "mlp": ({"sharding_strategy": "FULL_SHARD"}, {"sharding_strategy": "NO_SHARD"}),
+    "transformer": ({"use_orig_params": False}, {"collectives": "sockets"}),
+    "tied-across-units": ({"sharding_strategy": "SHARD_GRAD_OP"}, {}),
+    "frozen": ({}, {"sharding_strategy": "SHARD_OP"}),
+    "mixed-types": ({}, {"use_orig_params": False}),
+    "checkpointed-reentrant": ({"reshard_after_forward": 1}, {"collectives": "native"}),
+}
+
+
+def _train_both(rank: int, size: int, folder: str) -> None:
+    modes = (CPUOffload(path=folder), CPUOffload(offload_optimizer=True, path=folder))
+    for name, keywords in COMBINATIONS.items():
+        for mode, extra, kind in zip(modes, keywords, ("adamw", "sgd"), strict=True):
+            with naming(f"{name}, {kind}, {extra}, {mode}"):
+                figures = []
+                for offload in (None, mode):
+                    model = CASES[name].wrap(CASES[name].model(), cpu_offload=offload, **extra)
+                    optimizer = OPTIMIZERS[kind](trainable(model))
+                    figures.append(_train(model, name, optimizer, rank))
+                _assert_equal(figures[1], figures[0])
+                handles = [h for unit in model._sharding.context.units for h in unit.handles]
+                assert all(map(disk.is_on_disk, _tensors(optimizer)))
+                assert all(disk.is_on_disk(h.shard) is mode.takes_params for h in handles)
+    del model, optimizer, handles, figures
+    gc.collect()
+    assert not disk._mapped, "files outlive what was in them"
+
+
+def test_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    run_ranks(_train_both, 2, str(tmp_path))
+    assert not list(tmp_path.iterdir()), "files have a name"
+
+
+# ---------------------------------------------------------------- large enough to be mapped
+
+
+class Wide(nn.Sequential):
+    """Shards of more than 1 MiB on two ranks, which are mapped instead of copied."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(768, 768) for _ in range(4)))
+
+
+def _resident_bytes() -> int:
+    return int(re.search(r"RssFile:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def _wrap_wide(**keywords: Any) -> ShardedWrapper:
+    torch.manual_seed(0)
+    return ShardedWrapper(Wide(), auto_wrap_policy=_is_linear, **keywords)
+
+
+def _is_linear(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    return recurse or isinstance(module, nn.Linear)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    model(torch.randn(2, 768, generator=generator)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _use_large(rank: int, size: int, folder: str) -> None:
+    offload = CPUOffload(offload_params=True, path=folder)
+    model, plain = _wrap_wide(cpu_offload=offload), _wrap_wide()
+    assert all(h.is_mapped for unit in model._sharding.context.units for h in unit.handles)
+    kind = torch.optim.Adam
+    optimizers = [kind(one.parameters(), lr=1e-3) for one in (model, plain)]
+    for one, optimizer in zip((model, plain), optimizers, strict=True):
+        _step(one, optimizer, rank)
+    before = _resident_bytes()
+    for step in range(3):
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            _step(one, optimizer, rank)
+        if step == 0:
+            stepping = model.step_in_backward(optimizers[0])
+    # 4.5 MiB of parameters, gradients and state of each unit; all of them would be 18.
+    assert _resident_bytes() - before < 2 << 20, "pages were not given back"
+    stepping.remove()
+    _assert_equal(snapshot(model), snapshot(plain))
+
+    # A copy has files of its own.
+    twin = copy.deepcopy(model)
+    twin_optimizer = kind(twin.parameters(), lr=1e-3)
+    before_step = snapshot(model)
+    _step(twin, twin_optimizer, rank)
+    _assert_equal(snapshot(model), before_step)
+    assert all(disk.is_on_disk(h.shard) for u in twin._sharding.context.units for h in u.handles)
+
+    # What is loaded and converted lives on the disk as well.
+    state = ShardedWrapper.optim_state_dict(plain, optimizers[1])
+    fresh = kind(twin.parameters(), lr=1e-3)
+    ShardedWrapper.optim_state_dict_to_load(twin, fresh, state, load_directly=True)
+    twin.load_state_dict(before_step)
+    _step(twin, fresh, rank)
+    _step(plain, optimizers[1], rank)
+    _assert_equal(snapshot(twin), snapshot(plain))
+    assert all(map(disk.is_on_disk, _tensors(fresh)))
+    with ShardedWrapper.summon_full_params(twin), torch.no_grad():
+        twin.module[0].weight.mul_(2)
+    twin.double()
+    assert all(disk.is_on_disk(h.shard) for u in twin._sharding.context.units for h in u.handles)
+    doubled = snapshot(plain)["0.weight"].double() * 2
+    _assert_equal(snapshot(twin)["0.weight"], doubled)
+
+
+def test_large_shards(tmp_path: Path) -> None:
+    run_ranks(_use_large, 2, str(tmp_path), timeout=90)
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def _fill_disk(free_bytes: int) -> Any:
+    """Play a disk on which so many bytes more can be reserved."""
+    real, counter = os.posix_fallocate, itertools.count()
+    left = [free_bytes]
+
+    def fallocate(number: int, offset: int, nbytes: int) -> None:
+        next(counter)
+        if nbytes > left[0]:
+            raise OSError(28, "No space left on device")
+        left[0] -= nbytes
+        real(number, offset, nbytes)
+
+    return mock.patch("os.posix_fallocate", fallocate)
+
+
+def _meet_full_disk(rank: int, size: int, folder: str) -> None:
+    model = Wide()
+    before = [(param, param.detach().clone()) for param in model.parameters()]
+    full = _fill_disk(6 << 20 if rank == 1 else 1 << 40)
+    message = r"unit '2' .* needs [\d,]+ bytes on disk in .*, where [\d,]+ are free.*rank 1"
+    with full, pytest.raises(OffloadError, match=message):
+        ShardedWrapper(model, auto_wrap_policy=_is_linear, cpu_offload=CPUOffload(path=folder))
+    for (param, value), now in zip(before, model.parameters(), strict=True):
+        assert param is now
+        _assert_equal(param.detach(), value)
+    gc.collect()
+    assert not disk._mapped
+
+    # At the optimizer's first step nothing is stepped; once there is room, it goes on.
+    wrapped = ShardedWrapper(
+        model, auto_wrap_policy=_is_linear, cpu_offload=CPUOffload(path=folder)
+    )
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=1e-3)
+    wrapped(torch.ones(1, 768)).mean().backward()
+    values = snapshot(wrapped)
+    with _fill_disk(5 << 20), pytest.raises(OffloadError, match="the state of Adam needs"):
+        optimizer.step()
+    _assert_equal(snapshot(wrapped), values)
+    assert not optimizer.state
+    optimizer.step()
+    assert all(map(disk.is_on_disk, _tensors(optimizer)))
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    run_ranks(_meet_full_disk, 2, str(tmp_path))
+
+
+def _pass_bad_paths(rank: int, size: int, folder: str) -> None:
+    file = Path(folder, f"file{rank}")
+    file.write_text("")
+    for path, message in (
+        (f"{folder}/missing", "does not exist"),
+        (str(file), "is not a directory"),
+        ("/proc", "no file can be made"),
+    ):
+        bad = path if rank == 1 else folder  # where rank 0's is good, it hears of it all the same
+        with pytest.raises(
+            ValueError, match=rf"path '{path}' ?{message}.*rank 1|{message}.*rank 1"
+        ):
+            ShardedWrapper(nn.Linear(2, 2), cpu_offload=CPUOffload(path=bad))
+    offload = CPUOffload(offload_params=rank == 0, offload_optimizer=rank == 1, path=folder)
+    with pytest.raises(ValueError, match="different models"):
+        ShardedWrapper(nn.Linear(2, 2), cpu_offload=offload)
+    with pytest.raises(ValueError, match="there is no 'cuda:3' on this host"):
+        ShardedWrapper(nn.Linear(2, 2), device_id="cuda:3")
+
+
+def test_bad_paths(tmp_path: Path) -> None:
+    run_ranks(_pass_bad_paths, 2, str(tmp_path))
+
+
+def test_policies_of_torch_and_bad_values() -> None:
+    assert as_cpu_offload(fsdp.CPUOffload(offload_params=True)) == CPUOffload(offload_params=True)
+    pinned = as_cpu_offload(fsdp.CPUOffloadPolicy(pin_memory=False))
+    assert pinned == CPUOffload(offload_params=True, pin_memory=False)
+    assert not as_cpu_offload(fsdp.OffloadPolicy()).is_on
+    with pytest.raises(TypeError, match="path must be"):
+        CPUOffload(path=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="offload_optimizer must be"):
+        CPUOffload(offload_optimizer="yes")  # type: ignore[arg-type]

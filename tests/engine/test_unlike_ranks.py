@@ -1,0 +1,231 @@
+"""Ranks that do not do alike: where one can go on without the others it does not wait for them."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatshard.engine import reduce_buckets
+from tests.comm.test_peer_memory import mapping
+from tests.compat.test_comm_hooks import Averaging
+from tests.engine.test_training import Run, _assert_same_model
+from tests.harness import allow_warnings, naming, run_ranks
+from tests.models import CASES, Case, vectors
+from tests.oracle import ROWS, local_loss
+
+
+def test_a_backward_under_no_sync_on_one_rank_alone() -> None:
+    """Where units stay gathered between forward and backward, nothing is needed from others."""
+    run_ranks(_lonely_backward, 2, group_timeout=5)
+
+
+def _lonely_backward(rank: int, world_size: int) -> None:
+    for collectives in ("sockets", "auto"):
+        for name, strategy in (("mlp", "SHARD_GRAD_OP"), ("mlp-one-unit", "FULL_SHARD")):
+            with naming(f"{collectives}, {strategy}"):
+                case = CASES[name]
+                plain = Run(case.model(), case, rank, world_size)
+                with mapping() if collectives == "auto" else contextlib.nullcontext():
+                    model = case.wrap(
+                        case.model(), sharding_strategy=strategy, collectives=collectives
+                    )
+                    sharded = Run(model, case, rank, world_size)
+                    sharded.train(0, 2)
+                    with sharded.no_sync():
+                        loss = sharded.loss(2)
+                        if rank == 0:
+                            loss.backward()
+                        # What rank 0 freed, the others hold still: all must gather again.
+                        sharded.loss(3).backward()
+                    sharded.train(4, 6)
+                plain.train(0, 2)
+                (local_loss(plain.model, case, 2, 0, world_size) / world_size).backward()
+                plain.loss(3).backward()
+                plain.train(4, 6)
+                _assert_same_model(sharded, plain)
+
+
+def test_accumulated_gradients_edited_where_a_rank_has_no_part() -> None:
+    """It took the edit for zero_grad(), and waited for the others, which had raised."""
+    run_ranks(_edited_elsewhere, 2, group_timeout=5)
+
+
+def _edited_elsewhere(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    plain = Run(case.model(), case, rank, world_size)
+    sharded = Run(case.wrap(case.model()), case, rank, world_size)
+    bias = sharded.parameter("fc3.bias")
+    with sharded.no_sync():
+        sharded.loss(0).backward()
+        assert bias.grad is not None
+        bias.grad.mul_(0.5)
+        sharded.loss(1).backward()
+    with pytest.raises(RuntimeError, match=r"unit 'fc3': .* were edited"):
+        sharded.loss(2).backward()
+    sharded.optimizer.zero_grad()
+    with allow_warnings(UserWarning, "a backward failed"):
+        sharded.train(2, 3)
+    with sharded.no_sync():
+        sharded.loss(0).backward()
+        bias.grad.mul_(0.5)
+        sharded.loss(1).backward()
+    sharded.optimizer.zero_grad()  # takes the edit along
+    for run in (sharded, plain):
+        run.train(3 if run is sharded else 2, 5)
+    _assert_same_model(sharded, plain)
+
+
+class _Pair(nn.Module):
+    """One unit, of which a rank may leave out the second half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x: Tensor, is_whole: bool) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.second(x) if is_whole else x
+
+
+class _Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList([_Pair() for _ in range(4)])
+
+    def forward(self, x: Tensor, halved: int | None) -> Tensor:
+        """Leaves out the second half of pair ``halved``."""
+        for index, pair in enumerate(self.pairs):
+            x = pair(x, index != halved)
+        return x
+
+
+_PAIRS = Case("pairs", _Pairs, vectors, (_Pair,))
+
+
+def _unlike_step(run: Run, step: int, halved: int | None = 2) -> None:
+    """Rank 1 leaves something out."""
+    for rank in [run.rank] if run.is_sharded else range(run.world_size):
+        inputs = _PAIRS.batch(step, run.world_size * ROWS)[0].chunk(run.world_size)[rank]
+        loss = run.model(inputs, halved if rank == 1 else None).pow(2).mean()
+        (loss if run.is_sharded else loss / run.world_size).backward()
+    run.step()
+
+
+def test_units_that_ranks_use_in_part() -> None:
+    """Their reductions were waited for by a clock, in every step, and their hooks for ever."""
+    run_ranks(_in_part, 2, group_timeout=5)
+
+
+def _in_part(rank: int, world_size: int) -> None:
+    for keywords, has_hook in (
+        ({"collectives": "sockets"}, False),
+        ({}, True),
+        ({"collectives": "native"}, True),
+        ({"sharding_strategy": "NO_SHARD"}, True),
+    ):
+        with naming(f"{keywords}, hook={has_hook}"):
+            plain = Run(_PAIRS.model(), _PAIRS, rank, world_size)
+            sharded = Run(_PAIRS.wrap(_PAIRS.model(), **keywords), _PAIRS, rank, world_size)
+            hook = Averaging()
+            if has_hook:
+                sharded.model.register_comm_hook("state", hook)
+            stalls = []
+            for run in (plain, sharded):
+                for step, halved in enumerate((None, 2, 2, 0, None)):
+                    with _counting_stalls() as counted:
+                        _unlike_step(run, step, halved)
+                    stalls.append(len(counted))
+            _assert_same_model(sharded, plain)
+            assert len(hook.calls) == (20 if has_hook else 0)
+            if not has_hook and rank == 0:
+                assert stalls[6] > 0, "the case is no case"
+                assert stalls[7] == 0
+
+
+def test_two_models_in_one_backward() -> None:
+    """Reductions of one met the other's, by order, or stood in line behind them."""
+    run_ranks(_two_models, 2, group_timeout=5)
+
+
+def _two_models(rank: int, world_size: int) -> None:
+    every: list[dict[str, Any]] = [{"collectives": "sockets"}, {"collectives": "native"}]
+    for keywords in ({}, *every, {"sharding_strategy": "NO_SHARD"}):
+        plain = [Run(_PAIRS.model(), _PAIRS, rank, world_size) for _ in range(2)]
+        sharded = [
+            Run(_PAIRS.wrap(_PAIRS.model(), **keywords), _PAIRS, rank, world_size) for _ in range(2)
+        ]
+        with naming(keywords), mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0.1):
+            for step in range(3):
+                for runs in (plain, sharded):
+                    _step_of_two(runs, step)
+            for one, other in zip(sharded, plain, strict=True):
+                _assert_same_model(one, other)
+
+
+def _step_of_two(runs: list[Run], step: int) -> None:
+    """Each rank leaves out something else, in a model that the other uses whole."""
+    first, second = runs
+    for rank in [first.rank] if first.is_sharded else range(first.world_size):
+        inputs = _PAIRS.batch(step, first.world_size * ROWS)[0].chunk(first.world_size)[rank]
+        middle = first.model(inputs, 2 if rank == 1 else None)
+        end = second.model(middle.detach() if step % 2 else middle, 1 if rank == 0 else None)
+        loss = middle.pow(2).mean() + end.pow(2).mean()
+        (loss if first.is_sharded else loss / first.world_size).backward()
+    for run in runs:
+        run.step()
+
+
+@contextlib.contextmanager
+def _counting_stalls() -> Iterator[list[Any]]:
+    stalls: list[Any] = []
+    wait = reduce_buckets.ReduceBucket.wait_until_reduced
+
+    def counted(unit: Any) -> bool:
+        is_reduced = wait(unit)
+        if not is_reduced:
+            stalls.append(unit)
+        return is_reduced
+
+    with (
+        mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0.1),
+        mock.patch.object(reduce_buckets.ReduceBucket, "wait_until_reduced", counted),
+    ):
+        yield stalls
+
+
+class _Scaled(nn.Module):
+    """Two units, and a parameter of the root's own that some ranks use, after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, is_scaled: bool = True) -> Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        return x * self.scale.prod() if is_scaled else x
+
+
+_SCALED = Case("scaled", _Scaled, vectors, (nn.Linear,))
+
+
+def test_a_root_that_is_over_early_on_some_ranks() -> None:
+    """The others still had it, and did not take part when it was gathered for nothing."""
+    run_ranks(_over_early, 2, group_timeout=5)
+
+
+def _over_early(rank: int, world_size: int) -> None:
+    plain = Run(_SCALED.model(), _SCALED, rank, world_size)
+    sharded = Run(_SCALED.wrap(_SCALED.model(), collectives="sockets"), _SCALED, rank, world_size)
+    for run in (plain, sharded):
+        for step in range(3):
+            for number in [rank] if run.is_sharded else range(world_size):
+                inputs = _SCALED.batch(step, world_size * ROWS)[0].chunk(world_size)[number]
+                loss = run.model(inputs, number != 1).pow(2).mean()
+                (loss if run.is_sharded else loss / world_size).backward()
+            run.step()
+    _assert_same_model(sharded, plain)

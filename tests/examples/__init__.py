@@ -1,0 +1,1 @@
+"""Scripts written for other wrappers, and that they train the same with flatshard."""

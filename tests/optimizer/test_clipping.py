@@ -1,0 +1,437 @@
+"""Gradient norms and clipping: torch's numbers on the unwrapped model and the rows of all ranks."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatshard import FlatShardTensor, ShardedWrapper, collectives
+from flatshard.comm.registry import communicator
+from flatshard.tensor import reduction_ops
+from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.wrap import ModuleWrapPolicy
+from tests.engine.test_training import WAYS
+from tests.harness import naming, run_ranks
+
+INF = math.inf
+ORDERS = (2.0, 1.0, 3.0, 0.5, INF, -INF, 0.0, -1.0)
+
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+class Part(nn.Module):
+    """A linear function of odd-sized parameters of several dtypes, with exact gradients."""
+
+    def __init__(self, *kinds: tuple[tuple[int, ...], torch.dtype]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(shape, dtype=dtype) for shape, dtype in kinds)
+        for index, weight in enumerate(self.weights):
+            slope = torch.arange(1.0, weight.numel() + 1).view(weight.shape)
+            self.register_buffer(f"slope{index}", slope.double() * (-1) ** index)
+
+    def forward(self, x: Tensor) -> Tensor:
+        terms = [
+            (weight.double() * getattr(self, f"slope{index}")).sum()
+            for index, weight in enumerate(self.weights)
+        ]
+        return x * sum(terms)
+
+
+class Parts(nn.Module):
+    """Parts of which each becomes a unit; ``idle`` is not used, ``plain`` may come later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        f32, bf16, f64 = torch.float32, torch.bfloat16, torch.float64
+        self.single = Part(((5, 3), f32), ((), f32), ((2,), f32))
+        self.mixed = Part(((7,), bf16), ((2, 2), f64), ((3,), bf16))
+        self.low = Part(((3, 3), bf16), ((2,), bf16))
+        self.idle = Part(((3,), f32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.single(x) + self.mixed(x) + self.low(x)
+
+
+class Pair:
+    """The same model, plain and wrapped in one of the ways, on the same rows."""
+
+    def __init__(self, rank: int, world_size: int, way: str) -> None:
+        strategy, use_orig_params = WAYS[way]
+        self.rank, self.world_size = rank, world_size
+        self.plain = Parts()
+        model = Parts()
+        self.wrapped = ShardedWrapper(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy((Part,)),
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+        )
+        for root in (self.plain, model):  # as a user may add one that no unit owns
+            param = nn.Parameter(torch.ones(3), requires_grad=False)
+            root.register_parameter("plain", param)
+        self.models = {"plain": self.plain, "wrapped": self.wrapped}
+        self._start = {name: value.clone() for name, value in self.plain.state_dict().items()}
+
+    @property
+    def both(self) -> tuple[nn.Module, nn.Module]:
+        return self.plain, self.wrapped
+
+    def backward(self) -> None:
+        """From the weights of the beginning; means over the rows are powers of two."""
+        rows = torch.tensor([[0.25, 0.75]], dtype=torch.float64).repeat(self.world_size, 1)
+        for model, x in ((self.plain, rows), (self.wrapped, rows[self.rank])):
+            model.load_state_dict(self._start)
+            model.zero_grad()
+            (model(x) * 0.5).mean().backward()
+            self._plain_param(model).grad = torch.tensor([0.5, -2.0, 1.0])
+
+    @staticmethod
+    def _plain_param(model: nn.Module) -> nn.Parameter:
+        return getattr(model, "module", model).get_parameter("plain")
+
+    def set_slope(self, value: float) -> None:
+        """Let one element of one gradient, which the last rank holds, be something special."""
+        for model in self.both:
+            getattr(model, "module", model).get_submodule("single").slope2[1] = value
+
+    def assert_same_gradients(self, rounded: torch.dtype = torch.float32) -> None:
+        """Seen by a step of plain SGD, which works alike on sharded and on flat gradients."""
+        for model in self.both:
+            torch.optim.SGD(model.parameters(), lr=1.0).step()
+        expected = self.plain.state_dict()
+        actual = self.wrapped.state_dict()
+        for name, value in expected.items():
+            _assert_close(actual[name], value, rounded)
+
+
+def _assert_close(actual: Tensor, expected: Tensor, rounded: torch.dtype = torch.float32) -> None:
+    """To the last places of the result's dtype, or of ``rounded``, which its parts have seen."""
+    eps = 4 * max(torch.finfo(dtype).eps for dtype in (expected.dtype, rounded))
+    torch.testing.assert_close(actual, expected, rtol=eps, atol=eps, equal_nan=True)
+
+
+def _rounded(way: str) -> torch.dtype:
+    """What torch's functions round norms to: flat parameters' own, not their originals'."""
+    return torch.float32 if WAYS[way][1] else torch.bfloat16
+
+
+def _orders(way: str) -> tuple[float, ...]:
+    """torch's norm of order 0 counts tensors, and flat parameters are fewer."""
+    return ORDERS if WAYS[way][1] else tuple(order for order in ORDERS if order != 0)
+
+
+# ---------------------------------------------------------------- the numbers
+
+
+@pytest.mark.parametrize(
+    ("way", "world_size"), [*((way, 2) for way in WAYS), ("full", 1), ("full-flat", 3), ("full", 4)]
+)
+def test_method(way: str, world_size: int) -> None:
+    run_ranks(_method, world_size, way)
+
+
+def _method(rank: int, world_size: int, way: str) -> None:
+    pair = Pair(rank, world_size, way)
+    is_sharded = world_size > 1 and WAYS[way][0] != "NO_SHARD"
+    for order in ORDERS:
+        with naming(f"order {order}"):
+            pair.backward()
+            params = list(pair.plain.parameters())
+            max_norm = 0.3 * float(
+                nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], order)
+            )
+            expected = nn.utils.clip_grad_norm_(params, max_norm, order)
+            with collectives.record() as events:
+                actual = pair.wrapped.clip_grad_norm_(max_norm, order)
+            _assert_close(actual, expected)
+            assert [event.kind for event in events] == ["scalars"] * is_sharded
+            pair.assert_same_gradients()
+
+
+@each_way
+def test_torch_functions(way: str) -> None:
+    run_ranks(_torch_functions, 2, way)
+
+
+def _torch_functions(rank: int, world_size: int, way: str) -> None:
+    pair = Pair(rank, world_size, way)
+    for foreach in (True, False, None):
+        for order in _orders(way):
+            with naming(f"order {order}, foreach={foreach}"):
+                pair.backward()
+                norms = [
+                    nn.utils.clip_grad_norm_(m.parameters(), 3.0, order, False, foreach)
+                    for m in pair.both
+                ]
+                _assert_close(norms[1], norms[0], _rounded(way))
+                pair.assert_same_gradients(_rounded(way))
+        with naming(f"value, foreach={foreach}"):
+            pair.backward()
+            for model in pair.both:
+                nn.utils.clip_grad_value_(model.parameters(), 1.5, foreach)
+            pair.assert_same_gradients()
+        with naming(f"in two steps, foreach={foreach}"):
+            pair.backward()
+            for model in pair.both:
+                grads = [p.grad for p in model.parameters() if p.grad is not None]
+                total = nn.utils.get_total_norm(grads, foreach=foreach)
+                nn.utils.clip_grads_with_norm_(model.parameters(), 2.0, total, foreach)
+            pair.assert_same_gradients(_rounded(way))
+
+
+@each_way
+def test_inner_unit(way: str) -> None:
+    run_ranks(_inner_unit, 2, way)
+
+
+def _inner_unit(rank: int, world_size: int, way: str) -> None:
+    """Only the gradients below it are measured and scaled."""
+    pair = Pair(rank, world_size, way)
+    pair.backward()
+    expected = nn.utils.clip_grad_norm_(pair.plain.mixed.parameters(), 1.0)
+    _assert_close(pair.wrapped.module.mixed.clip_grad_norm_(1.0), expected)
+    pair.assert_same_gradients()
+
+
+@each_way
+def test_no_gradients(way: str) -> None:
+    run_ranks(_no_gradients, 2, way)
+
+
+def _no_gradients(rank: int, world_size: int, way: str) -> None:
+    pair = Pair(rank, world_size, way)
+    with collectives.record() as events:
+        total = pair.wrapped.clip_grad_norm_(1.0)
+    assert not events
+    _assert_close(total, nn.utils.clip_grad_norm_(pair.plain.parameters(), 1.0))
+    assert total.item() == 0
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_strategies_mixed(use_orig_params: bool) -> None:
+    run_ranks(_strategies_mixed, 2, use_orig_params)
+
+
+def _strategies_mixed(rank: int, world_size: int, use_orig_params: bool) -> None:
+    plain, model = Parts(), Parts()
+    for name, strategy in (("mixed", "NO_SHARD"), ("low", "SHARD_GRAD_OP")):
+        inner = ShardedWrapper(
+            model.get_submodule(name), sharding_strategy=strategy, use_orig_params=use_orig_params
+        )
+        model.register_module(name, inner)
+    wrapped = ShardedWrapper(model, use_orig_params=use_orig_params)
+    for each in (plain, wrapped):
+        each(torch.ones(2, dtype=torch.float64)).mean().backward()
+    with collectives.record() as events:
+        total = wrapped.clip_grad_norm_(1.0)
+    assert len(events) == 1
+    _assert_close(total, nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+
+
+def test_groups_mixed() -> None:
+    run_ranks(_groups_mixed, 4)
+
+
+def _groups_mixed(rank: int, world_size: int) -> None:
+    """One reduction for each process group, whatever the dtypes."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    comms = [communicator(group) for group in (dist.group.WORLD, pairs[rank // 2])]
+    wholes, parts = [], []
+    for position in range(6):
+        comm = comms[position % 2]
+        whole = torch.arange(1.0, 9.0).to((torch.float32, torch.float64)[position // 3])
+        numel = 8 // comm.size
+        start = numel * comm.rank
+        spec = ShardSpec("p", "unit", whole.shape, offset=start, numel=numel, comm=comm)
+        wholes.append(whole)
+        parts.append(FlatShardTensor(whole[start : start + numel].clone(), spec))
+    with collectives.record() as events:
+        found = reduction_ops.norms(parts, 2.0)
+    assert len(events) == 2
+    for norm, whole in zip(found, wholes, strict=True):
+        _assert_close(norm, whole.norm())
+
+
+# ---------------------------------------------------------------- not finite
+
+
+@each_way
+@pytest.mark.parametrize("value", [math.nan, INF])
+def test_not_finite(way: str, value: float) -> None:
+    run_ranks(_not_finite, 2, way, value)
+
+
+def _not_finite(rank: int, world_size: int, way: str, value: float) -> None:
+    pair = Pair(rank, world_size, way)
+    pair.set_slope(value)
+    for order in ORDERS:
+        with naming(f"order {order}"):
+            pair.backward()
+            expected = nn.utils.clip_grad_norm_(pair.plain.parameters(), 1.0, order)
+            _assert_close(pair.wrapped.clip_grad_norm_(1.0, order), expected)
+            pair.assert_same_gradients()
+            if order in _orders(way):
+                pair.backward()
+                total = nn.utils.clip_grad_norm_(pair.wrapped.parameters(), 1.0, order)
+                _assert_close(total, expected, _rounded(way))
+            if not expected.isfinite():
+                pair.backward()
+                clips: tuple[Callable[..., Any], ...] = (
+                    lambda *args: nn.utils.clip_grad_norm_(pair.wrapped.parameters(), *args),
+                    pair.wrapped.clip_grad_norm_,
+                )
+                for clip in clips:
+                    with pytest.raises(RuntimeError, match=r"norm of order .* is non-finite"):
+                        clip(1.0, order, True)
+
+
+# ---------------------------------------------------------------- not reduced
+
+
+@each_way
+def test_not_reduced(way: str) -> None:
+    run_ranks(_not_reduced, 2, way)
+
+
+def _not_reduced(rank: int, world_size: int, way: str) -> None:
+    model = ShardedWrapper(
+        Parts(),
+        auto_wrap_policy=ModuleWrapPolicy((Part,)),
+        sharding_strategy=WAYS[way][0],
+        use_orig_params=WAYS[way][1],
+    )
+    x = torch.ones(2, dtype=torch.float64)
+    with model.no_sync():
+        model(x).sum().backward()
+        # A reduction here would leave the ranks waiting for each other.
+        with pytest.raises(RuntimeError, match=r"unit 'single', rank 0: .*no_sync"):
+            model.clip_grad_norm_(1.0)
+        with pytest.raises(RuntimeError, match=r"unit 'mixed', rank 0: .*no_sync"):
+            model.module.mixed.clip_grad_norm_(1.0)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        for foreach in (True, False):
+            if isinstance(grads[0], FlatShardTensor):
+                with pytest.raises(RuntimeError, match=rf"unit '\w+', .*rank {rank}: .*no_sync"):
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+        model.zero_grad()
+        assert model.clip_grad_norm_(1.0).item() == 0
+        model(x).sum().backward()
+    model(x).sum().backward()
+    assert model.clip_grad_norm_(1.0).item() > 1
+    # Reduced ones, to which some that are not reduced belong.
+    with model.no_sync():
+        model(x).sum().backward()
+    with pytest.raises(RuntimeError, match=r"unit 'single', rank 0: .*no_sync"):
+        model.clip_grad_norm_(1.0)
+
+
+def test_not_reduced_on_one_rank() -> None:
+    run_ranks(_not_reduced_on_one_rank, 2)
+
+
+def _not_reduced_on_one_rank(rank: int, world_size: int) -> None:
+    """The other one has no gradient at all, and raises as well."""
+    model = ShardedWrapper(Parts())
+    with model.no_sync():
+        loss = model(torch.ones(2, dtype=torch.float64)).sum()
+        (loss if rank == 1 else loss.detach().requires_grad_()).backward()
+        with pytest.raises(RuntimeError, match=r"unit '', rank 1: .*no_sync"):
+            model.clip_grad_norm_(1.0)
+
+
+# ---------------------------------------------------------------- uneven and empty parts
+
+
+def test_reductions_of_uneven_parts() -> None:
+    run_ranks(_uneven_parts, 3)
+
+
+def _uneven_parts(rank: int, world_size: int) -> None:
+    """However elements lie on the ranks: nothing on some, a NaN on one, padding between them."""
+    comm = communicator(dist.group.WORLD)
+    generator = torch.Generator().manual_seed(5)
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)
+    for trial in range(40):
+        wholes, parts = [], []
+        for position in range(1 + trial % 5):
+            dtype = dtypes[_draw(len(dtypes), generator)]
+            whole = torch.randn(1 + _draw(6, generator), generator=generator).to(dtype)
+            special = (None, math.nan, INF, 0.0, 1e3)[_draw(5, generator)]
+            if special is not None:
+                whole[_draw(whole.numel(), generator)] = special
+            cuts = sorted(_draw(whole.numel() + 1, generator) for _ in range(world_size - 1))
+            start, end = ([0, *cuts][rank], [*cuts, whole.numel()][rank])
+            spec = ShardSpec(
+                f"p{position}", "unit", whole.shape, offset=start, numel=end - start, comm=comm
+            )
+            wholes.append(whole)
+            parts.append(FlatShardTensor(whole[start:end].clone(), spec))
+        for order in ORDERS:
+            with naming(f"trial {trial}, order {order}: {wholes}"):
+                found = reduction_ops.norms([*parts, wholes[0].abs()], order)
+                for norm, whole in zip(found, [*wholes, wholes[0]], strict=True):
+                    _assert_close(norm, torch.linalg.vector_norm(whole.abs(), order))
+        for whole, part in zip(wholes, parts, strict=True):
+            if not whole.is_complex():
+                with naming(f"trial {trial}: {whole}"):
+                    assert torch.equal(part.max().nan_to_num(), whole.max().nan_to_num())
+                    assert torch.equal(part.amin().isnan(), whole.amin().isnan())
+
+
+def _draw(end: int, generator: torch.Generator) -> int:
+    return int(torch.randint(end, (), generator=generator))
+
+
+def test_flat_gradient() -> None:
+    run_ranks(_flat_gradient, 2)
+
+
+def _flat_gradient(rank: int, world_size: int) -> None:
+    """Padding is no element: not the smallest, and not counted in the mean."""
+    pair = Pair(rank, world_size, "full-flat")
+    pair.backward()
+    flat = next(pair.wrapped.module.single.parameters()).grad
+    grads = [p.grad for p in pair.plain.single.parameters()]
+    expected = torch.cat([grad.view(-1) for grad in grads])
+    _assert_close(flat.abs().min(), expected.abs().min())
+    _assert_close(flat.mean(), expected.mean())
+    _assert_close(flat.norm(-INF), expected.norm(-INF))
+
+
+def test_wide_sums() -> None:
+    run_ranks(_wide_sums, 2)
+
+
+def _wide_sums(rank: int, world_size: int) -> None:
+    """Sums that the dtype cannot hold, on the way to numbers that it can."""
+    for value, dtype in ((6000.0, torch.float16), (1e25, torch.float32)):
+        (param,) = ShardedWrapper(Part(((8, 8), dtype))).parameters()
+        plain = torch.full((8, 8), value, dtype=dtype)
+        with torch.no_grad():
+            param.copy_(plain)
+            for measure in (torch.mean, torch.linalg.vector_norm):
+                torch.testing.assert_close(measure(param), measure(plain))
+
+
+def test_slope_of_a_norm() -> None:
+    run_ranks(_slope_of_a_norm, 2)
+
+
+def _slope_of_a_norm(rank: int, world_size: int) -> None:
+    """Zeros under a root have the slope zero, a NaN shows in every element."""
+    for order in (0.5, 1.0, 2.0, 3.0):
+        for special in (0.0, math.nan):
+            wrapped = ShardedWrapper(Part(((5,), torch.float64)))
+            (param,) = wrapped.parameters()
+            plain = torch.arange(5.0, dtype=torch.float64)
+            plain[3] = special
+            with torch.no_grad():
+                param.copy_(plain)
+            plain.requires_grad_()
+            for tensor in (param, plain):
+                torch.linalg.vector_norm(tensor, order).backward()
+            _assert_close(param.grad.full_tensor(), plain.grad)

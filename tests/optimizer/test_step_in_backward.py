@@ -1,0 +1,452 @@
+"""Optimizers that step in backward: the numbers of ``backward()`` and ``step()``, to the bit."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatshard import ShardedWrapper, ShardingStrategy, declare_elementwise
+from flatshard.comm.work import AsyncWork, PendingSends
+from flatshard.engine import reduce_buckets
+from flatshard.wrap import ModuleWrapPolicy
+from tests.combinations import every
+from tests.harness import naming, run_ranks
+from tests.models import CASES, Case
+from tests.oracle import assert_same_state, local_loss, snapshot, trainable
+
+STEPS = 4
+
+
+def _sgd(params: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, **options)
+
+
+def _adamw(params: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    """Two groups, each with parameters of all units, that lie between one another."""
+    params = list(params)
+    flat = any(param.dim() == 1 and param.numel() > 100 for param in params)
+    decayed = params[::2] if flat else [param for param in params if param.dim() > 1]
+    rest = [param for param in params if all(param is not one for one in decayed)]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "lr": 0.02}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01, **options)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": _sgd,
+    "sgd-fused": lambda params: _sgd(params, fused=True),
+    "adamw": _adamw,
+    "adamw-foreach": lambda params: _adamw(params, foreach=True),
+    "adamw-fused": lambda params: _adamw(params, fused=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+}
+
+
+def _train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, rank: int, world_size: int
+) -> Iterator[None]:
+    """An ordinary loop with a scheduler; stops after each backward."""
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    for step in range(STEPS):
+        local_loss(model, case, step, rank, world_size, torch.float32).backward()
+        yield
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+def _configurations() -> Iterator[tuple[str, str, str, bool]]:
+    strategies = [one.name for one in ShardingStrategy if not one.placement.hybrid]
+    for number, case in enumerate(CASES):
+        if case == "mixed-types":  # float64 alone
+            continue
+        optimizer = list(OPTIMIZERS)[number % len(OPTIMIZERS)]
+        yield case, optimizer, strategies[number % len(strategies)], number % 3 != 2
+    for optimizer in OPTIMIZERS:
+        yield "transformer", optimizer, "FULL_SHARD", True
+
+
+def _all_alike(rank: int, world_size: int) -> int:
+    early = 0
+    for name, optimizer, strategy, use_orig_params in every(2, _configurations(), world_size):
+        case = CASES[name]
+        ends = []
+        with naming((name, optimizer, strategy, use_orig_params)):
+            for in_backward in (False, True):
+                model = case.wrap(
+                    case.model(torch.float32),
+                    sharding_strategy=strategy,
+                    use_orig_params=use_orig_params,
+                )
+                optim = OPTIMIZERS[optimizer](trainable(model))
+                if in_backward:
+                    model.step_in_backward(optim)
+                for _ in _train(model, optim, case, rank, world_size):
+                    early += len(model._sharding.context.stepping._stepped)
+                ends.append((snapshot(model), ShardedWrapper.optim_state_dict(model, optim)))
+            assert_same_state(ends[1][0], ends[0][0], 0.0, 0.0)
+            for key, state in ends[0][1]["state"].items():
+                for entry, value in state.items():
+                    assert torch.equal(ends[1][1]["state"][key][entry], value), (key, entry)
+    return early
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_bitwise(world_size: int) -> None:
+    """What is stepped early, and when, may differ between ranks; the numbers may not."""
+    assert min(run_ranks(_all_alike, world_size)) > 0
+
+
+# ---------------------------------------------------------------- what must not be stepped early
+
+
+class Layer(nn.Module):
+    """A unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.rare = nn.Parameter(torch.ones(6))
+        self.recomputes = False
+
+    def forward(self, x: Tensor, rarely: bool = True) -> Tensor:
+        if self.recomputes:
+            x = checkpoint(self._scaled, x, use_reentrant=False)
+        x = torch.tanh(self.linear(x))
+        return x * self.rare if rarely else x
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x * F.linear(x, self.linear.weight.detach())
+
+
+class Net(nn.Module):
+    """Layers of which some script makes something unusual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Layer(), Layer(), Layer()
+        self.mixing = nn.Parameter(torch.eye(6) + 0.1)
+        self.forwards: Callable[[Net, Tensor], Tensor] = Net.plain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forwards(self, x)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x))) @ self.mixing
+
+    def detached(self, x: Tensor) -> Tensor:
+        """The last use in backward needs the weight, and gives it no gradient."""
+        x = F.linear(self.first(x), self.mixing.detach())
+        return F.linear(self.third(self.second(x)), self.mixing)
+
+    def interleaved(self, x: Tensor) -> Tensor:
+        """Units come again, so the unit gathered next is guessed wrong."""
+        x = self.first(self.second(self.first(self.second(x))))
+        return self.third(x) @ self.mixing
+
+    def recomputed_without_grad(self, x: Tensor) -> Tensor:
+        def teach(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = self.third(x)
+            return x * target
+
+        x = checkpoint(teach, self.first(x), use_reentrant=False)
+        return self.third(self.second(x)) @ self.mixing
+
+    def twice_in_segments(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.second, self.first(x), use_reentrant=True)
+        return self.third(x) @ self.mixing
+
+
+class Script:
+    """One way to train a ``Net``, with a step in backward or after it."""
+
+    def __init__(self, rank: int, strategy: str, in_backward: bool) -> None:
+        self.rank, self.in_backward = rank, in_backward
+        torch.default_generator.manual_seed(3)
+        self.model = ShardedWrapper(
+            Net(), sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy([Layer])
+        )
+        self.net: Any = self.model.module
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.registration = self.model.step_in_backward(self.optimizer) if in_backward else None
+
+    def loss(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * step + self.rank)
+        return self.model(torch.randn(4, 6, generator=generator)).square().mean()
+
+    def step(self, set_to_none: bool = True) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none)
+
+
+def uses(forwards: Callable[[Net, Tensor], Tensor]) -> Callable[[Script], None]:
+    def script(run: Script) -> None:
+        run.net.forwards = forwards
+        for step in range(3):
+            run.loss(step).backward()
+            run.step()
+
+    script.__name__ = forwards.__name__
+    return script
+
+
+def recomputed_in_unit(run: Script) -> None:
+    """The weight is needed once more after its gradient is there."""
+    run.net.second.module.recomputes = True
+    uses(Net.plain)(run)
+
+
+def whole_model_recomputed(run: Script) -> None:
+    """Each recomputation has a backward of its own, which adds to the gradients."""
+    for _ in range(3):
+        x = torch.randn(2, 4, 6, requires_grad=True)
+        outputs = [checkpoint(run.model, part, use_reentrant=True) for part in x]
+        sum(output.square().mean() for output in outputs).backward()
+        run.step()
+
+
+def used_on_one_rank(run: Script) -> None:
+    run.net.first.module.register_forward_pre_hook(lambda _, args: (*args, run.rank == 0))
+    with mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0.05):
+        for step in range(3):
+            run.loss(step).backward()
+            run.step(set_to_none=False)
+
+
+def penalties(run: Script) -> None:
+    """Their gradients come last, after those of the whole forward, or alone."""
+    for step in range(3):
+        penalty = sum(p.square().sum() for p in run.model.parameters()) * 0.1
+        (run.loss(step) + penalty).backward()
+        run.step()
+    (sum(p.square().sum() for p in run.model.parameters()) * 0.1).backward()
+    run.step()
+
+
+def two_forwards(run: Script) -> None:
+    run.net.forwards = Net.recomputed_without_grad
+    for step in range(3):
+        (run.loss(step) + run.loss(10 + step)).backward(retain_graph=step == 1)
+        run.step()
+
+
+def accumulated(run: Script) -> None:
+    """Of what ``no_sync`` accumulates, nothing is stepped before the backward after it."""
+    for step, options in enumerate(({}, {"max_bytes": 250}, {"replicas_only": True})):
+        with run.model.no_sync(**options):
+            run.loss(step).backward()
+            torch.autograd.grad(run.model(x := torch.ones(1, 6, requires_grad=True)).sum(), x)
+        run.loss(10 + step).backward()
+        run.step()
+
+
+def hooked(run: Script) -> None:
+    """Hooks see the average before it is used."""
+    seen = []
+    for param in (run.net.mixing, *run.net.first.parameters()):
+        param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.mul_(0.5)))
+    for step in range(2):
+        run.loss(step).backward()
+        run.step()
+    assert len(seen) == 2 * 4
+
+
+def closures(run: Script) -> None:
+    def closure() -> Tensor:
+        run.optimizer.zero_grad()
+        (loss := run.loss(next(steps))).backward()
+        return loss
+
+    steps = iter(range(3))
+    for _ in range(3):
+        run.optimizer.step(closure)
+
+
+def removed(run: Script) -> None:
+    """Then it is an ordinary optimizer, whose gradients are kept; and again not."""
+    for step in range(4):
+        run.loss(step).backward()
+        if step % 2:
+            run.model.clip_grad_norm_(0.01)
+        run.step()
+        if run.registration is not None:
+            run.registration.remove()
+            if step % 2:
+                run.registration = run.model.step_in_backward(run.optimizer)
+
+
+SCRIPTS: list[Callable[[Script], None]] = [
+    *map(
+        uses,
+        [
+            Net.plain,
+            Net.detached,
+            Net.interleaved,
+            Net.recomputed_without_grad,
+            Net.twice_in_segments,
+        ],
+    ),
+    recomputed_in_unit,
+    whole_model_recomputed,
+    used_on_one_rank,
+    penalties,
+    two_forwards,
+    accumulated,
+    hooked,
+    closures,
+    removed,
+]
+
+
+def _scripts_alike(
+    rank: int,
+    world_size: int,
+    strategies: list[str],
+    scripts: Sequence[Callable[[Script], None]] = SCRIPTS,
+) -> None:
+    for number, strategy in enumerate(strategies):
+        for script in every(2, scripts, start=number):
+            with naming((strategy, script.__name__)):
+                ends = []
+                for in_backward in (False, True):
+                    run = Script(rank, strategy, in_backward)
+                    script(run)
+                    ends.append(snapshot(run.model))
+                assert_same_state(ends[1], ends[0], 0.0, 0.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_waits_for_the_end(world_size: int) -> None:
+    strategies = ["FULL_SHARD", "SHARD_OP", "NO_SHARD"]
+    run_ranks(_scripts_alike, world_size, strategies if world_size > 1 else ["FULL_SHARD"])
+
+
+def _scripts_on_nodes(rank: int, world_size: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    _scripts_alike(rank, world_size, ["HYBRID_SHARD", "HYBRID_SHARD_OP"], [hooked, accumulated])
+
+
+def test_nodes() -> None:
+    run_ranks(_scripts_on_nodes, 4)
+
+
+def test_not_while_others_take() -> None:
+    """A shard that another rank may still be reading is not written."""
+
+    class Taking:
+        over = False
+
+        def is_completed(self) -> bool:
+            return self.over
+
+        def wait(self) -> None:
+            assert self.over
+
+    taking, shard, other = Taking(), torch.zeros(4), torch.zeros(4)
+    pending_sends = PendingSends()
+    AsyncWork([], "a gather", shard.detach(), trailing=[taking]).wait(pending_sends)
+    assert pending_sends.is_giving(shard[2:])
+    assert not pending_sends.is_giving(other)
+    taking.over = True
+    assert not pending_sends.is_giving(shard)
+
+
+# ---------------------------------------------------------------- errors
+
+
+class _Planned(Exception):
+    """An error of a test."""
+
+
+class Counting(torch.optim.SGD):
+    """Keeps something per group."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+
+
+def _refused(rank: int, world_size: int) -> None:
+    run = Script(rank, "FULL_SHARD", in_backward=False)
+    model, params = run.model, list(run.model.parameters())
+    declare_elementwise(Counting)
+    counting = Counting(params, lr=0.1)
+    adam, sgd = torch.optim.Adam(params[:2]), torch.optim.SGD(params)
+    for wrong, error, says in (
+        (params, TypeError, "expected a torch.optim.Optimizer"),
+        (torch.optim.LBFGS(params), ValueError, "LBFGS may look at all parameters together"),
+        (torch.optim.SGD(nn.Linear(2, 2).parameters()), ValueError, "holds no parameter"),
+        (sgd if rank else torch.optim.LBFGS(params), ValueError, "LBFGS"),
+        (sgd if rank else adam, ValueError, "rank 0 passes a Adam, rank 1 a SGD"),
+        (torch.optim.SGD(params[rank:]), ValueError, "over other parameters"),
+    ):
+        with pytest.raises(error, match=says):
+            model.step_in_backward(wrong)  # type: ignore[arg-type]
+
+    registration = model.step_in_backward(counting)
+    with pytest.raises(NotImplementedError, match=r"Counting.step\(\) changes 'count'"):
+        run.loss(0).backward()
+    registration.remove()
+    model.zero_grad()
+    model.state_dict()  # no rank was left waiting
+
+    model.step_in_backward(adam)
+    with pytest.raises(ValueError, match="SGD holds parameters that are stepped in backward"):
+        model.step_in_backward(sgd)
+    with pytest.raises(ValueError, match="on the outermost wrapper"):
+        ShardedWrapper(nn.Sequential(model))
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) needs all gradients"):
+        model.clip_grad_norm_(1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    before = snapshot(model)
+    with pytest.raises(RuntimeError, match="GradScaler needs all gradients after backward"):
+        scaler.scale(run.loss(0)).backward()
+    with pytest.raises(RuntimeError, match="GradScaler needs all gradients after backward"):
+        (1.0 + scaler.scale(run.loss(0))).backward()
+    assert_same_state(snapshot(model), before, 0.0, 0.0)
+    run.loss(0).backward()
+    scaler.scale(run.loss(0)).backward()  # later it is not looked for
+    assert params[2].grad is not None  # which no optimizer steps in backward
+    with pytest.raises(RuntimeError, match=r"'mixing': .*GradScaler"):
+        scaler.unscale_(adam)
+    with pytest.raises(RuntimeError, match=r"'mixing': .*Clipping by a norm"):
+        nn.utils.clip_grad_norm_(params[:1], 1.0)
+    with pytest.raises(RuntimeError, match="has used and dropped"):
+        params[0].grad.norm()
+    assert "ConsumedGrad('mixing'" in repr(params[0].grad)
+
+
+def _left_in_the_middle(rank: int, world_size: int) -> None:
+    """All ranks hear of gradients that come too late; what a failing backward leaves is told."""
+
+    def fail(*_: Any) -> None:
+        raise _Planned
+
+    run = Script(rank, "FULL_SHARD", in_backward=True)
+    hook = run.net.first.register_forward_hook(lambda _m, _a, out: out.register_hook(fail) and None)
+    with pytest.raises(_Planned):
+        run.loss(0).backward()
+    hook.remove()
+    with pytest.warns(UserWarning, match="a backward failed when [12] of 4 units had been stepped"):
+        run.loss(1).backward()
+    run.step()
+    assert all(param.isfinite().all() for param in run.model.state_dict().values())
+
+    x = torch.randn(4, 6, requires_grad=True)
+    recomputed = checkpoint(run.model, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"unit '(second|third)' got more gradient after"):
+        (recomputed.sum() + run.loss(2)).backward()
+    with pytest.warns(UserWarning, match="a backward failed"):
+        run.model.state_dict()
+
+
+def test_errors() -> None:
+    run_ranks(_refused, 2)
+    run_ranks(_left_in_the_middle, 2)

@@ -1,0 +1,1 @@
+"""Sharded training against training of the unwrapped model, over all settings."""

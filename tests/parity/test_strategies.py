@@ -1,0 +1,599 @@
+"""Every strategy, topology and way to accumulate trains as one process does."""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from flatshard import CollectiveError, ShardedWrapper, ShardingStrategy
+from flatshard.collectives import record
+from flatshard.wrap import CustomPolicy
+from tests.combinations import every
+from tests.engine.test_training import (
+    EVERYWHERE,
+    TOLERANCE,
+    TRUE_SHAPES,
+    Run,
+    _assert_same_model,
+)
+from tests.harness import naming, run_ranks
+from tests.models import CASES, Mlp
+from tests.oracle import assert_same_state, snapshot
+
+Keywords = dict[str, Any]
+
+# Keywords, ranks, ranks per node.
+WAYS: dict[str, tuple[Keywords, int, int]] = {
+    "op": ({"sharding_strategy": "SHARD_OP"}, 3, 3),
+    "hybrid": ({"sharding_strategy": "HYBRID_SHARD"}, 4, 2),
+    "hybrid-zero2": ({"sharding_strategy": "HYBRID_SHARD_ZERO2"}, 4, 2),
+    "hybrid-op": ({"sharding_strategy": "HYBRID_SHARD_OP"}, 4, 2),
+    "hybrid-op-nodes-of-one": ({"sharding_strategy": "HYBRID_SHARD_OP"}, 2, 1),
+    "hybrid-nodes-of-one": ({"sharding_strategy": "HYBRID_SHARD"}, 2, 1),
+    "regather": ({"reshard_after_forward": 2}, 4, 4),
+    "keep": ({"reshard_after_forward": False}, 2, 2),
+    "native-hybrid": ({"sharding_strategy": "HYBRID_SHARD", "collectives": "native"}, 4, 2),
+    "native-hybrid-op": ({"sharding_strategy": "HYBRID_SHARD_OP", "collectives": "native"}, 4, 2),
+}
+
+SAME_IN_ANY_ORDER = 1e-9
+
+
+FLAT_TOO = ["op", "hybrid-op", "regather"]
+# Two-stage reductions and native gathers meet in one of them; ZeRO-2 only keeps buffers longer.
+IN_SHORT = ["hybrid-zero2", "native-hybrid"]
+
+
+def _ways(*more: str) -> Iterator[Any]:
+    for way in (*more, *(way for way in WAYS if way not in IN_SHORT)):
+        yield pytest.param(way, True, id=way)
+        if way in FLAT_TOO:
+            yield pytest.param(way, False, id=f"{way}-flat")
+
+
+# What these add to the others shows in shorter tests, too; "keep" is SHARD_GRAD_OP.
+NOT_IN_FULL = ["hybrid-op-flat", "regather-flat", "hybrid-nodes-of-one", "keep"]
+
+
+@pytest.mark.parametrize(
+    ("way", "use_orig_params"), [way for way in _ways() if way.id not in NOT_IN_FULL]
+)
+def test_scripts(way: str, use_orig_params: bool) -> None:
+    keywords, world_size, per_node = WAYS[way]
+    keywords = {**keywords, "use_orig_params": use_orig_params}
+    number = list(WAYS).index(way)
+    run_ranks(_scripts, world_size, keywords, per_node, number, timeout=120)
+
+
+def _scripts(rank: int, world_size: int, keywords: Keywords, per_node: int, number: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    scripts = EVERYWHERE + (TRUE_SHAPES if keywords["use_orig_params"] else [])
+    for script, name in every(4, scripts, start=number):
+        with naming(f"{script.__name__}, {name}"):
+            case = CASES[name]
+            plain = Run(case.model(), case, rank, world_size)
+            expected = script(plain)
+            sharded = Run(case.wrap(case.model(), **keywords), case, rank, world_size)
+            torch.testing.assert_close(
+                script(sharded), expected, rtol=SAME_IN_ANY_ORDER, atol=TOLERANCE
+            )
+            _assert_same_model(sharded, plain)
+            sharded.train(10, 12)
+            plain.train(10, 12)
+            _assert_same_model(sharded, plain)
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        *itertools.product(
+            ["hybrid", "hybrid-op", "regather"],
+            ["transformer", "tied-across-units", "odd-shapes", "unused"],
+        ),
+        *((way, "twice") for way in IN_SHORT),
+    ],
+)
+def test_models(way: str, name: str) -> None:
+    keywords, world_size, per_node = WAYS[way]
+    run_ranks(_models, world_size, name, keywords, per_node)
+
+
+def _models(rank: int, world_size: int, name: str, keywords: Keywords, per_node: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    _train_and_compare(rank, world_size, name, lambda case: case.wrap(case.model(), **keywords))
+
+
+def _train_and_compare(
+    rank: int, world_size: int, name: str, wrap: Callable[[Any], ShardedWrapper], steps: int = 3
+) -> Run:
+    case = CASES[name]
+    sharded = Run(wrap(case), case, rank, world_size)
+    plain = Run(case.model(), case, rank, world_size)
+    for run in (sharded, plain):
+        run.train(0, steps)
+    _assert_same_model(sharded, plain)
+    state = sharded.model.state_dict()
+    bare = case.model()
+    bare.load_state_dict(state)
+    again = wrap(case)
+    again.load_state_dict(snapshot(plain.model))
+    assert_same_state(again.state_dict(), snapshot(plain.model), 0.0, 0.0)
+    return sharded
+
+
+# ---------------------------------------------------------------- where the groups come from
+
+
+def _pair() -> Keywords:
+    rank = dist.get_rank()
+    shard = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    replicate = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    return {"process_group": (shard, replicate)}
+
+
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> Keywords:
+    return {"device_mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+
+
+GROUPS: dict[str, tuple[Callable[[], Keywords], tuple[int, int]]] = {
+    "pair": (_pair, (2, 2)),
+    "mesh": (lambda: _mesh((2, 2), None), (2, 2)),
+    "mesh-4x1": (lambda: _mesh((4, 1), None), (1, 4)),
+    "mesh-1x4": (lambda: _mesh((1, 4), None), (4, 1)),
+    "mesh-named": (lambda: _mesh((1, 4), ("dp_shard", "dp_replicate")), (1, 4)),
+    "mesh-1d": (lambda: _mesh((4,), None), (4, 1)),
+    "mesh-1d-hybrid": (
+        lambda: {**_mesh((4,), ("dp",)), "sharding_strategy": "HYBRID_SHARD"},
+        (2, 2),
+    ),
+    "nodes": (lambda: {"sharding_strategy": "HYBRID_SHARD_ZERO2"}, (2, 2)),
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_groups(groups: str) -> None:
+    run_ranks(_groups, 4, groups)
+
+
+def _groups(rank: int, world_size: int, groups: str) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    make, expected = GROUPS[groups]
+    keywords = make()
+    run = _train_and_compare(
+        rank, world_size, "mlp", lambda case: case.wrap(case.model(), **keywords)
+    )
+    topology = run.model._sharding.unit.topology
+    assert (topology.shard.size, topology.replicate.size) == expected
+    if groups == "pair":
+        assert topology.shard.ranks == [rank % 2, rank % 2 + 2]
+
+
+def test_pair_within_part_of_the_world() -> None:
+    run_ranks(_pair_within_part, 3)
+
+
+def _pair_within_part(rank: int, world_size: int) -> None:
+    alone = [dist.new_group([one]) for one in range(3)]
+    both = dist.new_group([0, 2])
+    if rank == 1:
+        return
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), process_group=(both, alone[rank]))
+    assert model._sharding.unit.topology.world.ranks == [0, 2]
+    sharded = Run(model, case, rank // 2, 2)
+    plain = Run(case.model(), case, rank // 2, 2)
+    for run in (sharded, plain):
+        run.train(0, 3)
+    _assert_same_model(sharded, plain)
+
+
+# ---------------------------------------------------------------- a strategy for each unit
+
+
+def test_units_of_different_strategies() -> None:
+    run_ranks(_different_strategies, 4)
+
+
+CHOICES: dict[str, Keywords] = {
+    "fc1": {"sharding_strategy": "HYBRID_SHARD"},
+    "fc2": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "fc3": {"reshard_after_forward": 2},
+}
+
+
+def _different_strategies(rank: int, world_size: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+
+    def by_policy(case: Any) -> ShardedWrapper:
+        model = case.model()
+        names = {module: name for name, module in model.named_modules()}
+        policy = CustomPolicy(lambda module: CHOICES.get(names[module], False))
+        return ShardedWrapper(model, auto_wrap_policy=policy)
+
+    def by_hand(case: Any) -> ShardedWrapper:
+        model = case.model()
+        for name, keywords in CHOICES.items():
+            setattr(model, name, ShardedWrapper(getattr(model, name), **keywords))
+        return ShardedWrapper(model, sharding_strategy="HYBRID_SHARD_OP")
+
+    for wrap in (by_policy, by_hand):
+        run = _train_and_compare(rank, world_size, "mlp", wrap)
+        names = [run.model.get_submodule(name).sharding_strategy.name for name in CHOICES]
+        assert names == ["HYBRID_SHARD", "NO_SHARD", "FULL_SHARD"]
+        # One norm over units of three groups.
+        run.loss(7).backward()
+        plain = Run(run.case.model(), run.case, rank, world_size)
+        plain.model.load_state_dict(run.model.state_dict())
+        plain.loss(7).backward()
+        expected = nn.utils.clip_grad_norm_(plain.model.parameters(), 0.01)
+        actual = nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0.0)
+
+
+# ---------------------------------------------------------------- what is kept when
+
+
+def _gathers(action: Callable[[], Any]) -> int:
+    with record() as events:
+        action()
+    return sum(event.kind == "gather" for event in events)
+
+
+def test_shard_op_gathers_once_per_step() -> None:
+    run_ranks(_shard_op_gathers, 2)
+
+
+def _shard_op_gathers(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    run = Run(case.wrap(case.model(), sharding_strategy="SHARD_OP"), case, rank, world_size)
+    assert _gathers(lambda: run.loss(0).backward()) == 3
+    assert _gathers(lambda: run.loss(1).backward()) == 0
+    assert _gathers(lambda: run.model.state_dict()) == 0
+    run.step()
+    assert _gathers(lambda: run.loss(2).backward()) == 3
+    # Evaluation gives the memory back.
+    with torch.no_grad():
+        assert _gathers(run.evaluate) == 0
+    assert all(h.buffer.untyped_storage().size() == 0 for h in _handles(run.model))
+
+
+def _handles(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, ShardedWrapper):
+            yield from module._sharding.unit.handles
+
+
+def test_backward_gathers_within_the_secondary_group() -> None:
+    run_ranks(_secondary_group, 4)
+
+
+def _secondary_group(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    run = Run(case.wrap(case.model(), reshard_after_forward=2), case, rank, world_size)
+    run.train(0, 2)
+    loss = run.loss(2)
+    handles = list(_handles(run.model))
+    freed = [h for h in handles if h.buffer.untyped_storage().size() == 0]
+    assert len(freed) == len(handles)  # mlp has no parameters of the root's own
+    for handle in handles:
+        assert handle.secondary_bytes == handle.layout.padded_numel // 2 * 8
+    loss.backward()
+    assert all(handle.secondary_bytes == 0 for handle in handles)
+
+
+def test_nodes_exchange_parameters_once_per_step() -> None:
+    run_ranks(_once_across_nodes, 4)
+
+
+def _once_across_nodes(rank: int, world_size: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), sharding_strategy="HYBRID_SHARD_OP")
+    run = Run(model, case, rank, world_size)
+    run.train(0, 2)
+    assert _gathers(lambda: run.loss(2).backward()) == 3 + 6
+    assert _gathers(lambda: run.loss(3).backward()) == 6
+    run.step()
+    assert _gathers(lambda: run.loss(4).backward()) == 3 + 6
+    for handle in _handles(model):
+        assert handle.shard.numel() == handle.layout.padded_numel // 4
+
+
+# ---------------------------------------------------------------- accumulation
+
+
+BOUNDS = [0, 8 * 40, 10**6]
+
+ACCUMULATIONS: dict[str, Keywords] = {
+    "all-local": {},
+    **{f"max-{bound}": {"max_bytes": bound} for bound in BOUNDS},
+    "replicas": {"replicas_only": True},
+    "replicas-max": {"replicas_only": True, "max_bytes": 8 * 40},
+}
+
+
+@pytest.mark.parametrize(("way", "use_orig_params"), list(_ways("full", "no_shard")))
+def test_accumulation(way: str, use_orig_params: bool) -> None:
+    strategies = {"full": "FULL_SHARD", "no_shard": "NO_SHARD"}
+    keywords, world_size, per_node = WAYS.get(
+        way, ({"sharding_strategy": strategies.get(way)}, 2, 2)
+    )
+    keywords = {**keywords, "use_orig_params": use_orig_params}
+    number = list(WAYS).index(way) if way in WAYS else None
+    run_ranks(_accumulation, world_size, keywords, per_node, number)
+
+
+def _accumulation(
+    rank: int, world_size: int, keywords: Keywords, per_node: int, number: int | None
+) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    some = every(2, ACCUMULATIONS.items(), start=number or 0)
+    for mode, accumulation in some if number is not None else ACCUMULATIONS.items():
+        case = CASES["mlp"]
+        sharded = Run(case.wrap(case.model(), **keywords), case, rank, world_size)
+        plain = Run(case.model(), case, rank, world_size)
+        with naming(mode):
+            for run in (sharded, plain):
+                _accumulate(run, accumulation)
+            _assert_same_model(sharded, plain)
+
+
+def _accumulate(run: Run, accumulation: Keywords) -> None:
+    with run.no_sync(**accumulation):
+        run.loss(0).backward()
+        run.loss(1).backward()
+    run.loss(2).backward()
+    run.step()
+    run.loss(3).backward()
+    with run.no_sync(**accumulation):
+        run.loss(4).backward()
+    run.loss(5).backward()
+    run.step()
+    # What is dropped between is not reduced later.
+    with run.no_sync(**accumulation):
+        run.loss(6).backward()
+    run.optimizer.zero_grad()
+    run.loss(7).backward()
+    run.step()
+
+
+def test_accumulation_reduces_what_it_says() -> None:
+    run_ranks(_reductions, 4)
+
+
+def _reductions(rank: int, world_size: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    case = CASES["mlp"]
+    sizes = [7 * 5 + 5, 5 * 4 + 4, 4 * 3 + 3]
+
+    def reduced(run: Run, **accumulation: Any) -> list[str]:
+        with record() as events, run.model.no_sync(**accumulation):
+            run.loss(0).backward()
+        return [e.kind for e in events if e.kind in ("reduce", "all_reduce")]
+
+    full = Run(case.wrap(case.model()), case, rank, world_size)
+    full.train(0, 2)
+    assert reduced(full) == []
+    assert reduced(full, max_bytes=0) == ["reduce"] * 3
+    assert reduced(full, max_bytes=8 * (sizes[2] + 16)) == ["reduce"] * 2
+    full.loss(1).backward()
+    hybrid = Run(case.wrap(case.model(), sharding_strategy="HYBRID_SHARD"), case, rank, world_size)
+    hybrid.train(0, 2)
+    assert reduced(hybrid, replicas_only=True) == ["reduce"] * 3
+    with record() as events:
+        hybrid.loss(1).backward()
+    kinds = [e.kind for e in events if e.kind in ("reduce", "all_reduce")]
+    assert sorted(kinds) == ["all_reduce"] * 3 + ["reduce"] * 3
+
+
+def test_step_before_replicas_agree_is_refused() -> None:
+    run_ranks(_early_step, 4)
+
+
+def _early_step(rank: int, world_size: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), sharding_strategy="HYBRID_SHARD")
+    run = Run(model, case, rank, world_size)
+    with model.no_sync(replicas_only=True):
+        run.loss(0).backward()
+    with pytest.raises(RuntimeError, match="accumulated under no_sync"):
+        run.optimizer.step()
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def _model_with(**keywords: Any) -> ShardedWrapper:
+    return ShardedWrapper(Mlp(), **keywords)
+
+
+def _same_twice() -> Keywords:
+    return {"process_group": (dist.group.WORLD, dist.group.WORLD)}
+
+
+BAD: dict[str, tuple[Callable[[], Keywords], type[Exception], str]] = {
+    "divides-not": (
+        lambda: {"reshard_after_forward": 3},
+        ValueError,
+        "reshard_after_forward=3: must divide the 4 ranks",
+    ),
+    "nodes": (
+        lambda: {"sharding_strategy": "HYBRID_SHARD"},
+        ValueError,
+        r"equally many ranks on every node, but with LOCAL_WORLD_SIZE=3 .* \[3, 1\]",
+    ),
+    "no-such-number": (lambda: {"reshard_after_forward": 0}, ValueError, "at least 1"),
+    "no-number": (lambda: {"reshard_after_forward": "yes"}, TypeError, "number of ranks"),
+    "replicated": (
+        lambda: {"sharding_strategy": "NO_SHARD", "reshard_after_forward": True},
+        ValueError,
+        "the strategy is NO_SHARD",
+    ),
+    "pair-of-one-kind": (
+        lambda: {**_pair(), "sharding_strategy": "FULL_SHARD"},
+        ValueError,
+        "is for HYBRID strategies, got FULL_SHARD",
+    ),
+    "same-twice": (_same_twice, ValueError, "share several ranks"),
+    "three-dims": (lambda: _mesh((2, 2, 1), None), ValueError, "got 3"),
+    "both": (
+        lambda: {**_mesh((4,), None), "process_group": dist.group.WORLD},
+        ValueError,
+        "either process_group or device_mesh",
+    ),
+    "no-group": (lambda: {"process_group": "world"}, TypeError, "expected a ProcessGroup"),
+    "no-mesh": (lambda: {"device_mesh": 4}, TypeError, "expected a DeviceMesh"),
+    "triple": (lambda: {"process_group": (None, None, None)}, TypeError, "a pair"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str) -> None:
+    run_ranks(_bad_input, 4, case)
+
+
+def _bad_input(rank: int, world_size: int, case: str) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "3"
+    make, error, message = BAD[case]
+    keywords = make()
+    with pytest.raises(error, match=message):
+        _model_with(**keywords)
+
+
+def test_groups_that_make_no_grid() -> None:
+    run_ranks(_no_grid, 4)
+
+
+def _no_grid(rank: int, world_size: int) -> None:
+    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    columns = [dist.new_group(ranks) for ranks in ([0, 2], [1], [3])]
+    column = {0: 0, 2: 0, 1: 1, 3: 2}[rank]
+    with pytest.raises(ValueError, match="groups of different sizes"):
+        _model_with(process_group=(rows[rank // 2], columns[column]))
+
+
+def test_ranks_with_different_strategies() -> None:
+    run_ranks(_different_on_ranks, 2)
+
+
+def _different_on_ranks(rank: int, world_size: int) -> None:
+    strategy = ["FULL_SHARD", "HYBRID_SHARD"][rank]
+    with pytest.raises(ValueError, match=r"rank 0 has settings .*FULL_SHARD.*rank 1"):
+        _model_with(sharding_strategy=strategy)
+
+
+def test_hybrid_without_nodes() -> None:
+    run_ranks(_without_nodes, 2)
+
+
+def _without_nodes(rank: int, world_size: int) -> None:
+    del os.environ["LOCAL_WORLD_SIZE"]
+    with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE\s+is not set"):
+        _model_with(sharding_strategy="HYBRID_SHARD")
+
+
+def test_nodes_of_different_sizes() -> None:
+    run_ranks(_uneven_nodes, 3)
+
+
+def _uneven_nodes(rank: int, world_size: int) -> None:
+    """Two ranks on one node and one on another: only strategies that go by nodes mind."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
+    for strategy in ("NO_SHARD", "FULL_SHARD"):
+        keywords = {"sharding_strategy": strategy}
+        _train_and_compare(
+            rank,
+            world_size,
+            "mlp",
+            lambda case, keywords=keywords: case.wrap(case.model(), **keywords),
+        )
+    with pytest.raises(ValueError, match=r"2 ranks per node.*rank 2 has .*1 ranks per node"):
+        _model_with(sharding_strategy="HYBRID_SHARD")
+
+
+def test_changed_strategy() -> None:
+    run_ranks(_changed_strategy, 2)
+
+
+def _changed_strategy(rank: int, world_size: int) -> None:
+    model = _model_with()
+    model.sharding_strategy = "SHARD_GRAD_OP"
+    assert model.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    with pytest.raises(ValueError, match="NO_SHARD places parameters otherwise"):
+        model.sharding_strategy = ShardingStrategy.NO_SHARD
+    with record() as events:
+        model(torch.ones(2, 7)).sum().backward()
+    assert [e.kind for e in events].count("gather") == 1
+    with pytest.raises(RuntimeError, match="SHARD_GRAD_OP cannot become FULL_SHARD after"):
+        model.sharding_strategy = "FULL_SHARD"
+
+
+def test_no_sync_inside_forward() -> None:
+    run_ranks(_no_sync_inside, 2)
+
+
+class _Impatient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.wrapper: list[ShardedWrapper] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.wrapper[0].no_sync():
+            return self.fc(x)
+
+
+def _no_sync_inside(rank: int, world_size: int) -> None:
+    model = ShardedWrapper(_Impatient())
+    model.module.wrapper.append(model)
+    with pytest.raises(RuntimeError, match=r"no_sync\(\) was called while a forward"):
+        model(torch.ones(1, 3))
+    with pytest.raises(ValueError, match="max_bytes of at least 0"), model.no_sync(max_bytes=-1):
+        pass
+
+
+def test_unknown_override() -> None:
+    run_ranks(_unknown_override, 2)
+
+
+def _unknown_override(rank: int, world_size: int) -> None:
+    policy = CustomPolicy(
+        lambda module: {"use_orig_params": False} if isinstance(module, nn.Linear) else False
+    )
+    with pytest.raises(ValueError, match="unit 'fc1' it sets use_orig_params"):
+        _model_with(auto_wrap_policy=policy)
+
+
+def test_units_on_other_ranks() -> None:
+    run_ranks(_units_on_other_ranks, 2)
+
+
+def _units_on_other_ranks(rank: int, world_size: int) -> None:
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    model = Mlp()
+    model.fc1 = ShardedWrapper(model.fc1, process_group=alone)
+    with pytest.raises(ValueError, match="unit 'fc1' trains on ranks"):
+        ShardedWrapper(model)
+
+
+def test_failing_second_stage_names_the_unit() -> None:
+    run_ranks(_failing_second_stage, 4, group_timeout=4, expendable=[3])
+
+
+def _failing_second_stage(rank: int, world_size: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), sharding_strategy="HYBRID_SHARD")
+    run = Run(model, case, rank, world_size)
+    run.train(0, 1)
+    if rank == 3:
+        os._exit(1)
+    with pytest.raises(CollectiveError, match=f"rank {rank}: "):
+        run.loss(1).backward()

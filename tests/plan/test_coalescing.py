@@ -1,0 +1,315 @@
+"""Small units that share a flat parameter: the numbers of a plain model, and fewer collectives."""
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatshard import ShardedWrapper
+from flatshard.collectives import record
+from flatshard.memory_plan import predict
+from flatshard.plan import coalescing
+from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
+from tests.combinations import diagonal
+from tests.harness import naming, run_ranks
+from tests.models import CASES, loss_of
+from tests.oracle import ROWS
+
+WIDTH = 6
+NUM_BLOCKS = 5
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, width)
+        self.outer = nn.Linear(width, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.outer(torch.tanh(self.inner(x))))
+
+
+class Model(nn.Module):
+    """Small blocks, of which each forward names those that run; a large one in their midst."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(300 if n == 2 else WIDTH) for n in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor, order: list[int], checkpointed: bool = False) -> Tensor:
+        x = self.first(x)
+        for number in order:
+            block = self.blocks[number]
+            x = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
+        return x
+
+
+def made() -> Model:
+    torch.manual_seed(3)
+    return Model().double()
+
+
+def wrapped(**keywords: Any) -> ShardedWrapper:
+    # Two of the small ones fit together, and a third does not; the large one goes alone.
+    keywords = {"coalesce_bytes": 1500, "auto_wrap_policy": ModuleWrapPolicy({Block}), **keywords}
+    return ShardedWrapper(made(), **keywords)
+
+
+def rows(step: int, world_size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(world_size * ROWS, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def assert_same(sharded: nn.Module, plain: nn.Module) -> None:
+    torch.testing.assert_close(dict(sharded.state_dict()), dict(plain.state_dict()))
+
+
+# What runs in which step, on a rank.
+ORDERS: dict[str, Callable[[int, int], list[int]]] = {
+    "all": lambda step, rank: [0, 1, 2, 3, 4],
+    "otherwise on each rank": lambda step, rank: [0, 1, 2, 3, 4] if rank else [1, 0, 2, 4, 3],
+    "twice": lambda step, rank: [0, 1, 0, 2, 3, 4, 3][: 7 - step],
+    "dropped": lambda step, rank: [[0, 1, 2, 3, 4], [0, 2, 4], [1, 2, 3], [3, 4]][step],
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_equals_the_plain_model(world_size: int) -> None:
+    run_ranks(_equals, world_size)
+
+
+def _equals(rank: int, world_size: int) -> None:
+    settings: list[dict[str, Any]] = [
+        {},
+        {"sharding_strategy": "SHARD_GRAD_OP", "collectives": "sockets"},
+        {"sharding_strategy": "NO_SHARD", "collectives": "native"},
+    ]
+    for keywords, name, accumulates in diagonal(2, settings, list(ORDERS), (False, True)):
+        with naming(f"{keywords}, {name}, accumulates={accumulates}"):
+            model = wrapped(**keywords)
+            _train(model, ORDERS[name], rank, world_size, accumulates)
+
+
+def _train(
+    model: ShardedWrapper,
+    order: Callable[[int, int], list[int]],
+    rank: int,
+    world_size: int,
+    accumulates: bool,
+) -> None:
+    plain = made()
+    optimizer, oracle = optimizer_of(model), optimizer_of(plain)
+    for step in range(4):
+        whole = rows(step, world_size)
+        own = whole[rank * ROWS : (rank + 1) * ROWS]
+        if accumulates:
+            with model.no_sync():
+                model(own, order(step, rank)).square().mean().backward()
+            for one in range(world_size):
+                part = whole[one * ROWS : (one + 1) * ROWS]
+                (plain(part, order(step, one)).square().mean() / world_size).backward()
+        model(own, order(step, rank), checkpointed=step == 2).square().mean().backward()
+        for one in range(world_size):
+            part = whole[one * ROWS : (one + 1) * ROWS]
+            (plain(part, order(step, one)).square().mean() / world_size).backward()
+        used = {name for name, param in model.named_parameters() if param.grad is not None}
+        assert used == {n for n, param in plain.named_parameters() if param.grad is not None}
+        for one in (optimizer, oracle):
+            one.step()
+            one.zero_grad()
+        with torch.no_grad():
+            torch.testing.assert_close(
+                model.blocks[1](own),
+                plain.blocks[1](own),  # one of a unit's modules alone
+            )
+    assert_same(model, plain)
+
+
+def test_every_tiny_model() -> None:
+    run_ranks(_tiny, 2)
+
+
+def _tiny(rank: int, world_size: int) -> None:
+    """Coalesced, and with every parameter of the root reduced by itself."""
+    for name, case in CASES.items():
+        with naming(name):
+            apart, together = case.wrap(case.model()), case.wrap(case.model(), coalesce_bytes=4096)
+            with mock.patch.object(coalescing, "LARGE_BYTES", 1):
+                parted = case.wrap(case.model(), sharding_strategy="SHARD_GRAD_OP")
+            for model in (apart, together, parted):
+                optimizer = optimizer_of(model)
+                torch.manual_seed(0)
+                for step in range(2):
+                    inputs, target = case.batch(step, ROWS, torch.float64)
+                    loss_of(model(inputs), target).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert_same(together, apart)
+            assert_same(parted, apart)
+
+
+def test_collectives_and_report() -> None:
+    run_ranks(_collectives, 2)
+
+
+def _collectives(rank: int, world_size: int) -> None:
+    model = wrapped()
+    units = ["", "blocks.0 to blocks.1", "blocks.2", "blocks.3 to blocks.4"]
+    assert [line.split("  ")[0] for line in model.unit_report().splitlines()[1:-1]] == [
+        "(root)",
+        *units[1:],
+    ]
+    assert "2 small ones together" in model.unit_report()
+    for _ in range(2):
+        with record() as events:
+            model(rows(0, 1), list(range(NUM_BLOCKS))).sum().backward()
+    gathers = [event.unit_fqn for event in events if event.kind == "gather"]
+    reductions = [event.unit_fqn for event in events if event.kind == "reduce"]
+    assert sorted(gathers) == sorted(units + units[1:])  # the root once: it stays
+    assert sorted(reductions) == sorted(units)
+    policy = ModuleWrapPolicy({Block})
+    planned = predict(made(), world_size=2, auto_wrap_policy=policy, coalesce_bytes=1500)
+    assert [unit.name for unit in planned.units] == [*units[1:], ""]
+    assert sum(u.parameter_bytes for u in planned.units) == sum(
+        h.shard.nbytes for unit in model._sharding.context.units for h in unit.handles
+    )
+    for keywords in ({"coalesce_bytes": 0}, {"use_orig_params": False}):
+        assert "to blocks" not in wrapped(**keywords).unit_report()
+
+
+def test_large_parameters_of_the_root() -> None:
+    run_ranks(_large_parameters, 2)
+
+
+def _large_parameters(rank: int, world_size: int) -> None:
+    """The head is reduced before the blocks, the embedding after them."""
+    case = CASES["transformer"]
+    with mock.patch.object(coalescing, "LARGE_BYTES", 8 * 11 * 8):
+        model = case.wrap(case.model())
+        planned = predict(case.model(), world_size=2, auto_wrap_policy=ModuleWrapPolicy(case.units))
+    root = model._sharding.context.root
+    assert [handle.reduces_alone for handle in root.handles].count(True) == 2
+    assert planned.units[-1].parameter_bytes == sum(h.shard.nbytes for h in root.handles)
+    inputs, target = case.batch(0, ROWS)
+    for _ in range(2):  # the first finds the order
+        with record() as events:
+            loss_of(model(inputs), target).backward()
+    reduced = [event.unit_fqn for event in events if event.kind == "reduce"]
+    assert [reduced[0], reduced[-1], reduced.count("")] == ["", "", 3]
+    sizes = [event.nbytes for event in events if event.kind == "reduce" and not event.unit_fqn]
+    assert sizes[0] >= 8 * 11 * 8
+
+
+class Looking(nn.Module):
+    """Its root looks up an embedding, and may compute with the parameter besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(9, 6, dtype=torch.float64)
+        self.blocks = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(2)))
+        self.head = nn.Linear(6, 9, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor, ties: bool, checkpoints: bool) -> Tensor:
+        if checkpoints:
+            x = checkpoint(self.looked_up, tokens, use_reentrant=False)
+        else:
+            x = self.looked_up(tokens)
+        x = self.blocks(x)
+        return self.head(x) + (x @ self.embed.weight.t() if ties else 0)
+
+    def looked_up(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.embed(tokens))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_the_roots_embedding_is_freed_after_forward(strategy: str) -> None:
+    run_ranks(_embedding, 2, strategy)
+
+
+def _embedding(rank: int, world_size: int, strategy: str) -> None:
+    """Backward gathers it only where it looks up again, not for what one rank may have saved."""
+    plain, model = Looking(), Looking()
+    with mock.patch.object(coalescing, "LARGE_BYTES", 8 * 9 * 6):
+        model = ShardedWrapper(
+            model,
+            sharding_strategy=strategy,
+            auto_wrap_policy=CustomPolicy(lambda module: getattr(module, "out_features", 0) == 6),
+        )
+    handles = model._sharding.context.root.handles
+    embedding = next(h for h in handles if h.params.locations(0)[0].name == "embed.weight")
+    optimizers = [optimizer_of(one) for one in (plain, model)]
+    stays = strategy == "SHARD_GRAD_OP"
+    ways = itertools.product((set(), {0}, {0, 1}), (False, True))  # who ties
+    for step, (ties, checkpoints) in enumerate(ways):
+        tokens = torch.randint(9, (world_size, 4), generator=torch.Generator().manual_seed(step))
+        with naming((ties, checkpoints)):
+            loss = model(tokens[rank : rank + 1], rank in ties, checkpoints).square().mean()
+            assert [h.is_current for h in handles] == [stays or h is not embedding for h in handles]
+            with record() as events:
+                loss.backward()
+            sizes = [e.nbytes for e in events if e.kind == "gather" and not e.unit_fqn]
+            again = checkpoints and not stays
+            assert sizes == ([embedding.layout.padded_numel * 8] if again else [])
+            for one in range(world_size):
+                plain_loss = plain(tokens[one : one + 1], one in ties, checkpoints).square().mean()
+                (plain_loss / world_size).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same(model, plain)
+
+
+def test_one_of_several() -> None:
+    """What is done with one module of a unit is about it alone, or refused."""
+    run_ranks(_one_of_several, 2)
+
+
+def _one_of_several(rank: int, world_size: int) -> None:
+    model, plain = wrapped(), made()
+    own = rows(0, world_size)[rank * ROWS : (rank + 1) * ROWS]
+    model(own, [0, 1, 2, 3, 4]).square().mean().backward()
+    plain(rows(0, world_size), [0, 1, 2, 3, 4]).square().mean().backward()
+    norm = model.blocks[1].clip_grad_norm_(0.01)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.blocks[1].parameters(), 0.01))
+    for sharded, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+    assert_same(model.blocks[1], plain.blocks[1])
+    with ShardedWrapper.summon_full_params(model.blocks[3]), torch.no_grad():
+        model.blocks[3].inner.weight.fill_(1.0)
+    plain.blocks[3].inner.weight.data.fill_(1.0)
+    assert_same(model, plain)
+    with pytest.raises(RuntimeError, match=r"unit 'blocks.3 to blocks.4': 'blocks.4' cannot be co"):
+        copy.deepcopy(model.blocks[4])
+    with pytest.raises(RuntimeError, match=r"'blocks.0' cannot be converted alone"):
+        model.blocks[0].float()
+    with pytest.raises(RuntimeError, match=r"'blocks.0' cannot be given another strategy alone"):
+        model.blocks[0].sharding_strategy = "SHARD_GRAD_OP"
+    with pytest.raises(RuntimeError, match=r"'blocks.0' cannot be given a hook alone"):
+        model.blocks[0].register_comm_hook(None, lambda state, full, out: None)
+    twin = copy.deepcopy(model).float()
+    twin.load_state_dict(plain.float().state_dict())
+    twin(own.float(), [0, 1, 2, 3, 4]).sum().backward()
+    assert_same(twin, plain)
+
+
+def test_bad_values() -> None:
+    run_ranks(_bad, 1)
+
+
+def _bad(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="coalesce_bytes: expected 0 or more bytes, got -1"):
+        wrapped(coalesce_bytes=-1)
+    with pytest.raises(TypeError, match="coalesce_bytes: expected an int"):
+        wrapped(coalesce_bytes="1M")

@@ -1,0 +1,418 @@
+"""Tied weights: stored once, in the lowest unit that contains every user, and tied for good."""
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatshard import ShardedWrapper
+from flatshard.plan.wrap import Policy, always_wrap_policy, size_based_auto_wrap_policy
+from tests.combinations import every
+from tests.engine.test_training import TRUE_SHAPE_WAYS, WAYS, Run
+from tests.harness import naming, run_ranks
+from tests.models import Case, Mlp, Transformer, tokens, vectors
+from tests.oracle import assert_same_state, snapshot
+
+# ---------------------------------------------------------------- models
+
+
+class Leaf(nn.Linear):
+    """A layer that becomes a unit."""
+
+
+class Branch(nn.Module):
+    """A unit with two units in it; ``tied`` names what they share."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.left = Leaf(7, 7)
+        self.right = Leaf(7, 7)
+        if tied:
+            self.right.weight = self.left.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.right(torch.tanh(self.left(x))))
+
+
+class Branches(nn.Module):
+    """Two branches and a head."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.first = Branch(tied)
+        self.second = Branch(tied)
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)))
+
+
+class ThreeUsers(Branches):
+    """Three units in two branches use one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.right.weight = self.first.left.weight
+        self.second.left.weight = self.first.left.weight
+
+
+class UsedByRoot(Branches):
+    """The root reads, under a name of its own, the weight of a unit two levels down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = self.first.left.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.linear(x, self.projection))
+
+
+class UsedByParent(Branch):
+    """A unit reads the weight of a unit inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = self.right.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.linear(x, self.projection))
+
+
+class WithUsingParent(Branches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = UsedByParent()
+
+
+class WithinUnit(nn.Module):
+    """A unit that uses a weight twice, once transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(7, 5)
+        self.weight = self.encode.weight
+        self.bias = nn.Parameter(torch.zeros(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.encode(x)), self.weight.t(), self.bias)
+
+
+class Autoencoders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = WithinUnit()
+        self.second = WithinUnit()
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)))
+
+
+class SharedModule(Branches):
+    """A module with two parents, both units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.left = self.first.right
+
+
+class SharedParts(Branches):
+    """A weight and a bias with other users each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.right.weight = self.first.left.weight
+        self.second.right.bias = self.first.left.bias
+
+
+class Frozen(ThreeUsers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.left.weight.requires_grad_(False)
+
+
+# ---------------------------------------------------------------- who owns what
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A model, its policy, and the unit in which each tied weight is to lie.
+
+    Attributes:
+        aliases: the names of each tied weight, by its first name.
+        owners: the name of the unit that holds it, by its first name.
+    """
+
+    name: str
+    build: Callable[[], nn.Module] = field(repr=False)
+    policy: Policy = field(repr=False)
+    aliases: dict[str, list[str]] = field(repr=False)
+    owners: dict[str, str] = field(repr=False)
+    draw: Callable[[int, torch.Generator], tuple[Tensor, Tensor]] = field(
+        repr=False, default=vectors
+    )
+
+    @property
+    def case(self) -> Case:
+        return Case(self.name, self.build, self.draw)
+
+
+def _classes(*classes: type[nn.Module]) -> Policy:
+    return functools.partial(_is_one_of, classes)
+
+
+def _is_one_of(
+    classes: tuple[type[nn.Module], ...],
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+) -> bool:
+    return recurse or isinstance(module, classes)
+
+
+LANGUAGE: dict[str, Any] = {
+    "build": lambda: Transformer(tied=True),
+    "aliases": {"embed.weight": ["head.weight"]},
+    "owners": {"embed.weight": ""},
+    "draw": tokens,
+}
+
+_TIES = [
+    Tie("embedding and head, by class", policy=_classes(nn.Embedding, nn.Linear), **LANGUAGE),
+    Tie(
+        "embedding and head, by size",
+        policy=functools.partial(size_based_auto_wrap_policy, min_num_params=80),
+        **LANGUAGE,
+    ),
+    Tie("embedding and head, every module", policy=always_wrap_policy, **LANGUAGE),
+    Tie(
+        "siblings",
+        functools.partial(Branches, tied=True),
+        _classes(Branch, Leaf),
+        {
+            "first.left.weight": ["first.right.weight"],
+            "second.left.weight": ["second.right.weight"],
+        },
+        {"first.left.weight": "first", "second.left.weight": "second"},
+    ),
+    Tie(
+        "three users",
+        ThreeUsers,
+        _classes(Branch, Leaf),
+        {"first.left.weight": ["first.right.weight", "second.left.weight"]},
+        {"first.left.weight": ""},
+    ),
+    Tie(
+        "three users, frozen",
+        Frozen,
+        _classes(Branch, Leaf),
+        {"first.left.weight": ["first.right.weight", "second.left.weight"]},
+        {"first.left.weight": ""},
+    ),
+    Tie(
+        "used by the root",
+        UsedByRoot,
+        _classes(Branch, Leaf),
+        {"projection": ["first.left.weight"]},
+        {"projection": ""},
+    ),
+    Tie(
+        "used by the parent",
+        WithUsingParent,
+        _classes(Branch, Leaf),
+        {"second.projection": ["second.right.weight"]},
+        {"second.projection": "second"},
+    ),
+    Tie(
+        "within a unit",
+        Autoencoders,
+        _classes(WithinUnit),
+        {"first.weight": ["first.encode.weight"], "second.weight": ["second.encode.weight"]},
+        {"first.weight": "first", "second.weight": "second"},
+    ),
+    Tie(
+        "shared module that is a unit",
+        SharedModule,
+        _classes(Branch, Leaf),
+        {
+            "first.right.weight": ["second.left.weight"],
+            "first.right.bias": ["second.left.bias"],
+        },
+        {"first.right.weight": "first.right", "first.right.bias": "first.right"},
+    ),
+    Tie(
+        "shared module that is no unit",
+        SharedModule,
+        _classes(Branch),
+        {
+            "first.right.weight": ["second.left.weight"],
+            "first.right.bias": ["second.left.bias"],
+        },
+        {"first.right.weight": "", "first.right.bias": ""},
+    ),
+    Tie(
+        "weight and bias",
+        SharedParts,
+        _classes(Branch, Leaf),
+        {
+            "first.left.weight": ["first.right.weight"],
+            "first.left.bias": ["second.right.bias"],
+        },
+        {"first.left.weight": "first", "first.left.bias": ""},
+    ),
+]
+
+TIES = {tie.name: tie for tie in _TIES}
+
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+def _runs(rank: int, world_size: int, tie: Tie, way: str) -> tuple[Run, Run]:
+    """The same model sharded and plain."""
+    strategy, use_orig_params = WAYS[way]
+    model = ShardedWrapper(
+        tie.case.model(),
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+        auto_wrap_policy=tie.policy,
+    )
+    return Run(model, tie.case, rank, world_size), Run(tie.case.model(), tie.case, rank, world_size)
+
+
+def _assert_same(sharded: nn.Module, plain: nn.Module, tie: Tie) -> None:
+    state = sharded.state_dict()
+    assert_same_state(state, snapshot(plain), 0.0, 1e-12)
+    for first, others in tie.aliases.items():
+        for other in others:
+            assert torch.equal(state[first], state[other]), f"{first} and {other} differ"
+
+
+@each_way
+def test_owner(way: str) -> None:
+    run_ranks(_owner, 2, way)
+
+
+def _owner(rank: int, world_size: int, way: str) -> None:
+    """Where a tied weight lies, and that it lies there once."""
+    for tie in TIES.values():
+        with naming(tie.name):
+            sharded, plain = (run.model for run in _runs(rank, world_size, tie, way))
+            spans = {
+                span.name: (wrapper._sharding.unit.name, span.numel)
+                for wrapper in sharded.modules()
+                if isinstance(wrapper, ShardedWrapper)
+                for handle in wrapper._sharding.unit.handles
+                for span in handle.layout.spans
+            }
+            sizes = {name: param.numel() for name, param in plain.named_parameters()}
+            assert {name: numel for name, (_, numel) in spans.items()} == sizes
+            assert {name: spans[name][0] for name in tie.owners} == tie.owners
+
+
+@pytest.mark.parametrize("way", TRUE_SHAPE_WAYS)
+def test_parameters_are_the_same_object(way: str) -> None:
+    run_ranks(_same_object, 2, way)
+
+
+def _same_object(rank: int, world_size: int, way: str) -> None:
+    for tie in TIES.values():
+        with naming(tie.name):
+            sharded, plain = (run.model for run in _runs(rank, world_size, tie, way))
+            for remove_duplicate in (True, False):
+                names = [
+                    [name for name, _ in model.named_parameters(remove_duplicate=remove_duplicate)]
+                    for model in (sharded, plain)
+                ]
+                assert names[0] == names[1]
+            _assert_tied(sharded, tie)
+            with ShardedWrapper.summon_full_params(sharded):
+                _assert_tied(sharded, tie)
+
+
+def _assert_tied(model: nn.Module, tie: Tie) -> None:
+    found = dict(model.named_parameters(remove_duplicate=False))
+    for first, others in tie.aliases.items():
+        assert all(found[first] is found[other] for other in others)
+
+
+# ---------------------------------------------------------------- training and state dicts
+
+
+@each_way
+def test_training_and_state_dicts(way: str) -> None:
+    run_ranks(_train_and_load_all, 2, way)
+
+
+def _train_and_load_all(rank: int, world_size: int, way: str) -> None:
+    for tie in every(1 if way == "full" else 2, TIES.values(), start=list(WAYS).index(way)):
+        with naming(tie.name):
+            _train_and_load(rank, world_size, tie, way)
+
+
+def _train_and_load(rank: int, world_size: int, tie: Tie, way: str) -> None:
+    sharded, plain = _runs(rank, world_size, tie, way)
+    for run in (sharded, plain):
+        run.train(0, 3)
+    _assert_same(sharded.model, plain.model, tie)
+
+    with naming("an unwrapped model loads the state dict"):
+        reloaded = tie.case.model()
+        reloaded.load_state_dict(sharded.model.state_dict())
+        _assert_same(reloaded, plain.model, tie)
+
+    with naming("the copy trains by itself"):
+        copies = [
+            Run(copy.deepcopy(run.model), tie.case, rank, world_size) for run in (sharded, plain)
+        ]
+        for one, twin in zip((sharded, plain), copies, strict=True):
+            one.train(3, 5)
+            twin.train(10, 13)
+        _assert_same(sharded.model, plain.model, tie)
+        _assert_same(copies[0].model, copies[1].model, tie)
+
+    with naming("loading"):
+        # Where aliases disagree, the last one in the model's order counts, as in a plain model.
+        different = {
+            name: value + index for index, (name, value) in enumerate(snapshot(plain.model).items())
+        }
+        for run in (sharded, plain):
+            run.model.load_state_dict(different)
+        _assert_same(sharded.model, plain.model, tie)
+
+    with naming("loading one alias alone"):
+        for first, others in tie.aliases.items():
+            for alias in (first, *others):
+                part = {alias: different[alias] + 1}
+                answers = [r.model.load_state_dict(part, strict=False) for r in (sharded, plain)]
+                assert answers[0] == answers[1]
+                _assert_same(sharded.model, plain.model, tie)
+                for run in (sharded, plain):
+                    with pytest.raises(RuntimeError, match="Missing key"):
+                        run.model.load_state_dict(part)
+
+
+@each_way
+def test_equal_values_are_no_tie(way: str) -> None:
+    run_ranks(_untied, 2, way)
+
+
+def _untied(rank: int, world_size: int, way: str) -> None:
+    def build() -> nn.Module:
+        model = Mlp()
+        model.again = nn.Linear(7, 5)
+        model.again.load_state_dict(model.fc1.state_dict())
+        return model
+
+    tie = Tie("untied", build, _classes(nn.Linear), {}, {})
+    sharded, plain = _runs(rank, world_size, tie, way)
+    for run in (sharded, plain):
+        run.train(0, 2)
+    _assert_same(sharded.model, plain.model, tie)
+    state = sharded.model.state_dict()
+    assert not torch.equal(state["fc1.weight"], state["again.weight"])

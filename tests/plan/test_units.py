@@ -1,0 +1,442 @@
+"""Units chosen by "auto", by torch's policies and by hand train alike; what is said about them."""
+
+import copy
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp.wrap as torch_wrap
+from torch import Tensor, nn
+from torch.distributed import fsdp
+
+from flatshard import ShardedWrapper, ShardingStrategy, sharded_modules
+from flatshard.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy, enable_wrap, wrap
+from tests.harness import allow_warnings, naming, run_ranks
+from tests.models import CASES, Block, Case, Mlp, Transformer, vectors
+from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(256, 768)
+        self.down = nn.Linear(768, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Wide(nn.Module):
+    """Just large enough for several units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(7, 256)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.layers[1].up.requires_grad_(False)
+        self.head = nn.Linear(256, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+WIDE = Case("wide", Wide, vectors)
+
+
+def trains_right(model: ShardedWrapper, case: Case, rank: int, world_size: int) -> None:
+    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size, steps=3)
+    expected = train(case, world_size, steps=3).state
+    assert_same_state(model.state_dict(), expected, 0.0, 1e-11)
+
+
+def unit_names(model: nn.Module) -> list[str]:
+    return [wrapper._sharding.unit.name for wrapper in sharded_modules(model)]
+
+
+def table(model: ShardedWrapper) -> dict[str, list[str]]:
+    """The cells of a report, by the unit's name."""
+    lines = [line.split("  ") for line in model.unit_report().splitlines()]
+    cells = [[cell.strip() for cell in line if cell] for line in lines]
+    return {line[0]: line[1:] for line in cells}
+
+
+# ---------------------------------------------------------------- "auto"
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_auto_trains_right(strategy: str) -> None:
+    run_ranks(_auto, 2, strategy)
+
+
+def _auto(rank: int, world_size: int, strategy: str) -> None:
+    model = ShardedWrapper(WIDE.model(), auto_wrap_policy="auto", sharding_strategy=strategy)
+    assert unit_names(model) == ["", "layers.0", "layers.1"]
+    trains_right(model, WIDE, rank, world_size)
+
+
+def test_auto_on_tiny_models_is_one_unit() -> None:
+    run_ranks(_auto_tiny, 2)
+
+
+def _auto_tiny(rank: int, world_size: int) -> None:
+    """And says nothing: a warning is an error here."""
+    for name in ("mlp", "tied-in-unit", "odd-shapes"):
+        model = ShardedWrapper(CASES[name].model(), auto_wrap_policy="auto")
+        assert sharded_modules(model) == [model]
+
+
+def test_an_unknown_policy() -> None:
+    run_ranks(_unknown_policy, 2)
+
+
+def _unknown_policy(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"unknown policy 'automatic'; expected \"auto\""):
+        ShardedWrapper(Mlp(), auto_wrap_policy="automatic")
+    match = r"To use size_based_auto_wrap_policy, pass the object"
+    with pytest.raises(ValueError, match=match):
+        ShardedWrapper(Mlp(), auto_wrap_policy="size_based_auto_wrap_policy")
+
+
+# ---------------------------------------------------------------- the report
+
+
+def test_report() -> None:
+    run_ranks(_report, 2)
+
+
+def _report(rank: int, world_size: int) -> None:
+    model = ShardedWrapper(
+        Wide(),
+        auto_wrap_policy="auto",
+        mixed_precision=fsdp.MixedPrecision(param_dtype=torch.bfloat16),
+        collectives="sockets",
+    )
+    reason = "policy 'auto': one of 2 repeated Layer"
+    layer = 2 * 256 * 768 + 256 + 768
+    # 2 bytes each: the gathered parameters are bfloat16
+    size = f"{2 * layer / 1024:.1f} KiB"
+    frozen = 256 * 768 + 768
+    kinds = f"float32 frozen {frozen:,} + float32 {layer - frozen:,}"
+    rest = 7 * 256 + 256 + 256 * 3 + 3
+    ways = ["FULL_SHARD", "2", "sockets", reason]
+    assert table(model) == {
+        "unit": [
+            *"class elements padding segments gathered strategy ranks".split(),
+            *("moved by", "why"),
+        ],
+        "(root)": [
+            *("Wide", f"{rest:,}", "5", "float32", f"{2 * (rest + 5) / 1024:.1f} KiB"),
+            *("FULL_SHARD", "2", "sockets", "root: what is left"),
+        ],
+        "layers.0": ["Layer", f"{layer:,}", "0", "float32", size, *ways],
+        "layers.1": ["Layer", f"{layer:,}", "0", kinds, size, *ways],
+        "total": ["3 units", f"{2 * layer + rest:,}", "5", "1.5 MiB"],
+    }
+    assert "repeated" not in repr(model)  # `print(model)` stays as short as the model
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_report_of_units_made_in_other_ways(use_orig_params: bool) -> None:
+    run_ranks(_report_otherwise, 2, use_orig_params)
+
+
+def _report_otherwise(rank: int, world_size: int, use_orig_params: bool) -> None:
+    keywords = {"use_orig_params": use_orig_params, "collectives": "native"}
+    plain = Mlp()
+    plain.fc1 = ShardedWrapper(plain.fc1, sharding_strategy="SHARD_GRAD_OP", **keywords)
+    plain.fc2 = ShardedWrapper(plain.fc2, sharding_strategy="NO_SHARD", **keywords)
+    assert table(plain.fc1)["(root)"][-1] == "root: the whole model"
+    found = table(ShardedWrapper(plain, **keywords))
+    assert found["fc1"][1:5] == ["40", "8", "float32", "192 B"]
+    assert found["fc1"][5:] == ["SHARD_GRAD_OP", "2", "gloo", "by hand"]
+    assert found["fc2"][-5:] == ["0 B", "NO_SHARD", "1", "gloo", "by hand"]
+    policy = ModuleWrapPolicy({nn.Linear})
+    model = ShardedWrapper(Mlp(), auto_wrap_policy=policy, **keywords)
+    reason = "policy ModuleWrapPolicy({Linear})"
+    assert table(model)["fc3"][-1] == reason
+    assert table(model)["(root)"][:4] == ["Mlp", "0", "0", "none"]
+    assert table(model.fc3) == {
+        "unit": table(model)["unit"],
+        "fc3": table(model)["fc3"],
+        "total": ["1 unit", "15", "1", "64 B"],
+    }
+
+
+# ---------------------------------------------------------------- the judgement
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10_000, 128)
+        self.head = nn.Linear(128, 10_000, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def _stack(count: int, width: int) -> nn.Module:
+    return nn.Sequential(*(Layer2(width) for _ in range(count)))
+
+
+class Layer2(nn.Module):
+    """A layer with a child, so that it is a block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+JUDGED: dict[str, tuple[Any, Any, str]] = {
+    "one unit": (lambda: _stack(4, 1600), None, "are one unit"),
+    "many small": (
+        lambda: nn.Sequential(*(nn.LayerNorm(8) for _ in range(40))),
+        always_wrap_policy,
+        "40 of 41 units hold fewer than 10,000",
+    ),
+    "tied": (
+        Tied,
+        ModuleWrapPolicy({nn.Embedding, nn.Linear}),
+        "'embed.weight' and 'head.weight' are one weight",
+    ),
+    "uneven": (
+        lambda: nn.Sequential(_stack(10, 1100), *(nn.Linear(500, 500) for _ in range(5))),
+        lambda module, recurse, nonwrapped_numel: (
+            recurse or 0 < getattr(module, "in_features", 0) < 501
+        ),
+        "the root holds",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", JUDGED)
+def test_what_is_said_about_plans(kind: str) -> None:
+    run_ranks(_judged, 2, kind)
+
+
+def _judged(rank: int, world_size: int, kind: str) -> None:
+    build, policy, expected = JUDGED[kind]
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ShardedWrapper(build(), auto_wrap_policy=policy, sharding_strategy=strategy)
+        messages = [str(one.message) for one in caught]
+        if rank == 0 and strategy == "FULL_SHARD":
+            assert len(messages) == 1, messages
+            assert expected in messages[0]
+            assert 'auto_wrap_policy="auto"' in messages[0]
+            assert caught[0].filename == __file__
+        else:
+            assert not messages  # nothing is gathered, or it is said by another rank
+    # The remedy is one.
+    ShardedWrapper(build(), auto_wrap_policy="auto")
+
+
+def test_hand_wrapped_parts_are_judged_together() -> None:
+    run_ranks(_judged_by_hand, 2)
+
+
+def _judged_by_hand(rank: int, world_size: int) -> None:
+    """Each alone says nothing; a warning is an error here."""
+    model = _stack(4, 1600)
+    for index in range(4):
+        model[index] = ShardedWrapper(model[index])
+    assert unit_names(ShardedWrapper(model)) == ["", "0", "1", "2", "3"]
+    rest = _stack(10, 1100)
+    uneven = nn.Sequential(rest, *(ShardedWrapper(nn.Linear(500, 500)) for _ in range(5)))
+    if rank:
+        ShardedWrapper(uneven)
+    else:
+        with pytest.warns(UserWarning, match="the root holds"):
+            ShardedWrapper(uneven)
+
+
+# ---------------------------------------------------------------- by hand
+
+
+class HandMade(Mlp):
+    """Says itself what is a unit."""
+
+    def __init__(self, wrapped: Any = wrap) -> None:
+        super().__init__()
+        self.fc1 = wrapped(self.fc1.double())
+        self.fc2 = wrapped(self.fc2.double(), sharding_strategy="NO_SHARD")
+        self.fc3.double()
+
+
+HAND_MADE = Case("hand-made", HandMade, vectors)
+
+
+@pytest.mark.parametrize("source", ["ours", "torch"])
+def test_enable_wrap(source: str) -> None:
+    run_ranks(_enable_wrap, 2, source)
+
+
+def _enable_wrap(rank: int, world_size: int, source: str) -> None:
+    own = source == "ours"
+    build = HandMade if own else functools.partial(HandMade, torch_wrap.wrap)
+    enable = enable_wrap if own else torch_wrap.enable_wrap
+    torch.manual_seed(3)
+    with enable(wrapper_cls=ShardedWrapper, sharding_strategy="SHARD_GRAD_OP"):
+        inner = build()
+    model = ShardedWrapper(inner)
+    assert [(w._sharding.unit.name, w.sharding_strategy.name) for w in sharded_modules(model)] == [
+        ("", "FULL_SHARD"),
+        ("fc1", "SHARD_GRAD_OP"),
+        ("fc2", "NO_SHARD"),
+    ]
+    assert not sharded_modules(HandMade())
+    trains_right(model, HAND_MADE, rank, world_size)
+    for converted in (model.float(), copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match=r"parameter 'fc1\.weight'"):
+            converted.fc1.module.weight.share_memory_()
+
+
+def test_enable_wrap_ends_and_nests() -> None:
+    made = []
+
+    def record(module: nn.Module, **keywords: Any) -> nn.Module:
+        made.append(keywords)
+        return module
+
+    linear = nn.Linear(1, 1)
+
+    def build() -> None:
+        with enable_wrap(wrapper_cls=record, a=1, b=2):
+            assert wrap(linear, b=3) is linear
+            with enable_wrap(wrapper_cls=record, c=4):
+                wrap(linear)
+            wrap(linear)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        build()
+    assert made == [{"a": 1, "b": 3}, {"c": 4}, {"a": 1, "b": 2}]
+    assert wrap(linear, a=5) is linear
+    assert len(made) == 3
+
+
+# ---------------------------------------------------------------- torch's own
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+LINEARS = ["fc1", "fc2", "fc3"]
+TORCHS: dict[str, tuple[str, Any, list[str]]] = {
+    "size": (
+        "mlp",
+        functools.partial(torch_wrap.size_based_auto_wrap_policy, min_num_params=20),
+        ["fc1", "fc2"],
+    ),
+    "transformer": (
+        "transformer",
+        functools.partial(torch_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        ["blocks.0", "blocks.1"],
+    ),
+    "lambda": (
+        "mlp",
+        functools.partial(torch_wrap.lambda_auto_wrap_policy, lambda_fn=_is_linear),
+        LINEARS,
+    ),
+    "always": ("mlp", torch_wrap.always_wrap_policy, LINEARS),
+    "classes": ("mlp", torch_wrap.ModuleWrapPolicy({nn.Linear}), LINEARS),
+    "custom": ("mlp", torch_wrap.CustomPolicy(_is_linear), LINEARS),
+    "or": (
+        "mlp",
+        functools.partial(
+            torch_wrap._or_policy, policies=[torch_wrap.ModuleWrapPolicy({nn.Linear})]
+        ),
+        LINEARS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_policies_of_torch(name: str) -> None:
+    run_ranks(_torchs_policy, 2, name)
+
+
+def _torchs_policy(rank: int, world_size: int, name: str) -> None:
+    case_name, policy, expected = TORCHS[name]
+    case = CASES[case_name]
+    model = ShardedWrapper(case.model(), auto_wrap_policy=policy)
+    assert unit_names(model) == ["", *expected]
+    trains_right(model, case, rank, world_size)
+
+
+@pytest.mark.parametrize("kind", [CustomPolicy, torch_wrap.CustomPolicy])
+def test_keywords_of_units_in_torchs_words(kind: Any) -> None:
+    run_ranks(_torchs_keywords, 2, kind)
+
+
+def _torchs_keywords(rank: int, world_size: int, kind: Any) -> None:
+    def choose(module: nn.Module) -> bool | dict[str, Any]:
+        sizes = getattr(module, "in_features", 0), getattr(module, "out_features", 0)
+        return {
+            (7, 5): {"sharding_strategy": fsdp.ShardingStrategy.SHARD_GRAD_OP},
+            (5, 4): {"mixed_precision": fsdp.MixedPrecision(param_dtype=torch.bfloat16)},
+            (4, 3): True,
+        }.get(sizes, False)
+
+    case = CASES["mlp"]
+    model = ShardedWrapper(case.model(), auto_wrap_policy=kind(choose))
+    assert [wrapper.sharding_strategy for wrapper in sharded_modules(model)] == [
+        ShardingStrategy.FULL_SHARD,
+        ShardingStrategy.SHARD_GRAD_OP,
+        ShardingStrategy.FULL_SHARD,
+        ShardingStrategy.FULL_SHARD,
+    ]
+    # 8 bytes an element where nothing is cast, 2 where bfloat16 is gathered
+    padded = {"fc1": (44, 8), "fc2": (24, 2), "fc3": (16, 8)}
+    report = table(model)
+    assert {name: report[name][4] for name in padded} == {
+        name: f"{count * width} B" for name, (count, width) in padded.items()
+    }
+    refused = kind(lambda module: {"use_orig_params": False} if _is_linear(module) else False)
+    with pytest.raises(ValueError, match="unit 'fc1' it sets use_orig_params"):
+        ShardedWrapper(case.model(), auto_wrap_policy=refused)
+
+
+def test_settings_in_torchs_words() -> None:
+    run_ranks(_torchs_settings, 2)
+
+
+def _torchs_settings(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    for keywords in (
+        {"sharding_strategy": fsdp.ShardingStrategy.FULL_SHARD},
+        {"sharding_strategy": fsdp.ShardingStrategy.SHARD_GRAD_OP},
+        {"sharding_strategy": fsdp.ShardingStrategy.NO_SHARD},
+        {"sharding_strategy": fsdp.ShardingStrategy.HYBRID_SHARD},
+        {"sharding_strategy": fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2},
+        {"backward_prefetch": fsdp.BackwardPrefetch.BACKWARD_PRE},
+        {"backward_prefetch": fsdp.BackwardPrefetch.BACKWARD_POST},
+        {"cpu_offload": fsdp.CPUOffload()},
+        {"cpu_offload": fsdp.CPUOffload(offload_params=True)},
+        {"mixed_precision": fsdp.MixedPrecision()},
+        {"mixed_precision": fsdp.MixedPrecision(reduce_dtype=torch.float64)},
+        {"mixed_precision": fsdp.MixedPrecisionPolicy()},
+        {"mixed_precision": fsdp.MixedPrecisionPolicy(param_dtype=torch.float64)},
+    ):
+        with naming(keywords), allow_warnings(UserWarning, "cpu_offload"):
+            trains_right(case.wrap(case.model(), **keywords), case, rank, world_size)
+
+
+def test_a_tied_transformer_by_auto() -> None:
+    run_ranks(_tied_by_auto, 2)
+
+
+def _tied_by_auto(rank: int, world_size: int) -> None:
+    case = CASES["tied-in-unit"]
+    model = ShardedWrapper(case.model(), auto_wrap_policy="auto")
+    assert isinstance(model.module, Transformer)
+    assert model.head.weight is model.embed.weight
+    trains_right(model, case, rank, world_size)

@@ -1,0 +1,620 @@
+"""Parameters gathered, and gradients reduced, in another dtype than they are kept in.
+
+The oracle is the plain model with masters: each step casts its float32 parameters by hand, runs
+every rank's rows with the copies, casts their gradients to the reduce dtype, averages, and steps
+the masters. On two ranks nothing may differ by a bit: a sum of two has one order.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.func import functional_call
+
+from flatshard import MixedPrecision, ShardedWrapper, collectives
+from flatshard.options.precision import FLOAT8
+from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
+from tests.engine.test_training import WAYS
+from tests.harness import allow_warnings, naming, run_ranks
+from tests.models import CASES, Case, MixedTypes, Mlp, loss_of, vectors
+from tests.oracle import ROWS, assert_same_state, snapshot
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+DtypeOf = Callable[[str], torch.dtype]
+OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def momentum_sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def trained_by_hand(
+    case: Case,
+    model: nn.Module,
+    dtype_of: DtypeOf,
+    reduce_dtype_of: DtypeOf,
+    *,
+    steps: int,
+    world_size: int = 2,
+    optimizer_of: OptimizerOf = momentum_sgd,
+    keeps: bool = False,
+    autocast: bool = False,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Train ``model`` with masters; returns its state, and an output in evaluation after that."""
+    masters = dict(model.named_parameters())
+    optimizer = optimizer_of(masters.values())
+    first = dtype_of(next(iter(masters)))
+    for step in range(steps):
+        sums: dict[str, Tensor] = {}
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        after: dict[str, Tensor] = {}
+        for rank in range(world_size):
+            copies = _cast(masters, dtype_of)
+            buffers = {name: buffer.clone() for name, buffer in before.items()}
+            inputs, target = _rows(case, step, rank, world_size)
+            with torch.autocast("cpu", BF16, enabled=autocast):
+                output = functional_call(model, {**copies, **buffers}, _float_to(inputs, first))
+                loss = _loss(output, target)
+            loss.backward()
+            for name, cast in copies.items():
+                # Rounded to what they travel in, and added in no less than fp32.
+                grad = cast.grad.to(reduce_dtype_of(name))
+                grad = grad.to(torch.promote_types(grad.dtype, FP32))
+                sums[name] = sums[name] + grad if name in sums else grad
+            after = after or buffers  # rank 0's
+        for name, buffer in model.named_buffers():
+            buffer.copy_(after[name])
+        for name, master in masters.items():
+            grad = (sums[name] / world_size).to(reduce_dtype_of(name) if keeps else master.dtype)
+            if keeps:
+                master.grad_dtype = grad.dtype
+            master.grad = grad
+        optimizer.step()
+    with torch.no_grad(), torch.autocast("cpu", BF16, enabled=autocast):
+        model.eval()
+        inputs, _ = case.batch(100, 3, FP32)
+        output = functional_call(model, _cast(masters, dtype_of), _float_to(inputs, first))
+    return snapshot(model), output
+
+
+def _cast(masters: Mapping[str, Tensor], dtype_of: DtypeOf) -> dict[str, Tensor]:
+    return {
+        name: master.detach().to(dtype_of(name), copy=True).requires_grad_()
+        for name, master in masters.items()
+    }
+
+
+def _float_to(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def _rows(case: Case, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    inputs, target = case.batch(step, ROWS * world_size, FP32)
+    return inputs.chunk(world_size)[rank], target.chunk(world_size)[rank]
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return loss_of(output.float(), target)
+
+
+def trained(
+    case: Case,
+    model: nn.Module,
+    rank: int,
+    world_size: int,
+    *,
+    steps: int,
+    optimizer_of: OptimizerOf = momentum_sgd,
+    grad_dtype: torch.dtype | None = None,
+    autocast: bool = False,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The same with a wrapped model, of which a forward gathers what the policy says."""
+    bytes_to_gather = sum(h.layout.padded_numel * h.compute_dtype.itemsize for h in _handles(model))
+    optimizer = optimizer_of(model.parameters())
+    for step in range(steps):
+        inputs, target = _rows(case, step, rank, world_size)
+        with collectives.record() as events, torch.autocast("cpu", BF16, enabled=autocast):
+            output = model(inputs)
+            loss = _loss(output, target)
+        gathered = [event.nbytes for event in events if event.kind == "gather"]
+        if gathered:
+            assert sum(gathered) == bytes_to_gather
+        loss.backward()
+        assert all(p.grad.dtype == (grad_dtype or p.dtype) for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    # A reentrant checkpoint has something to say about evaluation.
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", BF16, enabled=autocast),
+        allow_warnings(UserWarning, "None of the inputs"),
+    ):
+        model.eval()
+        output = model(case.batch(100, 3, FP32)[0])
+    return snapshot(model), output
+
+
+def assert_same(actual: tuple[Any, Tensor], expected: tuple[Any, Tensor]) -> None:
+    assert_same_state(actual[0], expected[0], rtol=0, atol=0)
+    torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- one policy
+
+
+SMALL = [
+    ("mlp", MixedPrecision(BF16)),
+    ("mlp", MixedPrecision(BF16, FP32)),
+    ("mlp", fsdp.MixedPrecision(FP16, FP32)),
+    ("mlp", MixedPrecision(FP64)),
+    ("mlp", MixedPrecision(None, BF16)),
+    ("lstm", MixedPrecision(FP16, FP32)),
+]
+LARGE = [
+    ("tied-across-units", fsdp.MixedPrecisionPolicy(BF16, FP32)),
+    ("checkpointed", MixedPrecision(BF16, FP32)),
+    ("checkpointed-reentrant", MixedPrecision(BF16, FP32)),
+    ("checkpointed-in-unit-reentrant", MixedPrecision(BF16, FP32)),
+    ("nested", MixedPrecision(BF16, FP32)),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_like_casts_by_hand(way: str) -> None:
+    run_ranks(_like_casts_by_hand, 2, way)
+
+
+def _like_casts_by_hand(rank: int, world_size: int, way: str) -> None:
+    strategy, use_orig_params = WAYS[way]
+    for name, policy in [*SMALL, *(LARGE if way.startswith("full") else [])]:
+        case, compute = CASES[name], policy.param_dtype or FP32
+        reduce = policy.reduce_dtype or compute
+        plain = CASES["transformer"] if "checkpointed" in name else case
+        expected = trained_by_hand(
+            plain, plain.model(FP32), lambda _, to=compute: to, lambda _, to=reduce: to, steps=3
+        )
+        model = case.wrap(
+            case.model(FP32),
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+            mixed_precision=policy,
+        )
+        with naming((way, name, policy)):
+            actual = trained(case, model, rank, world_size, steps=3)
+            assert actual[1].dtype == compute
+            assert_same(actual, expected)
+            # Evaluation of the masters themselves: what the optimizer steps, whole and uncast.
+            with ShardedWrapper.summon_full_params(model, writeback=False):
+                whole = {name: p.clone() for name, p in model.named_parameters()}
+            for name, master in whole.items():
+                torch.testing.assert_close(master, expected[0][name], rtol=0, atol=0)
+
+
+def _handles(model: nn.Module) -> list[Any]:
+    return [h for one in ShardedWrapper.fsdp_modules(model) for h in one._sharding.unit.handles]
+
+
+# ---------------------------------------------------------------- norms and routers
+
+
+class Layer(nn.Module):
+    """Norms, a router and a gain that are to stay in float32.
+
+    Args:
+        by_hand: cast where a policy does it for the wrapped model.
+    """
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(8)
+        self.norm = nn.LayerNorm(8)
+        self.router = nn.Linear(8, 2)
+        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.gain = nn.Parameter(torch.ones(8))
+        self.register_buffer("table", torch.linspace(0.9, 1.1, 8))
+        self.by_hand = by_hand
+
+    def forward(self, x: Tensor, *, seen: list[torch.dtype]) -> Tensor:
+        if self.by_hand:
+            normed = self.norm(self.batch_norm(x.float()).to(x.dtype).float()).to(x.dtype)
+            weights = self.router(normed.float()).to(x.dtype).softmax(-1)
+        else:
+            normed = self.norm(self.batch_norm(x))
+            weights = self.router(normed).softmax(-1)
+        seen.append(normed.dtype)
+        mixed = sum(weights[:, i : i + 1] * one(normed) for i, one in enumerate(self.experts))
+        return x + (mixed * self.gain * self.table).to(x.dtype)
+
+
+class Routed(nn.Module):
+    def __init__(self, by_hand: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 8)
+        self.layers = nn.ModuleList([Layer(by_hand) for _ in range(2)])
+        self.down = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        seen: list[torch.dtype] = []
+        for layer in self.layers:
+            x = layer(x, seen=seen)
+        assert seen == [x.dtype] * 2  # the list that the layers appended to, and the norms' dtype
+        return self.down(x)
+
+
+ROUTED = Case("routed", Routed, vectors, (Layer,), row_wise=False)
+FULL_PRECISION = ("norm", "router", "gain")
+POLICY = MixedPrecision(
+    BF16,
+    module_classes_to_ignore=(nn.BatchNorm1d, nn.LayerNorm),
+    overrides={"layers.*.router": FP32, "*.gain": FP32},
+)
+
+
+def test_norms_and_routers_in_full_precision() -> None:
+    run_ranks(_norms_and_routers, 2)
+
+
+def _norms_and_routers(rank: int, world_size: int) -> None:
+    def dtype_of(name: str) -> torch.dtype:
+        return FP32 if any(part in name for part in FULL_PRECISION) else BF16
+
+    by_hand = ROUTED.model(FP32)
+    for layer in by_hand.layers:
+        layer.by_hand = True
+    expected = trained_by_hand(ROUTED, by_hand, dtype_of, dtype_of, steps=3)
+    for strategy, use_orig_params in WAYS.values():
+        plain = ROUTED.model(FP32)
+        called_with: list[torch.dtype] = []
+        norm = plain.layers[0].norm
+        norm.register_forward_hook(lambda _, args, output, to=called_with: to.append(output.dtype))
+        model = ROUTED.wrap(
+            plain,
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+            mixed_precision=POLICY,
+        )
+        assert list(model.state_dict()) == list(by_hand.state_dict())
+        # One flat parameter for what is in bfloat16, one for all that is not.
+        assert [h.compute_dtype for h in model.layers[0]._sharding.unit.handles] == [FP32, BF16]
+        twin = copy.deepcopy(model) if use_orig_params else model
+        with naming((strategy, use_orig_params)):
+            assert_same(trained(ROUTED, model, rank, world_size, steps=3), expected)
+            assert set(called_with) == {BF16}  # a user's hook sees what the caller sees
+            if twin is not model:
+                assert_same(trained(ROUTED, twin, rank, world_size, steps=3), expected)
+    compiled = ROUTED.model(FP32)
+    layer = compiled.layers[0]
+    layer.forward = torch.compile(layer.forward, backend="eager", fullgraph=True)
+    model = ROUTED.wrap(compiled, mixed_precision=POLICY)
+    with allow_warnings():  # torch's own
+        assert_same(trained(ROUTED, model, rank, world_size, steps=3), expected)
+
+    # A unit of its own that is to be ignored, and one with a policy of its own.
+    units = CustomPolicy(
+        lambda module: (
+            {"mixed_precision": MixedPrecision(BF16)}
+            if isinstance(module, nn.Linear) and module.in_features == 7
+            else isinstance(module, nn.LayerNorm | Layer)
+        )
+    )
+    model = ShardedWrapper(ROUTED.model(FP32), auto_wrap_policy=units, mixed_precision=POLICY)
+    assert_same(trained(ROUTED, model, rank, world_size, steps=3), expected)
+
+    # By a function of the parameter, as torch spells it; modules cast for themselves.
+    full = {id(p) for name, p in by_hand.named_parameters() if dtype_of(name) is FP32}
+    policy = MixedPrecision(
+        BF16, module_classes_to_ignore=(), overrides=lambda p: FP32 if id(p) in full else None
+    )
+    by_hand.zero_grad()
+    by_hand.load_state_dict(ROUTED.model(FP32).state_dict())
+    model = ROUTED.wrap(by_hand.train(), mixed_precision=policy)
+    assert_same(trained(ROUTED, model, rank, world_size, steps=3), expected)
+
+
+# ---------------------------------------------------------------- autocast
+
+
+def test_autocast() -> None:
+    run_ranks(_autocast, 2)
+
+
+def _autocast(rank: int, world_size: int) -> None:
+    """Around forward and loss, as of the plain model, with a policy and without."""
+    for name in ("tied-in-unit", "checkpointed", "checkpointed-reentrant"):
+        case = CASES[name]
+        plain = CASES["transformer"] if "checkpointed" in name else case
+        for policy in (None, MixedPrecision(BF16, FP32)):
+            compute = policy.param_dtype if policy else FP32
+            reduce = policy.reduce_dtype if policy else FP32
+            expected = trained_by_hand(
+                plain,
+                plain.model(FP32),
+                lambda _, to=compute: to,
+                lambda _, to=reduce: to,
+                steps=2,
+                autocast=True,
+            )
+            for way in ("full", "grad_op-flat"):
+                model = case.wrap(
+                    case.model(FP32),
+                    sharding_strategy=WAYS[way][0],
+                    use_orig_params=WAYS[way][1],
+                    mixed_precision=policy,
+                )
+                with naming((name, way, policy)):
+                    actual = trained(case, model, rank, world_size, steps=2, autocast=True)
+                    assert_same(actual, expected)
+
+
+# ---------------------------------------------------------------- inputs, outputs, buffers
+
+
+def test_inputs_outputs_and_buffers() -> None:
+    run_ranks(_inputs_outputs_and_buffers, 2)
+
+
+class Traced(nn.Module):
+    """Two layers that keep the dtypes of what they are called with, and a rotary table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.linspace(0, 1, 4) + 1e-4)
+        self.register_buffer("also", self.table)
+        self.register_buffer("scratch", torch.ones(4), persistent=False)
+        self.dtypes: list[torch.dtype] = []
+        for layer in (self.first, self.second):
+            layer.register_forward_pre_hook(lambda _, args: self.dtypes.append(args[0].dtype))
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> dict[str, Tensor]:
+        self.dtypes.append(scale.dtype)
+        h = self.first(x)
+        return {"out": self.second((h * scale).to(FP32)), "ids": scale.long()}
+
+
+def _inputs_outputs_and_buffers(rank: int, world_size: int) -> None:
+    inputs, scale = torch.randn(3, 4), torch.ones(4)
+    units = ModuleWrapPolicy({nn.Linear})
+    model = ShardedWrapper(
+        Traced(),
+        auto_wrap_policy=units,
+        mixed_precision=MixedPrecision(BF16, output_dtype=FP32, buffer_dtype=FP16),
+    )
+    table = Traced().table
+    output = model(inputs, scale=scale)
+    assert model.dtypes == [BF16] * 3
+    assert {name: value.dtype for name, value in output.items()} == {
+        "out": FP32,
+        "ids": torch.int64,
+    }
+    output["out"].sum().backward()
+    assert {name: b.dtype for name, b in model.named_buffers(remove_duplicate=False)} == {
+        "table": FP16,
+        "also": FP16,
+        "scratch": FP16,
+        "norm.running_mean": FP32,
+        "norm.running_var": FP32,
+        "norm.num_batches_tracked": torch.int64,
+    }
+    # In their own dtypes where they are saved, whatever became of the model since.
+    own = {"table", "also"}
+    for converted, dtype in (
+        (model, FP32),
+        (copy.deepcopy(model).double(), FP64),
+        (copy.deepcopy(model).to(BF16), BF16),
+    ):
+        saved = converted.state_dict()
+        assert {saved[name].dtype for name in own} == {dtype}
+        assert converted.table.dtype == FP16
+        assert "scratch" not in saved
+        torch.testing.assert_close(saved["table"], table.half().to(dtype), rtol=0, atol=0)
+        converted.load_state_dict(saved)
+        converted(inputs, scale=scale)
+    assert model.state_dict(keep_vars=True)["table"] is model.table
+
+    # Left alone otherwise: a rotary table keeps its digits.
+    model = ShardedWrapper(Traced(), mixed_precision=MixedPrecision(BF16))
+    assert torch.equal(model.table, table)
+
+    # FSDP1 casts the root's inputs alone; where that is off, none at all.
+    for policy, expected in (
+        (fsdp.MixedPrecision(BF16), BF16),
+        (fsdp.MixedPrecision(BF16, cast_root_forward_inputs=False), FP32),
+        (fsdp.MixedPrecisionPolicy(BF16, cast_forward_inputs=False), FP32),
+    ):
+        model = ShardedWrapper(Traced(), auto_wrap_policy=units, mixed_precision=policy)
+        # torch's own error: a layer is given what it cannot multiply
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(inputs, scale=scale)
+        assert model.dtypes[:2] == [expected] * 2
+
+
+# ---------------------------------------------------------------- gradients in low precision
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch lacks grad_dtype")
+def test_low_precision_gradients() -> None:
+    run_ranks(_low_precision_gradients, 2)
+
+
+TAKES_LOW: list[OptimizerOf] = [
+    partial(torch.optim.SGD, lr=0.05),
+    partial(torch.optim.RMSprop, lr=0.01),
+    partial(torch.optim.Adagrad, lr=0.05),
+]
+REFUSES_LOW: list[OptimizerOf] = [
+    momentum_sgd,
+    partial(torch.optim.SGD, lr=0.05, fused=True),
+    partial(torch.optim.AdamW, foreach=True),
+    partial(torch.optim.AdamW, fused=True),
+    torch.optim.Adafactor,
+]
+
+
+def _low_precision_gradients(rank: int, world_size: int) -> None:
+    case, policy = CASES["mlp"], MixedPrecision(BF16, keep_low_precision_grads=True)
+    for way, (strategy, use_orig_params) in WAYS.items():
+        for optimizer_of in TAKES_LOW:
+            expected = trained_by_hand(
+                case,
+                case.model(FP32),
+                lambda _: BF16,
+                lambda _: BF16,
+                steps=3,
+                optimizer_of=optimizer_of,
+                keeps=True,
+            )
+            model = case.wrap(
+                case.model(FP32),
+                sharding_strategy=strategy,
+                use_orig_params=use_orig_params,
+                mixed_precision=policy,
+            )
+            with naming((way, optimizer_of)):
+                actual = trained(
+                    case,
+                    model,
+                    rank,
+                    world_size,
+                    steps=3,
+                    optimizer_of=optimizer_of,
+                    grad_dtype=BF16,
+                )
+                assert_same(actual, expected)
+
+        model.train()
+        for optimizer_of in REFUSES_LOW:
+            optimizer = optimizer_of(model.parameters())
+            before = snapshot(model)
+            _loss(model(_rows(case, 0, rank, 2)[0]), _rows(case, 0, rank, 2)[1]).backward()
+            with naming((way, optimizer_of)):
+                with pytest.raises(RuntimeError, match="keep_low_precision_grads out, or use an"):
+                    optimizer.step()
+                assert_same_state(snapshot(model), before, rtol=0, atol=0)
+                # Upcast by hand, they are as good as any.
+                norm = model.clip_grad_norm_(1e9)
+                assert norm.dtype == BF16
+                for param in model.parameters():
+                    param.grad = param.grad.float()
+                if not isinstance(optimizer, torch.optim.Adafactor):  # not element-wise
+                    optimizer.step()
+                    assert not torch.equal(snapshot(model)["fc1.weight"], before["fc1.weight"])
+            model.zero_grad()
+
+
+# ---------------------------------------------------------------- float8 on the wire
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_float8_gather(dtype: torch.dtype) -> None:
+    run_ranks(_float8_gather, 2, dtype)
+
+
+def _float8_gather(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    """Weights of linear layers are near the masters, all else is what it is in bfloat16."""
+    digits, subnormal = {torch.float8_e4m3fn: (3, 2**-9), torch.float8_e5m2: (2, 2**-16)}[dtype]
+    policies = [MixedPrecision(BF16, FP32), MixedPrecision(BF16, FP32, gather_dtype=dtype)]
+    for keywords in (
+        {},
+        {"use_orig_params": False},
+        {"sharding_strategy": "SHARD_GRAD_OP", "collectives": "native"},
+    ):
+        nbytes, losses = [], []
+        for policy in policies:
+            torch.manual_seed(5)
+            plain = nn.Sequential(nn.Linear(64, 90), nn.LayerNorm(90), nn.Linear(90, 33))
+            seen: dict[str, Tensor] = {}
+            for name, layer in plain.named_children():
+                layer.register_forward_hook(
+                    lambda module, *_, to=seen, name=name: to.update(
+                        {
+                            f"{name}.{key}": p.detach().clone()
+                            for key, p in module.named_parameters()
+                        }
+                    )
+                )
+            model = ShardedWrapper(plain, mixed_precision=policy, **keywords)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+            of_model = []
+            for step in range(5):
+                masters = snapshot(model)
+                inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+                with collectives.record() as events:
+                    loss = model(inputs).float().pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                largest = max(master.abs().max() for master in masters.values() if master.dim() > 1)
+                for name, master in masters.items():
+                    assert master.dtype == FP32
+                    is_sent_in_float8 = policy.gather_dtype and master.dim() == 2
+                    error = (seen[name].float() - master).abs()
+                    relative = 2.0 ** -(digits + 1) if is_sent_in_float8 else 2.0**-8
+                    # Half of the smallest step where the largest weight has the largest number.
+                    smallest = subnormal / torch.finfo(dtype).max * largest
+                    assert (error <= relative * master.abs() + smallest).all()
+                    if is_sent_in_float8:
+                        assert error.max() > 2.0**-8 * master.abs().max() / 2
+                of_model.append(loss.item())
+            losses.append((of_model[0], of_model[-1]))
+            nbytes.append(sum(event.nbytes for event in events if event.kind == "gather"))
+        weights = 64 * 90 + 90 * 33
+        with naming(keywords):
+            # One byte less for each weight, and 4 of a scale for 256 of them.
+            assert nbytes[0] - nbytes[1] == pytest.approx(weights * (1 - 4 / 256), rel=0.02)
+            (first, last), (_, last_in_float8) = losses
+            assert last < 0.9 * first
+            assert last_in_float8 == pytest.approx(last, rel=0.1)
+    policy = policies[1]
+    with pytest.raises(NotImplementedError, match=r"gather_dtype=.* with reshard_after_forward=k"):
+        ShardedWrapper(Mlp(), mixed_precision=policy, reshard_after_forward=2)
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def test_what_is_said() -> None:
+    run_ranks(_what_is_said, 2)
+
+
+def _what_is_said(rank: int, world_size: int) -> None:
+    def wrap(model: nn.Module, **fields: Any) -> ShardedWrapper:
+        return ShardedWrapper(model, mixed_precision=MixedPrecision(BF16, **fields))
+
+    class Counted(MixedTypes):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = nn.Parameter(torch.tensor([3]), requires_grad=False)
+
+    expected = r"these stay as they are: 'phase' \(torch\.complex128\), 'count' \(torch\.int64\)"
+    if rank == 0:
+        with pytest.warns(UserWarning, match=expected) as heard:
+            model = wrap(Counted().double())
+        assert len(heard) == 1
+    else:
+        model = wrap(Counted().double())
+    model(torch.randn(2, 7, dtype=FP64)).sum().backward()
+    assert {h.compute_dtype for h in _handles(model)} == {BF16, torch.complex128, torch.int64}
+
+    if rank == 0:
+        with pytest.warns(UserWarning, match=r"no module or parameter is called 'fc9\.\*'"):
+            wrap(Mlp(), overrides={"fc9.*": FP32})
+    else:
+        wrap(Mlp(), overrides={"fc9.*": FP32})
+
+    tied = CASES["tied-in-unit"].model(FP32)
+    match = r"'embed.weight' and 'head.weight' are tied, and would be gathered in param_dtype and"
+    with pytest.raises(ValueError, match=match):
+        wrap(tied, overrides={"head": FP32})
+    with pytest.raises(TypeError, match=r"overrides\('fc1.weight'\) must give a floating point"):
+        wrap(Mlp(), overrides=lambda param: torch.int8)
+    with pytest.raises(ValueError, match="the ranks build different models"):
+        wrap(Mlp(), overrides=lambda param: FP32 if rank and param.dim() == 2 else None)

@@ -1,0 +1,241 @@
+"""`Kernels`: computes on the CPU what a simulated GPU's streams come to.
+
+What an operation needs is looked up when it is called, as a kernel gets its arguments: addresses,
+not tensors, so that memory which torch gives to another tensor meanwhile has that one's values.
+"""
+
+import ctypes
+import itertools
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_runtime = ctypes.CDLL(None)  # it was loaded before everything else
+_waiting: dict[int, Callable[[], None]] = {}
+_numbers = itertools.count()
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_long)
+def _compute(number: int) -> None:
+    try:
+        with torch.no_grad():
+            _waiting.pop(number)()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # in a thread of a stream: nobody else would notice
+
+
+def _push(work: Callable[[], None]) -> None:
+    number = next(_numbers)
+    _waiting[number] = work
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    _runtime.simulated_push(stream, _compute, ctypes.c_long(number))
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """A tensor on the device, as a kernel knows it."""
+
+    address: int
+    nbytes: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Argument":
+        storage = tensor.untyped_storage()
+        return cls(
+            storage.data_ptr(),
+            storage.nbytes(),
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def on_cpu(self) -> Tensor:
+        """The memory as it is now."""
+        if self.nbytes == 0:
+            return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+        memory = (ctypes.c_char * self.nbytes).from_address(self.address)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        flat = flat[: self.nbytes // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+        tensor = flat.as_strided(self.size, self.stride, self.offset)
+        tensor = torch.conj(tensor) if self.is_conj else tensor
+        return torch._neg_view(tensor) if self.is_neg else tensor
+
+
+def _is_ours(value: Any) -> bool:
+    device = value.device if isinstance(value, Tensor) else value
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+    return torch.device("meta") if _is_ours(value) else value
+
+
+def _to_argument(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Argument.of(value) if _is_ours(value) else value.clone()
+    return torch.device("cpu") if _is_ours(value) else value
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.on_cpu() if isinstance(value, _Argument) else value
+
+
+def _widened(value: Any) -> Any:
+    is_narrow = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_narrow else value
+
+
+_WITHOUT_A_KERNEL = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::is_pinned",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::record_stream",
+    "aten::resize_",
+    "aten::set_",
+}
+_TELLS_THE_HOST = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero"}
+_IN_FLOAT32 = {"aten::native_layer_norm", "aten::native_layer_norm_backward"}
+"""CUDA's keep their statistics in float32, the CPU's want them in the inputs' dtype."""
+
+
+class Kernels(TorchDispatchMode):
+    """Takes every operation on the simulated device."""
+
+    def __enter__(self) -> Any:
+        # What is left is the one that consists of other operations.
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for kind in types:
+            if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                with self:
+                    return kind.__torch_dispatch__(func, types, args, kwargs)
+        schema = func._schema
+        is_ours = any(map(_is_ours, tree_leaves((args, kwargs))))
+        if not is_ours or not schema.name.startswith("aten::") or schema.name in _WITHOUT_A_KERNEL:
+            return func(*args, **kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:
+                return func.decompose(*args, **kwargs)
+        aliases = [returned.alias_info for returned in schema.returns]
+        if aliases and all(alias is not None and not alias.is_write for alias in aliases):
+            return func(*args, **kwargs)  # a view
+        if schema.name in _TELLS_THE_HOST:
+            torch.cuda.current_stream().synchronize()
+            found = func(*tree_map(lambda value: _to_cpu(_to_argument(value)), args))
+            return found.cuda() if isinstance(found, Tensor) else found
+        if schema.name == "aten::copy_":
+            return self._copy(*args, **kwargs)
+        if schema.name == "aten::_to_copy":
+            source = args[0]
+            device = torch.device(kwargs.get("device") or source.device)
+            if device.type != source.device.type:
+                like = torch.empty_like(_to_meta(source), dtype=kwargs.get("dtype"))
+                out = torch.empty_strided(
+                    like.size(), like.stride(), dtype=like.dtype, device=device
+                )
+                return self._copy(out, source, bool(kwargs.get("non_blocking")))
+        return self._launch(func, args, kwargs)
+
+    def _launch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make what it returns; have the stream fill it."""
+        planned = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+        is_many = isinstance(planned, tuple) and len(func._schema.returns) > 1
+        outs = [
+            self._out(func._schema, number, one, args, kwargs)
+            for number, one in enumerate(planned if is_many else [planned])
+        ]
+        arguments, named = tree_map(_to_argument, args), tree_map(_to_argument, kwargs)
+        places = tree_map(_to_argument, outs)
+        widen = func._schema.name in _IN_FLOAT32
+
+        def compute() -> None:
+            inputs = tree_map(_to_cpu, arguments)
+            if widen:
+                inputs = tree_map(_widened, inputs)
+            found = func(*inputs, **tree_map(_to_cpu, named))
+            for place, one in zip(
+                tree_leaves(places), tree_leaves(found if is_many else [found]), strict=True
+            ):
+                if isinstance(place, _Argument) and isinstance(one, Tensor):
+                    out = place.on_cpu()
+                    if out.data_ptr() != one.data_ptr():
+                        out.copy_(one.view_as(out))
+
+        _push(compute)
+        return tuple(outs) if is_many else outs[0]
+
+    def _out(
+        self, schema: Any, number: int, planned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        alias = schema.returns[number].alias_info if schema.returns else None
+        if alias is not None and alias.is_write:
+            given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs
+            return next(
+                given[one.name]
+                for one in schema.arguments
+                if one.alias_info is not None and one.alias_info.before_set == alias.before_set
+            )
+        return tree_map(self._new, planned)
+
+    def _new(self, planned: Any) -> Any:
+        if not isinstance(planned, Tensor):
+            return planned
+        return torch.empty_strided(
+            planned.size(), planned.stride(), dtype=planned.dtype, device="cuda"
+        )
+
+    def _copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        copy = torch.ops.aten.copy_.default
+        if _is_ours(to) and _is_ours(source):
+            places = _Argument.of(to), _Argument.of(source)
+            _push(lambda: places[0].on_cpu().copy_(places[1].on_cpu()))
+            return to
+        is_plain = (
+            to.dtype == source.dtype
+            and to.size() == source.size()
+            and to.is_contiguous()
+            and source.is_contiguous()
+            and not source.is_conj()
+            and not source.is_neg()
+        )
+        if is_plain:
+            return copy(to, source, non_blocking)  # the runtime's
+        if _is_ours(to):
+            source = source.resolve_conj().resolve_neg().expand(to.size())
+            there = torch.empty(to.size(), dtype=to.dtype, device="cuda")
+            copy(there, source.to(to.dtype).contiguous(), False)
+            return self._copy(to, there)
+        there = torch.empty(source.size(), dtype=to.dtype, device="cuda")
+        self._copy(there, source)
+        here = torch.empty(source.size(), dtype=to.dtype)
+        copy(here, there, False)
+        return to.copy_(here.expand(to.size()))

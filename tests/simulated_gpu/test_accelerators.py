@@ -1,0 +1,467 @@
+"""What differs on accelerators, as far as it shows without one."""
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatshard import MixedPrecision
+from flatshard.comm import communicator as collectives
+from flatshard.comm.deadlock import watchdog
+from flatshard.comm.deadlock.watchdog import watched
+from flatshard.comm.process_groups import named
+from flatshard.comm.registry import communicator
+from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends
+from flatshard.engine import grad_reduce, offload, reduce_buckets
+from flatshard.engine.grad_buffer import GradientBuffer
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.module import inspection
+from flatshard.options.precision import GradDtypes
+from flatshard.options.strategy import Collectives, TransportOptions
+from flatshard.plan import coalescing
+from flatshard.plan.layout import FlatLayout
+from tests.harness import naming, run_ranks
+from tests.models import CASES
+from tests.oracle import local_loss
+
+
+class _Reduce:
+    """Under way, of gradients that a device comes to after ``computed_after`` looks."""
+
+    is_finished = False
+
+    def __init__(self, computed_after: int, done_after: int, tells: bool = True) -> None:
+        self._computed = chain(repeat(False, computed_after), repeat(True))
+        self._done = chain(repeat(False, done_after), repeat(True))
+        self._tells = tells
+
+    def tells_when_done(self) -> bool:
+        return self._tells
+
+    def is_computed(self) -> bool:
+        return next(self._computed)
+
+    def advance(self) -> bool:
+        return True
+
+    def done(self) -> bool:
+        return next(self._done)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "is_reduced"),
+    [
+        # A stream that waited for a peer which lacks a gradient would hold up the gathers that
+        # this peer needs to come to the end of its backward.
+        (_Reduce(0, 10**9), False),
+        (_Reduce(0, 10**9, tells=False), False),
+        # The device is behind the host for longer than a peer is waited for.
+        (_Reduce(700, 701), True),
+    ],
+    ids=["a peer does not come", "nobody knows", "still to be computed"],
+)
+def test_a_reduction_on_a_device_is_waited_for_by_the_host(
+    reduce: _Reduce, is_reduced: bool
+) -> None:
+    handle = SimpleNamespace(device=torch.device("cuda", 0), grad_reduce=reduce)
+    with mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0.05):
+        assert reduce_buckets.ReduceBucket(None, [handle], {}).wait_until_reduced() is is_reduced
+
+
+class _Late:
+    """A collective that runs when it is waited for, and those before it: as late as can be."""
+
+    def __init__(self, queue: list["_Late"], work: Callable[[], object]) -> None:
+        self._queue, self._work, self._is_over = queue, work, False
+        queue.append(self)
+
+    def wait(self) -> None:
+        while not self._is_over:
+            first = self._queue.pop(0)
+            first._work()
+            first._is_over = True
+
+    def is_completed(self) -> bool:
+        return self._is_over
+
+
+@contextlib.contextmanager
+def _collectives(late: bool) -> Iterator[None]:
+    """Of simulated ranks that all have what this one has; in the code of streams."""
+    queue: list[_Late] = []
+
+    def run(work: Callable[[], object], async_op: bool = False) -> _Late:
+        begun = _Late(queue, work)
+        if not (late and async_op):
+            begun.wait()
+        return begun
+
+    def gather(out: Tensor, shard: Tensor, group: Any, **keywords: bool) -> _Late:
+        return run(lambda: [part.copy_(shard) for part in out.chunk(group.size())], **keywords)
+
+    def reduce(out: Tensor, whole: Tensor, op: Any, group: Any, **keywords: bool) -> _Late:
+        return run(lambda: out.copy_(whole.chunk(group.size())[0]), **keywords)
+
+    def all_reduce(tensor: Tensor, op: Any, group: Any, **keywords: bool) -> _Late:
+        return run(lambda: tensor.mul_(1), **keywords)
+
+    def exchange(out: Tensor, whole: Tensor, group: Any, **keywords: bool) -> _Late:
+        return gather(out, whole.chunk(group.size())[0], group, **keywords)
+
+    inside = collectives.Communicator
+    with (
+        mock.patch.object(collectives, "_all_gather_single", gather),
+        mock.patch.object(collectives, "_reduce_scatter_single", reduce),
+        mock.patch.object(dist, "all_reduce", all_reduce),
+        mock.patch.object(dist, "all_to_all_single", exchange),
+        mock.patch.object(inside, "_under_way", new=lambda _, work: [work]),
+        mock.patch.object(inside, "is_stream_ordered", return_value=True),
+        mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0),
+        mock.patch.multiple(torch.cuda, Stream=mock.DEFAULT, current_stream=mock.DEFAULT),
+        mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
+        mock.patch.dict(grad_reduce._side_streams),
+    ):
+        yield
+    assert not queue, "nobody waited"
+
+
+def test_collectives_as_late_as_can_be_change_nothing() -> None:
+    run_ranks(_as_late_as_can_be, 1, init_group=False)
+
+
+def _as_late_as_can_be(rank: int, world_size: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    case = CASES["transformer"]
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):  # HYBRID_SHARD: two nodes
+        for strategy in ("FULL_SHARD", "SHARD_OP", "HYBRID_SHARD"):
+            for mode in ("auto", "fixed_order"):
+                precision = MixedPrecision(reduce_dtype=torch.float32, reduce_mode=mode)
+                shards = []
+                for late in (False, True):
+                    with naming(f"{strategy} {mode}"), _collectives(late):
+                        model = case.wrap(
+                            case.model(), sharding_strategy=strategy, mixed_precision=precision
+                        )
+                        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+                        for step in range(3):
+                            local_loss(model, case, step, 0, 4).backward()
+                            optimizer.step()
+                            optimizer.zero_grad()
+                    shards.append([handle.shard.clone() for handle in _handles(model)])
+                assert all(map(torch.equal, *shards)), f"{strategy} {mode}"
+    dist.destroy_process_group()
+
+
+def test_a_thread_of_autograd_is_no_second_thread_that_waits() -> None:
+    """An accelerator's backward has a thread of its own: nobody looked for standstills there."""
+
+    def hook(_: Tensor) -> None:
+        with watched(lambda: "something"):
+            pass
+
+    def backward() -> None:
+        leaf = torch.ones(1, requires_grad=True)
+        out = leaf * 2
+        out.register_hook(hook)
+        out.sum().backward()
+
+    before = set(watchdog._waiting_threads)
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    assert watchdog._waiting_threads == before
+
+
+def test_gloo_with_tensors_of_a_device_is_waited_for_by_the_host() -> None:
+    run_ranks(_gloo, 2)
+
+
+def _gloo(rank: int, world_size: int) -> None:
+    comm = communicator(dist.group.WORLD)
+    assert not comm.is_stream_ordered(torch.device("cuda", 0))
+    _reductions_are_connected_at_construction()
+    _stale_buffers_are_used_again()
+    _memory_that_lacks_leaves_no_stale_buffer()
+    _a_gather_on_one_rank_alone_is_found(rank)
+
+
+def _a_gather_on_one_rank_alone_is_found(rank: int) -> None:
+    """Where gathers meet by their order, and the host waits for none, all later ones are mixed."""
+    case = CASES["transformer"]
+    model = case.wrap(case.model(), collectives="native")
+    comm, cpu = model._sharding.settings.ranks.world, torch.device("cpu")
+    local_loss(model, case, 0, rank, 2).backward()
+    before = comm.num_in_order(cpu)
+    assert communicator(dist.group.WORLD).num_in_order(cpu) == 0, "those have tags"
+    local_loss(model, case, 1, rank, 2).backward()
+    assert comm.num_in_order(cpu) > before
+    name = comm._gather_group.group_name
+    comm._progress.begun[name] += rank  # as if rank 1 had asked for something alone
+    with pytest.raises(RuntimeError, match="more often than others"):
+        local_loss(model, case, 2, rank, 2).backward()
+    comm._progress.begun[name] -= rank
+    local_loss(model, case, 3, rank, 2).backward()
+
+
+def _reductions_are_connected_at_construction() -> None:
+    """At the first of each kind, in a backward, a rank may be alone for a while."""
+    case = CASES["mlp"]
+    group = communicator(
+        dist.group.WORLD, mode=TransportOptions(collectives=Collectives.NATIVE)
+    )._reduce_group
+    connected: list[tuple[str, int]] = []
+
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **keywords: Any) -> Any:
+            if keywords["group"] is not group:
+                return real(*args, **keywords)
+            return connected.append((name, args[0].numel()))
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        waits = mock.patch.object(collectives.Communicator, "is_stream_ordered", return_value=True)
+        stack.enter_context(waits)
+        for owner, name in (
+            (collectives, "_reduce_scatter_single"),
+            (collectives, "_all_gather_single"),
+            (dist, "all_reduce"),
+            (dist, "all_to_all_single"),
+        ):
+            function = noted(name.strip("_"), getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, function))
+        for strategy, mode, expected in (
+            ("FULL_SHARD", "auto", [("reduce_scatter_single", 1 << 19)]),
+            ("NO_SHARD", "auto", [("all_reduce", 1 << 20)]),
+            ("FULL_SHARD", "fixed_order", [("all_to_all_single", 1 << 20)]),
+            (
+                "NO_SHARD",
+                "fixed_order",
+                [("all_to_all_single", 1 << 20), ("all_gather_single", 1 << 20)],
+            ),
+        ):
+            for _ in range(2):
+                precision = MixedPrecision(reduce_mode=mode)
+                case.wrap(
+                    case.model(),
+                    collectives="native",
+                    sharding_strategy=strategy,
+                    mixed_precision=precision,
+                )
+            large = [(name, numel) for name, numel in connected if numel > 2]
+            assert (large, len(connected)) == (expected, 2 * len(expected)), (strategy, mode)
+            connected.clear()
+
+
+def _stale_buffers_are_used_again() -> None:
+    """To resize a storage to the size that it has makes another one and copies."""
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), sharding_strategy="SHARD_OP", collectives="sockets")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    places = []
+    for step in range(2):
+        model(case.batch(step, 2)[0]).sum().backward()
+        places.append([handle.buffer.data_ptr() for handle in _handles(model)])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert places[0] == places[1]
+
+
+def _memory_that_lacks_leaves_no_stale_buffer() -> None:
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), sharding_strategy="SHARD_OP", collectives="sockets")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = case.batch(0, 2)[0]
+    model(batch).sum().backward()
+    optimizer.step()
+    with mock.patch.object(FlatParamHandle, "_begin_gather", side_effect=_lacking):
+        with pytest.raises(torch.OutOfMemoryError):
+            model(batch)
+    plain = case.model()
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(batch), plain(batch))
+
+
+def _lacking(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_lack_of_memory_is_no_failure_of_other_ranks() -> None:
+    with pytest.raises(torch.OutOfMemoryError), named("a collective"):
+        _lacking()
+    with pytest.raises(torch.OutOfMemoryError):
+        AsyncWork([], "a collective", then=_lacking).wait(PendingSends())
+
+
+def test_ranks_on_one_gpu_are_told_what_to_do() -> None:
+    last = "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
+    with pytest.raises(CollectiveError, match=r"set_device\(local_rank\)"), named("meeting"):
+        raise RuntimeError(f"NCCL error in: NCCLUtils.cpp:94, invalid usage\n{last}")
+
+
+def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> None:
+    group: Any = SimpleNamespace(bound_device_id=torch.device("cuda", 1), _device_types=["cuda"])
+    ignored: Any = SimpleNamespace(ids=set)
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        found = inspection.find_device(torch.nn.Linear(1, 1), None, group, ignored)
+    assert found == torch.device("cuda", 1)
+
+
+def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
+    """Else an offloaded model's gradients would be there all together at the end of it."""
+    passed: set[int] = set()
+
+    class Event:
+        def __init__(self) -> None:
+            self.number = next(numbers)
+
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return self.number in passed
+
+        def synchronize(self) -> None:
+            passed.add(self.number)
+
+    numbers = iter(range(3))
+    on_device: list[weakref.ref[Tensor]] = []
+    units = [offload.DeviceToHost(offload.HostMemory(pinned=False)) for _ in range(3)]
+    with (
+        mock.patch.object(Tensor, "copy_"),  # nothing comes from there
+        mock.patch.object(offload, "_beside", return_value=contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "Event", Event),
+    ):
+        for unit in units:
+            reduced = torch.empty(4, device="meta")
+            on_device.append(weakref.ref(reduced))
+            unit.land(reduced)
+            Tensor.copy_.reset_mock()  # type: ignore[attr-defined]
+            del reduced
+            assert on_device[-1]() is not None, "it is still to be read"
+            passed.add(0)
+        assert [one() is None for one in on_device] == [True, False, False]
+        for unit in units:
+            unit.settle()
+        assert [one() is None for one in on_device] == [True, True, True]
+
+
+def test_small_gradients_on_an_accelerator_are_copied_at_once() -> None:
+    """Each copy is a kernel, which takes longer to begin than to run."""
+    shapes = [("w", (800, 800)), ("b", (3,)), ("c", (5,)), ("left_out", (2,)), ("d", ())]
+    layout = FlatLayout.build(shapes, world_size=1, itemsize=4)
+
+    def buffer_on(device: str) -> GradientBuffer:
+        dtypes = GradDtypes(torch.float32, torch.float32, torch.float32)
+        return GradientBuffer(layout, dtypes=dtypes, device=torch.device(device), rank=0)
+
+    gradients = buffer_on("cpu")
+    on_device = buffer_on("meta")
+    assert (gradients._apart_below, on_device._apart_below) == (0, 1 << 20)
+    # Decide for this CPU as for a device.
+    gradients._apart_below, gradients._casts_late = on_device._apart_below, on_device._casts_late
+    # One comes in two parts, and one not at all.
+    came = [(i, layout.spans[i]) for i in (0, 1, 2, 2, 4)]
+    grads = [torch.full(span.shape, 1.0 + i, dtype=torch.bfloat16) for i, span in came]
+    expected = torch.zeros(layout.padded_numel)
+    for (_, span), grad in zip(came, grads, strict=True):
+        expected[span.start : span.end] += grad.view(-1)
+    with _Operations() as operations:
+        for (index, _), grad in zip(came, grads, strict=True):
+            gradients.receive(index, grad)
+        begun = operations.names.copy()
+        (whole,) = gradients.take_chunks().parts
+    assert whole is not None
+    assert torch.equal(whole, expected)
+    assert begun.count("copy_") == 1
+    assert operations.names[len(begun) :].count("copy_") == 0
+    assert [name for name in operations.names if name.startswith("_foreach")] == [
+        "_foreach_zero_",
+        "_foreach_zero_",
+        "_foreach_copy_",
+    ]
+
+
+class _Operations(TorchDispatchMode):
+    """Lists what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_a_group_without_host_memory_does() -> None:
+    run_ranks(_without_host_memory, 1, init_group=False)
+
+
+def _without_host_memory(rank: int, world_size: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    group = dist.new_group(backend="cuda:fake")
+    comm = communicator(group)
+    # An offloaded shard's values: the current device may be another rank's.
+    comm.send(torch.ones(2), to=1, op_name="weights")
+    comm.receive(torch.ones(2), source=1, op_name="weights")
+    case = CASES["transformer"]
+    with mock.patch.object(coalescing, "LARGE_BYTES", 1):
+        model = case.wrap(case.model(), coalesce_bytes=0)
+    _reductions_under_way_take_as_much_as_two_large_ones(model)
+    local_loss(model, case, 0, 0, 4).backward()
+    with _Operations() as operations:
+        model.clip_grad_norm_(1.0)
+    assert operations.names.count("_to_copy") < 5, "norms are cast together"
+    _one_rank_casts_as_it_copies()
+    with (
+        mock.patch.object(model._sharding.context, "_device", torch.device("cuda", 1)),
+        mock.patch.object(torch.cuda, "current_device", return_value=1),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"),
+    ):
+        local_loss(model, case, 1, 0, 4)
+    dist.destroy_process_group()
+
+
+def _one_rank_casts_as_it_copies() -> None:
+    case = CASES["mlp"]
+    precision = MixedPrecision(torch.bfloat16)
+    model = case.wrap(case.model(), sharding_strategy="NO_SHARD", mixed_precision=precision)
+    (handle, *_) = _handles(model)
+    with _Operations() as operations:
+        handle.unshard("forward")
+    assert "_to_copy" not in operations.names
+    handle.reshard()
+
+
+def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
+    context, sizes = model._sharding.context, []
+    for handle in _handles(model):
+        handle.device = torch.device("cuda", 0)
+        sizes.append(handle.layout.padded_numel * handle.reduce_dtype.itemsize)
+    context.refresh()
+    assert len(context.root.buckets) > 1, "the root's large parameters are apart"
+    assert context._budget == 2 * max(sizes)
+    for handle in _handles(model):
+        handle.device = torch.device("cpu")
+    context.refresh()
+
+
+def _handles(model: Any) -> Iterator[Any]:
+    return (handle for unit in model._sharding.context.units for handle in unit.handles)

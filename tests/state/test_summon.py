@@ -1,0 +1,638 @@
+"""``summon_full_params``: whole tensors for a while, right for every strategy or refused."""
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper, collectives
+from flatshard.comm.communicator import Communicator
+from flatshard.wrap import ModuleWrapPolicy
+from tests.combinations import every
+from tests.engine.test_training import WAYS, Run
+from tests.harness import naming, run_ranks
+from tests.models import CASES
+from tests.oracle import assert_same_state, snapshot
+from tests.tensor.test_objects import _assert_same, _pair
+
+summon = ShardedWrapper.summon_full_params
+both_sizes = pytest.mark.parametrize("world_size", [2, 3])
+
+
+def _each_way(rank: int, world_size: int, script: Callable[..., None], *args: Any) -> None:
+    """One launch for all strategies; a failure says which."""
+    for way in WAYS:
+        with naming(way):
+            script(rank, world_size, way, *args)
+
+
+def _assert_trains_alike(sharded: Run, plain: Run) -> None:
+    _assert_same(sharded.model, plain.model)
+    for run in (sharded, plain):
+        run.train(5, 7)
+    _assert_same(sharded.model, plain.model)
+
+
+def _whole(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+@both_sizes
+def test_shows_the_unwrapped_model(world_size: int) -> None:
+    names = ("mlp", "tied-across-units", "lstm", "odd-shapes", "mixed-types")
+    for name in every(2, names, start=world_size):
+        run_ranks(_each_way, world_size, _shows, name)
+
+
+def _shows(rank: int, world_size: int, way: str, name: str) -> None:
+    """Names, order, shapes, dtypes, values; afterwards everything is what it was."""
+    sharded, plain = _pair(rank, world_size, way, name)
+    before = list(sharded.model.named_parameters())
+    for options in ({}, {"writeback": False}, {"offload_to_cpu": True, "with_grads": True}):
+        with summon(sharded.model, **options):
+            shown = dict(sharded.model.named_parameters())
+            assert all(type(param) is nn.Parameter for param in shown.values())
+            assert [p.requires_grad for p in shown.values()] == [
+                p.requires_grad for p in plain.model.parameters()
+            ]
+            assert_same_state(_whole(sharded.model), _whole(plain.model), 0.0, 0.0)
+            assert_same_state(snapshot(sharded.model), snapshot(plain.model), 0.0, 0.0)
+        after = list(sharded.model.named_parameters())
+        assert [n for n, _ in after] == [n for n, _ in before]
+        assert all(new is old for (_, new), (_, old) in zip(after, before, strict=True))
+    _assert_trains_alike(sharded, plain)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
+def test_container_of_units(kind: type[nn.Module]) -> None:
+    run_ranks(_each_way, 2, _container, kind is nn.Sequential)
+
+
+def _container(rank: int, world_size: int, way: str, sequential: bool) -> None:
+    strategy, use_orig_params = WAYS[way]
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 2)))
+    expected = _whole(plain)
+    units = [
+        ShardedWrapper(part, sharding_strategy=strategy, use_orig_params=use_orig_params)
+        for part in plain
+    ]
+    container = nn.Sequential(*units) if sequential else nn.ModuleList(units)
+    with summon(container), torch.no_grad():
+        assert_same_state(_whole(container), expected, 0.0, 0.0)
+        for param in container.parameters():
+            param.mul_(2)
+    doubled = {name: 2 * value for name, value in expected.items()}
+    with summon(container, writeback=False):
+        assert_same_state(_whole(container), doubled, 0.0, 0.0)
+
+
+def test_without_recursion() -> None:
+    run_ranks(_each_way, 2, _without_recursion)
+
+
+def _without_recursion(rank: int, world_size: int, way: str) -> None:
+    """Only the given unit's own parameters, not those of the units inside it."""
+    sharded, plain = _pair(rank, world_size, way, "nested")
+    with collectives_of("gather") as gathered, summon(sharded.model, recurse=False):
+        pass
+    assert set(gathered) == (set() if way == "no_shard" else {""})
+    with summon(sharded.model, recurse=False), torch.no_grad():
+        for run in (sharded, plain):
+            run.submodule("head").weight.fill_(0.5)
+        inner = sharded.submodule("outer").shift
+        assert type(inner) is (nn.Parameter if way == "no_shard" else FlatShardTensor)
+    _assert_trains_alike(sharded, plain)
+
+
+@contextlib.contextmanager
+def collectives_of(kind: str) -> Iterator[list[str]]:
+    """The labels of the collectives of one kind that are issued meanwhile."""
+    labels: list[str] = []
+    with collectives.record() as events:
+        yield labels
+    labels += [event.unit_fqn for event in events if event.kind == kind]
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+@both_sizes
+def test_edits(world_size: int) -> None:
+    run_ranks(_each_way, world_size, _edits)
+
+
+def _edits(rank: int, world_size: int, way: str) -> None:
+    """Kept with writeback, undone without, for every way to write."""
+    sharded, plain = _pair(rank, world_size, way)
+
+    def edit(run: Run) -> None:
+        with torch.no_grad():
+            run.submodule("fc1").weight.t().mul_(2)
+            nn.init.orthogonal_(run.submodule("fc2").weight, generator=_generator())
+            run.submodule("fc2").bias.data = torch.arange(4.0, dtype=torch.float64)
+            run.submodule("fc3").weight[1:, 2] = 7.0
+        run.submodule("fc3").bias.requires_grad_(False)
+
+    for run in (sharded, plain):
+        run.train()
+    with summon(sharded.model, writeback=False):
+        edit(sharded)
+    _assert_trains_alike(sharded, plain)
+    if not WAYS[way][1]:
+        with (
+            pytest.raises(RuntimeError, match=r"'fc3.bias'.*use_orig_params"),
+            summon(sharded.model),
+        ):
+            edit(sharded)
+        return
+    with summon(sharded.model):
+        edit(sharded)
+    edit(plain)
+    assert [p.requires_grad for p in sharded.model.parameters()] == [
+        p.requires_grad for p in plain.model.parameters()
+    ]
+    for run in (sharded, plain):
+        run.submodule("fc3").bias.requires_grad_(True)
+    _assert_trains_alike(sharded, plain)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def test_edits_in_mixed_precision() -> None:
+    run_ranks(_each_way, 2, _mixed_precision)
+
+
+def _mixed_precision(rank: int, world_size: int, way: str) -> None:
+    """Shown in the parameters' own dtype, and written where forwards then gather from."""
+    case = CASES["mlp"]
+    strategy, use_orig_params = WAYS[way]
+    plain = case.model()
+    sharded = case.wrap(
+        case.model(),
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+        mixed_precision=MixedPrecision(param_dtype=torch.float32),
+    )
+    run = Run(sharded, case, rank, world_size)
+    run.loss(0)  # leaves buffers behind, where the strategy keeps them
+    for writeback in (False, True):
+        with summon(sharded, writeback=writeback), torch.no_grad():
+            for param in sharded.parameters():
+                assert param.dtype == torch.float64
+                param.mul_(2)
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.mul_(2)
+    _assert_same(sharded, plain)
+    inputs = case.batch(100, 3)[0]
+    torch.testing.assert_close(sharded(inputs).double(), plain(inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_each_rank_keeps_its_slice() -> None:
+    run_ranks(_each_way, 2, _slices)
+
+
+def _slices(rank: int, world_size: int, way: str) -> None:
+    """Ranks that write different values: as documented, each keeps what it wrote of its part."""
+    sharded, _ = _pair(rank, world_size, way)
+    with summon(sharded.model), torch.no_grad():
+        sharded.submodule("fc1").weight.fill_(rank)
+    full = sharded.model.state_dict()["fc1.weight"]
+    expected = {float(rank)} if way.startswith("no_shard") else {0.0, 1.0}
+    assert set(full.flatten().tolist()) == expected
+
+
+def test_exception_in_the_body() -> None:
+    run_ranks(_each_way, 2, _exception)
+
+
+def _exception(rank: int, world_size: int, way: str) -> None:
+    """State is what it was, and what was written before the exception stays, as in a plain model.
+
+    The exception is the user's own, also where the summon has something to complain about.
+    """
+    sharded, plain = _pair(rank, world_size, way)
+
+    def zero(module: nn.Module) -> None:
+        module.weight.data.zero_()
+
+    def replace(module: nn.Module) -> None:
+        module.weight = nn.Parameter(torch.zeros_like(module.weight))
+
+    def fail_after(change: Callable[[nn.Module], None], name: str) -> None:
+        with summon(sharded.model):
+            change(sharded.submodule(name))
+            raise KeyError
+
+    for change, name in ((zero, "fc1"), (replace, "fc2")):
+        with pytest.raises(KeyError):
+            fail_after(change, name)
+    zero(plain.model.fc1)
+    _assert_trains_alike(sharded, plain)
+
+
+def test_nested() -> None:
+    run_ranks(_each_way, 2, _nested)
+
+
+def _nested(rank: int, world_size: int, way: str) -> None:
+    """What the inner one undoes is only what was written in it."""
+    sharded, plain = _pair(rank, world_size, way)
+    with summon(sharded.model), torch.no_grad():
+        sharded.submodule("fc1").weight.fill_(2)
+        with summon(sharded.model, writeback=False):
+            assert torch.all(sharded.submodule("fc1").weight == 2)
+            sharded.submodule("fc1").weight.fill_(5)
+        assert torch.all(sharded.submodule("fc1").weight == 2)
+        with summon(sharded.model, recurse=False), summon(sharded.model):
+            sharded.submodule("fc2").weight.fill_(3)
+        for options in ({"with_grads": True},):
+            with (
+                pytest.raises(RuntimeError, match="inside another summon"),
+                summon(sharded.model, **options),
+            ):
+                pass
+        sharded.submodule("fc3").weight.fill_(4)
+    with torch.no_grad():
+        for value, name in enumerate(("fc1", "fc2", "fc3"), start=2):
+            plain.submodule(name).weight.fill_(value)
+    _assert_trains_alike(sharded, plain)
+
+
+# ---------------------------------------------------------------- rank 0 only
+
+
+@both_sizes
+def test_rank0_only(world_size: int) -> None:
+    run_ranks(_each_way, world_size, _rank0_only)
+
+
+def _rank0_only(rank: int, world_size: int, way: str) -> None:
+    sharded, plain = _pair(rank, world_size, way)
+    for run in (sharded, plain):
+        run.loss(0).backward()
+    before = list(sharded.model.named_parameters())
+    with summon(
+        sharded.model, writeback=False, rank0_only=True, offload_to_cpu=True, with_grads=True
+    ):
+        if rank == 0:
+            assert_same_state(_whole(sharded.model), _whole(plain.model), 0.0, 0.0)
+            # No other rank takes part.
+            assert_same_state(snapshot(sharded.model), snapshot(plain.model), 0.0, 0.0)
+            for mine, theirs in zip(
+                sharded.model.parameters(), plain.model.parameters(), strict=True
+            ):
+                torch.testing.assert_close(mine.grad, theirs.grad)
+                mine.data.zero_()
+        else:
+            now = list(sharded.model.named_parameters())
+            assert all(new is old for (_, new), (_, old) in zip(now, before, strict=True))
+            if not way.startswith("no_shard"):
+                with pytest.raises(RuntimeError, match="rank0_only"):
+                    sharded.model.state_dict()
+        with pytest.raises(RuntimeError, match="inside another summon"), summon(sharded.model):
+            pass
+    for run in (sharded, plain):
+        run.step()
+    _assert_trains_alike(sharded, plain)
+
+
+def test_rank0_only_with_writeback() -> None:
+    run_ranks(_rank0_writeback, 2)
+
+
+def _rank0_writeback(rank: int, world_size: int) -> None:
+    sharded, _ = _pair(rank, world_size, "full")
+    for kind in ("gather", "scalars"):
+        with collectives_of(kind) as issued:
+            with pytest.raises(ValueError, match="needs writeback=False"):
+                summon(sharded.model, rank0_only=True).__enter__()
+        assert not issued
+
+
+def test_rank0_only_edits_on_other_ranks() -> None:
+    run_ranks(_rank0_edits, 2)
+
+
+def _rank0_edits(rank: int, world_size: int) -> None:
+    """Rank 0's edit is undone and the other's would stay: a mixture."""
+    sharded, _ = _pair(rank, world_size, "full")
+    refused = pytest.raises(RuntimeError, match=r"rank 1.*rank0_only=False")
+    with (
+        refused if rank == 1 else contextlib.nullcontext(),
+        summon(sharded.model, rank0_only=True, writeback=False),
+        torch.no_grad(),
+    ):
+        for param in sharded.model.parameters():
+            param.mul_(2)
+
+
+def test_other_ranks_hold_one_unit_at_a_time() -> None:
+    run_ranks(_memory, 2)
+
+
+def _memory(rank: int, world_size: int) -> None:
+    """At each gather no other whole tensor is alive on rank 1, and none is once all is gathered."""
+    width, depth = 64, 6
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(depth)])
+    sharded = ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+    def count_whole() -> int:
+        tensors = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
+        return sum(
+            one.numel() == width * width and one.untyped_storage().nbytes() > 0 for one in tensors
+        )
+
+    alive: list[int] = []
+
+    def count_at_gathers(self: Communicator, kind: str, unit_fqn: str, tensor: Tensor) -> None:
+        if kind == "gather":
+            alive.append(count_whole())
+
+    with mock.patch.object(Communicator, "_note", count_at_gathers):
+        with summon(sharded, rank0_only=True, writeback=False):
+            alive.append(count_whole())
+    # The gather's own buffer is there already when it is noted.
+    expected = [*range(1, depth + 1), depth] if rank == 0 else [1] * depth + [0]
+    assert alive == expected
+
+
+# ---------------------------------------------------------------- gradients
+
+
+@both_sizes
+@pytest.mark.parametrize("name", ["mlp", "unused", "frozen-one-unit"])
+def test_gradients(name: str, world_size: int) -> None:
+    run_ranks(_each_way, world_size, _gradients, name)
+
+
+def _gradients(rank: int, world_size: int, way: str, name: str) -> None:
+    """Shown whole; edited, dropped and added ones are what the optimizer then sees."""
+    if name == "unused" and not WAYS[way][1]:
+        return  # a flat parameter's gradient is all or nothing
+    sharded, plain = _pair(rank, world_size, way, name)
+    with summon(sharded.model, with_grads=True):
+        assert all(param.grad is None for param in sharded.model.parameters())
+    for run in (sharded, plain):
+        run.loss(0).backward()
+    for writeback in (False, True):
+        with summon(sharded.model, writeback=writeback, with_grads=True):
+            _assert_same_grads(sharded.model, plain.model)
+            for param in sharded.model.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(3).add_(param.detach())
+                    if not writeback:
+                        param.grad = None
+    for param in plain.model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(3).add_(param.detach())
+    with summon(sharded.model, writeback=False, with_grads=True):
+        _assert_same_grads(sharded.model, plain.model)
+    for run in (sharded, plain):
+        run.step()
+    _assert_trains_alike(sharded, plain)
+
+
+def _assert_same_grads(sharded: nn.Module, plain: nn.Module) -> None:
+    for (name, mine), theirs in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+        if theirs.grad is None:
+            assert mine.grad is None, name
+        else:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_dropped_and_added() -> None:
+    run_ranks(_each_way, 2, _dropped_and_added)
+
+
+def _dropped_and_added(rank: int, world_size: int, way: str) -> None:
+    sharded, plain = _pair(rank, world_size, way)
+
+    def drop(run: Run) -> None:
+        run.submodule("fc1").weight.grad = None
+        run.submodule("fc1").bias.grad = None
+
+    def add(run: Run) -> None:
+        for name in ("weight", "bias"):
+            param = getattr(run.submodule("fc1"), name)
+            param.grad = torch.linspace(0, 1, param.numel(), dtype=param.dtype).view(param.shape)
+
+    for change in (drop, add):
+        for run in (sharded, plain):
+            run.loss(0).backward()
+        with summon(sharded.model, with_grads=True):
+            change(sharded)
+        change(plain)
+        present = [param.grad is not None for param in sharded.model.parameters()]
+        assert all(present) is (change is add)
+        for run in (sharded, plain):
+            run.step()
+        _assert_same(sharded.model, plain.model)
+    with summon(sharded.model, with_grads=True):
+        assert all(param.grad is None for param in sharded.model.parameters())
+        add(sharded)
+    add(plain)
+    for run in (sharded, plain):
+        run.step()
+    _assert_trains_alike(sharded, plain)
+
+
+def test_gradients_that_are_not_reduced() -> None:
+    run_ranks(_each_way, 2, _unreduced)
+
+
+def _unreduced(rank: int, world_size: int, way: str) -> None:
+    """Refused, also beside gradients that are; the accumulated ones are not lost by asking."""
+    sharded, plain = _pair(rank, world_size, way)
+    plain.loss(0).backward()
+    plain.loss(1).backward()
+    plain.loss(2).backward()
+    sharded.loss(0).backward()
+    with sharded.no_sync():
+        sharded.loss(1).backward()
+    with (
+        pytest.raises(RuntimeError, match=r"'fc\d.*no_sync"),
+        summon(sharded.model, with_grads=True),
+    ):
+        pass
+    sharded.loss(2).backward()
+    with summon(sharded.model, with_grads=True):
+        _assert_same_grads(sharded.model, plain.model)
+    for run in (sharded, plain):
+        run.step()
+    _assert_trains_alike(sharded, plain)
+
+
+@pytest.mark.parametrize("way", ["full", "no_shard"])
+def test_gradient_on_some_ranks(way: str) -> None:
+    run_ranks(_some_ranks, 2, way)
+
+
+def _some_ranks(rank: int, world_size: int, way: str) -> None:
+    """The error comes on all ranks, before one waits for another."""
+    sharded, _ = _pair(rank, world_size, way)
+    sharded.loss(0).backward()
+    if rank == 1:
+        sharded.model.fc1.weight.grad = None
+    with (
+        pytest.raises(RuntimeError, match=r"'fc1.weight'.*some ranks"),
+        summon(sharded.model, with_grads=True),
+    ):
+        pass
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_refused_inside() -> None:
+    run_ranks(_each_way, 2, _refused_inside)
+
+
+def _refused_inside(rank: int, world_size: int, way: str) -> None:
+    sharded, plain = _pair(rank, world_size, way)
+    attempts: list[Callable[[], object]] = [
+        sharded.evaluate,
+        lambda: copy.deepcopy(sharded.model),
+        lambda: sharded.model.float(),
+    ]
+    with summon(sharded.model), sharded.no_sync():
+        for attempt in attempts:
+            with pytest.raises(RuntimeError, match=r"unit .*summon_full_params"):
+                attempt()
+    _assert_trains_alike(sharded, plain)
+
+
+def test_refused_in_forward_and_backward() -> None:
+    run_ranks(_each_way, 2, _while_running)
+
+
+def _while_running(rank: int, world_size: int, way: str) -> None:
+    sharded, plain = _pair(rank, world_size, way)
+
+    def ask(*_: Any) -> None:
+        summon(sharded.model).__enter__()
+
+    removable = sharded.submodule("fc2").register_forward_hook(ask)
+    with pytest.raises(RuntimeError, match="between steps"):
+        sharded.loss(0)
+    removable.remove()
+    output = sharded.model(sharded.inputs(0))
+    output.register_hook(ask)
+    with pytest.raises(RuntimeError, match="between steps"):
+        output.sum().backward()
+    _assert_trains_alike(sharded, plain)
+
+
+def test_what_cannot_be_kept() -> None:
+    run_ranks(_each_way, 2, _cannot_be_kept)
+
+
+def _cannot_be_kept(rank: int, world_size: int, way: str) -> None:
+    """A named error at the end, and the model is what it was; nothing of that unit is kept."""
+    sharded, plain = _pair(rank, world_size, way)
+    sharded.loss(0).backward()
+    sharded.optimizer.zero_grad()
+
+    def replace(module: nn.Module) -> None:
+        module.weight = nn.Parameter(torch.zeros_like(module.weight))
+
+    def reshape(module: nn.Module) -> None:
+        module.weight.data = module.weight.data.t().contiguous()
+
+    def retype(module: nn.Module) -> None:
+        module.weight.data = module.weight.data.float()
+
+    def assign_grad(module: nn.Module) -> None:
+        module.weight.grad = torch.ones_like(module.weight)
+
+    cases = {
+        replace: "replaced",
+        reshape: "expected data of shape",
+        retype: "expected data of shape",
+        assign_grad: "with_grads=True",
+    }
+    for change, match in cases.items():
+        if way == "no_shard" and change in (reshape, retype, assign_grad):
+            continue  # shown as they are: what is done to them is done
+        with pytest.raises(RuntimeError, match=rf"'fc2.weight'.*{match}"), summon(sharded.model):
+            change(sharded.submodule("fc2"))
+        with summon(sharded.model, writeback=False):
+            change(sharded.submodule("fc2"))
+    _assert_trains_alike(sharded, plain)
+
+
+def test_step_inside() -> None:
+    run_ranks(_each_way, 2, _step_inside)
+
+
+def _step_inside(rank: int, world_size: int, way: str) -> None:
+    """A step under writeback was lost at the end; without writeback it stays."""
+    sharded, plain = _pair(rank, world_size, way)
+    for run in (sharded, plain):
+        run.loss(0).backward()
+    with summon(sharded.model, writeback=False):
+        sharded.step()
+    plain.step()
+    _assert_same(sharded.model, plain.model)
+    for run in (sharded, plain):
+        run.loss(1).backward()
+    refused = pytest.raises(RuntimeError, match="an optimizer step")
+    with contextlib.nullcontext() if way == "no_shard" else refused, summon(sharded.model):
+        sharded.step()
+    plain.step()
+    _assert_trains_alike(sharded, plain)
+
+
+@pytest.mark.parametrize("way", ["full", "full-flat"])
+def test_part_of_a_unit(way: str) -> None:
+    run_ranks(_part, 2, way)
+
+
+def _part(rank: int, world_size: int, way: str) -> None:
+    """It did nothing, and left the parameters sharded."""
+    sharded, _ = _pair(rank, world_size, way, "mlp-one-unit")
+    with pytest.raises(RuntimeError, match=r"'fc1.weight' belongs to unit ''"):
+        summon(sharded.model.fc1).__enter__()
+
+
+@pytest.mark.parametrize("way", ["full", "full-flat"])
+def test_replaced_before(way: str) -> None:
+    run_ranks(_replaced_before, 2, way)
+
+
+def _replaced_before(rank: int, world_size: int, way: str) -> None:
+    """The new parameter was overwritten without a word."""
+    sharded, _ = _pair(rank, world_size, way)
+    sharded.submodule("fc1").weight = nn.Parameter(torch.zeros(5, 7, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match=r"'fc1.weight'.*replaced after wrapping"):
+        summon(sharded.model).__enter__()
+
+
+def test_in_inference_mode() -> None:
+    run_ranks(_each_way, 2, _inference)
+
+
+def _inference(rank: int, world_size: int, way: str) -> None:
+    sharded, plain = _pair(rank, world_size, way)
+    with torch.inference_mode(), summon(sharded.model):
+        sharded.submodule("fc2").weight.mul_(2)
+    plain.model.fc2.weight.data.mul_(2)
+    with torch.inference_mode(), summon(sharded.model, writeback=False):
+        sharded.submodule("fc2").weight.mul_(2)
+    assert (
+        not isinstance(sharded.submodule("fc2")._parameters["weight"], FlatShardTensor)
+        or (WAYS[way][1])
+    )
+    _assert_trains_alike(sharded, plain)

@@ -1,0 +1,1 @@
+"""What the package as a whole keeps to: imports, sizes."""

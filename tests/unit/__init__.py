@@ -1,1 +1,0 @@
-"""Tests without a process group."""
