@@ -128,6 +128,7 @@ class Communicator(Tags):
         size: ranks in the group.
         ranks: the group's members by their numbers in the default group.
         global_rank: this rank's number there, for messages.
+        transport_reason: why ``transport`` is what it is, where ranks find that out.
         second_stages: reductions in two stages whose second one is to cross this group, in the
             order in which all ranks begin them.
         control_device: where a few numbers must lie to be sent; "cpu" unless the group has none.
@@ -157,6 +158,7 @@ class Communicator(Tags):
         self._apart_group: dist.ProcessGroup | None = None
         self._connected: set[tuple[torch.device, bool, bool]] = set()
         self._on_host: SharedMemoryTransport | None = None
+        self.transport_reason = ""
         self.second_stages: deque[Any] = deque()
         self.control_device = torch.device("cpu")
         if group is None or self.size == 1:
@@ -180,6 +182,8 @@ class Communicator(Tags):
         # With a wire dtype, results are the same wherever the ranks are.
         if self._sends_cpu_directly and mode == AUTO:
             self._on_host = self._meet_on_host()
+        elif self._sends_cpu_directly:
+            self.transport_reason = "collectives= or wire_dtype= asks for it"
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
         """The group that moves what lies where ``tensor`` does."""
@@ -234,16 +238,16 @@ class Communicator(Tags):
 
     def _meet_on_host(self) -> SharedMemoryTransport | None:
         """The ranks as readers of one another's memory, if all are on one host and may be."""
-        board = Mailbox()
-        cards = self.gather_objects(board.card, op_name="meeting on one host")
-        # Readable only after all have prepared for it.
-        timeout = timeout_of(self._gather_group) or timedelta(minutes=30)
-        memory = peer_memory.meet(board, cards, timeout.total_seconds())
-        everyone = self.gather_objects(memory is not None, op_name="meeting on one host")
-        board.close_file()
-        if memory is None or not all(everyone):
+        mailbox = Mailbox()
+        memory, self.transport_reason = peer_memory.meet(
+            mailbox,
+            partial(self.gather_objects, op_name="meeting on one host"),
+            self.ranks,
+            (timeout_of(self._gather_group) or timedelta(minutes=30)).total_seconds(),
+        )
+        if memory is None:
             return None
-        return SharedMemoryTransport(memory, board, self.rank, self.ranks, self._progress)
+        return SharedMemoryTransport(memory, mailbox, self.rank, self.ranks, self._progress)
 
     def _begins(self, group: dist.ProcessGroup, kind: Hashable = None) -> WaitCondition | None:
         """Count a collective that this rank begins now; what its end needs of the others.

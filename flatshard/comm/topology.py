@@ -70,6 +70,12 @@ class Topology:
             ways.append(self.replicate.backend)  # all-reduces
         return " + ".join(dict.fromkeys(ways)) or "nothing"
 
+    @property
+    def transport_reason(self) -> str:
+        """Why ``transport`` is what it is, where ranks found that out."""
+        groups = (self.intra_group, self.inter_group)
+        return "; ".join(dict.fromkeys(g.transport_reason for g in groups if g.transport_reason))
+
 
 @dataclass(frozen=True)
 class Ranks:

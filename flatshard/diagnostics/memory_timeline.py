@@ -5,17 +5,18 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
+
+_MIB = 2**20
 
 
 class MemorySample(NamedTuple):
-    """What a unit holds from a moment on, until its next sample.
+    """What a unit holds beside its shards, from a moment on until its next sample.
 
     Attributes:
         seconds: since the step began.
-        unit: its number.
-        gathered_bytes: of gathered parameters, and of parts kept to gather from.
+        unit: the unit's number.
+        gathered_bytes: of unsharded parameters, and of parts kept to gather from.
         gradient_bytes: of gradients that are collected or reduced.
     """
 
@@ -27,12 +28,12 @@ class MemorySample(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """A rank's step.
+    """What the units of one rank hold over a step, beside their shards.
 
     Attributes:
         units: the units' names; numbers in samples count them.
         seconds: how long the step took.
-        samples: in the order of time. What has no sample yet holds nothing.
+        samples: in the order of time. A unit without a sample yet holds nothing.
     """
 
     units: tuple[str, ...]
@@ -40,7 +41,7 @@ class MemoryTimeline:
     samples: tuple[MemorySample, ...]
 
     def totals(self) -> list[tuple[float, int, int]]:
-        """After each sample: its time, and all units' gathered and gradient bytes."""
+        """After each sample: its time, and all units' unsharded and gradient bytes."""
         held: dict[int, MemorySample] = {}
         gathered = gradients = 0
         found = []
@@ -53,7 +54,7 @@ class MemoryTimeline:
         return found
 
     def peak_bytes(self) -> tuple[int, int, int]:
-        """The most that was gathered, that gradients took, and that both took at one time."""
+        """The peaks of unsharded parameters, of gradients, and of both at one time."""
         totals = self.totals()
         return (
             max((gathered for _, gathered, _ in totals), default=0),
@@ -61,46 +62,29 @@ class MemoryTimeline:
             max((gathered + gradients for _, gathered, gradients in totals), default=0),
         )
 
-    def _of_units(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Per unit, what it holds after each sample: gathered, gradients."""
-        gathered: list[list[int | None]] = [[] for _ in self.units]
-        gradients: list[list[int | None]] = [[] for _ in self.units]
+    def by_unit(self) -> list[list[int]]:
+        """Per unit its unsharded bytes, then per unit its gradients' bytes, over time.
+
+        A row has a value from each sample on, and at last the one at the end of the step.
+        """
+        held = [[0] * (2 * len(self.units))]
         for sample in self.samples:
-            for unit in range(len(self.units)):
-                changes = unit == sample.unit
-                gathered[unit].append(sample.gathered_bytes if changes else None)
-                gradients[unit].append(sample.gradient_bytes if changes else None)
-        return list(map(_carried, gathered)), list(map(_carried, gradients))
-
-
-def _carried(values: list[int | None]) -> list[int]:
-    """Each value, or the last one before it that was there."""
-    kept = accumulate(values, lambda before, now: before if now is None else now, initial=0)
-    return [value or 0 for value in kept][1:]
+            row = list(held[-1])
+            row[sample.unit] = sample.gathered_bytes
+            row[len(self.units) + sample.unit] = sample.gradient_bytes
+            held.append(row)
+        return [list(column) for column in zip(*held[1:], held[-1], strict=True)]
 
 
 # ------------------------------------------------------------ the picture
 
-_LABELLED_WIDTH, _LABELLED_HEIGHT = 0.02, 0.03
-"""Parts of the picture below which a band has its name in the legend alone."""
 
-_LOOKS: tuple[dict[str, Any], ...] = ({"alpha": 0.9}, {"alpha": 0.45, "hatch": "////"})
-"""Of gathered parameters, and of gradients."""
-
-_MIB = 2**20
-
-
-def check_can_plot() -> None:
-    """See that matplotlib is there.
+def matplotlib(name: str = "figure") -> Any:
+    """A module of matplotlib, which flatshard does not need and which is slow to load.
 
     Raises:
-        ImportError: it is not.
+        ImportError: it is not installed.
     """
-    _matplotlib("figure")
-
-
-def _matplotlib(name: str) -> Any:
-    # Not among what flatshard needs, and slow to load.
     try:
         return importlib.import_module(f"matplotlib.{name}")
     except ModuleNotFoundError as error:
@@ -110,108 +94,33 @@ def _matplotlib(name: str) -> Any:
         ) from error
 
 
-def plot(timelines: Sequence[tuple[str, MemoryTimeline]], path: str) -> None:
-    """Draw timelines of the same units, each under its title: bytes held, stacked by unit.
+def plot_memory(timelines: Sequence[tuple[str, MemoryTimeline]], path: str) -> None:
+    """Draw bytes held, stacked by unit: unsharded parameters, and gradients above them, hatched.
 
     Args:
-        timelines: titles and timelines.
+        timelines: of the same units, each with its title.
         path: where to write; its ending says the format.
 
     Raises:
         ImportError: matplotlib is not installed.
         OSError: ``path`` cannot be written.
     """
-    figure = _matplotlib("figure").Figure(
-        figsize=(10, 1 + 3 * len(timelines)), layout="constrained"
-    )
+    size = (10, 1 + 3 * len(timelines))
+    figure = matplotlib().Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(timelines), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     for axes, (title, timeline) in zip(panels, timelines, strict=True):
-        _draw(axes, timeline)
+        names = [name or "(root)" for name in timeline.units]
+        colours = [matplotlib("cm").turbo((i + 0.5) / len(names)) for i in range(len(names))]
+        times = [1000 * sample.seconds for sample in timeline.samples] + [1000 * timeline.seconds]
+        rows = [[held / _MIB for held in row] for row in timeline.by_unit()]
+        labels = [*names, *(f"{name}: gradients" for name in names)]
+        bands = axes.stackplot(times, rows, colors=colours * 2, labels=labels, step="post")
+        for band in bands[len(names) :]:
+            band.set(hatch="////", alpha=0.5)
+        axes.set(ylabel="MiB held", xmargin=0)
         axes.set_title(title, loc="left", fontsize="medium")
-        axes.set_ylabel("MiB held")
-        axes.margins(x=0)
-        axes.set_ylim(bottom=0)
     panels[-1].set_xlabel("ms since the step began")
-    _draw_legend(figure, timelines[0][1].units)
+    handles, labels = panels[0].get_legend_handles_labels()
+    columns = 1 + len(labels) // 40
+    figure.legend(handles, labels, loc="outside right upper", fontsize=7, ncols=columns)
     figure.savefig(path, dpi=150)
-
-
-def _colours(units: Sequence[str]) -> list[Any]:
-    colours = _matplotlib("cm").turbo
-    return [colours(0.08 + 0.84 * index / max(len(units) - 1, 1)) for index in range(len(units))]
-
-
-def _draw(axes: Any, timeline: MemoryTimeline) -> None:
-    """Gathered parameters at the bottom, gradients, hatched, on top of them."""
-    times = [1000 * sample.seconds for sample in timeline.samples]
-    times.append(1000 * timeline.seconds)
-    low = [0.0] * len(times)
-    size = (times[-1] - times[0], max(timeline.peak_bytes()[2], 1) / _MIB)
-    layers = [
-        (held, name, colour, looks)
-        for bytes_, looks in zip(timeline._of_units(), _LOOKS, strict=True)
-        for held, name, colour in zip(bytes_, timeline.units, _colours(timeline.units), strict=True)
-        if any(held)
-    ]
-    for held, name, colour, looks in layers:
-        high = [below + one / _MIB for below, one in zip(low, [*held, held[-1]], strict=True)]
-        axes.fill_between(
-            times, low, high, step="post", facecolor=colour, edgecolor="white", lw=0, **looks
-        )
-        _label(axes, name or "(root)", times, low, high, size)
-        low = high
-
-
-def _label(
-    axes: Any,
-    name: str,
-    times: list[float],
-    low: list[float],
-    high: list[float],
-    size: tuple[float, float],
-) -> None:
-    """Write a unit's name into the longest stretch of its band, where it fits."""
-    start, end = _longest([above > below for above, below in zip(high, low, strict=True)], times)
-    width, middle = times[end] - times[start], (times[start] + times[end]) / 2
-    at = max(index for index in range(start, end) if times[index] <= middle)
-    if width < _LABELLED_WIDTH * size[0] or high[at] - low[at] < _LABELLED_HEIGHT * size[1]:
-        return
-    axes.text(
-        middle,
-        (low[at] + high[at]) / 2,
-        name,
-        rotation=0 if width > 0.12 * size[0] else 90,
-        ha="center",
-        va="center",
-        fontsize=7,
-        clip_on=True,
-        bbox={"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0.8},
-    )
-
-
-def _longest(present: list[bool], times: list[float]) -> tuple[int, int]:
-    """The longest stretch, ``[start, end]`` as indices of times, in which something is present."""
-    best, start = (0, len(times) - 1), None
-    longest = -1.0
-    for index, is_there in enumerate([*present[:-1], False]):
-        if is_there and start is None:
-            start = index
-        elif not is_there and start is not None:
-            if times[index] - times[start] > longest:
-                longest, best = times[index] - times[start], (start, index)
-            start = None
-    return best
-
-
-def _draw_legend(figure: Any, units: Sequence[str]) -> None:
-    patch = _matplotlib("patches").Patch
-    entries = [
-        patch(facecolor="0.6", label="gathered"),
-        patch(facecolor="0.8", hatch="////", edgecolor="white", label="gradients"),
-        *(
-            patch(facecolor=colour, label=name or "(root)")
-            for name, colour in zip(units, _colours(units), strict=True)
-        ),
-    ]
-    columns = 1 + len(entries) // 30
-    figure.legend(handles=entries, loc="outside right upper", fontsize=7, ncols=columns)

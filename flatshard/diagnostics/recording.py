@@ -13,9 +13,10 @@ import torch
 from flatshard.comm import communicator
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import raise_everywhere
-from flatshard.diagnostics.memory_timeline import check_can_plot, plot
+from flatshard.diagnostics.chrome_trace import chrome_trace
+from flatshard.diagnostics.memory_timeline import matplotlib, plot_memory
 from flatshard.diagnostics.recorder import SILENT, StepRecorder
-from flatshard.diagnostics.step_report import StepReport, chrome_trace
+from flatshard.diagnostics.step_report import StepReport
 from flatshard.engine.context import RunContext
 
 PathLike = str | os.PathLike[str] | None
@@ -83,7 +84,7 @@ def _problem(
             if path is not None and _writes(path, world):
                 _check_writable(keyword, _of_rank(path, world))
                 if keyword == "memory":
-                    check_can_plot()
+                    matplotlib()
     except (ValueError, ImportError) as error:
         return error
     return None
@@ -151,4 +152,4 @@ def _write_memory(path: str | None, last: list[StepReport], world: Communicator)
             for report in reports
         ]
         if panels and _writes(path, world):
-            plot(panels[:_PANELS], _of_rank(path, world))
+            plot_memory(panels[:_PANELS], _of_rank(path, world))

@@ -1,4 +1,4 @@
-"""``StepReport``: what a step of one rank consisted of, as data, as a table and as a trace.
+"""``StepReport``: what a step of one rank consisted of, as data and as a table.
 
 [Note: one thing at a time]
 At every moment the training thread does one thing for one unit, or nothing of ours. The ranges that
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flatshard.diagnostics.memory_timeline import MemoryTimeline, plot
+from flatshard.diagnostics.memory_timeline import MemoryTimeline, plot_memory
 from flatshard.diagnostics.unit_report import show_bytes, tabulate
 
 
@@ -167,7 +167,7 @@ class StepReport:
         return {**figures, "units": [dataclasses.asdict(unit) for unit in self.units]}
 
     def plot_memory(self, path: str) -> None:
-        """Draw bytes held over the step, stacked by unit: gathered parameters and gradients.
+        """Draw bytes held over the step, stacked by unit: unsharded parameters and gradients.
 
         Args:
             path: where to write; its ending says the format.
@@ -176,7 +176,7 @@ class StepReport:
             ImportError: matplotlib is not installed.
             OSError: ``path`` cannot be written.
         """
-        plot([(f"rank {self.rank}, step {self.number}", self.memory)], path)
+        plot_memory([(f"rank {self.rank}, step {self.number}", self.memory)], path)
 
     def __str__(self) -> str:
         header = (
@@ -299,76 +299,3 @@ def _unit_report(
         gathered_backward_bytes=moved.get((index, "backward"), 0),
         reduced_bytes=moved.get((index, "reduce"), 0),
     )
-
-
-# ------------------------------------------------------------ the trace
-
-_PASSES = (Kind.FORWARD_PASS, Kind.BACKWARD_PASS)
-
-
-def chrome_trace(reports: Iterable[StepReport]) -> dict[str, Any]:
-    """Steps of any ranks as chrome://tracing and Perfetto read them: a process per rank."""
-    reports = list(reports)
-    zero = min((report.began for report in reports), default=0.0)
-    events: list[dict[str, Any]] = []
-    tracks: dict[tuple[int, str], int] = {}
-    for report in reports:
-        events.append(
-            _event("X", report, zero, 0.0, _tid(tracks, report.rank, "steps"))
-            | {"name": f"step {report.number}", "dur": 1e6 * report.seconds}
-        )
-        for track, one in _on_tracks(report.ranges):
-            name = "all units" if one.unit is None else report.units[one.unit].name or "(root)"
-            events.append(
-                _event("X", report, zero, one.begin, _tid(tracks, report.rank, track))
-                | {
-                    "name": one.kind.value if one.kind in _PASSES else name,
-                    "cat": one.kind.value,
-                    "dur": 1e6 * (one.end - one.begin),
-                }
-            )
-        for seconds, gathered, gradients in report.memory.totals():
-            events.append(
-                _event("C", report, zero, seconds, 0)
-                | {"name": "bytes held", "args": {"gathered": gathered, "gradients": gradients}}
-            )
-    return {"traceEvents": [*_names(tracks), *events], "displayTimeUnit": "ms"}
-
-
-def _event(phase: str, report: StepReport, zero: float, seconds: float, tid: int) -> dict[str, Any]:
-    microseconds = 1e6 * (report.began - zero + seconds)
-    return {"ph": phase, "pid": report.rank, "tid": tid, "ts": microseconds}
-
-
-def _on_tracks(ranges: Iterable[Range]) -> Iterable[tuple[str, Range]]:
-    """Ranges with their tracks: one per kind, more where some of a kind overlap."""
-    lanes: dict[Kind, list[float]] = {}
-    for one in sorted(ranges, key=lambda one: one.begin):
-        ends = lanes.setdefault(one.kind, [])
-        free = (lane for lane, end in enumerate(ends) if end <= one.begin)
-        lane = next(free, len(ends))
-        ends[lane : lane + 1] = [one.end]
-        track = "passes" if one.kind in _PASSES else one.kind.value
-        yield (track if lane == 0 else f"{track} ({lane + 1})"), one
-
-
-def _tid(tracks: dict[tuple[int, str], int], rank: int, track: str) -> int:
-    return tracks.setdefault((rank, track), len(tracks) + 1)
-
-
-def _names(tracks: Mapping[tuple[int, str], int]) -> list[dict[str, Any]]:
-    """What the viewers call processes and tracks, and their order."""
-    order = ["steps", "passes", *(kind.value for kind in Kind)]
-    events: list[dict[str, Any]] = []
-    for rank in sorted({rank for rank, _ in tracks}):
-        events.append(_named("process_name", rank, 0, name=f"rank {rank}"))
-        events.append(_named("process_sort_index", rank, 0, sort_index=rank))
-    for (rank, track), tid in tracks.items():
-        place = order.index(track.partition(" (")[0])
-        events.append(_named("thread_name", rank, tid, name=track))
-        events.append(_named("thread_sort_index", rank, tid, sort_index=place))
-    return events
-
-
-def _named(what: str, rank: int, tid: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": tid, "args": args}

@@ -68,6 +68,7 @@ class UnitRow:
         ranks: how many ranks share it.
         reason: why it is a unit.
         moved_by: what moves its parameters and gradients between ranks.
+        transport_reason: why that does, if ranks found it out; empty else.
     """
 
     name: str
@@ -77,6 +78,7 @@ class UnitRow:
     ranks: int
     reason: str
     transport: str
+    transport_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,14 @@ class UnitSize:
 
 
 def describe(rows: Sequence[UnitRow]) -> str:
-    """Tabulate units, with a line of totals."""
+    """Tabulate units, with a line of totals and a line for each reason of a transport."""
     header = (
         *("unit", "class", "elements", "padding", "segments", "gathered"),
         *("strategy", "ranks", "moved by", "why"),
     )
-    return tabulate([header, *map(_cells, rows), _totals(rows)], numbers={2, 3, 5, 7})
+    table = tabulate([header, *map(_cells, rows), _totals(rows)], numbers={2, 3, 5, 7})
+    reasons = (f"{r.transport}: {r.transport_reason}" for r in rows if r.transport_reason)
+    return "\n".join([table, *dict.fromkeys(reasons)])
 
 
 def tabulate(table: Sequence[Sequence[str]], *, numbers: Collection[int]) -> str:

@@ -38,7 +38,6 @@ from flatshard.engine.profiling import profiled
 from flatshard.engine.saved_tensors import SavedTensors
 from flatshard.engine.unit import Phase, ReduceBucket, Unit
 from flatshard.memory.buffer_cache import prepare_allocator
-from flatshard.memory.heap import Heap
 from flatshard.memory.page_pool import POOL
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.in_backward import SteppedInBackward
@@ -104,7 +103,6 @@ class RunContext:
         self._world = world
         self._buffers = SyncedBuffers(buffers)
         self._check = check
-        self._heap: Heap | None = None
         self._prefetch = Prefetch(self.units, forward=forward_prefetch, backward=backward_prefetch)
         self._portions = [bucket for unit in self.units for bucket in unit.buckets]
         for index, bucket in enumerate(self._portions):
@@ -194,7 +192,6 @@ class RunContext:
             h.shard.device.type == "cpu" for u in self.units for h in u.handles
         ):
             prepare_allocator()
-            self._heap = Heap()
         self.has_run = True
         for unit in self.units:
             unit.begin_run()
@@ -202,8 +199,6 @@ class RunContext:
         self.expects_backward = torch.is_grad_enabled()
         if self.expects_backward:
             self._plan_syncs()
-            if self._heap is not None:
-                self._heap.begin_forward()
         else:
             self.give_back()
         if outermost is self.root and not self.is_accumulating:
@@ -265,8 +260,6 @@ class RunContext:
                     handle.finish_refresh()
                 if not failed:  # else the error on its way is the one to see
                     self._unsettled.wait_sends()
-            if self._heap is not None and self.expects_backward:
-                self._heap.end_forward()
             self.recorder.end_forward()
 
     @property

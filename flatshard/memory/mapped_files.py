@@ -7,20 +7,23 @@ There is nothing to clean up: a file ends with the last process that has it. The
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
 from typing import Any, Protocol
 
+# Linux's numbers, by name only where Python's ``mmap`` has them on every system.
+_PROT_NONE, _PROT_READ, _PROT_READ_WRITE = 0, 1, 3
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x4000
 _MADV_DONTNEED = 4
 _MADV_POPULATE_WRITE = 23
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
-_NOTHING, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_MFD_NOEXEC_SEAL = 8
 
 
 class Files(Protocol):
-    """What makes files to be mapped: this module, or one like it."""
+    """What makes files to be mapped: this module, or ``DiskMemory``."""
 
     def create(self, nbytes: int, *, reserve: bool) -> int | None:
         """An open file of ``nbytes`` zeros; None where there can be none."""
@@ -30,7 +33,7 @@ class Files(Protocol):
 
 
 def create(nbytes: int, *, reserve: bool) -> int | None:
-    """A file of ``nbytes`` zeros; None where there can be none.
+    """An open file of ``nbytes`` zeros in memory; None where there can be none.
 
     Args:
         nbytes: its length.
@@ -39,7 +42,7 @@ def create(nbytes: int, *, reserve: bool) -> int | None:
     if not CAN_MAP:
         return None
     try:
-        number = os.memfd_create("flatshard")
+        number = _memfd()
     except OSError:
         return None
     try:
@@ -52,6 +55,16 @@ def create(nbytes: int, *, reserve: bool) -> int | None:
     return number
 
 
+def _memfd() -> int:
+    try:
+        # With sysctl vm.memfd_noexec=2 the kernel refuses files that could be executed.
+        return os.memfd_create("flatshard", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create("flatshard")  # before Linux 6.3
+
+
 def open_of(pid: int, number: int) -> int | None:
     """Open, for reading, file ``number`` of another process; None where that is not permitted."""
     try:
@@ -61,9 +74,24 @@ def open_of(pid: int, number: int) -> int | None:
 
 
 def reserve_range(nbytes: int) -> mmap.mmap:
-    """A range of addresses, of zeros that take no memory until they are written."""
+    """A range of addresses, of zeros that take no memory until they are written.
+
+    Raises:
+        OSError: there are no addresses left (``RLIMIT_AS``), or the system counts them as memory
+            (``vm.overcommit_memory=2``).
+    """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     return mmap.mmap(-1, nbytes, flags=flags)
+
+
+def mapped(number: int, nbytes: int, *, write: bool) -> mmap.mmap | None:
+    """A range in which an open file is seen, and written; None where that is not possible."""
+    try:
+        found = reserve_range(nbytes)  # Python's own mapping of a file would keep it open
+    except OSError:
+        return None
+    protection = _PROT_READ_WRITE if write else _PROT_READ
+    return found if _map(number, address_of(found), nbytes, protection, _MAP_SHARED) else None
 
 
 def map_privately(number: int, place: int, nbytes: int) -> bool:
@@ -71,15 +99,12 @@ def map_privately(number: int, place: int, nbytes: int) -> bool:
 
     What is written there stays there, and is gone after ``drop_pages``.
     """
-    return _map(number, place, nbytes, _READ_WRITE, mmap.MAP_PRIVATE)
+    return _map(number, place, nbytes, _PROT_READ_WRITE, _MAP_PRIVATE)
 
 
-def mapped(number: int, nbytes: int, *, write: bool) -> mmap.mmap | None:
-    """A range in which an open file is seen, and written; None where that is not possible."""
-    # Python's own mapping of a file would keep it open.
-    found = reserve_range(nbytes)
-    protection = _READ_WRITE if write else mmap.PROT_READ
-    return found if _map(number, address_of(found), nbytes, protection, mmap.MAP_SHARED) else None
+def map_shared(number: int, place: int, nbytes: int) -> bool:
+    """The same, but what is written there is written to the file."""
+    return _map(number, place, nbytes, _PROT_READ_WRITE, _MAP_SHARED)
 
 
 def address_of(found: mmap.mmap) -> int:
@@ -116,7 +141,7 @@ def move_pages(source: int, place: int, nbytes: int) -> bool:
 
 def forbid(place: int, nbytes: int) -> None:
     """Let nobody read or write a range, from which the process dies."""
-    _mprotect(place, nbytes, _NOTHING)
+    _mprotect(place, nbytes, _PROT_NONE)
 
 
 def allow(place: int, nbytes: int) -> None:
@@ -125,7 +150,7 @@ def allow(place: int, nbytes: int) -> None:
     Raises:
         MemoryError: the system has no room to tell its parts apart.
     """
-    if _mprotect(place, nbytes, _READ_WRITE) != 0:
+    if _mprotect(place, nbytes, _PROT_READ_WRITE) != 0:
         raise MemoryError(f"mprotect: {os.strerror(ctypes.get_errno())}")
 
 
@@ -138,20 +163,19 @@ def give_back_freed() -> None:
 CAN_MAP = sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
-def find_function(name: str, result: Any, *arguments: Any) -> Any:
+def _find(name: str, result: Any, *arguments: Any) -> Any:
     """A function of the C library, by its types; None where there is none of that name."""
     if not CAN_MAP:
         return None
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    if function is None:
-        return None
-    function.restype, function.argtypes = result, list(arguments)
+    if function is not None:
+        function.restype, function.argtypes = result, list(arguments)
     return function
 
 
 _address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-_mmap = find_function("mmap", _address, _address, _size, _int, _int, _int, ctypes.c_long)
-_madvise = find_function("madvise", _int, _address, _size, _int)
-_mremap = find_function("mremap", _address, _address, _size, _size, _int, _address)
-_mprotect = find_function("mprotect", _int, _address, _size, _int)
-_malloc_trim = find_function("malloc_trim", _int, _size)  # glibc's
+_mmap = _find("mmap", _address, _address, _size, _int, _int, _int, ctypes.c_long)
+_madvise = _find("madvise", _int, _address, _size, _int)
+_mremap = _find("mremap", _address, _address, _size, _size, _int, _address)
+_mprotect = _find("mprotect", _int, _address, _size, _int)
+_malloc_trim = _find("malloc_trim", _int, _size)  # glibc's

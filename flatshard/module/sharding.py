@@ -170,6 +170,7 @@ class Sharding:
             ranks=topology.shard.size,
             reason=(self.reason or ("by hand" if unit.name else f"root: {rest}")) + together,
             transport=topology.transport,
+            transport_reason=topology.transport_reason,
         )
 
 

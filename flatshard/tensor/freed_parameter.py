@@ -13,7 +13,10 @@ What backward is expected to do without, and asks for after all, is brought back
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
+import os
+import signal
 import sys
 import weakref
 from collections.abc import Iterable
@@ -130,11 +133,28 @@ def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
 
 
 def show_crashes() -> None:
-    """Let a process that ends by a signal say where it was; for all of what it does.
+    """Let a process that ends by SIGSEGV say in which line it was, by Python's ``faulthandler``.
 
-    By Python's ``faulthandler``, unless somebody set that up already.
+    Not where ``FLATSHARD_FAULTHANDLER=0`` is in the environment, nor where any of the signals
+    that ``faulthandler`` takes over has a handler: an embedded JVM, say, needs its own.
     """
-    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+    if os.environ.get("FLATSHARD_FAULTHANDLER") == "0" or sys.__stderr__ is None:
+        return
+    if not faulthandler.is_enabled() and not any(map(_has_handler, _FATAL_SIGNALS)):
         with contextlib.suppress(OSError, RuntimeError, ValueError):  # that is no file, or closed
             # Ranks write all at once: each no more than what ended it.
             faulthandler.enable(sys.__stderr__, all_threads=False)
+
+
+_FATAL_SIGNALS = ("SIGSEGV", "SIGFPE", "SIGABRT", "SIGBUS", "SIGILL")
+# ``signal.getsignal`` knows only what Python set, or found when it started.
+_sigaction = None if sys.platform == "win32" else ctypes.CDLL(None).sigaction
+
+
+def _has_handler(name: str) -> bool:
+    """Whether somebody, perhaps in C, handles a signal; True also where that cannot be told."""
+    number = getattr(signal, name, None)
+    if number is None or _sigaction is None:
+        return False
+    action = (ctypes.c_void_p * 64)()  # any system's ``struct sigaction``, the handler first
+    return _sigaction(number, None, action) != 0 or bool(action[0])

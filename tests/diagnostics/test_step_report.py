@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from flatshard.diagnostics.chrome_trace import chrome_trace
 from flatshard.diagnostics.memory_timeline import MemorySample, MemoryTimeline
 from flatshard.diagnostics.step_report import (
     Kind,
     Range,
     StepRecord,
     StepReport,
-    chrome_trace,
     sum_up,
 )
 

@@ -61,6 +61,7 @@ def unit_names(model: nn.Module) -> list[str]:
 def table(model: ShardedWrapper) -> dict[str, list[str]]:
     """The cells of a report, by the unit's name."""
     lines = [line.split("  ") for line in model.unit_report().splitlines()]
+    lines = [line for line in lines if len(line) > 1]  # without the reasons of transports
     cells = [[cell.strip() for cell in line if cell] for line in lines]
     return {line[0]: line[1:] for line in cells}
 

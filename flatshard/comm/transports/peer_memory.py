@@ -1,23 +1,30 @@
-"""``PeerMemory``: reading what other processes on this host have in memory, without a copy between.
+"""``PeerMemory``: reads the memory of other processes on this host, without a copy between.
 
 Linux lets a process read another one of the same user by ``process_vm_readv``: one copy, straight
 to where it is wanted, at the speed of memory. Nothing is shared, and nothing is left behind however
-a process ends. Where the kernel or a container forbids it, or ranks are on several hosts, ranks
-find out when they meet, and nobody reads.
+a process ends. Where the kernel or a container forbids it, or the ranks are on several hosts, no
+rank reads: ``meet`` gives the same answer on all of them.
 
 Source: Cross Memory Attach (Linux 3.2), as MPI implementations use it between ranks on one host.
 
-[Note: the board]
-What ranks say to one another they write on a board in their own memory, which the others look at:
-"the n-th part of this tag lies there", and "I have taken all others' n-th parts of this tag". A
-part must not change, and no other be offered under its tag, until all have taken it. Boards are
-mapped by the others where they can be, and read like the rest where not: a look costs less than a
-microsecond or some ten, a message through a socket thirty and the attention of a thread.
+[Note: mailbox]
+Each rank writes what it has to say into its own mailbox, which the others poll: "publication n of
+this tag is at that address", and "I have taken all other ranks' publications n of this tag". What
+is published must not change, and nothing else be published under its tag, until all ranks have
+taken it. The others map the mailbox if they can, and otherwise read it like the rest: a poll costs
+less than a microsecond or some ten, a message through a socket thirty and the attention of a
+thread.
 
 [Note: half written]
 A reader may see a record while it is being written, so every record carries a check word. What was
 written before a record must be there when the record is: a call through ``ctypes`` between gives
 the interpreter's lock away and takes it back, which orders memory.
+
+[Note: permission]
+Where the Yama security module restricts ``ptrace`` (``kernel.yama.ptrace_scope=1``, the default of
+Ubuntu), a process may be read only by its ancestors and by one process that it names, together with
+that one's descendants. Every rank names the process that launched the ranks, or any process where
+they have several launchers, and no rank reads before all have done so.
 """
 
 from __future__ import annotations
@@ -37,91 +44,100 @@ from torch import Tensor
 from flatshard.comm.deadlock import watchdog
 from flatshard.memory import mapped_files
 
-_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-_PR_SET_PTRACER = 0x59616D61
-
 TAGS = 1 << 16
-"""How many tags a board has."""
+"""How many tags a mailbox has."""
 
-_WORDS = (
-    8  # of a tag: (number, address, check) of what is offered, (number, check) of what is taken
-)
+_WORDS = 8
+"""Of a tag: (number, address, check) of what is published, (number, check) of what is taken."""
 _TAKEN = 4
-_BOARD_BYTES = TAGS * _WORDS * 8
+_MAILBOX_BYTES = TAGS * _WORDS * 8
 _CHECK = 0x666C6174  # so that no record of zeros is valid
 
 
 class RankAddress(NamedTuple):
-    """Where a process can be found.
+    """How other processes find this one.
 
     Attributes:
-        host: names it.
+        problem: why they cannot, empty if they can; the rest means nothing then.
+        host: identifies the kernel, and the process numbers that it gives in this container.
         pid: the process's number there.
-        board: the address of its board.
-        file: the number of the file that the board is, or -1.
-        nonce: what is on it.
+        launcher: the number of the process that started it.
+        mailbox: the address of its mailbox.
+        file: the number of the file that the mailbox is, or -1.
+        nonce: what is published under tag 0.
     """
 
-    host: str
-    pid: int
-    board: int
-    file: int
-    nonce: int
+    problem: str
+    host: str = ""
+    pid: int = 0
+    launcher: int = 0
+    mailbox: int = 0
+    file: int = -1
+    nonce: int = 0
 
 
 class Mailbox:
-    """What this process tells those that read its memory."""
+    """What this process tells those that read its memory. Raises nothing: see ``address``."""
 
     def __init__(self) -> None:
-        """An empty board; pages of it exist when they are written."""
-        self._file = mapped_files.create(_BOARD_BYTES, reserve=False)
+        """An empty one; pages of it exist when they are written."""
+        self._file: int | None = None
+        try:
+            self.address = self._open()
+        # An error on this rank alone would leave the others waiting in `meet`.
+        except (OSError, ValueError) as error:
+            self.address = RankAddress(f"it has no shared memory: {error}")
+
+    def _open(self) -> RankAddress:
+        if _readv is None:
+            return RankAddress("its system has no process_vm_readv")
+        host = _host()
+        self._file = mapped_files.create(_MAILBOX_BYTES, reserve=False)
         memory = None
         if self._file is not None:
-            memory = mapped_files.mapped(self._file, _BOARD_BYTES, write=True)
-        memory = memory or mmap.mmap(-1, _BOARD_BYTES)
-        self._words = (ctypes.c_int64 * (TAGS * _WORDS)).from_buffer(memory)
-        # For ever: others may look at it when this rank is done with the group.
-        _boards.append(self._words)
+            memory = mapped_files.mapped(self._file, _MAILBOX_BYTES, write=True)
+        memory = memory or mmap.mmap(-1, _MAILBOX_BYTES)
+        self.words = (ctypes.c_int64 * (TAGS * _WORDS)).from_buffer(memory)
         nonce = int.from_bytes(os.urandom(7), "little")
         self.offer(0, nonce, 0)
-        host = _host() if _readv is not None else ""
         file = -1 if self._file is None else self._file
-        self.card = RankAddress(host, os.getpid(), ctypes.addressof(self._words), file, nonce)
+        address = ctypes.addressof(self.words)
+        return RankAddress("", host, os.getpid(), os.getppid(), address, file, nonce)
 
     def close_file(self) -> None:
-        """All have met, and mapped the board if they could."""
+        """Close the file, which all ranks have mapped by now if they could."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def offer(self, tag: int, number: int, address: int) -> None:
-        """Say that the ``number``-th part of a tag lies at ``address``."""
+        """Publish that publication ``number`` of a tag is at ``address``."""
         _order_memory()
         first = tag * _WORDS
-        self._words[first] = number
-        self._words[first + 1] = address
-        self._words[first + 2] = number ^ address ^ _CHECK
+        self.words[first] = number
+        self.words[first + 1] = address
+        self.words[first + 2] = number ^ address ^ _CHECK
 
     def take(self, tag: int, number: int) -> None:
-        """Say that this rank has taken all others' ``number``-th parts of a tag."""
+        """Say that this rank has taken all other ranks' publications ``number`` of a tag."""
         _order_memory()
         first = tag * _WORDS + _TAKEN
-        self._words[first] = number
-        self._words[first + 1] = number ^ _CHECK
+        self.words[first] = number
+        self.words[first + 1] = number ^ _CHECK
 
 
 class PeerMemory:
     """The processes of a group, by rank."""
 
-    def __init__(self, cards: Sequence[RankAddress], timeout: float) -> None:
-        """``cards`` are the ranks', all on this host; waits end after ``timeout`` seconds."""
-        self._cards = list(cards)
-        self._boards = [_mapped_board(card) for card in cards]
+    def __init__(self, addresses: Sequence[RankAddress], timeout: float) -> None:
+        """``addresses`` are the ranks', all on this host; waits end after ``timeout`` seconds."""
+        self._addresses = list(addresses)
+        self._mailboxes = [_mapped_mailbox(one) for one in addresses]
         self._timeout = timeout
 
     def pid(self, rank: int) -> int:
         """The number of the process of ``rank``."""
-        return self._cards[rank].pid
+        return self._addresses[rank].pid
 
     def read(self, rank: int, address: int, out: Tensor) -> None:
         """Fill ``out``, contiguous on the CPU, with what ``rank`` has at ``address``.
@@ -137,62 +153,58 @@ class PeerMemory:
         Raises:
             RuntimeError: as ``read``.
         """
-        _read(self._cards[rank].pid, address, place, nbytes)
+        _read(self.pid(rank), address, place, nbytes)
 
     def offered(self, rank: int, tag: int, number: int) -> Awaited:
-        """The ``number``-th part that ``rank`` offers under a tag."""
+        """Publication ``number`` of ``rank`` under a tag."""
         return Awaited(self._record(rank, tag * _WORDS, 3), number, self._timeout)
 
     def taken(self, rank: int, tag: int, number: int) -> Awaited:
-        """That ``rank`` has taken the ``number``-th parts of a tag."""
+        """That ``rank`` has taken publications ``number`` of a tag."""
         return Taken(self._record(rank, tag * _WORDS + _TAKEN, 2), number, self._timeout)
 
     def _record(self, rank: int, first: int, length: int) -> _Record:
-        card = self._cards[rank]
-        return _Record(card.pid, self._boards[rank], card.board, first, length)
+        address = self._addresses[rank]
+        return _Record(address.pid, self._mailboxes[rank], address.mailbox, first, length)
 
 
 class _Record(NamedTuple):
-    """Some words of another process's board.
+    """Some words of another process's mailbox.
 
     Attributes:
         pid: the process.
-        words: the board, if it is mapped.
-        board: its address there.
+        words: the mailbox, if it is mapped.
+        mailbox: its address there.
         first: the first of the words.
         length: how many.
     """
 
     pid: int
     words: Any
-    board: int
+    mailbox: int
     first: int
     length: int
 
     def look(self) -> list[int]:
-        """What they say now.
-
-        Raises:
-            RuntimeError: the board is not mapped, and its process is gone.
-        """
+        """What they say now; raises ``RuntimeError`` as ``look_there``, if it is not mapped."""
         if self.words is not None:
             return list(self.words[self.first : self.first + self.length])
         return self.look_there()
 
     def look_there(self) -> list[int]:
-        """The same, always by way of the process.
+        """The same, read from the process itself.
 
         Raises:
-            RuntimeError: the process is gone.
+            RuntimeError: the process is gone, or may not be read.
         """
         seen = (ctypes.c_int64 * self.length)()
-        place = self.board + self.first * 8
+        place = self.mailbox + self.first * 8
         _read(self.pid, place, ctypes.addressof(seen), ctypes.sizeof(seen))
         return list(seen)
 
 
 class Awaited:
-    """A record on another rank's board that is to come; waited for as the backends' handles are.
+    """A record in another rank's mailbox that is to come; same interface as ``dist.Work``.
 
     Attributes:
         address: what the record says, once it is there.
@@ -246,7 +258,7 @@ class Awaited:
             RuntimeError: the process is gone, nothing came in time, or it waits for this one.
         """
         looks = 0
-        # Of what was awaited of a process when it did not come in time, nothing is coming.
+        # One timeout for all that was awaited when the process did not answer in time.
         given_up = _given_up.get(self._record.pid, 0.0)
         timeout = 0.0 if self._began < given_up else self._timeout
         began = asked = time.monotonic()
@@ -260,7 +272,7 @@ class Awaited:
                         f"nothing from process {self._record.pid} in {self._timeout:g} s"
                     )
                 if now - asked > _ALIVE_SECONDS:
-                    # A mapped board outlives its process.
+                    # A mapped mailbox outlives its process.
                     self._look(self._record.look_there)
                     asked = now
                     if not self._is_over:
@@ -281,40 +293,79 @@ class ProcessGone(RuntimeError):
     """The process has ended."""
 
 
-_boards: list[Any] = []
-_given_up: dict[int, float] = {}  # when a process was last waited for in vain
+_kept_mailboxes: list[Any] = []
+"""For ever: other ranks may poll them when this one is done with the group."""
+_given_up: dict[int, float] = {}  # when a process last did not answer in time
 _QUICK_LOOKS = 20
 _PAUSE_SECONDS = 5e-5
 _ALIVE_SECONDS = 0.05
 
 
-def meet(board: Mailbox, cards: Sequence[RankAddress], timeout: float) -> PeerMemory | None:
-    """The memory of all these processes, if they are on this host and let this one read it.
+def meet(
+    mailbox: Mailbox,
+    exchange: Callable[[Any], list[Any]],
+    ranks: Sequence[int],
+    timeout: float,
+) -> tuple[PeerMemory | None, str]:
+    """Find out whether every rank can read the memory of all others.
+
+    **Collective**: the ranks that ``exchange`` gathers from.
 
     Args:
-        board: this process's.
-        cards: all ranks', in rank order.
+        mailbox: this rank's.
+        exchange: gives all ranks' values, in rank order.
+        ranks: the global number of each, for messages.
         timeout: seconds after which waits for another rank fail.
+
+    Returns:
+        What reads, or None, and the reason in words; alike on all ranks.
     """
-    if not board.card.host or any(card.host != board.card.host for card in cards):
-        return None
-    _allow_siblings()
-    memory = PeerMemory(cards, timeout)
     try:
-        can_read = all(
-            memory.offered(rank, 0, card.nonce).is_there() for rank, card in enumerate(cards)
-        )
-    except RuntimeError:
-        return None
-    return memory if can_read else None
+        addresses: list[RankAddress] = exchange(mailbox.address)
+        problem = _first_problem([one.problem for one in addresses], ranks)
+        if not problem and len({one.host for one in addresses}) > 1:
+            problem = "the ranks are on several hosts, or in containers apart"
+        if problem:
+            return None, problem
+        launchers = {one.launcher for one in addresses}
+        reader = launchers.pop() if len(launchers) == 1 else 0
+        _permission.grant(reader or _ANY)  # a launcher outside the container has no number
+        exchange(None)  # a rank that reads before another has given permission is refused
+        memory, problem = _try_to_read(addresses, ranks, timeout)
+        problem = _first_problem(exchange(problem), ranks)
+        if problem:
+            _permission.revoke(reader or _ANY)
+            return None, problem
+        _kept_mailboxes.append(mailbox.words)
+        return memory, "all ranks are on one host and may read each other's memory"
+    finally:
+        mailbox.close_file()
 
 
-def _mapped_board(card: RankAddress) -> Any:
-    """The words of a process's board, mapped for reading; None where that is not possible."""
-    file = mapped_files.open_of(card.pid, card.file) if card.file >= 0 else None
+def _first_problem(problems: Sequence[str], ranks: Sequence[int]) -> str:
+    told = ((rank, problem) for rank, problem in zip(ranks, problems, strict=True) if problem)
+    return next((f"rank {rank}: {problem}" for rank, problem in told), "")
+
+
+def _try_to_read(
+    addresses: Sequence[RankAddress], ranks: Sequence[int], timeout: float
+) -> tuple[PeerMemory | None, str]:
+    memory = PeerMemory(addresses, timeout)
+    for index, address in enumerate(addresses):
+        try:
+            if not memory.offered(index, 0, address.nonce).is_there():
+                return None, f"process {address.pid} is not rank {ranks[index]}"
+        except RuntimeError as error:
+            return None, f"{error}; see kernel.yama.ptrace_scope and the container's rights"
+    return memory, ""
+
+
+def _mapped_mailbox(address: RankAddress) -> Any:
+    """The words of a process's mailbox, mapped for reading; None where that is not possible."""
+    file = mapped_files.open_of(address.pid, address.file) if address.file >= 0 else None
     if file is None:
         return None
-    words = mapped_files.mapped(file, _BOARD_BYTES, write=False)
+    words = mapped_files.mapped(file, _MAILBOX_BYTES, write=False)
     os.close(file)
     return None if words is None else memoryview(words).cast("q")
 
@@ -325,10 +376,35 @@ def _host() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _allow_siblings() -> None:
-    """Where only ancestors may read a process, let any of the same user do."""
-    if _YAMA.exists() and _YAMA.read_text().strip() == "1":
-        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1 & (2**64 - 1)), 0, 0, 0)
+class _ReadPermission:
+    """Who may read this process; see the note. The kernel keeps one reader per process."""
+
+    def __init__(self) -> None:
+        self._granted: list[int] = []  # one for each group of ranks that reads
+
+    def grant(self, reader: int) -> None:
+        """Let a process and its descendants read this one."""
+        self._granted.append(reader)
+        self._tell_kernel()
+
+    def revoke(self, reader: int) -> None:
+        """Take that back, unless another group of ranks needs it."""
+        self._granted.remove(reader)
+        self._tell_kernel()
+
+    def _tell_kernel(self) -> None:
+        readers = set(self._granted)
+        _set_reader(readers.pop() if len(readers) == 1 else _ANY if readers else 0)
+
+
+_permission = _ReadPermission()
+_ANY = (1 << 64) - 1
+_PR_SET_PTRACER = 0x59616D61
+
+
+def _set_reader(reader: int) -> None:
+    """Name the reader; 0: nobody. Does nothing where the kernel has no Yama."""
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(reader), 0, 0, 0)
 
 
 def _order_memory() -> None:

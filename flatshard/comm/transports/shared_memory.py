@@ -22,7 +22,7 @@ from flatshard.comm.transports.peer_memory import Awaited, Mailbox, PeerMemory
 from flatshard.comm.work import AsyncWork
 
 _REDUCING = peer_memory.TAGS // 2
-"""Added to the tags of reductions: half of a board's places are for gathers, half for these."""
+"""Added to the tags of reductions: half of a mailbox's places are for gathers, half for these."""
 
 _PIECE_NUMEL = 1 << 16
 """Elements that are read and added at a time: they stay in the cache between."""
@@ -33,7 +33,7 @@ class SharedMemoryTransport:
 
     Attributes:
         memory: reads the others'.
-        progress: what this rank has begun, and needs of the others, for ``standstill``.
+        progress: what this rank has begun, and needs of the others, for ``Deadlock``.
         rank: this rank within the group.
         size: ranks in the group.
     """
@@ -41,20 +41,20 @@ class SharedMemoryTransport:
     def __init__(
         self,
         memory: PeerMemory,
-        board: Mailbox,
+        mailbox: Mailbox,
         rank: int,
         ranks: Sequence[int],
         progress: CollectiveCounter,
     ) -> None:
-        """With this rank's board, and the members by their numbers in the default group."""
+        """With this rank's mailbox, and the members by their numbers in the default group."""
         self.progress = progress
-        self.memory, self._board = memory, board
+        self.memory, self._mailbox = memory, mailbox
         self.rank, self.size, self._ranks = rank, len(ranks), ranks
         self._offers: dict[int, Publication] = {}
 
     @staticmethod
     def takes(tag: int) -> bool:
-        """Whether the board has a place for a tag."""
+        """Whether the mailbox has a place for a tag."""
         return tag < _REDUCING
 
     def all_gather(self, shard: Tensor, out: Tensor, tag: int, what: str) -> AsyncWork:
@@ -154,7 +154,7 @@ class SharedMemoryTransport:
         number = 1 if before is None else before.number + 1
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self._offers[tag] = offer = Publication(
-            self._board,
+            self._mailbox,
             self.progress,
             tag,
             number,
@@ -162,7 +162,7 @@ class SharedMemoryTransport:
             taken=[self.memory.taken(peer, tag, number) for peer in peers],
         )
         self.progress.reach(("offer", tag), number)
-        self._board.offer(tag, number, address)
+        self._mailbox.offer(tag, number, address)
         return offer
 
     def pending(
@@ -190,7 +190,7 @@ class Publication:
     """What this rank lets the others read, and what it reads of theirs.
 
     Attributes:
-        board: this rank's.
+        mailbox: this rank's.
         progress: likewise.
         tag: tells the offer from others of the group.
         number: how many this is under the tag.
@@ -198,7 +198,7 @@ class Publication:
         taken: that they have read what this one offers, awaited of each.
     """
 
-    board: Mailbox
+    mailbox: Mailbox
     progress: CollectiveCounter
     tag: int
     number: int
@@ -208,7 +208,7 @@ class Publication:
     def take(self) -> None:
         """Say that this rank has read the others' parts."""
         self.progress.reach(("take", self.tag), self.number)
-        self.board.take(self.tag, self.number)
+        self.mailbox.take(self.tag, self.number)
 
 
 def _table(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:

@@ -21,6 +21,7 @@ the last bytes of its own.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -42,6 +43,8 @@ PIECE_BYTES = 2 << 20
 SENT_IN_PLACE_BYTES = 1 << 20
 """From here on a gradient is sent from where autograd made it: to copy it takes longer than it
 takes to begin messages of its own."""
+
+_logger = logging.getLogger("flatshard")
 
 _ADDED_AT_ONCE = 1 << 14
 """Elements that are added at a time: they stay in the cache, and torch starts no threads for so
@@ -184,7 +187,8 @@ class SocketTransport:
         receives = {peer: messages.receive(places[peer], peer) for peer in self._peers}
         source = shard if narrow is None else shard.to(narrow)
         sends = [messages.send(source, peer) for peer in self._peers]
-        self._begins.put(messages)
+        if not self._begins.put(messages):
+            messages.run()
         if not is_there:
             slots[self.rank].copy_(source)  # rounded like the others' copies of it
         to_widen = [] if narrow is None else [slots[peer] for peer in self._peers]
@@ -232,12 +236,13 @@ class SocketTransport:
             for peer, one in zip(self._peers, ones, strict=True):
                 if one is not None:
                     sends.append(messages.send(one, peer))
-        self._begins.put(messages)
+        if not self._begins.put(messages):
+            messages.run()
         average = _Average(
             self.rank, self.size, first, to_widen, pieces, sends, [scratch], self._scratch
         )
-        average.averaged.help = average.run
-        self._adds.put(average)
+        average.averaged.help = average.sent.help = average.run
+        self._adds.put(average)  # without a thread, whoever waits runs it
         return average.averaged, average.sent
 
     def _leaving(
@@ -361,16 +366,26 @@ class _Thread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: SimpleQueue[_Messages | _Average | None] | None = None
+        self._may_start = True
 
-    def put(self, task: _Messages | _Average) -> None:
-        """Have ``task`` run after those before."""
-        if self._tasks is None:
-            self._tasks = SimpleQueue()
-            threading.Thread(
-                target=_serve, args=(self._tasks,), name=self._name, daemon=True
-            ).start()
-            weakref.finalize(self, self._tasks.put, None)
-        self._tasks.put(task)
+    def put(self, task: _Messages | _Average) -> bool:
+        """Have ``task`` run after those before; False where the system has no more threads."""
+        if self._tasks is None and self._may_start:
+            self._start()
+        if self._tasks is not None:
+            self._tasks.put(task)
+        return self._tasks is not None
+
+    def _start(self) -> None:
+        tasks: SimpleQueue[_Messages | _Average | None] = SimpleQueue()
+        try:
+            threading.Thread(target=_serve, args=(tasks,), name=self._name, daemon=True).start()
+        except RuntimeError as error:
+            self._may_start = False  # or some tasks would run behind others that came later
+            _logger.warning("no thread for %s, so nothing overlaps: %s", self._name, error)
+            return
+        self._tasks = tasks
+        weakref.finalize(self, tasks.put, None)
 
 
 def _serve(tasks: SimpleQueue[_Messages | _Average | None]) -> None:

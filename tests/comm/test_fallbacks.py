@@ -1,0 +1,172 @@
+"""What one rank cannot have, no rank uses: all of them fall back together, and say why."""
+
+import contextlib
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from flatshard.comm.transports import peer_memory
+from flatshard.memory import mapped_files
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
+
+pytestmark = pytest.mark.skipif(peer_memory._readv is None, reason="no process_vm_readv here")
+
+
+def trained(rank: int, world_size: int, **keywords: Any) -> tuple[Any, str]:
+    """Losses and weights after three steps; the report of the model."""
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), **keywords)
+    optimizer = OPTIMIZERS["sgd"](trainable(model))
+    losses = train_steps(model, optimizer, case, rank, world_size, steps=3)
+    return (losses, snapshot(model)), model.unit_report()
+
+
+class Yama:
+    """``kernel.yama.ptrace_scope=1``: a process is read by whom it has named, and by no others."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.readers: list[int] = []
+
+    def set_reader(self, reader: int) -> None:
+        self.readers.append(reader)
+        (self.folder / str(os.getpid())).write_text(str(reader))
+
+    def read(self, pid: int, *args: int) -> None:
+        named = self.folder / str(pid)
+        if not named.exists() or int(named.read_text()) not in (os.getppid(), peer_memory._ANY):
+            raise RuntimeError(f"reading of process {pid} failed: Operation not permitted")
+        READ(pid, *args)
+
+
+READ = peer_memory._read
+
+
+def _permission_first(rank: int, world_size: int, folder: Path) -> None:
+    yama = Yama(folder)
+
+    def late(reader: int) -> None:
+        time.sleep(0.5 * rank)  # the others would read before it
+        yama.set_reader(reader)
+
+    with (
+        mock.patch.object(peer_memory, "_set_reader", late),
+        mock.patch.object(peer_memory, "_read", yama.read),
+    ):
+        _, report = trained(rank, world_size)
+    assert "peer memory: all ranks are on one host" in report
+    assert yama.readers == [os.getppid()]  # not any process of the user
+
+
+def test_permission_is_given_before_anybody_reads(tmp_path: Path) -> None:
+    """A rank that was late made all of them fall back to sockets, at random."""
+    run_ranks(_permission_first, 2, tmp_path, fresh=True)
+
+
+def _several_launchers(rank: int, world_size: int, folder: Path) -> None:
+    yama = Yama(folder)
+    with (
+        mock.patch.object(os, "getppid", return_value=100 + rank),
+        mock.patch.object(peer_memory, "_set_reader", yama.set_reader),
+    ):
+        _, report = trained(rank, world_size)
+    assert "peer memory: " in report
+    assert yama.readers == [peer_memory._ANY]
+
+
+def test_ranks_of_several_launchers(tmp_path: Path) -> None:
+    run_ranks(_several_launchers, 2, tmp_path, fresh=True)
+
+
+def _one_may_not_read(rank: int, world_size: int, folder: Path) -> None:
+    yama = Yama(folder)
+    read = mock.Mock(side_effect=RuntimeError("Operation not permitted")) if rank == 1 else READ
+    expected, report = trained(rank, world_size, collectives="sockets")
+    assert "\nsockets: collectives= or wire_dtype= asks for it" in report
+    with (
+        mock.patch.object(peer_memory, "_set_reader", yama.set_reader),
+        mock.patch.object(peer_memory, "_read", read),
+    ):
+        actual, report = trained(rank, world_size)
+    assert "\nsockets: rank 1: Operation not permitted; see kernel.yama.ptrace_scope" in report
+    assert yama.readers == [os.getppid(), 0]  # taken back: nobody reads
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_a_read_that_fails_on_one_rank(tmp_path: Path) -> None:
+    run_ranks(_one_may_not_read, 2, tmp_path, fresh=True)
+
+
+def test_permission_lasts_while_some_group_reads() -> None:
+    permission, told = peer_memory._ReadPermission(), []
+    with mock.patch.object(peer_memory, "_set_reader", told.append):
+        permission.grant(7)
+        permission.grant(peer_memory._ANY)
+        permission.revoke(peer_memory._ANY)
+        permission.grant(7)
+        permission.revoke(7)
+        permission.revoke(7)
+    assert told == [7, peer_memory._ANY, 7, 7, 7, 0]
+
+
+NO_MEMORY = OSError(12, "Cannot allocate memory")
+MASKED = FileNotFoundError(2, "No such file or directory", "/proc/sys/kernel/random/boot_id")
+LACKS: dict[str, tuple[Any, str, Any, str]] = {
+    "proc": (peer_memory, "_host", mock.Mock(side_effect=MASKED), "rank 1: it has .*boot_id"),
+    "addresses": (
+        *(peer_memory.mmap, "mmap", mock.Mock(side_effect=NO_MEMORY)),
+        "rank 1: it has no shared memory: .* Cannot allocate memory",
+    ),
+    "host": (peer_memory, "_host", lambda: f"host {os.environ['RANK']}", "on several hosts"),
+    "system": (peer_memory, "_readv", None, "rank 1: its system has no process_vm_readv"),
+}
+
+
+def _lacks(rank: int, world_size: int, what: str) -> str:
+    module, name, replacement, _ = LACKS[what]
+    expected, _ = trained(rank, world_size, collectives="sockets")
+    # Nothing else of what maps memory can be had on that rank either, from beginning to end.
+    replaced = mock.patch.object(module, name, replacement if rank == 1 else getattr(module, name))
+    no_files = mock.patch.object(mapped_files, "create", return_value=None)
+    with replaced, no_files if what == "addresses" else contextlib.nullcontext():
+        actual, report = trained(rank, world_size)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    return report.splitlines()[-1]
+
+
+@pytest.mark.parametrize("what", LACKS)
+def test_what_one_rank_lacks(what: str) -> None:
+    """One rank raised ``OSError`` in the middle of a construction, and the others waited."""
+    lines = run_ranks(_lacks, 2, what, fresh=True, group_timeout=10)
+    assert lines[0] == lines[1], lines
+    assert re.match(rf"sockets: .*{LACKS[what][3]}", lines[0]), lines
+
+
+def _no_threads(rank: int, world_size: int) -> None:
+    expected, _ = trained(rank, world_size, collectives="sockets")
+    group = torch.distributed.new_group()
+    start = threading.Thread.start
+
+    def refused(self: threading.Thread) -> None:
+        if rank == 1 and self.name.startswith("flatshard"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with mock.patch.object(threading.Thread, "start", refused):
+        actual, _ = trained(rank, world_size, collectives="sockets", process_group=group)
+    names = {thread.name for thread in threading.enumerate()}
+    assert names >= {"flatshard messages", "flatshard averages"}  # of the first model
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_threads_cannot_start() -> None:
+    run_ranks(_no_threads, 2, fresh=True)

@@ -1,0 +1,123 @@
+"""Other systems than x86-64 Linux: what is missing there, and what is different."""
+
+import errno
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+
+from flatshard.memory import mapped_files
+from tests.harness import ROOT
+
+
+def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+
+
+WITHOUT_LINUX = """
+import ctypes, mmap, os, signal, sys, tempfile
+import torch, torch.distributed as dist
+
+sys.platform = "win32"
+for name in ("PROT_READ", "PROT_WRITE", "MAP_PRIVATE", "MAP_SHARED", "MAP_ANONYMOUS"):
+    delattr(mmap, name)
+for name in ("memfd_create", "MFD_CLOEXEC", "posix_fallocate", "O_TMPFILE", "O_CLOEXEC", "statvfs"):
+    delattr(os, name)
+del signal.SIGBUS
+load = ctypes.CDLL
+def no_default(name, *args, **keywords):
+    if name is None:
+        raise TypeError("bad argument type for built-in operation")  # as on Windows
+    return load(name, *args, **keywords)
+ctypes.CDLL = no_default
+
+from flatshard import ShardedWrapper
+from flatshard.comm.transports.peer_memory import Mailbox
+
+store = dist.FileStore(tempfile.mktemp(), 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+model = ShardedWrapper(torch.nn.Linear(600, 600))
+model(torch.ones(3, 600)).sum().backward()
+torch.optim.SGD(model.parameters(), 0.1).step()
+print(Mailbox().address.problem)
+"""
+
+
+def test_import_and_step_where_there_is_no_linux() -> None:
+    """`import flatshard` raised on Windows, where `mmap` has no `PROT_READ`."""
+    done = run(WITHOUT_LINUX)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "its system has no process_vm_readv\n"
+
+
+LARGE_PAGES = """
+import mmap
+mmap.PAGESIZE = 65536
+import torch
+from flatshard.comm.transports.mapped_shards import MappedShards
+from flatshard.plan.layout import FlatLayout
+
+layout = FlatLayout.build([("weight", (1023, 1031))], world_size=3, itemsize=4)
+print(layout.shard_numel * 4 % mmap.PAGESIZE, MappedShards.fits(layout.shard_numel, torch.float32))
+"""
+
+
+def test_large_pages() -> None:
+    """Shards were rounded to 4 KiB, and with pages of 64 KiB (some ARM systems) never mapped."""
+    done = run(LARGE_PAGES)
+    assert done.stdout == "0 True\n", done.stderr
+
+
+@pytest.mark.skipif(not mapped_files.CAN_MAP, reason="this system maps no files")
+@pytest.mark.parametrize("kernel", ["old", "new", "strict"])
+def test_files_that_nobody_may_execute(kernel: str) -> None:
+    """With ``vm.memfd_noexec=2`` a file must be sealed; before Linux 6.3 the flag is unknown."""
+    made = []
+
+    def memfd_create(name: str, flags: int = os.MFD_CLOEXEC) -> int:
+        if kernel == "old" and flags & mapped_files._MFD_NOEXEC_SEAL:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        if kernel == "strict" and not flags & mapped_files._MFD_NOEXEC_SEAL:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        made.append(flags)
+        return real(name, os.MFD_CLOEXEC)
+
+    real = os.memfd_create
+    with mock.patch.object(os, "memfd_create", memfd_create):
+        number = mapped_files.create(4096, reserve=True)
+    assert number is not None
+    os.close(number)
+    assert made == [os.MFD_CLOEXEC | (0 if kernel == "old" else 8)]
+
+
+HANDLER = """
+import ctypes, faulthandler, signal
+from flatshard.tensor import freed_parameter
+
+handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
+if {handles}:
+    library = ctypes.CDLL(None)
+    library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    library.signal(signal.SIGSEGV, ctypes.cast(handler, ctypes.c_void_p))
+freed_parameter.show_crashes()
+print(faulthandler.is_enabled())
+"""
+
+
+@pytest.mark.parametrize(
+    ("handles", "switch", "is_enabled"),
+    [(False, "", True), (True, "", False), (False, "0", False), (False, "1", True)],
+)
+def test_a_handler_of_sigsegv_stays(handles: bool, switch: str, is_enabled: bool) -> None:
+    """`faulthandler` took the place of one that an embedded JVM, say, cannot do without."""
+    done = run(HANDLER.format(handles=handles), FLATSHARD_FAULTHANDLER=switch)
+    assert done.stdout == f"{is_enabled}\n", done.stderr
