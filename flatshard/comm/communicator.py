@@ -73,7 +73,7 @@ from flatshard.comm.work import AsyncWork
 from flatshard.memory import mapped_files
 from flatshard.memory.mapped_files import Files
 from flatshard.memory.page_pool import PooledBuffer
-from flatshard.options.strategy import Collectives, TransportOptions
+from flatshard.options.collectives import Collectives, TransportOptions
 
 # Newer names of the same collectives; some versions warn of the older ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from flatshard.comm.communicator import ALONE, AUTO, Communicator
 from flatshard.comm.process_groups import exists, named, new_group
-from flatshard.options.strategy import TransportOptions
+from flatshard.options.collectives import TransportOptions
 
 _communicators: dict[dist.ProcessGroup, dict[TransportOptions, Communicator]] = {}
 """Kept as long as the group, also between models: the groups made for it live as long."""

@@ -23,14 +23,9 @@ import torch
 from torch import nn
 
 from flatshard.diagnostics.unit_report import show_bytes, tabulate
+from flatshard.options.collectives import as_coalesce_bytes
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
-from flatshard.options.strategy import (
-    Placement,
-    ShardingStrategy,
-    as_coalesce_bytes,
-    as_strategy,
-    resharding,
-)
+from flatshard.options.strategy import Placement, ShardingStrategy, as_strategy, resharding
 from flatshard.plan.coalescing import coalesce, is_apart
 from flatshard.plan.layout import FlatLayout
 from flatshard.plan.module_tree import name_of
