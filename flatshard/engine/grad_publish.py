@@ -160,11 +160,9 @@ class GradPublish:
     def _view(self, reduced: Tensor, index: int) -> Tensor:
         """Original parameter ``index``'s range of something of the shard's shape."""
         params = self._params
-        local = params.local_spans[index]
-        piece = reduced[local.start : local.end]
         if params.is_whole:
             return view_of(reduced, params.layout.spans[index])
-        return FlatShardTensor(piece, params.specs[index])
+        return FlatShardTensor.in_flat(reduced, params.specs[index])
 
     def run_post_accumulate_hooks(self, used: list[bool]) -> None:
         """Call the users' hooks of every parameter that got a gradient."""

@@ -107,6 +107,7 @@ class ParamViews:
                 span.shape,
                 offset=local.offset,
                 numel=local.numel,
+                start=local.start,
                 comm=topology.shard,
                 replicas=topology.replicate,
                 order=span.order,
@@ -159,10 +160,8 @@ class ParamViews:
     def _shard_views(self, shard: Tensor, requires_grad: list[bool]) -> list[FlatShardTensor]:
         """One true-shape tensor per original parameter, over this rank's range of it."""
         return [
-            FlatShardTensor.parameter(shard[local.start : local.end], spec, is_trained)
-            for spec, local, is_trained in zip(
-                self.specs, self.local_spans, requires_grad, strict=True
-            )
+            FlatShardTensor.parameter(shard, spec, is_trained)
+            for spec, is_trained in zip(self.specs, requires_grad, strict=True)
         ]
 
     def _make_placeholders(self, shard: Tensor, requires_grad: bool) -> list[FlatShardTensor]:

@@ -1,25 +1,25 @@
-"""``Run``: neighbours in one shard that an element-wise optimizer updates as one tensor.
+"""``ParamBucket``: neighbours in one shard that an element-wise optimizer updates as one tensor.
 
-Parameters of one group that lie one after the other in a shard, and whose gradients do so too, are
-one 1-D tensor to the optimizer: a kernel per flat parameter instead of one per original. Between
-steps the optimizer's state is theirs one by one, as views of the run's.
+Parameters of one group that lie one after the other in a shard, and whose gradients lie so in one
+tensor, are one 1-D tensor to the optimizer: a kernel per flat parameter instead of one per
+original. Between steps the optimizer's state is theirs one by one, as views of the bucket's.
 
 [Note: pieces]
 A step goes over parameters, gradients and state several times, and makes temporary tensors as
-large. On a CPU the optimizer therefore gets the run in pieces that stay in the cache; to the bit
+large. On a CPU the optimizer therefore gets the bucket in pieces that stay in the cache; to the bit
 the result is the same.
 
 [Note: shared counts]
 What a step keeps once per parameter, its count of steps for one, is the same object for all members
-of a run. It must not leave the run like that: whoever counts it again for one member would count
-it for all. ``Part`` marks such state; ``apart`` makes it a parameter's own.
+of a bucket. It must not leave the bucket like that: whoever counts it again for one member would
+count it for all. ``BucketState`` marks such state; ``apart`` makes it a parameter's own.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -30,18 +30,24 @@ from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
+Sharded = FlatShardTensor | FlatParameter
+State = dict[str, Any]
+
+ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
+"""State of one number per parameter, not per element: also where the parameter is 0-d itself."""
+
 _PIECE_NUMEL = 1 << 17
-"""Elements of a piece: of the few arrays that a step works on, one each fits into the cache. Whole
+"""Elements of a piece: of the few arrays that a step works on, one each fits into the cache. Full
 vectors, too: kernels may round what is left over of them differently."""
 
 
-class Part(dict[str, Any]):
-    """A run's state as one member sees it; see the note above."""
+class BucketState(dict[str, Any]):
+    """A bucket's state as one member sees it; see the note above."""
 
 
-def apart(state: dict[str, Any]) -> dict[str, Any]:
+def apart(state: State) -> State:
     """State that shares no count with another parameter's."""
-    if not isinstance(state, Part):
+    if not isinstance(state, BucketState):
         return state
     return {
         key: value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
@@ -49,73 +55,69 @@ def apart(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Place(NamedTuple):
-    """Where a tensor lies: storage, first element, elements and dtype."""
-
-    storage: int
-    start: int
-    numel: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Place:
-        storage = tensor.untyped_storage()._cdata
-        return cls(storage, int(tensor.storage_offset()), tensor.numel(), tensor.dtype)
-
-    def gap_to(self, other: _Place) -> int:
-        """Elements between the end of this and the start of another one; -1 if none follows."""
-        if self.storage != other.storage or self.dtype != other.dtype:
-            return -1
-        gap = other.start - self.start - self.numel
-        return gap if gap * self.dtype.itemsize < ALIGNMENT_BYTES else -1
+def is_sharded(param: object) -> TypeGuard[Sharded]:
+    """Whether optimizers see something else in the parameter's place."""
+    return isinstance(param, FlatShardTensor | FlatParameter)
 
 
-def find_runs(params: Sequence[Any], known: dict[int, Run]) -> Iterator[tuple[int, Run]]:
-    """Parameters that can be stepped as one: neighbours, and their gradients too.
+def local_of(param: Sharded) -> Tensor:
+    """What this rank holds of a parameter, ``(numel held here,)``."""
+    return param.local if isinstance(param, FlatShardTensor) else param.detach()
 
-    And single ones that are worth cutting into pieces.
+
+def find_buckets(
+    params: Sequence[Any], known: dict[int, ParamBucket]
+) -> Iterator[ParamBucket | nn.Parameter]:
+    """Divide a group's parameters into buckets and what is stepped as it is, in their order.
 
     Args:
         params: a group's.
-        known: runs of earlier steps, by their first member's id; new ones are added.
-
-    Yields:
-        Positions of first members, and their runs; from left to right.
+        known: buckets of earlier steps, by their first member's id; new ones are added.
     """
     position = 0
     while position < len(params):
-        run = known.get(id(params[position]))
-        if run is None or not run.goes_on(params, position):
+        param = params[position]
+        if not is_sharded(param) or param.grad is None:
+            # What has no gradient is left alone: its state may be part of a bucket's.
+            yield param
+            position += 1
+            continue
+        bucket = known.get(id(param))
+        if bucket is None or not bucket.is_at(params, position):
             members = _neighbours(params, position)
-            if not _is_worth_it(members):
-                position += max(1, len(members))
-                continue
-            if run is None or not run.is_of(members):
-                run = known[id(members[0])] = Run(members)
-        yield position, run
-        position += len(run.members)
+            if bucket is None or not bucket.is_of(members):
+                bucket = known[id(param)] = ParamBucket(members)
+        yield bucket
+        position += len(bucket.members)
 
 
 def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
-    """The longest run from there; nothing where none begins."""
-    found: list[Any] = []
-    before: tuple[_Place, _Place] | None = None
-    for number in range(position, len(params)):  # not a slice, which each run would make anew
-        places = _places(params[number])
-        if places is None or (before is not None and not _follows(before, places)):
+    """The parameters from there on that can be stepped as one."""
+    found = [params[position]]
+    for number in range(position + 1, len(params)):  # not a slice, which each bucket would copy
+        if not _follows(found[-1], params[number]):
             break
         found.append(params[number])
-        before = places
     return found
 
 
-def _is_worth_it(members: Sequence[Any]) -> bool:
-    return len(members) > 1 or (len(members) == 1 and len(_pieces(local_of(members[0]))) > 1)
+def _follows(before: Any, after: Any) -> bool:
+    """Whether a parameter and its gradient lie behind another's, in the shard and its gradient."""
+    if not (isinstance(before, FlatShardTensor) and isinstance(after, FlatShardTensor)):
+        return False
+    grad = _flat_grad(before)
+    if grad is None or before.flat is not after.flat or _flat_grad(after) is not grad:
+        return False
+    gap = after.spec.start - before.spec.start - before.spec.numel
+    return 0 <= gap * before.dtype.itemsize < ALIGNMENT_BYTES
 
 
-def local_of(param: FlatShardTensor | FlatParameter) -> Tensor:
-    """What this rank holds of a parameter, ``(numel held here,)``."""
-    return param.local if isinstance(param, FlatShardTensor) else param.detach()
+def _flat_grad(param: FlatShardTensor) -> Tensor | None:
+    """The flat gradient in which a parameter's gradient lies as the parameter does in the shard."""
+    grad = param.grad
+    if isinstance(grad, FlatShardTensor) and grad.spec is param.spec:
+        return grad.flat
+    return None  # the user assigned it, or there is none
 
 
 def _pieces(flat: Tensor) -> tuple[Tensor, ...]:
@@ -123,134 +125,198 @@ def _pieces(flat: Tensor) -> tuple[Tensor, ...]:
     return flat.split(_PIECE_NUMEL) if flat.device.type == "cpu" else (flat,)
 
 
-def _places(param: Any) -> tuple[_Place, _Place] | None:
-    if not isinstance(param, FlatShardTensor | FlatParameter):
-        return None
-    grad = param.grad
-    if not isinstance(grad, FlatShardTensor):
-        return None
-    return _Place.of(local_of(param)), _Place.of(grad.local)
+class ParamBucket:
+    """Some neighbours, one at least, as one optimizer steps them.
 
+    Attributes:
+        members: the parameters.
+        pieces: what the optimizer sees in their place.
+    """
 
-def _follows(before: tuple[_Place, _Place], after: tuple[_Place, _Place]) -> bool:
-    gap, grad_gap = (one.gap_to(other) for one, other in zip(before, after, strict=True))
-    return gap >= 0 and gap == grad_gap
-
-
-class Run:
-    """Some neighbours, as one optimizer steps them."""
-
-    def __init__(self, members: Sequence[FlatShardTensor | FlatParameter]) -> None:
+    def __init__(self, members: Sequence[Sharded]) -> None:
         """``members`` are neighbours, and so are their gradients."""
         self.members = list(members)
-        local = local_of(members[0])
-        first = int(local.storage_offset())
-        starts = [int(local_of(member).storage_offset()) - first for member in members]
-        self._bounds = [
-            (start, start + local_of(member).numel())
-            for start, member in zip(starts, members, strict=True)
-        ]
-        self._numel = self._bounds[-1][1]
+        self._flat = members[0].flat
         self._requires_grad = members[0].requires_grad
-        flat = _stretched(local, self._numel)
-        self._addresses = [_address(local_of(member)) for member in members]
+        self._bounds = [(0, local_of(members[0]).numel())]
+        flat = local_of(members[0]).detach()
+        if len(members) > 1:
+            specs = [member.spec for member in members if isinstance(member, FlatShardTensor)]
+            self._start = specs[0].start
+            starts = [spec.start - self._start for spec in specs]
+            self._bounds = [
+                (start, start + spec.numel) for start, spec in zip(starts, specs, strict=True)
+            ]
+            assert self._flat is not None, "neighbours share a shard"
+            flat = self._flat.detach()[self._start : self._start + self._bounds[-1][1]]
+        self._numel = self._bounds[-1][1]
         self.pieces = [nn.Parameter(piece, self._requires_grad) for piece in _pieces(flat)]
-        self._handed: list[dict[str, Any]] = []  # what the pieces got last
-        self._handed_of: dict[str, Any] = {}  # of what
-        self._whole: dict[str, Any] = {}
-        self._values: dict[str, Any] = {}  # what is in it, by object
-        self._parts: list[Part] = []
-        self._shown: list[tuple[Any, ...]] = []  # what is in them
+        self._shared: State = {}  # the bucket's state
+        self._values: State = {}  # the objects in it when it was divided
+        self._states: list[BucketState] = []  # the members' share of it
+        self._shown: list[tuple[Any, ...]] = []  # the objects in those
+        self._handed: list[State] = []  # the pieces' share of it
+        self._handed_of: State = {}
+        self._alone: list[ParamBucket] = []
 
     def is_of(self, members: Sequence[Any]) -> bool:
-        """Whether these are its members, and still where they were."""
+        """Whether these are its members, and show the memory that they showed before."""
         return (
             len(members) == len(self.members)
             and all(map(operator.is_, members, self.members))
-            # Each: somebody may have assigned to `p.data` of one.
-            and [_address(local_of(member)) for member in members] == self._addresses
             and members[0].requires_grad == self._requires_grad
+            and all(member.flat is self._flat for member in members)
         )
 
-    def goes_on(self, params: Sequence[Any], position: int) -> bool:
-        """Whether its members are ``params`` from there on, with gradients that are neighbours.
-
-        Quickly: False also where only ``_neighbours`` can tell.
-        """
-        return self.is_of(params[position : position + len(self.members)]) and self._has_grads()
-
-    def _has_grads(self) -> bool:
-        """Whether the members' gradients are views of one tensor, and lie as the members do."""
-        first: Any = self.members[0].grad
-        if not isinstance(first, FlatShardTensor):
+    def is_at(self, params: Sequence[Any], position: int) -> bool:
+        """Whether exactly its members are neighbours in ``params`` from there on."""
+        end = position + len(self.members)
+        if not self.is_of(params[position:end]):
             return False
-        if len(self.members) == 1:
-            return True
-        local = first.local
-        base, dtype, offset = local._base, local.dtype, local.storage_offset()
-        if base is None:
-            return False
-        for member, (start, end) in zip(self.members, self._bounds, strict=True):
-            grad: Any = member.grad
-            if not isinstance(grad, FlatShardTensor):
+        if len(self.members) > 1:
+            first: Any = self.members[0]
+            grad = _flat_grad(first)
+            if grad is None or any(_flat_grad(one) is not grad for one in params[position:end]):
                 return False
-            local = grad.local
-            if (
-                local._base is not base
-                or local.storage_offset() != offset + start
-                or local.numel() != end - start
-                or local.dtype is not dtype
-            ):
-                return False
-        return True
+        return end == len(params) or not _follows(self.members[-1], params[end])
+
+    def divided(self) -> list[ParamBucket]:
+        """A bucket for each member, where their states differ in more than values."""
+        if not self._alone:
+            self._alone = [ParamBucket([member]) for member in self.members]
+        return self._alone
+
+    # ------------------------------------------------------------ gradients
 
     def show_grads(self) -> None:
         """Give the pieces the members' gradients."""
-        grad: Any = self.members[0].grad
-        grads = _pieces(_stretched(grad.local, self._numel))
-        for piece, part in zip(self.pieces, grads, strict=True):
-            set_grad(piece, part)
+        for piece, grad in zip(self.pieces, _pieces(self._grad()), strict=True):
+            set_grad(piece, grad)
+        # An optimizer that writes to `p.data` would leave no trace of it, and what was unsharded
+        # before would be taken for current.
+        torch.autograd.graph.increment_version(self.pieces[0])
 
-    def hand_out(self, whole: dict[str, Any]) -> list[dict[str, Any]]:
-        """Each piece's state, of the run's."""
+    def _grad(self) -> Tensor:
+        first: Any = self.members[0]
+        if len(self.members) > 1:
+            grad = _flat_grad(first)
+            assert grad is not None, "neighbours share a flat gradient"
+            return grad.detach()[self._start : self._start + self._numel]
+        grad = first.grad
+        if isinstance(grad, FlatShardTensor):
+            return grad.local
+        # Assigned by the user: a full tensor, or one as long as the flat parameter.
+        return first.spec.slice(grad.detach()) if isinstance(first, FlatShardTensor) else grad
+
+    def drop_grads(self) -> None:
+        """Take the gradients back; the members lose theirs if the optimizer dropped them."""
+        if self.pieces[0].grad is None:
+            for param in self.members:
+                param.grad = None
+        for piece in self.pieces:
+            piece.grad = None
+
+    # ------------------------------------------------------------ state: of the members, as one
+
+    def known_state(self, states: Sequence[State | None]) -> State | None:
+        """The bucket's state, if the members' are as ``split`` left them, up to edits in place."""
+        if self._states and all(map(_is_unchanged, states, self._states, self._shown)):
+            return self._shared
+        return None
+
+    def join(self, states: Sequence[State | None]) -> State | None:
+        """The bucket's state, of its members'; None where they can't be joined.
+
+        Args:
+            states: each member's, this rank's part; None: it has none yet.
+        """
+        present = [state for state in states if state is not None]
+        if not present:
+            return {}
+        if len(states) == 1:
+            return apart(present[0])
+        if len(present) < len(states) or any(
+            state.keys() != present[0].keys() for state in present
+        ):
+            return None
+        shared = {}
+        for key in present[0]:
+            values = [state[key] for state in present]
+            if self._has_elements(values):
+                shared[key] = self._laid_out(values)
+            elif _all_equal(values):
+                shared[key] = values[0].clone() if isinstance(values[0], Tensor) else values[0]
+            else:
+                return None
+        return shared
+
+    def _has_elements(self, values: Sequence[Any]) -> bool:
+        return all(
+            isinstance(value, Tensor) and value.dim() == 1 and value.numel() == end - start
+            for value, (start, end) in zip(values, self._bounds, strict=True)
+        )
+
+    def _laid_out(self, values: Sequence[Tensor]) -> Tensor:
+        shared = values[0].new_zeros(self._numel)
+        for value, (start, end) in zip(values, self._bounds, strict=True):
+            shared[start:end].copy_(value)
+        return shared
+
+    def split(self, shared: State) -> list[BucketState]:
+        """Each member's part of the bucket's state after a step."""
+        if not self._states or not _same_values(shared, self._values):
+            self._states = [
+                BucketState((key, self._slice(value, *bounds)) for key, value in shared.items())
+                for bounds in self._bounds
+            ]
+            self._shown = [tuple(state.values()) for state in self._states]
+            self._shared, self._values = shared, dict(shared)
+        return self._states
+
+    def _slice(self, value: Any, start: int, end: int) -> Any:
+        is_divided = isinstance(value, Tensor) and value.dim() and len(self.members) > 1
+        return value[start:end] if is_divided else value
+
+    # ------------------------------------------------------------ state: of the pieces
+
+    def hand_out(self, shared: State) -> list[State]:
+        """Each piece's state, of the bucket's."""
         if len(self.pieces) == 1:
-            return [whole]
-        if not _same_values(whole, self._handed_of) or not self._handed:
+            return [shared]
+        if not _same_values(shared, self._handed_of) or not self._handed:
             self._handed = [
-                {key: self._cut(value, number) for key, value in whole.items()}
+                {key: self._cut(value, number) for key, value in shared.items()}
                 for number in range(len(self.pieces))
             ]
-            self._handed_of = dict(whole)
+            self._handed_of = dict(shared)
         return [dict(state) for state in self._handed]
 
     def _cut(self, value: Any, number: int) -> Any:
         if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == self._numel:
             return _pieces(value)[number]
-        # Every piece counts its own steps; the first one's count is the run's.
+        # Every piece counts its own steps; the first one's count is the bucket's.
         return value.clone() if isinstance(value, Tensor) and number else value
 
-    def collect(
-        self, states: Sequence[dict[str, Any]], home: DiskMemory | None = None
-    ) -> dict[str, Any]:
-        """The run's state, of its pieces' after a step; ``home`` keeps it, if there is one."""
+    def collect(self, states: Sequence[State], home: DiskMemory | None = None) -> State:
+        """The bucket's state, of its pieces' after a step; ``home`` keeps it, if there is one."""
         if len(states) == 1:
             return {key: self._kept([value], home) for key, value in states[0].items()}
-        whole = {}
+        shared = {}
         for key, first in states[0].items():
             values = [state[key] for state in states]
             if not all(
                 isinstance(value, Tensor) and value.shape == piece.shape
                 for value, piece in zip(values, self.pieces, strict=True)
             ):
-                whole[key] = first
+                shared[key] = first
             elif self._handed and all(
                 value is handed.get(key) for value, handed in zip(values, self._handed, strict=True)
             ):
                 known = self._handed_of[key]
-                whole[key] = known if home is None else home.take_in(known)
+                shared[key] = known if home is None else home.take_in(known)
             else:
-                whole[key] = self._kept(values, home)
-        return whole
+                shared[key] = self._kept(values, home)
+        return shared
 
     def _kept(self, values: Sequence[Any], home: DiskMemory | None) -> Any:
         """What the pieces have, together, where it is to be."""
@@ -262,87 +328,14 @@ class Run:
             return home.take_in(first)
         return torch.cat(list(values), out=home.new(self._numel, first.dtype))
 
-    def known_state(
-        self, states: Sequence[dict[str, Any] | None]
-    ) -> tuple[dict[str, Any], list[Part]] | None:
-        """The run's state and its members', if these are as ``split`` left them; else None.
 
-        Up to edits in place, which both see.
-        """
-        if self._parts and all(map(_is_unchanged, states, self._parts, self._shown)):
-            return self._whole, self._parts
-        return None
-
-    def join(self, states: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-        """The run's state, of its members'; None where they can't be joined.
-
-        Args:
-            states: each member's, this rank's part; None: it has none yet.
-        """
-        present = [state for state in states if state is not None]
-        if not present:
-            return {}
-        if len(present) < len(states) or any(
-            state.keys() != present[0].keys() for state in present
-        ):
-            return None
-        whole = {}
-        for key in present[0]:
-            values = [state[key] for state in present]
-            if self._has_elements(values):
-                whole[key] = self._laid_out(values)
-            elif _all_equal(values):
-                whole[key] = values[0].clone() if isinstance(values[0], Tensor) else values[0]
-            else:
-                return None
-        return whole
-
-    def _has_elements(self, values: Sequence[Any]) -> bool:
-        return all(
-            isinstance(value, Tensor) and value.dim() == 1 and value.numel() == end - start
-            for value, (start, end) in zip(values, self._bounds, strict=True)
-        )
-
-    def _laid_out(self, values: Sequence[Tensor]) -> Tensor:
-        whole = values[0].new_zeros(self._numel)
-        for value, (start, end) in zip(values, self._bounds, strict=True):
-            whole[start:end].copy_(value)
-        return whole
-
-    def split(self, whole: dict[str, Any]) -> list[Part]:
-        """Each member's part of the run's state after a step."""
-        if not self._parts or not _same_values(whole, self._values):
-            self._parts = [
-                Part(
-                    (key, value[start:end] if isinstance(value, Tensor) and value.dim() else value)
-                    for key, value in whole.items()
-                )
-                for start, end in self._bounds
-            ]
-            self._shown = [tuple(part.values()) for part in self._parts]
-            self._whole, self._values = whole, dict(whole)
-        return self._parts
-
-
-def _is_unchanged(state: dict[str, Any] | None, part: Part, shown: tuple[Any, ...]) -> bool:
+def _is_unchanged(state: State | None, own: BucketState, shown: tuple[Any, ...]) -> bool:
     """Whether a member's state is what ``split`` made it, up to edits in place."""
-    return (
-        state is part and len(part) == len(shown) and all(map(operator.is_, part.values(), shown))
-    )
+    return state is own and len(own) == len(shown) and all(map(operator.is_, own.values(), shown))
 
 
-def _same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _same_values(one: State, other: State) -> bool:
     return one.keys() == other.keys() and all(value is other[key] for key, value in one.items())
-
-
-def _address(local: Tensor) -> int:
-    """Where a tensor begins, also one without elements, for which torch says 0."""
-    return local.untyped_storage().data_ptr() + int(local.storage_offset()) * local.element_size()
-
-
-def _stretched(first: Tensor, numel: int) -> Tensor:
-    """From the start of ``first`` so many elements, sharing memory and version counter."""
-    return first.detach().as_strided((numel,), (1,), first.storage_offset())
 
 
 def _all_equal(values: Sequence[Any]) -> bool:

@@ -36,6 +36,7 @@ from flatshard.comm.work import PendingSends
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.profiling import profiled
 from flatshard.engine.unit import Unit
+from flatshard.optimizer import local_state_guard
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.consumed_grad import ConsumedGrad, drop_consumed
 from flatshard.optimizer.scaled_loss import is_scaled
@@ -214,7 +215,7 @@ class SteppedInBackward:
         }
         for optimizer in self._optimizers:
             try:
-                optimizer_step.check_state(optimizer)
+                local_state_guard.check_state(optimizer)
                 optimizer_step.reserve(optimizer)
             except RuntimeError as error:
                 self._parts, self._problem = {}, error

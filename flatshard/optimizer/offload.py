@@ -6,8 +6,8 @@ made goes to the disk, and the pages are given back. Those that have no state ye
 The call itself steps the others.
 
 [Note: first step]
-State is made in the pieces in which the optimizer sees a run, and then put together. To make all of
-it at once takes twice the memory, which the process then keeps.
+State is made in the pieces in which the optimizer sees a bucket, and then put together. To make all
+of it at once takes twice the memory, which the process then keeps.
 
 [Note: room for state]
 What an optimizer keeps is known when it has made it, which is too late to find that a disk is full:
@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from flatshard.memory import disk
 from flatshard.memory.disk import DiskMemory
-from flatshard.optimizer.buckets import local_of
+from flatshard.optimizer.buckets import is_sharded, local_of
 from flatshard.optimizer.consumed_grad import ConsumedGrad
-from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 _PART_BYTES = 8 << 20
@@ -46,7 +45,7 @@ class Part(NamedTuple):
 
 
 def state_home(param: Any) -> DiskMemory | None:
-    """Where state of a parameter, or of its twin, is kept; None: in memory."""
+    """Where state of a parameter is kept; None: in memory."""
     if isinstance(param, FlatShardTensor):
         return param.spec.state_home
     return getattr(param, "_state_home", None)
@@ -54,7 +53,7 @@ def state_home(param: Any) -> DiskMemory | None:
 
 def local(value: Any) -> Any:
     """What this rank holds, as a plain tensor."""
-    return local_of(value) if isinstance(value, FlatShardTensor | FlatParameter) else value
+    return local_of(value) if is_sharded(value) else value
 
 
 def find_parts(
@@ -63,17 +62,17 @@ def find_parts(
     """Parameters with gradients, of a group each, for which ``is_included`` says so."""
     parts: list[Part] = []
     for group in optimizer.param_groups:
-        storage, nbytes = None, 0
+        shard, nbytes = None, 0
         for param in group["params"]:
             if not is_included(group, param) or not _has_grad(param):
                 continue
             held = local(param)
-            own = held.untyped_storage()._cdata
+            own = getattr(param, "flat", param)
             # Neighbours stay together: they are stepped as one.
-            if storage is None or (own != storage and nbytes >= _PART_BYTES):
+            if shard is None or (own is not shard and nbytes >= _PART_BYTES):
                 parts.append(Part(group, []))
                 nbytes = 0
-            storage = own
+            shard = own
             parts[-1].params.append(param)
             nbytes += held.numel() * held.element_size()
     return parts
@@ -217,7 +216,7 @@ def _first_parts(optimizer: torch.optim.Optimizer) -> list[Part]:
     divisible: dict[int, bool] = {}
 
     def is_included(group: dict[str, Any], param: Any) -> bool:
-        is_ours = isinstance(param, FlatShardTensor | FlatParameter)
+        is_ours = is_sharded(param)
         if not is_ours or state_home(param) is not None or param in optimizer.state:
             return False
         if local(param).device.type != "cpu":

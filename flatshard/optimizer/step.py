@@ -1,4 +1,4 @@
-"""Optimizers see plain tensors: local twins stand in for sharded parameters during ``step()``.
+"""Optimizers see plain tensors: ``ParamBucket``s stand in for sharded parameters during ``step()``.
 
 Dispatching every operation of an optimizer on ``FlatShardTensor`` is right but slow. For optimizers
 that treat every element alike, hooks around ``step()`` therefore put plain 1-D parameters that
@@ -9,39 +9,44 @@ wrapped.
 Users' own step hooks see the sharded parameters: the exchange happens after the last of them before
 ``step()``, and is undone before the first of them after it.
 
-[Note: one rank's state]
-``optimizer.state_dict()`` holds this rank's parts alone, so it says whose they are: its first
-group carries a stamp. There rather than at the top, because torch keeps the keys of groups that it
-loads: if that happens before the optimizer's first step, when it has no hook of ours, that step
-finds the stamp.
+[Note: fused kernel]
+On a CPU torch's Adam and AdamW make one operation after another, each of which goes over
+parameters, gradients or state. Their fused kernel goes over all of them once, in a fifth of the
+time, so it is used where the user leaves that open. It rounds otherwise: of 100,000 parameters one
+differs in its last bit after a step. ``fused=False`` or ``foreach=False`` keeps the operations.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import operator
-import re
-import warnings
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.utils import hooks as torch_hooks
 
-from flatshard.optimizer import fused_step, offload
-from flatshard.optimizer.buckets import Part, Run, apart, find_runs
+from flatshard.optimizer import offload
+from flatshard.optimizer.buckets import (
+    ONE_PER_PARAMETER,
+    ParamBucket,
+    Sharded,
+    State,
+    find_buckets,
+    is_sharded,
+    local_of,
+)
 from flatshard.optimizer.consumed_grad import drop_consumed
-from flatshard.precision.casts import check_dtype, set_grad
-from flatshard.tensor.flat_parameter import FlatParameter
+from flatshard.optimizer.local_state_guard import check_state
+from flatshard.precision.casts import check_dtype
 from flatshard.tensor.param_swap import FlattenedParameter
-from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
+from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 _ELEMENTWISE: set[Any] = {
     inspect.unwrap(kind.step)
@@ -62,16 +67,16 @@ _ELEMENTWISE: set[Any] = {
 
 _TORCHS_OWN = frozenset(_ELEMENTWISE)
 
-# State of one number per parameter, not per element: also where the parameter is 0-d itself.
-ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
+_FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)}
 
-_STAMP = "flatshard"
+_FUSED_DTYPES = torch.float32, torch.float64
+"""In narrower ones the kernel computes in fp32 what the operations round again and again."""
 
-_swapped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Exchange] = weakref.WeakKeyDictionary()
-_runs: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, Run]] = (
+_swapped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Swap] = weakref.WeakKeyDictionary()
+_buckets: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, ParamBucket]] = (
     weakref.WeakKeyDictionary()
 )
-"""Per optimizer its runs of the last step, by the id of their first member."""
+"""Per optimizer its buckets of the last step, by the id of their first member."""
 _installed = False
 
 
@@ -120,26 +125,13 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     after.move_to_end(next(key for key, hook in after.items() if hook is _undo), last=False)
 
 
-def check_state(optimizer: torch.optim.Optimizer) -> None:
-    """See before a step that state which was loaded is this rank's.
-
-    Raises:
-        RuntimeError: it is another rank's, or another layout's.
-    """
-    watch(optimizer)
-    for group in optimizer.param_groups:
-        if _STAMP in group:
-            _check_stamp(optimizer, group[_STAMP])
-            del group[_STAMP]
-
-
 def _check_params(optimizer: torch.optim.Optimizer) -> None:
     """Refuse a step on gradients that only this rank has, or that the optimizer can't take."""
     takes_sparse_alone = isinstance(optimizer, torch.optim.SparseAdam)
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
             for param in group["params"]:
-                is_ours = isinstance(param, FlatShardTensor | FlatParameter)
+                is_ours = is_sharded(param)
                 if takes_sparse_alone and is_ours:
                     raise RuntimeError(
                         "SparseAdam: gradients of sharded parameters are dense, also those of "
@@ -266,84 +258,60 @@ def step_parts(
             )
 
 
-class _Exchange:
+class _Swap:
     """What stands in for one optimizer's sharded parameters while it steps."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, left_out: Collection[int]) -> None:
-        """Nothing is exchanged yet; ``left_out``: ids of parameters that are not to be stepped."""
-        self._optimizer, self._state = optimizer, optimizer.state
-        self._left_out = left_out
+    def __init__(self, optimizer: torch.optim.Optimizer, stepped: Collection[int]) -> None:
+        """Nothing is exchanged yet; ``stepped``: ids of parameters that are to be left out."""
+        self._optimizer, self._state, self._stepped = optimizer, optimizer.state, stepped
         self._lists: list[tuple[list[Any], list[Any]]] = []
-        self._twins: list[tuple[nn.Parameter, FlatShardTensor | FlatParameter]] = []
-        self._runs: list[tuple[Run, list[Part] | None]] = []  # and the state its members kept
+        self._shown: list[ParamBucket] = []
         self._fused: list[dict[str, Any]] = []
 
     def begin(self) -> None:
-        """Put twins into the groups, move the state along, and have the fastest kernel step it."""
-        known = _runs.setdefault(self._optimizer, {})
+        """Put buckets into the groups, move the state along, and choose the fastest kernel."""
+        known = _buckets.setdefault(self._optimizer, {})
         for group in self._optimizer.param_groups:
             params = group["params"]
-            if self._left_out:
-                self._lists.append((params, list(params)))
-                params[:] = [param for param in params if id(param) not in self._left_out]
-            seen = 0
+            before = list(params)
+            if self._stepped:
+                params[:] = [param for param in params if id(param) not in self._stepped]
             shown: list[nn.Parameter] = []  # what the optimizer is to see
-            for position, run in find_runs(params, known):
-                shown += map(self._replaced, params[seen:position])
-                seen = position + len(run.members)
-                shown += self._join(run) or map(self._replaced, run.members)
-            shown += map(self._replaced, params[seen:])
-            if len(shown) != len(params) or not all(map(operator.is_, shown, params)):
-                self._lists.append((params, list(params)))
-                params[:] = shown
-                if fused_step.suits(self._optimizer, group):
-                    self._fused.append(group)
-                    group["fused"] = True
+            for found in find_buckets(params, known):
+                if isinstance(found, ParamBucket):
+                    shown += self._show(found)
+                else:
+                    shown.append(found)
+            if len(shown) == len(before) and all(map(operator.is_, shown, before)):
+                continue
+            self._lists.append((params, before))
+            params[:] = shown
+            if _suits_fused(self._optimizer, group):
+                self._fused.append(group)
+                group["fused"] = True
 
-    def _join(self, run: Run) -> list[nn.Parameter]:
-        """What stands for neighbours; nothing where their states differ in more than values."""
-        own = [self._state.get(param) for param in run.members]
-        whole, parts = run.known_state(own) or (None, None)
-        if parts is None:
-            states = [
-                state if state is None else _local_state(param, state)
-                for param, state in zip(run.members, own, strict=True)
-            ]
-            whole = run.join(states)
-            if whole is None:
-                return []
-            for param in run.members:
+    def _show(self, bucket: ParamBucket) -> Iterator[nn.Parameter]:
+        """Yield what stands for a bucket's members."""
+        own = [self._state.get(param) for param in bucket.members]
+        shared = bucket.known_state(own)
+        if shared is None:
+            shared = bucket.join(
+                [
+                    state if state is None else _local_state(param, state)
+                    for param, state in zip(bucket.members, own, strict=True)
+                ]
+            )
+            if shared is None:
+                for one in bucket.divided():
+                    yield from self._show(one)
+                return
+            for param in bucket.members:
                 self._state.pop(param, None)
-        if whole:
-            self._state.update(zip(run.pieces, run.hand_out(whole), strict=True))
-        run.show_grads()
-        # An optimizer that writes to `p.data` would leave no trace of it, and what was gathered
-        # before would be taken for current.
-        torch.autograd.graph.increment_version(run.pieces[0])
-        self._runs.append((run, parts))
-        return run.pieces
-
-    def _replaced(self, param: Any) -> Any:
-        """What stands for a parameter that is stepped alone."""
-        # What has no gradient is left alone: its state may be part of a run's.
-        if isinstance(param, FlatShardTensor | FlatParameter) and param.grad is not None:
-            return self._replace(param)
-        return param
-
-    def _replace(self, param: FlatShardTensor | FlatParameter) -> nn.Parameter:
-        if isinstance(param, FlatShardTensor):
-            twin = param.local_parameter()
-            set_grad(twin, _local_grad(param))
-        else:
-            # Plain already, only its gradient is not.
-            twin = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
-            grad = param.grad
-            set_grad(twin, None if grad is None else local_range(grad))
-        torch.autograd.graph.increment_version(twin)
-        if param in self._state:
-            self._state[twin] = apart(_local_state(param, self._state.pop(param)))
-        self._twins.append((twin, param))
-        return twin
+        if shared:
+            self._state.update(zip(bucket.pieces, bucket.hand_out(shared), strict=True))
+        bucket.show_grads()
+        self._shown.append(bucket)
+        yield from bucket.pieces
 
     def undo(self) -> None:
         """Put the parameters back, and their state."""
@@ -351,49 +319,61 @@ class _Exchange:
             group["fused"] = None
         for params, before in reversed(self._lists):
             params[:] = before
-        for twin, param in self._twins:
-            if twin.grad is None:
-                # The optimizer, or a step that failed, dropped it.
-                param.grad = None
-            twin.grad = None
-            if twin in self._state:
-                home = offload.state_home(param)
-                self._state[param] = offload.take_in(home, self._state.pop(twin), twin)
-        for run, kept in self._runs:
-            if run.pieces[0].grad is None:
-                for param in run.members:
-                    param.grad = None
-            for piece in run.pieces:
-                piece.grad = None
-            states = [self._state.pop(piece) for piece in run.pieces if piece in self._state]
-            if len(states) == len(run.pieces):  # else a step failed at the first
-                whole = run.collect(states, offload.state_home(run.members[0]))
-                parts = run.split(whole)
-                if parts is not kept:
-                    self._state.update(zip(run.members, parts, strict=True))
+        for bucket in self._shown:
+            bucket.drop_grads()
+            states = [self._state.pop(piece) for piece in bucket.pieces if piece in self._state]
+            if len(states) == len(bucket.pieces):  # else a step failed at the first
+                shared = bucket.collect(states, offload.state_home(bucket.members[0]))
+                own = bucket.split(shared)
+                if self._state.get(bucket.members[0]) is not own[0]:
+                    self._state.update(zip(bucket.members, own, strict=True))
 
 
-def _swap_in(optimizer: torch.optim.Optimizer, left_out: Collection[int] = ()) -> None:
-    """Let twins stand in; see ``_Exchange``."""
-    _swapped[optimizer] = _Exchange(optimizer, left_out)  # first, so that a failure is undone
+def _suits_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether a group's user leaves the kernel open and the fused one can step it."""
+    if inspect.unwrap(type(optimizer).step) not in _FUSED_STEPS:
+        return False
+    if group["fused"] is not None or group["foreach"] is not None:
+        return False
+    if group["capturable"] or group["differentiable"]:
+        return False
+    numbers = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
+    if any(isinstance(number, Tensor) for number in numbers):
+        return False
+    return all(_has_fused(param) for param in group["params"] if param.grad is not None)
+
+
+def _has_fused(param: Any) -> bool:
+    grad = param.grad
+    return bool(
+        param.device.type == "cpu"
+        and param.dtype in _FUSED_DTYPES
+        and grad.dtype == param.dtype
+        and grad.layout is torch.strided
+    )
+
+
+def _swap_in(optimizer: torch.optim.Optimizer, stepped: Collection[int] = ()) -> None:
+    """Let buckets stand in; see ``_Swap``."""
+    _swapped[optimizer] = _Swap(optimizer, stepped)  # first, so that a failure is undone
     with torch._C.DisableTorchFunctionSubclass():
         _swapped[optimizer].begin()
 
 
 def _swap_out(optimizer: torch.optim.Optimizer) -> None:
-    exchange = _swapped.pop(optimizer, None)
-    if exchange is not None:
+    swap = _swapped.pop(optimizer, None)
+    if swap is not None:
         with torch._C.DisableTorchFunctionSubclass():
-            exchange.undo()
+            swap.undo()
 
 
-def _local_state(param: FlatShardTensor | FlatParameter, state: dict[str, Any]) -> dict[str, Any]:
+def _local_state(param: Sharded, state: State) -> State:
     """This rank's part of state from before wrapping, or loaded from an unwrapped model.
 
     Raises:
         RuntimeError: a state tensor has neither the parameter's shape nor this rank's.
     """
-    held = param.local if isinstance(param, FlatShardTensor) else param
+    held = local_of(param)
     for key, value in state.items():
         if isinstance(value, FlatShardTensor):
             # Made at construction, as Adagrad does; also where this rank holds all of it.
@@ -418,104 +398,3 @@ def _local_state(param: FlatShardTensor | FlatParameter, state: dict[str, Any]) 
 
 def _name_of(param: Any) -> str | None:
     return param.spec.name if isinstance(param, FlatShardTensor) else None
-
-
-def _local_grad(param: FlatShardTensor) -> torch.Tensor | None:
-    grad = param.grad
-    if grad is None:
-        return None
-    if isinstance(grad, FlatShardTensor):
-        return grad.local
-    # Assigned by the user as a full tensor.
-    return param.spec.slice(grad.detach())
-
-
-# ---------------------------------------------------------------- one rank's state
-
-
-def watch(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer's plain state dicts say whose they are, and check those it loads."""
-    saving: Any = optimizer._optimizer_state_dict_post_hooks
-    loading: Any = optimizer._optimizer_load_state_dict_pre_hooks
-    if _add_stamp not in saving.values():
-        optimizer.register_state_dict_post_hook(_add_stamp)
-    if unstamped not in loading.values():
-        optimizer.register_load_state_dict_pre_hook(unstamped)
-
-
-def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    state_dict["state"] = {key: apart(state) for key, state in state_dict["state"].items()}
-    stamp = _stamp(optimizer)
-    if stamp is not None and state_dict["state"]:
-        state_dict["param_groups"][0][_STAMP] = stamp
-        if stamp["rank"] == 0:
-            # Otherwise who saves it finds out when it is to be loaded, and the rest is lost.
-            warnings.warn(_ONE_RANKS, stacklevel=5)  # who calls state_dict()
-
-
-_ONE_RANKS = (
-    "optimizer.state_dict() holds this rank's parts of sharded parameters alone, and loads nowhere "
-    "else. ShardedWrapper.optim_state_dict(model, optimizer), called on every rank, is the state "
-    "to save."
-)
-
-
-def parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``optimizer.state_dict()``, for who knows that it is one rank's."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=re.escape(_ONE_RANKS))
-        return optimizer.state_dict()
-
-
-def is_stamped(state_dict: dict[str, Any]) -> bool:
-    """Whether a state dict holds one rank's parts."""
-    return any(_STAMP in group for group in state_dict["param_groups"])
-
-
-def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A plain state dict for this optimizer, checked, without the stamp; nothing is copied.
-
-    Raises:
-        RuntimeError: it holds another rank's parts, or those of another layout.
-    """
-    if not is_stamped(state_dict):
-        return state_dict
-    groups = [dict(group) for group in state_dict["param_groups"]]
-    for group in groups:
-        if _STAMP in group:
-            _check_stamp(optimizer, group.pop(_STAMP))
-    return {**state_dict, "param_groups": groups}
-
-
-def _check_stamp(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    own = _stamp(optimizer)
-    if own is not None and own["layout"] == saved["layout"]:
-        return
-    where = "parameters that are not sharded"
-    if own is not None:
-        where = f"rank {own['rank']} of {own['world_size']}, which holds other parts"
-    raise RuntimeError(
-        f"optimizer.state_dict() of rank {saved['rank']} of {saved['world_size']} holds that "
-        f"rank's parts alone, and was loaded for {where}. Save "
-        "ShardedWrapper.optim_state_dict(model, optimizer), which loads anywhere."
-    )
-
-
-def _stamp(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Whose parts the optimizer's state holds; None where every rank has all of it."""
-    places: list[Any] = []
-    rank = None
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param, FlatShardTensor):
-                rank, size = param.spec.comm.rank, param.spec.comm.size
-                places.append(param.spec.place)
-            elif isinstance(param, FlatParameter):
-                layout = param.flat_layout
-                rank, size = param.rank, layout.world_size
-                spans = [(span.shape, span.start, span.order) for span in layout.spans]
-                places.append((spans, layout.shard_range(rank)))
-    if rank is None:
-        return None
-    digest = hashlib.sha256(repr(places).encode()).hexdigest()
-    return {"rank": rank, "world_size": size, "layout": digest}

@@ -29,7 +29,9 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
+from flatshard.optimizer import local_state_guard
 from flatshard.optimizer import step as optimizer_step
+from flatshard.optimizer.buckets import ONE_PER_PARAMETER
 from flatshard.state.full_params import gather_flat, join
 from flatshard.state.model_state import DDP_PREFIX
 from flatshard.state.optim_fqns import OptimParam, OptimParams, unwrapped
@@ -105,10 +107,10 @@ def full_state(
     """
 
     def prepare() -> tuple[tuple[StateDict, dict[Any, _Entry]], Facts]:
-        optimizer_step.watch(optimizer)
-        own = optimizer_step.parts(optimizer) if state_dict is None else state_dict
+        local_state_guard.watch(optimizer)
+        own = local_state_guard.parts(optimizer) if state_dict is None else state_dict
         _check_form(own)
-        own = optimizer_step.unstamped(optimizer, own)
+        own = local_state_guard.unstamped(optimizer, own)
         params = OptimParams(model, optimizer, units).by_key(own)
         entries = {
             key: _Entry.read(params[key], state)
@@ -165,7 +167,7 @@ def _part(param: OptimParam, key: str, value: Any) -> Tensor | None:
         ValueError: neither; nobody would know how to put the ranks' parts together.
     """
     handle = param.handle
-    if handle is None or key in optimizer_step.ONE_PER_PARAMETER:
+    if handle is None or key in ONE_PER_PARAMETER:
         return None
     if isinstance(value, FlatShardTensor):
         return value.local
@@ -259,7 +261,7 @@ def state_to_load(
     """
 
     def prepare() -> tuple[StateDict, Facts]:
-        optimizer_step.watch(optimizer)
+        local_state_guard.watch(optimizer)
         _check_form(state_dict)
         params = OptimParams(model, optimizer, units)
         saved = _named(state_dict, params)
@@ -299,7 +301,7 @@ def _keys(model: nn.Module, optimizer: torch.optim.Optimizer, by_name: bool) -> 
 
 def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
     """The same with names for positions; what wrappers add to names is taken off."""
-    if optimizer_step.is_stamped(state_dict):
+    if local_state_guard.is_stamped(state_dict):
         raise ValueError(
             "an optimizer.state_dict() of a sharded model holds one rank's parts alone. Save "
             "ShardedWrapper.optim_state_dict(model, optimizer) and pass that."
@@ -408,7 +410,7 @@ def _is_per_element(param: OptimParam, key: str, values: dict[str, Any], element
     Raises:
         ValueError: a tensor of another shape than its parameter, which is no number either.
     """
-    if param.handle is None or key in optimizer_step.ONE_PER_PARAMETER:
+    if param.handle is None or key in ONE_PER_PARAMETER:
         return False
     shapes = {fqn: param.shape(index) for fqn, index in zip(param.fqns, param.indices, strict=True)}
     for fqn, value in values.items():

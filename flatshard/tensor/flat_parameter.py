@@ -50,10 +50,12 @@ class FlatParameter(nn.Parameter):
     Attributes:
         flat_layout: where the original parameters lie in the concatenation of all shards.
         rank: whose shard this is, within the shard group.
+        flat: the tensor whose memory it shows.
     """
 
     flat_layout: FlatLayout
     rank: int
+    flat: Tensor
     post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]]
     _aliases: weakref.WeakValueDictionary[int, Tensor]
 
@@ -64,6 +66,7 @@ class FlatParameter(nn.Parameter):
         self = torch.Tensor._make_subclass(cls, data, requires_grad)
         self.flat_layout = layout
         self.rank = rank
+        self.flat = data
         self.post_accumulate_hooks = OrderedDict()
         self._aliases = weakref.WeakValueDictionary()
         return self
@@ -93,6 +96,7 @@ class FlatParameter(nn.Parameter):
     def point_at(self, shard: Tensor) -> None:
         """Show other memory, of any dtype and device, keeping this object's identity."""
         torch._C.TensorBase.data.__set__(self, shard)  # type: ignore[attr-defined]
+        self.flat = shard
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> NoReturn:  # type: ignore[override]
         """Not available: a flat parameter takes no part in autograd, its originals do.

@@ -35,6 +35,7 @@ class ShardSpec:
         shape: the parameter's shape.
         offset: index, among the parameter's elements in memory order, of this rank's first one.
         numel: elements that this rank holds.
+        start: where they begin in this rank's shard of the flat parameter.
         comm: the ranks that hold the rest.
         replicas: the ranks that hold the same.
         order: its dimensions as they lie in memory, outermost first; without: contiguous.
@@ -59,6 +60,7 @@ class ShardSpec:
     _: KW_ONLY
     offset: int
     numel: int
+    start: int = 0
     comm: Communicator
     replicas: Communicator = ALONE
     order: tuple[int, ...] = ()

@@ -36,7 +36,7 @@ DIFFERENTIABLE: dict[Any, Callable[..., Tensor]] = {}
 """What stands in for torch's functions above autograd; ``reductions`` enters it."""
 
 
-OWN_ATTRIBUTES = frozenset({"local", "spec", "_local_parameter"})
+OWN_ATTRIBUTES = frozenset({"local", "spec", "flat"})
 """The attributes of a ``FlatShardTensor`` that are no user's."""
 
 
@@ -53,16 +53,22 @@ class FlatShardTensor(torch.Tensor):
     Attributes:
         local: this rank's range of the elements in memory order, ``(spec.numel,)``.
         spec: which range of which parameter that is.
+        flat: the shard, or its gradient, of which ``local`` is the range from ``spec.start`` on;
+            None: ``local`` has memory of its own.
     """
 
     # Attributes of the object, not properties: reading them costs no dispatch.
     local: Tensor
     spec: ShardSpec
-    _local_parameter: nn.Parameter | None = None
+    flat: Tensor | None
 
     @staticmethod
     def __new__(
-        cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False
+        cls,
+        local: Tensor,
+        spec: ShardSpec,
+        requires_grad: bool = False,
+        flat: Tensor | None = None,
     ) -> FlatShardTensor:
         """Wrap ``local``, ``(spec.numel,)``, without copying."""
         self = torch.Tensor._make_wrapper_subclass(
@@ -75,12 +81,18 @@ class FlatShardTensor(torch.Tensor):
         )
         self.local = local
         self.spec = spec
+        self.flat = flat
         return self  # type: ignore[no-any-return]
 
     @classmethod
-    def parameter(cls, local: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
+    def in_flat(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool = False) -> FlatShardTensor:
+        """Wrap the range of ``flat``, ``(shard_numel,)``, that ``spec`` names, without copying."""
+        return cls(flat[spec.start : spec.start + spec.numel], spec, requires_grad, flat)
+
+    @classmethod
+    def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
         """The same, counted as an ``nn.Parameter``."""
-        self = cls(local, spec, requires_grad)
+        self = cls.in_flat(flat, spec, requires_grad)
         self._is_param = True
         return self
 
@@ -90,14 +102,6 @@ class FlatShardTensor(torch.Tensor):
         No communication.
         """
         return self.local
-
-    def local_parameter(self) -> nn.Parameter:
-        """A plain parameter over this rank's range, for optimizers; the same one every time."""
-        found = self._local_parameter
-        if found is None or found.requires_grad != self.requires_grad:
-            found = nn.Parameter(self.local.detach(), requires_grad=self.requires_grad)
-            self._local_parameter = found
-        return found
 
     def alias(self) -> FlatShardTensor:
         """The same tensor without autograd, sharing memory and version counter."""

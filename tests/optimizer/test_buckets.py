@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from flatshard import ShardedWrapper, declare_elementwise
-from flatshard.optimizer import buckets, offload
-from flatshard.optimizer import step as optimizer_step
+from flatshard.optimizer import buckets, local_state_guard, offload
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, snapshot, train_steps, trainable
@@ -54,7 +53,7 @@ def _train(rank: int, world_size: int, kind: str, use_orig_params: bool, *, piec
         optimizer.register_step_post_hook(lambda one, *_: cut.append(_num_params(one)))
         losses = train_steps(model, optimizer, case, rank, world_size, steps=2)
         saved = io.BytesIO()
-        torch.save(optimizer_step.parts(optimizer), saved)
+        torch.save(local_state_guard.parts(optimizer), saved)
         optimizer = KINDS[kind](trainable(model))
         saved.seek(0)
         optimizer.load_state_dict(torch.load(saved, weights_only=False))
@@ -71,7 +70,7 @@ def test_state_is_made_a_part_at_a_time() -> None:
 
 def _made_in_parts(rank: int, world_size: int) -> None:
     case, most = CASES["mlp"], 0
-    collect = buckets.Run.collect
+    collect = buckets.ParamBucket.collect
 
     def counted(run: Any, states: Any, home: Any = None) -> Any:
         nonlocal most
@@ -84,7 +83,7 @@ def _made_in_parts(rank: int, world_size: int) -> None:
         with (
             mock.patch.object(buckets, "_PIECE_NUMEL", 16),
             mock.patch.object(offload, "_PART_BYTES", part_bytes),
-            mock.patch.object(buckets.Run, "collect", counted),
+            mock.patch.object(buckets.ParamBucket, "collect", counted),
         ):
             model = case.wrap(case.model())
             optimizer = KINDS["adamw"](trainable(model))

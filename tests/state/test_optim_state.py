@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, ShardedWrapper
 from flatshard.collectives import record
-from flatshard.optimizer import step as optimizer_step
+from flatshard.optimizer import local_state_guard
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Case, images, loss_of
 from tests.oracle import OPTIMIZERS, snapshot, trainable
@@ -589,7 +589,7 @@ def _errors(rank: int, world_size: int) -> None:
         load(flat, other, changed("fc1.weight", more=1))
 
     # Nothing was sent before all ranks knew.
-    own = copy.deepcopy(optimizer_step.parts(optimizer))
+    own = copy.deepcopy(local_state_guard.parts(optimizer))
     if rank == 1:
         del own["state"][3]["exp_avg_sq"]
     with pytest.raises(ValueError, match=r"'exp_avg_sq' of 'fc2.bias' is .* on rank 0, nothing on"):
@@ -637,7 +637,7 @@ def _one_ranks_state(
     if states is not None:
         with pytest.raises(RuntimeError, match=r"rank \d of 2.*rank \d of 2.*optim_state_dict"):
             optimizer.load_state_dict(states[1 - rank])
-        assert optimizer_step.parts(optimizer)["state"][0]["step"] == 4
+        assert local_state_guard.parts(optimizer)["state"][0]["step"] == 4
         assert all("flatshard" not in group for group in optimizer.param_groups)
     if rank > 0:
         return optimizer.state_dict()

@@ -1,0 +1,121 @@
+"""One rank's optimizer state says whose it is, and loads nowhere else.
+
+``optimizer.state_dict()`` holds this rank's parts alone, so its first group carries a stamp. There
+rather than at the top, because torch keeps the keys of groups that it loads: if that happens before
+the optimizer's first step, when it has no hook of ours, that step finds the stamp.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import warnings
+from typing import Any
+
+import torch
+
+from flatshard.optimizer.buckets import apart
+from flatshard.tensor.flat_parameter import FlatParameter
+from flatshard.tensor.sharded_tensor import FlatShardTensor
+
+_STAMP = "flatshard"
+
+_ONE_RANKS = (
+    "optimizer.state_dict() holds this rank's parts of sharded parameters alone, and loads nowhere "
+    "else. ShardedWrapper.optim_state_dict(model, optimizer), called on every rank, is the state "
+    "to save."
+)
+
+
+def check_state(optimizer: torch.optim.Optimizer) -> None:
+    """See before a step that state which was loaded is this rank's.
+
+    Raises:
+        RuntimeError: it is another rank's, or another layout's.
+    """
+    watch(optimizer)
+    for group in optimizer.param_groups:
+        if _STAMP in group:
+            _check_stamp(optimizer, group[_STAMP])
+            del group[_STAMP]
+
+
+def watch(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer's plain state dicts say whose they are, and check those it loads."""
+    saving: Any = optimizer._optimizer_state_dict_post_hooks
+    loading: Any = optimizer._optimizer_load_state_dict_pre_hooks
+    if _add_stamp not in saving.values():
+        optimizer.register_state_dict_post_hook(_add_stamp)
+    if unstamped not in loading.values():
+        optimizer.register_load_state_dict_pre_hook(unstamped)
+
+
+def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    state_dict["state"] = {key: apart(state) for key, state in state_dict["state"].items()}
+    stamp = _stamp(optimizer)
+    if stamp is not None and state_dict["state"]:
+        state_dict["param_groups"][0][_STAMP] = stamp
+        if stamp["rank"] == 0:
+            # Otherwise who saves it finds out when it is to be loaded, and the rest is lost.
+            warnings.warn(_ONE_RANKS, stacklevel=5)  # who calls state_dict()
+
+
+def parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """``optimizer.state_dict()``, for who knows that it is one rank's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=re.escape(_ONE_RANKS))
+        return optimizer.state_dict()
+
+
+def is_stamped(state_dict: dict[str, Any]) -> bool:
+    """Whether a state dict holds one rank's parts."""
+    return any(_STAMP in group for group in state_dict["param_groups"])
+
+
+def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A plain state dict for this optimizer, checked, without the stamp; nothing is copied.
+
+    Raises:
+        RuntimeError: it holds another rank's parts, or those of another layout.
+    """
+    if not is_stamped(state_dict):
+        return state_dict
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    for group in groups:
+        if _STAMP in group:
+            _check_stamp(optimizer, group.pop(_STAMP))
+    return {**state_dict, "param_groups": groups}
+
+
+def _check_stamp(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    own = _stamp(optimizer)
+    if own is not None and own["layout"] == saved["layout"]:
+        return
+    where = "parameters that are not sharded"
+    if own is not None:
+        where = f"rank {own['rank']} of {own['world_size']}, which holds other parts"
+    raise RuntimeError(
+        f"optimizer.state_dict() of rank {saved['rank']} of {saved['world_size']} holds that "
+        f"rank's parts alone, and was loaded for {where}. Save "
+        "ShardedWrapper.optim_state_dict(model, optimizer), which loads anywhere."
+    )
+
+
+def _stamp(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Whose parts the optimizer's state holds; None where every rank has all of it."""
+    places: list[Any] = []
+    rank = None
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, FlatShardTensor):
+                rank, size = param.spec.comm.rank, param.spec.comm.size
+                places.append(param.spec.place)
+            elif isinstance(param, FlatParameter):
+                layout = param.flat_layout
+                rank, size = param.rank, layout.world_size
+                spans = [(span.shape, span.start, span.order) for span in layout.spans]
+                places.append((spans, layout.shard_range(rank)))
+    if rank is None:
+        return None
+    digest = hashlib.sha256(repr(places).encode()).hexdigest()
+    return {"rank": rank, "world_size": size, "layout": digest}
