@@ -13,6 +13,7 @@ that it had before (channels_last, say). ``start``, ``end`` and ``offset`` count
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,8 +21,9 @@ from functools import cached_property
 ALIGNMENT_BYTES = 16
 """Every original parameter, and every rank's shard, starts at a multiple of this many bytes."""
 
-PAGE_BYTES = 4096
-"""Large shards fill whole pages, so that memory and files can be mapped to them."""
+PAGE_BYTES = max(mmap.PAGESIZE, 4096)
+"""Large shards fill whole pages, so that memory and files can be mapped to them. 64 KiB on some
+ARM systems; ranks must have pages of one size."""
 
 PAGED_BYTES = 1 << 20
 """From which size on a shard is large."""
