@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import hooks as torch_hooks
 
-from flatshard.comm.consistency import as_bytes
+from flatshard.comm.flat_chunks import as_bytes
 from flatshard.memory.disk import is_on_disk
 from flatshard.tensor.shard_spec import ShardSpec
 
