@@ -4,6 +4,7 @@ import contextlib
 import os
 import warnings
 
+import hypothesis
 import pytest
 
 with warnings.catch_warnings():
@@ -12,6 +13,11 @@ with warnings.catch_warnings():
     import torch
 
     from flatshard.options import collectives as collective_options
+
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("flatshard", deadline=None)
+hypothesis.settings.load_profile("flatshard")
 
 
 def pytest_configure() -> None:

@@ -50,6 +50,7 @@ PRELOAD = [
     "tests.harness",
     "tests.models",
     "tests.oracle",
+    "tests.side",
     "torch._dynamo",  # torch loads it, in more than a second, when it makes the first optimizer
 ]
 ROOT = Path(__file__).resolve().parents[1]
