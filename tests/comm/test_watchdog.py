@@ -2,9 +2,14 @@
 
 import functools
 import logging
+import pickle
+import socket
 import subprocess
 import sys
+import threading
 import time
+from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -78,19 +83,35 @@ def _runs_more(rank: int, world_size: int, phases: int) -> None:
         go_on()
 
 
+QUICK = {"FIRST_LOOK_SECONDS": 0.3, "LOOK_SECONDS": 0.1, "LONGEST_LOOK_SECONDS": 0.4}
+ENDLESS = "for one another in different"
+
+
+def init_by_tcp(rank: int, world_size: int, port: int, timeout: float) -> None:
+    """As ``torchrun`` does."""
+    limit = timedelta(seconds=timeout)
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, limit)
+    keywords = {"rank": rank, "world_size": world_size, "timeout": limit}
+    dist.init_process_group("gloo", store=store, **keywords)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
 def test_ranks_in_different_collectives_do_not_wait_for_the_timeout() -> None:
-    run_ranks(_different_collectives, 3, group_timeout=60)
+    run_ranks(_different_collectives, 3, free_port(), init_group=False, fresh=True)
 
 
-def _different_collectives(rank: int, world_size: int) -> None:
+def _different_collectives(rank: int, world_size: int, port: int) -> None:
     """Rank 0 calls something collective, and the others something else."""
-    patched = mock.patch.multiple(detector, FIRST_LOOK_SECONDS=0.3, LOOK_SECONDS=0.1)
+    init_by_tcp(rank, world_size, port, 60)
+    patched = mock.patch.multiple(detector, **QUICK)
     step, whole = "unit 'fc1', rank .* for forward", ".*all ranks must ask for together"
     buffers = ".*buffers.*: broadcasting from rank 0"
-    barrier = r"the program's own barrier\(\), test_watchdog.py:\d+, over ranks 0, 1, 2"
     for name, collectives, alone, others, expected in (
-        ("mlp", "auto", "summon", "barrier", (whole, barrier)),
-        ("mlp", "sockets", "dict", "barrier", (whole, barrier)),
         ("mlp", "auto", "norm", "forward", ("'norms'", step)),
         ("mlp", "sockets", "dict", "forward", (whole, step)),
         ("batch-norm", "auto", "forward", "dict", (buffers, whole)),
@@ -103,7 +124,6 @@ def _different_collectives(rank: int, world_size: int) -> None:
             "norm": functools.partial(model.clip_grad_norm_, 1.0),
             "dict": model.state_dict,
             "forward": functools.partial(model, inputs),
-            "summon": lambda: model.apply(lambda _: None),  # noqa: B023
         }
         with patched:
             if rank == 1 and alone == "norm":
@@ -111,17 +131,40 @@ def _different_collectives(rank: int, world_size: int) -> None:
             if rank == 1 and (alone, others) == ("dict", "forward"):
                 time.sleep(1.5)  # the other two have found out and left
             model(inputs).sum().backward()
-            if rank > 0 and others == "barrier":
-                dist.barrier()  # which rank 0 ends, after the error
-                continue
             start = time.monotonic()
-            with pytest.raises(CollectiveError, match="for one another in different") as error:
+            with pytest.raises(CollectiveError, match=ENDLESS) as error:
                 call[alone if rank == 0 else others]()
             assert time.monotonic() - start < 20
-            if others == "barrier":
-                dist.barrier()
         for number, where in zip(("0", "[12]"), expected, strict=True):  # two may be enough
             error.match(rf"rank {number} in \[{where}")
+
+
+# ---------------------------------------------------------------- the program's own
+
+
+def test_a_rank_in_a_barrier_of_the_program_is_named() -> None:
+    """Nothing raises before the group's timeout, but the log says which rank is not coming."""
+    run_ranks(_own_barrier, 3, fresh=True, group_timeout=4)
+
+
+def _own_barrier(rank: int, world_size: int) -> None:
+    watchdog.PATIENCE_SECONDS = 1.5
+    lines = _Lines()
+    logging.getLogger("flatshard").addHandler(lines)
+    case = CASES["mlp"]
+    model = case.wrap(case.model())
+    model(case.batch(rank, 2)[0])
+    with mock.patch.multiple(detector, **QUICK):
+        if rank != 0:
+            with pytest.raises(RuntimeError):
+                dist.barrier()
+            assert not lines.lines
+            return
+        with pytest.raises(CollectiveError):
+            model.state_dict()
+    (line,) = lines.lines
+    assert "No wait in a collective of flatshard is known of rank 1, 2, which" in line, line
+    assert "in a barrier or a collective of the program itself" in line, line
 
 
 def test_the_programs_own_collectives_may_last() -> None:
@@ -149,9 +192,120 @@ def _barrier_of_its_own(rank: int, world_size: int) -> None:
             under_way.wait()
 
 
+# ---------------------------------------------------------------- what does not switch it off
+
+
+class Unreliable:
+    """A store that fails at times."""
+
+    def __init__(self, store: Any, failures: int) -> None:
+        self.store, self.failures = store, failures
+
+    def __getattr__(self, name: str) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise dist.DistNetworkError("Connection reset by peer")
+        return getattr(self.store, name)
+
+
+def test_detection_survives_other_threads_and_failures_of_the_store() -> None:
+    """Each of these switched it off for good, and said nothing."""
+    run_ranks(_survives, 2, free_port(), init_group=False, fresh=True)
+
+
+def _survives(rank: int, world_size: int, port: int) -> None:
+    init_by_tcp(rank, world_size, port, 30)
+    lines = _Lines()
+    logging.getLogger("flatshard").addHandler(lines)
+    case = CASES["mlp"]
+    model = case.wrap(case.model())
+    inputs, _ = case.batch(rank, 2)
+    other = threading.Thread(target=lambda: model(inputs))  # evaluates, and ends
+    other.start()
+    other.join()
+    model(inputs)
+    store, left = detector._own_store, [2]
+
+    def own_store() -> Any:
+        return Unreliable(store(), left.pop() if left else 0)
+
+    with (
+        mock.patch.multiple(detector, **QUICK),
+        mock.patch.object(detector, "_own_store", own_store),
+        pytest.raises(CollectiveError, match=ENDLESS),
+    ):
+        model.state_dict() if rank == 0 else model(inputs)
+    (line,) = lines.lines
+    assert line == "looking for deadlocks failed, and goes on: Connection reset by peer"
+
+
+def test_a_second_thread_that_lives_is_said() -> None:
+    run_ranks(_second_thread, 2, fresh=True, group_timeout=4)
+
+
+def _second_thread(rank: int, world_size: int) -> None:
+    """It may begin what others wait for, so nothing is certain; who waits long says that."""
+    watchdog.PATIENCE_SECONDS = 1.5
+    lines = _Lines()
+    logging.getLogger("flatshard").addHandler(lines)
+    case = CASES["mlp"]
+    model = case.wrap(case.model())
+    inputs, _ = case.batch(rank, 2)
+    is_over = threading.Event()
+    other = threading.Thread(target=lambda: (model(inputs), is_over.wait()))
+    other.start()
+    time.sleep(0.5)
+    with mock.patch.multiple(detector, **QUICK), pytest.raises(CollectiveError) as error:
+        model.state_dict() if rank == 0 else model(inputs)
+    is_over.set()
+    other.join()
+    assert ENDLESS not in str(error.value)
+    assert any("2 threads of this process communicate" in line for line in lines.lines), lines.lines
+
+
+def test_overlapping_waits_of_two_threads() -> None:
+    """A wait that was over was logged, since the other thread's had begun before its end."""
+    watched, lines = watchdog.watched, _Lines()
+    logging.getLogger("flatshard").addHandler(lines)
+    dog = watchdog.Watchdog()
+    one, two = (watched(lambda name=name: name) for name in ("one", "two"))
+    with (
+        mock.patch.object(watchdog, "_watchdog", dog),
+        mock.patch.object(watchdog, "PATIENCE_SECONDS", 0.0),
+        mock.patch.object(watchdog.Watchdog, "_start"),
+    ):
+        first = threading.Thread(target=one.__enter__)
+        first.start()
+        first.join()
+        with two:
+            one.__exit__()
+            assert dog.current() is two.wait
+        dog._look()
+        assert not lines.lines
+        with two:
+            dog._look()
+            dog._look()
+    logging.getLogger("flatshard").removeHandler(lines)
+    (line,) = lines.lines
+    assert line.startswith("waiting for 0 seconds: two. ")
+
+
+def test_reports_are_not_pickled() -> None:
+    """Whoever reached the store could run code on every rank."""
+    need = detector.WaitCondition("group", ("gather", 4), 7, (1, 2), abort=print)
+    verdict = detector._Verdict("why", {0: 1 << 50, 2: 5})
+    report = detector._Report(3, 1, "text", need, {"group": {"('gather', 4)": 6}}, verdict)
+    heard = detector._Report.from_json(report.to_json().encode())
+    assert heard.verdict == verdict
+    assert heard.need == detector.WaitCondition("group", "('gather', 4)", 7, (1, 2))
+    assert need.missing(heard.begun) == heard.need.missing(heard.begun) == 1
+    with pytest.raises(ValueError, match=r"decode|Expecting"):
+        detector._Report.from_json(pickle.dumps(report.text))
+
+
 LOOKS_AT_THE_END = """
 import threading, time
-from flatshard.comm.deadlock import detector as standstill, watchdog
+from flatshard.comm.deadlock import detector, watchdog
 
 def look(self, wait):
     begun.set()
@@ -159,8 +313,8 @@ def look(self, wait):
     print("looked", flush=True)
 
 begun = threading.Event()
-standstill.LOOK_SECONDS = 0.01
-standstill.Deadlock.look = look
+detector.LOOK_SECONDS = 0.01
+detector.Deadlock.look = look
 with watchdog.watched(lambda: "something"):
     begun.wait()
 """

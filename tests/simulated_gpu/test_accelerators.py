@@ -166,7 +166,7 @@ def _as_late_as_can_be(rank: int, world_size: int) -> None:
 
 
 def test_a_thread_of_autograd_is_no_second_thread_that_waits() -> None:
-    """An accelerator's backward has a thread of its own: nobody looked for standstills there."""
+    """An accelerator's backward has a thread of its own: nobody looked for deadlocks there."""
 
     def hook(_: Tensor) -> None:
         with watched(lambda: "something"):
@@ -178,11 +178,11 @@ def test_a_thread_of_autograd_is_no_second_thread_that_waits() -> None:
         out.register_hook(hook)
         out.sum().backward()
 
-    before = set(watchdog._waiting_threads)
+    before = set(watchdog._watchdog._users)
     thread = threading.Thread(target=backward)
     thread.start()
     thread.join()
-    assert watchdog._waiting_threads == before
+    assert watchdog._watchdog._users == before
 
 
 def test_gloo_with_tensors_of_a_device_is_waited_for_by_the_host() -> None:

@@ -1,31 +1,27 @@
 """``Deadlock``: finds out that ranks wait for one another in different collectives.
 
-A rank that waits says in what, and how far it got, in the process group's store, where the others
-look once they have waited for some seconds themselves. Nothing is said or read before.
+A rank that waits publishes in what, and how far it got, in the process group's store, where the
+others look once they have waited for some seconds themselves. Before that nothing is published or
+read.
 
 [Note: proof]
 A collective needs every rank to begin it. Ranks of which each waits for one of the others that has
 not begun what it waits for will wait for ever, if they all wait at the same time. That is certain
-where a rank sees each of them say the same wait before and after one moment: what a rank said is
-said again, with a higher number, as long as the wait lasts, and what waits begins nothing. A rank
-that computes, loads or evaluates says nothing, and nobody who waits for it alone stands still.
+where a rank sees each of them publish the same wait before and after one moment: a rank publishes
+its wait again, with a higher number, as long as the wait lasts, and what waits begins nothing. A
+rank that computes, loads or evaluates publishes nothing, and ranks that wait for it alone are in no
+deadlock.
 
-A process of which several threads wait is taken to be never waiting: one may begin what others
-wait for.
-
-[Note: the program's own]
-A rank may wait as well in a barrier or another collective that the program calls itself. Where it
-has called ours before by the same thread, that is said likewise: it needs all ranks of its group
-to begin as many collectives of the group as this one has. A rank of which that is not known is
-taken to have begun them.
+A process of which several threads communicate publishes nothing: one may begin what others wait
+for. So does one that waits in a barrier or another collective of the program itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
-import pickle
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable
@@ -33,25 +29,20 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from flatshard.comm.deadlock import program_collectives
-from flatshard.comm.deadlock.program_collectives import ProgramCollective
-
 FIRST_LOOK_SECONDS = 3.0
-"""How long a rank has waited before it says so."""
+"""How long a rank has waited before it publishes that."""
 
 LOOK_SECONDS = 1.0
-_LONGEST_LOOK_SECONDS = 8.0
-_OF_PROGRAM = "the program's"
-"""The kind of collectives that the program calls itself."""
+LONGEST_LOOK_SECONDS = 8.0
 
-_ASKED = 16  # of the ranks that are waited for, so many are asked: one that stands still is enough
+_ASKED = 16  # of the ranks that are waited for, so many are asked: one in a deadlock is enough
 
 
 class CollectiveCounter:
-    """Which collectives of one group this rank has begun: how many of each kind."""
+    """Counts the collectives of one group that this rank has begun, by kind."""
 
     def __init__(self, name: str, ranks: Iterable[int], rank: int) -> None:
-        """Nothing yet.
+        """Start at nothing.
 
         Args:
             name: the group's, the same on all ranks.
@@ -61,7 +52,7 @@ class CollectiveCounter:
         self.name = name
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}
-        _progress[name] = self
+        _counters[name] = self
 
     def begin(self, kind: Hashable, *, abort: Callable[[], None] | None = None) -> WaitCondition:
         """Count one more; returns what its end needs: that all other ranks begin it."""
@@ -69,26 +60,26 @@ class CollectiveCounter:
         return WaitCondition(self.name, kind, number, self.others, abort)
 
     def reach(self, kind: Hashable, number: int) -> None:
-        """Say that this rank has begun the ``number``-th."""
+        """Record that this rank has begun ``number`` of a kind."""
         self.begun[kind] = number
 
     def needs(self, kind: Hashable, number: int) -> WaitCondition:
-        """What a wait for the others' ``number``-th needs."""
+        """What a wait needs that ends when all other ranks have begun ``number`` of a kind."""
         return WaitCondition(self.name, kind, number, self.others)
 
 
-_progress: weakref.WeakValueDictionary[str, CollectiveCounter] = weakref.WeakValueDictionary()
+_counters: weakref.WeakValueDictionary[str, CollectiveCounter] = weakref.WeakValueDictionary()
 
 
 class WaitCondition(NamedTuple):
-    """What a wait needs: that other ranks begin something.
+    """What ends a wait: other ranks begin something.
 
     Attributes:
         group: the name of a ``CollectiveCounter``.
         kind: of what they begin.
-        number: the how manieth.
+        number: ordinal among those of its kind, counted per rank.
         ranks: who has to; by their numbers in the default group.
-        abort: makes the wait fail, where it does not ask for ``verdict`` itself.
+        abort: makes the wait fail, where it does not call ``watchdog.check`` itself.
     """
 
     group: str
@@ -97,36 +88,35 @@ class WaitCondition(NamedTuple):
     ranks: tuple[int, ...]
     abort: Callable[[], None] | None = None
 
-    def as_said(self) -> _SaidNeed:
-        """For other ranks."""
-        return self.group, self.kind, self.number, self.ranks
-
-
-_SaidNeed = tuple[str, Hashable, int, tuple[int, ...]]
-"""A need without ``abort``, which other processes cannot call."""
+    def missing(self, begun: dict[str, dict[str, int]]) -> int:
+        """How many more of its kind a rank has to begin that has begun these."""
+        return self.number - begun.get(self.group, {}).get(str(self.kind), 0)
 
 
 class BlockedWait:
     """A wait of this process.
 
     Attributes:
-        began: when, as ``time.monotonic`` says.
+        began: when, by ``time.monotonic``.
         describe: says what is waited for.
-        need: what would end it; None: nobody can tell.
-        number: what this rank calls it; 0: it was not said yet.
+        need: what ends it; None: unknown.
+        number: identifies it to other ranks; 0: not published yet.
         verdict: why it will not end; None: it may.
+        thread: the number of the thread that waits.
+        was_logged: whether its length was.
     """
 
     def __init__(self, describe: Callable[[], str], need: WaitCondition | None) -> None:
         """It begins now."""
         self.began = time.monotonic()
         self.describe, self.need = describe, need
-        self.number = 0
+        self.number = self.thread = 0
         self.verdict: str | None = None
+        self.was_logged = False
 
 
 class _Verdict(NamedTuple):
-    """That waits will not end.
+    """The finding that waits will not end.
 
     Attributes:
         text: why.
@@ -137,48 +127,37 @@ class _Verdict(NamedTuple):
     waits: dict[int, int]
 
 
-class _Said(NamedTuple):
-    """What a rank says while it waits."""
+class _Report(NamedTuple):
+    """What a rank publishes while it waits.
+
+    Attributes:
+        wait: identifies the wait; 0: it is over.
+        time: how often that was published.
+        text: what is waited for, in words.
+        need: what would end the wait.
+        begun: collectives that the rank has begun, by group and kind.
+        verdict: what it found out before it gave up waiting.
+    """
 
     wait: int
     time: int
-    """The how manieth time it says that."""
     text: str
-    need: _SaidNeed
-    begun: dict[str, dict[Hashable, int]]
+    need: WaitCondition
+    begun: dict[str, dict[str, int]]
     verdict: _Verdict | None
-    """What it found out before it gave up waiting."""
 
-    def lacks(self, need: _SaidNeed) -> bool:
-        """Whether it has not begun what another rank needs."""
-        group, kind, number, _ = need
-        unknown = number if kind == _OF_PROGRAM else 0
-        return self.begun.get(group, {}).get(kind, unknown) < number
+    def to_json(self) -> str:
+        need = [self.need.group, str(self.need.kind), self.need.number, self.need.ranks]
+        return json.dumps(self._replace(need=need))  # type: ignore[arg-type]
 
-    def was_to_begin(self, need: _SaidNeed) -> bool:
-        """Whether what another rank needs is the next of its kind that this one would begin."""
-        group, kind, number, _ = need
-        return self.begun.get(group, {}).get(kind, 0) == number - 1
-
-
-class ProgramWaits:
-    """Waits of a thread in collectives of the program's own, one after another."""
-
-    def __init__(self) -> None:
-        """None was seen."""
-        self._collective: ProgramCollective | None = None
-        self._wait: BlockedWait | None = None
-
-    def of(self, thread: int) -> BlockedWait | None:
-        """The one that a thread is in now; the same as before while it lasts."""
-        found = program_collectives.waited_for_in(thread)
-        if found != self._collective:
-            self._collective, self._wait = found, None
-            if found is not None:
-                others = tuple(rank for rank in found.ranks if rank != dist.get_rank())
-                need = WaitCondition(found.group, _OF_PROGRAM, found.number, others)
-                self._wait = BlockedWait(found.describe, need)
-        return self._wait
+    @classmethod
+    def from_json(cls, text: bytes) -> _Report:
+        """Not pickled: whoever reaches the store could run code in every rank."""
+        wait, count, words, (group, kind, number, ranks), begun, verdict = json.loads(text)
+        if verdict is not None:
+            verdict = _Verdict(verdict[0], {int(r): n for r, n in verdict[1].items()})
+        need = WaitCondition(group, kind, number, tuple(ranks))
+        return cls(wait, count, words, need, begun, verdict)
 
 
 class Deadlock:
@@ -186,125 +165,154 @@ class Deadlock:
 
     def __init__(self) -> None:
         """Nothing was looked at."""
-        self._numbers = itertools.count(int.from_bytes(os.urandom(6), "big") << 10)
+        self._numbers = itertools.count(int.from_bytes(os.urandom(5), "big") << 10)
         self._wait: BlockedWait | None = None
         self._times = 0
         self._pause = self._next = 0.0
-        self._before: dict[int, _Said] = {}
+        self._before: dict[int, _Report] = {}
+        self._store: Any = None
+        self._world: Any = None  # whose store that is
 
-    def look(self, wait: BlockedWait) -> None:
-        """Say that ``wait`` goes on, and set its ``verdict`` if it will for ever."""
-        if wait.need is None or wait.verdict or not dist.is_initialized():
+    def look(self, wait: BlockedWait | None) -> None:
+        """Publish that ``wait`` goes on, and set its ``verdict`` if it will for ever.
+
+        Args:
+            wait: this rank's; None: it waits for nobody.
+        """
+        if not dist.is_initialized():
             return
         if wait is not self._wait:
-            self._wait, self._times, self._before = wait, 0, {}
-            self._pause, self._next = LOOK_SECONDS, wait.began + FIRST_LOOK_SECONDS
-            wait.number = next(self._numbers)
+            self._withdraw()
+            if wait is not None:
+                self._wait = wait
+                self._pause, self._next = LOOK_SECONDS, wait.began + FIRST_LOOK_SECONDS
         now = time.monotonic()
-        if now < self._next:
+        if wait is None or wait.need is None or wait.verdict or now < self._next:
             return
-        self._say(wait, None)
+        self._next = now + LONGEST_LOOK_SECONDS  # if the store fails
+        if not wait.number:
+            # A connection of its own: another thread may hold up the default group's.
+            self._store, self._world = _own_store(), weakref.ref(dist.group.WORLD)
+            wait.number = next(self._numbers)
+        self._publish(wait, wait.need, None)
         stuck = self._stuck(dist.get_rank())
-        verdict = verdict_of_others(wait)
+        verdict = verdict_of_others(wait, self._store)
         if verdict is None and stuck and self._is_certain(stuck):
             verdict = _Verdict(_in_words(stuck), _waits(stuck))
         if verdict is not None:
-            self._say(wait, verdict)  # before the others hear of it by their connections
+            # Before the others notice that this rank leaves.
+            self._publish(wait, wait.need, verdict)
             wait.verdict = verdict.text
             if wait.need.abort is not None:
                 wait.need.abort()
             return
         if _waits(stuck) != _waits(self._before):
             self._before = stuck
-        self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, _LONGEST_LOOK_SECONDS)
+        self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, LONGEST_LOOK_SECONDS)
         self._next = now + self._pause
 
-    def _say(self, wait: BlockedWait, verdict: _Verdict | None) -> None:
-        assert wait.need is not None, "what nobody can tell is not said"
-        self._times += 1
-        begun: dict[str, dict[Hashable, int]] = {}
-        for progress in [known() for known in _progress.valuerefs()]:  # more may come meanwhile
-            if progress is not None:
-                begun[progress.name] = dict(progress.begun)
-        for name, number in program_collectives.begun().items():
-            begun.setdefault(name, {})[_OF_PROGRAM] = number
-        need, text = wait.need.as_said(), wait.describe()
-        said = _Said(wait.number, self._times, text, need, begun, verdict)
-        _store().set(_key(dist.get_rank()), pickle.dumps(said))
+    def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
+        """Ranks that a published wait is for and that publish none of their own."""
+        if wait is not self._wait or not wait.number or wait.need is None:
+            return []
+        with contextlib.suppress(Exception):  # the store may be gone; the log says the rest
+            reports = _reports_for(wait.need, self._store)
+            return [rank for rank in wait.need.ranks[:_ASKED] if rank not in reports]
+        return []
 
-    def _stuck(self, rank: int) -> dict[int, _Said]:
-        """What the ranks say of which each waits for another one of them, if ``rank`` is one."""
-        said: dict[int, _Said] = {}
+    def _withdraw(self) -> None:
+        """Publish that the last wait is over. A verdict stays, for ranks that come later."""
+        wait, self._wait, self._before = self._wait, None, {}
+        if wait is None or wait.need is None or not wait.number or wait.verdict:
+            return
+        if self._world is not None and self._world() is dist.group.WORLD:
+            over = _Report(0, 0, "", wait.need._replace(ranks=()), {}, None)
+            with contextlib.suppress(Exception):  # the store may end before this process
+                self._store.set(_key(dist.get_rank()), over.to_json())
+
+    def _publish(self, wait: BlockedWait, need: WaitCondition, verdict: _Verdict | None) -> None:
+        self._times += 1
+        counters = [known() for known in _counters.valuerefs()]  # more may come meanwhile
+        begun = {
+            counter.name: {str(kind): number for kind, number in counter.begun.copy().items()}
+            for counter in counters
+            if counter is not None
+        }
+        report = _Report(wait.number, self._times, wait.describe(), need, begun, verdict)
+        self._store.set(_key(dist.get_rank()), report.to_json())
+
+    def _stuck(self, rank: int) -> dict[int, _Report]:
+        """Reports of ranks of which each waits for another one of them, if ``rank`` is one."""
+        reports: dict[int, _Report] = {}
         to_ask = [rank]
         while to_ask:
             asked = to_ask.pop()
-            told = None if asked in said else _heard(asked)
-            if told is not None and told.verdict is None:
-                said[asked] = told
-                to_ask += told.need[3][:_ASKED]
+            report = None if asked in reports else _read(self._store, asked)
+            if report is not None and report.wait and report.verdict is None:
+                reports[asked] = report
+                to_ask += report.need.ranks[:_ASKED]
         while True:
             stuck = {
-                one: told
-                for one, told in said.items()
-                if any(peer in said and said[peer].lacks(told.need) for peer in told.need[3])
+                one: report
+                for one, report in reports.items()
+                if any(
+                    peer in reports and report.need.missing(reports[peer].begun) > 0
+                    for peer in report.need.ranks
+                )
             }
-            if len(stuck) == len(said):
+            if len(stuck) == len(reports):
                 return stuck if rank in stuck else {}
-            said = stuck
+            reports = stuck
 
-    def _is_certain(self, stuck: dict[int, _Said]) -> bool:
-        """Whether all have said the same before, and again since; see the note."""
+    def _is_certain(self, stuck: dict[int, _Report]) -> bool:
+        """Whether all have published the same before, and again since; see the note."""
         return _waits(stuck) == _waits(self._before) and all(
-            told.time > self._before[rank].time for rank, told in stuck.items()
+            report.time > self._before[rank].time for rank, report in stuck.items()
         )
 
 
-def verdict_of_others(wait: BlockedWait) -> _Verdict | None:
+def verdict_of_others(wait: BlockedWait, store: Any) -> _Verdict | None:
     """Why the wait does not end, if ranks that it is for have found that out."""
-    verdicts = (told.verdict for told in _heard_for(wait).values())
+    assert wait.need is not None, "an unknown need has no ranks"
+    verdicts = (report.verdict for report in _reports_for(wait.need, store).values())
     return next((one for one in verdicts if one is not None and _is_about(wait, one)), None)
 
 
 def explain(wait: BlockedWait) -> str | None:
     """Why the wait, which failed, could not end; None if that is not known.
 
-    Ranks that it is for may have given up another wait before this one was said, and have left.
+    Ranks that it is for may have given up another wait before this one was published, and left.
     """
-    if wait.verdict is not None or wait.need is None:
+    if wait.verdict is not None or wait.need is None or not dist.is_initialized():
         return wait.verdict
-    heard, need = _heard_for(wait), wait.need.as_said()
-    for told in heard.values():
-        verdict = told.verdict
-        if verdict is not None and (
-            _is_about(wait, verdict)
-            or any(
-                rank in heard and heard[rank].wait == number and heard[rank].was_to_begin(need)
+    with contextlib.suppress(Exception):  # the store may be gone; the backend's error is not lost
+        reports = _reports_for(wait.need, _default_store())
+        for verdict in [report.verdict for report in reports.values() if report.verdict]:
+            if _is_about(wait, verdict) or any(
+                rank in reports
+                and reports[rank].wait == number
+                and wait.need.missing(reports[rank].begun) == 1  # it would have begun it next
                 for rank, number in verdict.waits.items()
-            )
-        ):
-            return verdict.text
+            ):
+                return verdict.text
     return None
 
 
-def _heard_for(wait: BlockedWait) -> dict[int, _Said]:
-    """What the ranks that the wait is for said last."""
-    if wait.need is None:
-        return {}
-    with contextlib.suppress(Exception):  # a store that is gone
-        heard = {rank: _heard(rank) for rank in wait.need.ranks[:_ASKED]}
-        return {rank: told for rank, told in heard.items() if told is not None}
-    return {}
+def _reports_for(need: WaitCondition, store: Any) -> dict[int, _Report]:
+    """What the ranks that a wait is for publish, if they wait."""
+    reports = {rank: _read(store, rank) for rank in need.ranks[:_ASKED]}
+    return {rank: one for rank, one in reports.items() if one is not None and one.wait}
 
 
 def _is_about(wait: BlockedWait, verdict: _Verdict) -> bool:
     return wait.number > 0 and verdict.waits.get(dist.get_rank()) == wait.number
 
 
-def _waits(stuck: dict[int, _Said]) -> dict[int, int]:
-    return {rank: told.wait for rank, told in stuck.items()}
+def _waits(stuck: dict[int, _Report]) -> dict[int, int]:
+    return {rank: report.wait for rank, report in stuck.items()}
 
 
-def _in_words(stuck: dict[int, _Said]) -> str:
+def _in_words(stuck: dict[int, _Report]) -> str:
     waits = "; ".join(f"rank {rank} in [{stuck[rank].text}]" for rank in sorted(stuck))
     return (
         f"the ranks wait for one another in different collectives, for ever: {waits}. All ranks "
@@ -315,17 +323,24 @@ def _in_words(stuck: dict[int, _Said]) -> str:
     )
 
 
-def _store() -> Any:
+def _default_store() -> Any:
     """The process group's."""
     assert dist.group.WORLD is not None, "there is a default group"
     return dist.group.WORLD.get_group_store()  # type: ignore[attr-defined]
+
+
+def _own_store() -> Any:
+    store = _default_store()
+    with contextlib.suppress(AttributeError, RuntimeError):  # not every kind can be cloned
+        return store.clone()
+    return store
 
 
 def _key(rank: int) -> str:
     return f"flatshard/waits/{rank}"
 
 
-def _heard(rank: int) -> _Said | None:
-    """What a rank says, or said last."""
-    key, store = _key(rank), _store()
-    return pickle.loads(store.get(key)) if store.check([key]) else None  # type: ignore[no-any-return]
+def _read(store: Any, rank: int) -> _Report | None:
+    """What a rank published last; None if it never did."""
+    key = _key(rank)
+    return _Report.from_json(store.get(key)) if store.check([key]) else None

@@ -2,7 +2,8 @@
 
 One thread per process looks now and then at what the process waits for, and logs it (logger
 ``flatshard``, level WARNING) once per wait. It ends a wait only where it is certain that it would
-last for ever (``standstill``). The program's own waits are not logged, unless they last for ever.
+last for ever (``detector``). Where the ranks that are waited for are in no collective of flatshard,
+but perhaps in a barrier of the program itself, the log says that; nothing is raised.
 
 [Note: the end of the program]
 Python ends a thread that is still there by unwinding it, and a thread that is unwound in the middle
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from collections.abc import Callable
 import torch
 
 from flatshard.comm.deadlock import detector
-from flatshard.comm.deadlock.detector import BlockedWait, Deadlock, ProgramWaits, WaitCondition
+from flatshard.comm.deadlock.detector import BlockedWait, Deadlock, WaitCondition
 
 PATIENCE_SECONDS = 60.0
 """How long a wait may take before it is logged."""
@@ -36,10 +38,99 @@ _END_SECONDS = 5.0
 """How long the end of the program waits for the thread."""
 
 _logger = logging.getLogger("flatshard")
-_thread: threading.Thread | None = None
-_looking = threading.Lock()  # held where the thread is in a backend's code
-_wait: BlockedWait | None = None
-_waiting_threads: set[int] = set()
+
+
+class Watchdog:
+    """The waits of this process, and the thread that looks at them."""
+
+    def __init__(self) -> None:
+        """No thread runs before the first wait."""
+        self._pid = 0
+        self._waits: list[BlockedWait] = []  # by all threads, in the order of their beginnings
+        self._users: set[threading.Thread] = set()
+        self._thread: threading.Thread | None = None
+        self._looking = threading.Lock()  # held where the thread is in a backend's code
+        self._deadlock = Deadlock()
+        self._failure = ""
+
+    def add(self, wait: BlockedWait) -> None:
+        """Look at a wait of this thread from now on."""
+        if self._pid != os.getpid():
+            self._start()
+        wait.thread = threading.get_ident()
+        # Autograd has a thread per accelerator; who called backward does nothing meanwhile.
+        if torch._C._current_graph_task_id() == -1:
+            self._users.add(threading.current_thread())
+        self._waits.append(wait)
+
+    def remove(self, wait: BlockedWait) -> None:
+        """The wait is over."""
+        if wait in self._waits:  # not where the process was forked inside of it
+            self._waits.remove(wait)
+
+    def current(self) -> BlockedWait | None:
+        """The innermost wait of this thread."""
+        thread = threading.get_ident()
+        return next((wait for wait in reversed(self._waits) if wait.thread == thread), None)
+
+    def _start(self) -> None:
+        self.__init__()  # type: ignore[misc]  # a fork has neither its parent's thread nor waits
+        self._pid = os.getpid()
+        thread = threading.Thread(target=self._watch, name="flatshard-watchdog", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            _logger.warning("deadlocks and long waits are not looked for: %s", error)
+        else:
+            self._thread = thread
+
+    def stop(self) -> None:
+        """Let the thread look at nothing any more; see the note on the end of the program."""
+        if self._thread is not None and self._thread.is_alive():
+            self._looking.acquire(timeout=_END_SECONDS)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(PATIENCE_SECONDS / 4, detector.LOOK_SECONDS))
+            try:
+                with self._looking:
+                    self._look()
+            except Exception as error:  # the store's, mostly: it may come back
+                if str(error) != self._failure:
+                    self._failure = str(error)
+                    _logger.warning("looking for deadlocks failed, and goes on: %s", error)
+
+    def _look(self) -> None:
+        waits = list(self._waits)
+        # What has ended begins nothing that other ranks could wait for.
+        self._users -= {thread for thread in tuple(self._users) if not thread.is_alive()}
+        now = time.monotonic()
+        for wait in {wait.thread: wait for wait in waits}.values():  # the innermost of each thread
+            if not wait.was_logged and now - wait.began >= PATIENCE_SECONDS:
+                wait.was_logged = True
+                _logger.warning("waiting for %d seconds: %s", now - wait.began, self._about(wait))
+        if len(self._users) == 1:
+            self._deadlock.look(waits[-1] if waits else None)
+
+    def _about(self, wait: BlockedWait) -> str:
+        """What is waited for, and what is known of the ranks that do not come."""
+        lines = [wait.describe()]
+        if len(self._users) > 1:
+            lines.append(
+                f"{len(self._users)} threads of this process communicate, so that it is not "
+                "looked whether ranks wait for one another"
+            )
+        elsewhere = ", ".join(map(str, self._deadlock.ranks_elsewhere(wait)))
+        if elsewhere:
+            lines.append(
+                f"No wait in a collective of flatshard is known of rank {elsewhere}, which "
+                "computes, has ended, or is in a barrier or a collective of the program itself"
+            )
+        return ". ".join([*lines, _REMEDY])
+
+
+_watchdog = Watchdog()
+atexit.register(_watchdog.stop)
 
 
 class watched:
@@ -53,23 +144,17 @@ class watched:
         wait: the wait.
     """
 
-    __slots__ = ("_before", "wait")
+    __slots__ = ("wait",)
 
     def __init__(self, describe: Callable[[], str], need: WaitCondition | None = None) -> None:
         self.wait = BlockedWait(describe, need)
 
     def __enter__(self) -> BlockedWait:
-        global _wait
-        _start()
-        # Autograd has a thread per accelerator; who called backward does nothing meanwhile.
-        if torch._C._current_graph_task_id() == -1:
-            _waiting_threads.add(threading.get_ident())
-        self._before, _wait = _wait, self.wait
+        _watchdog.add(self.wait)
         return self.wait
 
     def __exit__(self, *_: object) -> None:
-        global _wait
-        _wait = self._before
+        _watchdog.remove(self.wait)
 
 
 def check() -> None:
@@ -78,56 +163,6 @@ def check() -> None:
     Raises:
         RuntimeError: other ranks wait for this one in another collective.
     """
-    wait = _wait
+    wait = _watchdog.current()
     if wait is not None and wait.verdict is not None:
         raise RuntimeError(wait.verdict)
-
-
-def _start() -> None:
-    global _thread, _looking
-    if _thread is None or not _thread.is_alive():  # a forked child has none
-        _looking = threading.Lock()
-        _thread = threading.Thread(
-            target=_watch, args=(_looking,), name="flatshard-watchdog", daemon=True
-        )
-        _thread.start()
-
-
-@atexit.register
-def _stop() -> None:
-    """Let the thread look at nothing any more; see the note on the end of the program."""
-    if _thread is not None and _thread.is_alive():
-        _looking.acquire(timeout=_END_SECONDS)
-
-
-def _look_at_own(watcher: Deadlock, wait: BlockedWait | None) -> None:
-    """Look at a wait of the program's own, and log that it does not end: nobody makes it fail."""
-    if wait is not None and wait.verdict is None:
-        watcher.look(wait)
-        if wait.verdict is not None:
-            _logger.warning("%s", wait.verdict)
-
-
-def _watch(looking: threading.Lock) -> None:
-    said = None
-    watcher: Deadlock | None = Deadlock()
-    program = ProgramWaits()
-    while True:
-        time.sleep(min(PATIENCE_SECONDS / 4, detector.LOOK_SECONDS))
-        wait = _wait
-        try:
-            threads = tuple(_waiting_threads)
-            if watcher is not None and len(threads) == 1:
-                with looking:
-                    if wait is not None:
-                        watcher.look(wait)
-                    else:
-                        _look_at_own(watcher, program.of(threads[0]))
-        except Exception:  # a store that is gone, say; what is waited for tells the rest
-            _logger.debug("standstills are not looked for any more", exc_info=True)
-            watcher = None
-        if wait is None or wait is said or time.monotonic() - wait.began < PATIENCE_SECONDS:
-            continue
-        said = wait
-        seconds = round(time.monotonic() - wait.began)
-        _logger.warning("waiting for %d seconds: %s. %s", seconds, wait.describe(), _REMEDY)
