@@ -226,7 +226,7 @@ class GradPublish:
                 if is_view:
                     set_grad(param, self._unreduced_view(index, part))
                 grad: Any = param.grad
-                grad._unreduced_of = params.unit_name
+                grad.unreduced_of = params.unit_name
                 self._unreduced[index] = (grad, local_range(grad)._version, is_view)
         self.give_hooks_back()
 
@@ -272,7 +272,7 @@ class GradPublish:
                     is_edited = replaced or bool(local.any())
                     self.was_edited |= is_edited
                     dropped = not is_edited
-                del shown._unreduced_of
+                del shown.unreduced_of
                 if is_view and not replaced:
                     param.grad = None
                 if dropped:
