@@ -212,7 +212,7 @@ class RunContext:
         """Free memory that is kept for the next step."""
         for unit in self.units:
             for handle in unit.handles:
-                handle.grad_publish.spare.give_back()
+                handle.reduce_plan.give_back()
         POOL.give_back()
 
     def _plan_syncs(self) -> None:
