@@ -41,8 +41,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from flatshard.comm import registry
-from flatshard.options import strategy as strategies
+from flatshard.comm import topology
+from flatshard.options import collectives as collective_options
 
 PRELOAD = [
     "flatshard.wrap",
@@ -50,10 +50,11 @@ PRELOAD = [
     "tests.harness",
     "tests.models",
     "tests.oracle",
+    "tests.side",
     "torch._dynamo",  # torch loads it, in more than a second, when it makes the first optimizer
 ]
 ROOT = Path(__file__).resolve().parents[1]
-strategies.COALESCE_BYTES = 0  # the tests' models are so small that each would be one unit
+collective_options.COALESCE_BYTES = 0  # the tests' models are so small that each would be one unit
 CALLS_PER_PROCESS = 60
 """After so many calls a process is replaced, which bounds what tests may leave behind."""
 THREADS_PER_PROCESS = 40
@@ -408,7 +409,7 @@ def _serve(setup: _Setup, pipe: Connection) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-        registry.forget_destroyed()
+        topology.forget_destroyed()
     gc.collect()
     ended = (_State.ENDED, time.monotonic(), None)
     if lost:

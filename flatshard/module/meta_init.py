@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import Checksum, as_bytes, checksum, raise_everywhere
+from flatshard.comm.consistency import Checksum, checksum, raise_everywhere
+from flatshard.comm.flat_chunks import as_bytes
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.module.initial_values import InitialValues, give_out, names_of_different
 
@@ -226,7 +227,7 @@ def _is_patterned(tensor: Tensor) -> bool:
 # ---------------------------------------------------------------- after sharding
 
 
-def give_buffers(root: nn.Module, start: InitialValues, device: torch.device) -> None:
+def broadcast_buffers(root: nn.Module, start: InitialValues, device: torch.device) -> None:
     """Give every rank the buffers that rank 0 has, where its values count.
 
     Collective if so.
@@ -248,7 +249,7 @@ def _tie(slots: Iterable[_BufferSlot]) -> None:
         slot.module._buffers[slot.attribute] = first.setdefault(id(slot.meta), slot).held
 
 
-class Materialiser:
+class MetaInit:
     """Makes the values that are missing."""
 
     def __init__(
