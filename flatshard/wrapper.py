@@ -208,15 +208,15 @@ class ShardedWrapper(ModuleProxy):
             device=device,
         )
         built = Construction(module, auto_wrap_policy, settings, ignored, param_init_fn)
-        start = built.agree(sync_module_states)
+        initial_values = built.agree(sync_module_states)
         if ranks.world.rank == 0:
             if given.notes:
                 warnings.warn(f"ShardedWrapper ignores {'; '.join(given.notes)}", stacklevel=2)
-            for remark in built.remarks():
-                warnings.warn(remark, stacklevel=2)
-        built.make_units(self, ShardedWrapper, start)
+            for warning in built.warnings():
+                warnings.warn(warning, stacklevel=2)
+        built.make_units(self, ShardedWrapper, initial_values)
         optimizer_step.install()
-        start.warn()
+        initial_values.warn()
 
     # ------------------------------------------------------------ training
 

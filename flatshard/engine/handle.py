@@ -43,8 +43,8 @@ from flatshard.memory.buffers import BufferMemory, ShardItself
 from flatshard.memory.mapped_files import Files
 from flatshard.module.initial_values import BroadcastSource, InitialValues
 from flatshard.options.precision import GradDtypes, ParamPrecision
-from flatshard.plan.layout import FlatLayout, memory_order, strides_of
-from flatshard.plan.param_info import ParamInfo
+from flatshard.plan.layout import memory_order, strides_of
+from flatshard.plan.param_info import ParamInfo, layout_of
 from flatshard.precision.float8 import Float8Shard
 from flatshard.tensor import freed_parameter
 from flatshard.tensor.flat_parameter import part_of, view_of
@@ -135,12 +135,7 @@ class FlatParamHandle:
         self._gathered_version = -1
 
         first = owned[0].param
-        self.layout = FlatLayout.build(
-            ((o.name, o.param.shape) for o in owned),
-            world_size=topology.shard.size,
-            itemsize=first.element_size(),
-            orders=[memory_order(o.param.shape, o.param.stride()) for o in owned],
-        )
+        self.layout = layout_of(owned, topology.shard.size)
         self._float8: Float8Shard | None = None
         if precision.gather_dtype is not None and not self.is_whole:
             self._float8 = Float8Shard(precision.gather_dtype, self.layout.shard_numel)
@@ -212,7 +207,7 @@ class FlatParamHandle:
         return self.shard[local.start : local.end]
 
     def _adopt_shard(self, shard: Tensor) -> None:
-        is_uncast = _lowered(shard.dtype, self._precision.compute_dtype) == shard.dtype
+        is_uncast = self._precision.unsharded_dtype(shard.dtype) == shard.dtype
         gathers_as_is = self._secondary is None and self._float8 is None and is_uncast
         self._memory: BufferMemory | None = None
         if self.device.type == "cpu" and gathers_as_is and not self.is_whole:
@@ -255,14 +250,13 @@ class FlatParamHandle:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the full parameters."""
-        return _lowered(self.shard.dtype, self._precision.compute_dtype)
+        return self._precision.unsharded_dtype(self.shard.dtype)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which gradients are reduced."""
-        of_hook = self.comm_hook and self.comm_hook.reduce_dtype
-        lower = of_hook or self._precision.reduce_dtype or self._precision.compute_dtype
-        return _lowered(self.shard.dtype, lower)
+        of_hook = None if self.comm_hook is None else self.comm_hook.reduce_dtype
+        return self._precision.reduced_dtype(self.shard.dtype, of_hook)
 
     def _make_buffer(self) -> None:
         """The unsharded buffer and the full parameters over it; views are made once."""
@@ -755,8 +749,3 @@ class FlatParamHandle:
         twin._make_buffer()
         twin.params.use_sharded_views()
         return twin
-
-
-def _lowered(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
-    """What a policy's ``to`` makes of a parameter's ``dtype``."""
-    return to if to is not None and dtype.is_floating_point else dtype
