@@ -44,15 +44,15 @@ from flatshard.module.summon import summon
 from flatshard.optimizer import grad_norm
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.in_backward import StepInBackward
-from flatshard.options import strategy as strategies
+from flatshard.options.collectives import as_coalesce_bytes, as_transport
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
-from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
+from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_backward_prefetch
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.wrap import Policy
 from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
-from flatshard.state.state_dict_options import as_torch, read_options
+from flatshard.state.model_state import as_torch, read_options
 
 
 class ShardedWrapper(ModuleProxy):
@@ -176,7 +176,7 @@ class ShardedWrapper(ModuleProxy):
         broadcast_buffers = given.ours.get("broadcast_buffers", broadcast_buffers)
         sync_module_states = given.ours.get("sync_module_states", sync_module_states)
         device_id = given.ours.get("device_id", device_id)
-        prefetch = strategies.as_backward_prefetch(backward_prefetch)
+        prefetch = as_backward_prefetch(backward_prefetch)
         offload = as_cpu_offload(cpu_offload)
         if param_init_fn is not None and not callable(param_init_fn):
             raise TypeError(
@@ -185,14 +185,14 @@ class ShardedWrapper(ModuleProxy):
         construction.check_module(module, auto_wrap_policy)
         ignored = construction.read_ignored(module, ignored_modules, ignored_states)
         inspection.check_params(module, construction.left_alone(module, ignored))
-        transport = strategies.as_transport(collectives, wire_dtype)
+        transport = as_transport(collectives, wire_dtype)
         ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
         check_grid_is_used(ranks, placement, strategy)
         device = inspection.find_device(module, device_id, ranks.world.group, ignored)
         inspection.check_transport(device, transport)
         inspection.check_offload(device, offload)
-        if ranks.world.size > 1 and strategy is not ShardingStrategy.NO_SHARD:
+        if ranks.world.size > 1 and placement.sharded:
             inspection.check_no_gradients(module, construction.left_alone(module, ignored))
         settings = Settings(
             ranks=ranks,
@@ -203,7 +203,7 @@ class ShardedWrapper(ModuleProxy):
             backward_prefetch=prefetch,
             forward_prefetch=forward_prefetch is not False,
             use_orig_params=use_orig_params,
-            coalesce_bytes=strategies.as_coalesce_bytes(coalesce_bytes),
+            coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
             broadcast_buffers=broadcast_buffers is not False,
             device=device,
         )

@@ -18,7 +18,7 @@ from flatshard.engine.param_views import ParamViews
 from flatshard.memory import disk
 from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.buffers import storage_bytes
-from flatshard.precision.grad_dtypes import set_grad
+from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import FlatParameter, view_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 

@@ -44,7 +44,7 @@ from flatshard.optimizer.buckets import (
 )
 from flatshard.optimizer.consumed_grad import drop_consumed
 from flatshard.optimizer.local_state_guard import check_state
-from flatshard.precision.grad_dtypes import check_dtype
+from flatshard.precision.casts import check_dtype
 from flatshard.tensor.param_swap import FlattenedParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 

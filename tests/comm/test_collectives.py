@@ -18,7 +18,7 @@ from flatshard.comm.process_groups import control_of, new_group
 from flatshard.comm.topology import communicator
 from flatshard.comm.transports import sockets
 from flatshard.comm.work import AsyncWork, PendingSends
-from flatshard.options.strategy import Collectives, TransportOptions
+from flatshard.options.collectives import Collectives, TransportOptions
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks

@@ -28,8 +28,8 @@ from flatshard.engine import grad_reduce, offload, reduce_buckets
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.module import inspection
+from flatshard.options.collectives import Collectives, TransportOptions
 from flatshard.options.precision import GradDtypes
-from flatshard.options.strategy import Collectives, TransportOptions
 from flatshard.plan import coalescing
 from flatshard.plan.layout import FlatLayout
 from tests.harness import naming, run_ranks
