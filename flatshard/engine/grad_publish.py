@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.offload import DeviceToHost, OffloadTarget
 from flatshard.engine.param_views import ParamViews
-from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.buffers import storage_bytes
 from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import FlatParameter, view_of
@@ -28,7 +27,6 @@ class GradPublish:
     Attributes:
         was_edited: whether the user edited gradients here that ``no_sync`` has accumulated, each
             rank its own. All ranks raise together, when these would be reduced.
-        spare: memory of published gradients that users have dropped; see ``output``.
     """
 
     def __init__(
@@ -42,7 +40,6 @@ class GradPublish:
             target: where reduced gradients live.
         """
         self.was_edited = False
-        self.spare = BufferCache()
         self._params, self._buffer = params, grad_buffer
         self._to_host = DeviceToHost(target)
         self._reduced: Tensor | None = None
@@ -51,11 +48,6 @@ class GradPublish:
         # By index: what ``.grad`` shows of a gradient that is not reduced, its version then, and
         # whether ``.grad`` was empty before.
         self._unreduced: dict[int, tuple[Any, int, bool]] = {}
-
-    @property
-    def output(self) -> BufferCache | None:
-        """Memory for reduced gradients; None: they are copied elsewhere, so any memory will do."""
-        return self.spare if self._to_host.target.is_device else None
 
     @property
     def nbytes(self) -> int:
@@ -233,7 +225,7 @@ class GradPublish:
                 if is_view:
                     set_grad(param, self._unreduced_view(index, part))
                 grad: Any = param.grad
-                grad._unreduced_of = params.unit_name
+                grad.unreduced_of = params.unit_name
                 self._unreduced[index] = (grad, local_range(grad)._version, is_view)
         self.give_hooks_back()
 
@@ -279,7 +271,7 @@ class GradPublish:
                     is_edited = replaced or bool(local.any())
                     self.was_edited |= is_edited
                     dropped = not is_edited
-                del shown._unreduced_of
+                del shown.unreduced_of
                 if is_view and not replaced:
                     param.grad = None
                 if dropped:
