@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 import enum
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -31,31 +31,41 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.comm.topology import Topology
-from flatshard.comm.work import AsyncWork, PendingSends
-from flatshard.engine.gather import WHOLE, SecondaryShard, gather_in_two
+from flatshard.comm.work import PendingSends
+from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer, Sync
 from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
-from flatshard.engine.offload import HostToDevice, OffloadTargets
+from flatshard.engine.offload import OffloadTargets
 from flatshard.engine.param_views import ParamViews
 from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.buffers import BufferMemory, ShardItself
-from flatshard.memory.mapped_files import Files
-from flatshard.module.initial_values import BroadcastSource, InitialValues
 from flatshard.options.precision import GradDtypes, ParamPrecision
-from flatshard.plan.layout import memory_order, strides_of
+from flatshard.plan.layout import FlatLayout, memory_order, strides_of
 from flatshard.plan.param_info import ParamInfo, layout_of
-from flatshard.precision.float8 import Float8Shard
 from flatshard.tensor import freed_parameter
 from flatshard.tensor.flat_parameter import part_of, view_of
 
 
 class ShardState(enum.Enum):
-    """Whether the unsharded buffer exists. Moves only in ``FlatParamHandle``."""
+    """Whether the unsharded buffer exists. Moves only in ``FlatParamHandle._move_to``."""
 
     SHARDED = "SHARDED"
     UNSHARDING = "UNSHARDING"
     UNSHARDED = "UNSHARDED"
+
+
+_MOVES = {
+    # At once where the shard is the buffer: there is nothing to gather.
+    ShardState.SHARDED: {ShardState.UNSHARDING, ShardState.UNSHARDED},
+    # Back where the gather failed.
+    ShardState.UNSHARDING: {ShardState.UNSHARDED, ShardState.SHARDED},
+    # Gathered again where the shard was written since.
+    ShardState.UNSHARDED: {ShardState.SHARDED, ShardState.UNSHARDING},
+}
+
+HandOut = Callable[[FlatLayout, int, Tensor | None, Tensor], None]
+"""Fills this rank's part of an original parameter with rank 0's values. Collective."""
 
 
 class FlatParamHandle:
@@ -78,7 +88,7 @@ class FlatParamHandle:
         topology: the ranks that share it.
         is_whole: whether this rank's shard is all of it.
         unfilled: original parameters that have no values yet, by index.
-        unsettled: what other ranks may still be taking from this one; of all handles of a run.
+        pending_sends: what other ranks may still be taking from this one; of all handles of a run.
         summoned: the ``summon.Summoned`` that is open, or None.
         comm_hook: what the user put in the place of the usual reduction, or None.
     """
@@ -91,7 +101,8 @@ class FlatParamHandle:
         topology: Topology,
         device: torch.device,
         targets: OffloadTargets,
-        start: InitialValues,
+        missing: Collection[int],
+        hand_out: HandOut | None,
         precision: ParamPrecision,
         use_orig_params: bool,
         reduces_alone: bool,
@@ -100,13 +111,14 @@ class FlatParamHandle:
     ) -> None:
         """Keep this rank's part of ``owned``, and turn the originals into views of it.
 
-        Collective where ``start`` sends rank 0's values.
+        Collective where ``hand_out`` sends rank 0's values.
 
         Args:
             owned: parameters of one dtype and ``requires_grad``.
             unit_name: the unit's name in the unwrapped model.
             topology: the ranks that share the flat parameter.
-            start: whose values count. What has none yet is ``unfilled``.
+            missing: ids of parameters that have no values yet: they are ``unfilled``.
+            hand_out: hands rank 0's values out; None: each rank has its own.
             device: where the unit computes.
             targets: where the shard, its gradient and its optimizer state live.
             precision: in which dtypes they are gathered and reduced.
@@ -121,24 +133,20 @@ class FlatParamHandle:
         self.reduces_alone = reduces_alone
         self.topology = topology
         self.is_whole = topology.shard.size == 1
-        self._take_tags()
-        self._secondary = self._plan_secondary()
+        self._replicate_tag = topology.replicate.new_tag()
         self.device, self._offload = device, targets
-        self._to_device = HostToDevice(device, targets)
         self._precision = precision
-        self._packed: Tensor | None = None
         self.pending_sends = PendingSends()
         self.summoned: Any = None
         self.comm_hook: CommHook | None = None
         self.state = ShardState.SHARDED
-        self._gather: AsyncWork | None = None
         self._gathered_version = -1
 
         first = owned[0].param
         self.layout = layout_of(owned, topology.shard.size)
-        self._float8: Float8Shard | None = None
-        if precision.gather_dtype is not None and not self.is_whole:
-            self._float8 = Float8Shard(precision.gather_dtype, self.layout.shard_numel)
+        self.gather = ParamGather(
+            unit_name, topology, device, precision, targets, self.layout.shard_numel
+        )
         self.params = ParamViews(
             owned,
             unit_name,
@@ -152,11 +160,10 @@ class FlatParamHandle:
             self._adopt_shard(
                 torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=device)
             )
-            self.unfilled = {i for i, o in enumerate(owned) if id(o.param) in start.missing}
-            source = start.source(topology)
+            self.unfilled = {i for i, o in enumerate(owned) if id(o.param) in missing}
             for index, one in enumerate(owned):
                 if index not in self.unfilled:
-                    self.fill(index, one.param, source)
+                    self.fill(index, one.param, hand_out)
             self.params.make_sharded(self.shard)
         self._on_grad = on_grad
         self._make_gradients()
@@ -165,39 +172,21 @@ class FlatParamHandle:
 
     # ------------------------------------------------------------ construction
 
-    def _take_tags(self) -> None:
-        """Numbers that tell this one's messages from others'."""
-        topology = self.topology
-        self._tag, self._inter_tag = topology.intra_group.new_tag(), topology.inter_group.new_tag()
-        self._replicate_tag = topology.replicate.new_tag()
-        # Apart from those of a step: a state_dict() on one rank alone must not take what another
-        # rank sends for its forward.
-        self._parts_tags = topology.intra_group.new_tag(), topology.inter_group.new_tag()
-        self._map_tag = topology.intra_group.new_tag()
-
-    def _plan_secondary(self) -> SecondaryShard | None:
-        topology = self.topology
-        if topology.regather is not None:
-            return SecondaryShard(topology.regather, self.unit_name)
-        if topology.inter_group.size > 1:
-            return SecondaryShard(topology.intra_group, self.unit_name)
-        return None
-
-    def fill(self, index: int, value: Tensor | None, source: BroadcastSource | None) -> None:
+    def fill(self, index: int, value: Tensor | None, hand_out: HandOut | None) -> None:
         """Keep this rank's part of the values of original parameter ``index``.
 
-        Collective with a ``source``: all ranks.
+        Collective with ``hand_out``: all ranks.
 
         Args:
             index: which one.
-            value: all of it, on any device; with a ``source`` rank 0's alone counts.
-            source: hands rank 0's values out; None: each rank has its own.
+            value: all of it, on any device; with ``hand_out`` rank 0's alone counts.
+            hand_out: hands rank 0's values out; None: each rank has its own.
         """
         local, span = self.local_spans[index], self.layout.spans[index]
-        if source is not None:
-            source.hand_out(self.layout, index, value, self.part(index))
+        if hand_out is not None:
+            hand_out(self.layout, index, value, self.part(index))
         else:
-            assert value is not None, "without a source every rank has the values"
+            assert value is not None, "every rank has the values"
             self.part(index).copy_(part_of(value, span, local))
         self.unfilled.discard(index)
 
@@ -207,11 +196,9 @@ class FlatParamHandle:
         return self.shard[local.start : local.end]
 
     def _adopt_shard(self, shard: Tensor) -> None:
-        is_uncast = self._precision.unsharded_dtype(shard.dtype) == shard.dtype
-        gathers_as_is = self._secondary is None and self._float8 is None and is_uncast
         self._memory: BufferMemory | None = None
-        if self.device.type == "cpu" and gathers_as_is and not self.is_whole:
-            self._memory = self._allocate(shard.dtype, self._offload.shard.files)
+        if self.gather.reads_shard(shard.dtype):
+            self._memory = self.gather.allocate(self.layout.padded_numel, shard.dtype)
         shown = None if self._memory is None else self._memory.shard
         self.shard = self._offload.shard.take_in(shard) if shown is None else shown.copy_(shard)
         self.page_out()
@@ -219,16 +206,6 @@ class FlatParamHandle:
     def page_out(self) -> None:
         """Nobody reads or writes the shard for a while: on a disk it need not be in memory."""
         self._offload.shard.page_out(self.shard)
-
-    def _allocate(self, dtype: torch.dtype, shard_files: Files | None) -> BufferMemory:
-        """Memory for the unsharded buffer, and for the shard too where that saves copies."""
-        return self.topology.intra_group.allocate_unsharded(
-            self.layout.padded_numel,
-            dtype,
-            self.device,
-            tags=(self._tag, self._map_tag),
-            shard_files=shard_files,
-        )
 
     @property
     def memory(self) -> BufferMemory:
@@ -267,7 +244,7 @@ class FlatParamHandle:
             if self._aliased:
                 self._memory = ShardItself(self.shard)
             elif self._memory is None:
-                self._memory = self._allocate(self.compute_dtype, None)
+                self._memory = self.gather.allocate(self.layout.padded_numel, self.shard.dtype)
             self.buffer = self._memory.buffer
         self.params.make_full(self.buffer, is_shard=self._aliased, grad_hook=self._grad_hook)
         self.params.keep_state_at(self._offload)
@@ -289,7 +266,7 @@ class FlatParamHandle:
             self.topology,
             reduce_dtype,
             self.device,
-            tags=(self._tag, self._inter_tag, self._replicate_tag),
+            tags=(*self.gather.tags, self._replicate_tag),
             fixed_order=self._precision.fixed_order,
             hook=None if self.comm_hook is None else self.comm_hook.reduce,
             output=BufferCache() if self._offload.gradient.is_device else None,
@@ -314,10 +291,9 @@ class FlatParamHandle:
         self.grad_publish.replace_buffer(self.grad_buffer)
 
     def share_pending_sends(self, pending_sends: PendingSends) -> None:
-        """Keep what is unsettled where a whole run does."""
+        """Keep what other ranks still take where a whole run does."""
         self.pending_sends = self.reduce_plan.pending_sends = pending_sends
-        if self._secondary is not None:
-            self._secondary.pending_sends = pending_sends
+        self.gather.share_pending_sends(pending_sends)
 
     def set_comm_hook(self, hook: CommHook) -> None:
         """Reduce as ``hook`` says from now on; no gradients may be accumulated."""
@@ -329,8 +305,7 @@ class FlatParamHandle:
         """Take names relative to another root; ``strip`` maps the old to the new ones."""
         self.unit_name = self.reduce_plan.unit_fqn = unit_name
         self.params.rename(unit_name, strip)
-        if self._secondary is not None:
-            self._secondary.rename(unit_name)
+        self.gather.rename(unit_name)
 
     # ------------------------------------------------------------ gather and free
 
@@ -350,7 +325,7 @@ class FlatParamHandle:
                 "the context first: units gather what they need by themselves."
             )
         if self._aliased:
-            self.state = ShardState.UNSHARDED
+            self._move_to(ShardState.UNSHARDED)
             return
         self.absorb_replaced()
         if self.state is not ShardState.SHARDED:
@@ -362,99 +337,27 @@ class FlatParamHandle:
             self.memory.renew()
         with torch.inference_mode(False), torch.no_grad():
             self.memory.take()
-            with self._to_device.stream():
-                self._gather = self._begin_gather(purpose)
+            self.gather.start(self.shard.detach(), self.version, self.memory, purpose)
             # Not before: where memory for it lacks, a stale buffer must not pass for a current one.
             self._gathered_version = self.version
-            self._to_device.track(self.shard, self.unit_name, self.pending_sends)
-        self.state = ShardState.UNSHARDING
-
-    def _begin_gather(self, purpose: str) -> AsyncWork:
-        """Begin filling the buffer from where that is cheapest."""
-        if self._secondary is not None:
-            self.begin_refresh()
-            if self._secondary.is_current(self.version):
-                return self._secondary.gather(self.buffer, purpose)
-        if self._float8 is None:
-            source, out = self._source(), self.buffer
-        else:
-            shard = self._to_device.copy(self.shard.detach(), self.shard.dtype, self.version)
-            source = self._float8.pack(shard)
-            self._packed = out = source.new_empty(source.numel() * self.topology.intra_group.size)
-        return self.topology.intra_group.all_gather(
-            source,
-            out,
-            unit_fqn=self.unit_name,
-            tag=self._tag,
-            purpose=purpose,
-            memory=self._memory,
-        )
-
-    def _source(self) -> Tensor:
-        """The shard where the unit computes, in the dtype that computes."""
-        dtype = self.compute_dtype
-        if self.is_whole and not self._offload.keeps_copy:
-            dtype = self.shard.dtype  # what one rank gathers is copied, and cast by that
-        return self._to_device.copy(self.shard.detach(), dtype, self.version)
+        self._move_to(ShardState.UNSHARDING)
 
     def begin_refresh(self) -> None:
         """Begin to bring parameters from other nodes, if they are kept there and have changed.
 
         Collective: all ranks of ``inter_group``.
         """
-        inter_group = self.topology.inter_group
-        if self._secondary is not None and inter_group.size > 1:
-            with torch.inference_mode(False), torch.no_grad(), self._to_device.stream():
-                self._secondary.begin_refresh(
-                    self._source(), self.version, inter_group, self._inter_tag
-                )
-            self._to_device.track(self.shard, self.unit_name, self.pending_sends)
-
-    def finish_refresh(self) -> None:
-        """Wait for what ``begin_refresh`` began: the shard may be written after it."""
-        if self._secondary is not None:
-            self._secondary.finish_refresh()
-
-    def begin_gather_parts(self, part: Tensor, out: Tensor) -> AsyncWork:
-        """Begin gathering something of the shard's shape, ``(padded_numel,)`` in all.
-
-        Collective: all ranks of the shard group.
-        """
-        topology = self.topology
-        if topology.inter_group.size == 1:
-            return topology.intra_group.all_gather(
-                part,
-                out,
-                unit_fqn=self.unit_name,
-                tag=self._parts_tags[0],
-                purpose=WHOLE,
-                exact=True,
-            )
-        return gather_in_two(
-            part, out, topology.intra_group, topology.inter_group, self.unit_name, self._parts_tags
-        )
+        self.gather.begin_refresh(self.shard.detach(), self.version)
 
     def keep_secondary(self) -> None:
         """Before ``reshard`` between forward and backward: keep what backward gathers from."""
-        if self.topology.regather is not None and self.is_current:
-            assert self._secondary is not None, "planned with the topology"
-            self._secondary.cut(self.buffer, self._gathered_version)
-
-    def drop_secondary(self) -> None:
-        """After backward: give back what ``keep_secondary`` kept."""
-        if self.topology.regather is not None:
-            assert self._secondary is not None, "planned with the topology"
-            self._secondary.drop()
+        if self.is_current:
+            self.gather.keep_secondary(self.buffer, self._gathered_version)
 
     @property
     def has_secondary(self) -> bool:
         """Whether ``keep_secondary`` kept something."""
-        return self.topology.regather is not None and self.secondary_bytes > 0
-
-    @property
-    def secondary_bytes(self) -> int:
-        """What is held beside the shard to gather from, in bytes."""
-        return 0 if self._secondary is None else self._secondary.nbytes
+        return self.topology.regather is not None and self.gather.secondary_bytes > 0
 
     def absorb_replaced(self) -> None:
         """Where plain originals stand over the shard, take over data assigned to ``p.data``."""
@@ -485,28 +388,21 @@ class FlatParamHandle:
         Raises:
             CollectiveError: a peer failed.
         """
-        gather, self._gather = self._gather, None
-        if gather is not None:
+        if self.gather.is_under_way:
             try:
                 # Autograd must not take the refill for an edit of what it saved.
                 with _unsafe_preserve_version_counter(self.buffer):
-                    gather.wait(self.pending_sends)
-                    self._to_device.wait_on_stream()
-                    self._unpack()
+                    self.gather.finish(self.buffer)
             except Exception:
-                self.state = ShardState.SHARDED
+                self._move_to(ShardState.SHARDED)
                 self._free_buffer()
                 raise
             self.params.set_accessible(True)
-        self.state = ShardState.UNSHARDED
+        self._move_to(ShardState.UNSHARDED)
 
-    def _unpack(self) -> None:
-        """Fill the buffer with what came in float8."""
-        packed, self._packed = self._packed, None
-        if packed is not None:
-            assert self._float8 is not None, "it was packed"
-            with torch.inference_mode(False), torch.no_grad():
-                self._float8.unpack(packed, self.buffer)
+    def _move_to(self, state: ShardState) -> None:
+        assert state is self.state or state in _MOVES[self.state], f"{self.state} to {state}"
+        self.state = state
 
     def reshard(self) -> None:
         """Give back the unsharded buffer; does nothing when there is none.
@@ -517,7 +413,7 @@ class FlatParamHandle:
             return
         if self.state is ShardState.UNSHARDING:
             self.wait_unshard()
-        self.state = ShardState.SHARDED
+        self._move_to(ShardState.SHARDED)
         if not self._aliased:
             self._free_buffer()
         self.page_out()
@@ -556,7 +452,7 @@ class FlatParamHandle:
         """Whether gathers copy nothing: then keeping the buffer saves nothing."""
         return self.memory.shows_shards
 
-    def keep(self) -> None:
+    def snapshot(self) -> None:
         """Let the buffer stay as it is when shards change: what shows them becomes a copy."""
         if self.state is ShardState.UNSHARDED:
             with _unsafe_preserve_version_counter(self.buffer):
@@ -687,8 +583,7 @@ class FlatParamHandle:
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
         self.reshard()
-        if self._secondary is not None:
-            self._secondary.drop()
+        self.gather.finish_refresh()
         self.absorb_replaced()
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             before = self.shard.data_ptr()
@@ -702,7 +597,7 @@ class FlatParamHandle:
                 )
             if converted.device != self.shard.device:
                 self.device = converted.device
-            self._to_device = HostToDevice(self.device, self._offload)
+            self.gather.move_to(self.device)
             grads = self.grad_publish.take_off(fn)
             self._adopt_shard(converted)
             self.shard = self.params.repoint(self.shard)
@@ -728,12 +623,17 @@ class FlatParamHandle:
         """
         self.absorb_replaced()
         twin = copy.copy(self)
-        twin.state, twin._gather, twin._gathered_version = ShardState.SHARDED, None, -1
-        twin._packed = None
+        twin.state, twin._gathered_version = ShardState.SHARDED, -1
         twin.unfilled, twin.comm_hook = set(self.unfilled), None
-        twin._take_tags()
-        twin._to_device = HostToDevice(self.device, self._offload)
-        twin._secondary = twin._plan_secondary()
+        twin._replicate_tag = self.topology.replicate.new_tag()
+        twin.gather = ParamGather(
+            self.unit_name,
+            self.topology,
+            self.device,
+            self._precision,
+            self._offload,
+            self.layout.shard_numel,
+        )
         twin.params = self.params.copy_for(memo, on_outside_grad)
         twin.local_spans = twin.params.local_spans
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

@@ -202,7 +202,7 @@ class Unit:
     @property
     def gathered_bytes(self) -> int:
         """Bytes of unsharded parameters now, and of secondary shards."""
-        return sum(handle.gathered_bytes + handle.secondary_bytes for handle in self.handles)
+        return sum(handle.gathered_bytes + handle.gather.secondary_bytes for handle in self.handles)
 
     @property
     def held_gradient_bytes(self) -> int:
@@ -311,9 +311,9 @@ class Unit:
         self._leave()
         for handle in self.handles:
             if self._is_sticky:
-                handle.keep()
+                handle.snapshot()
                 continue
-            handle.drop_secondary()
+            handle.gather.drop_secondary()
             if self._reshards_after_backward(handle):
                 handle.reshard()
             elif handle.state is ShardState.UNSHARDING:
@@ -333,7 +333,7 @@ class Unit:
         """As ``reshard_by_policy``, and free what the strategy would keep. State: any -> IDLE."""
         self._leave()
         for handle in self.handles:
-            handle.drop_secondary()
+            handle.gather.drop_secondary()
             handle.reshard()
 
     def _leave(self) -> None:
@@ -395,7 +395,7 @@ class Unit:
             # A backward that reduces nothing may run on this rank alone: it must not need a gather,
             # nor see what others write into shards that are mapped.
             if self._is_sticky or (stays and self.sync is Sync.NONE):
-                handle.keep()
+                handle.snapshot()
             elif handle.is_mapped or not stays or self._spares(handle):
                 if self._backward_follows:
                     handle.keep_secondary()

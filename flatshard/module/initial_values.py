@@ -7,7 +7,7 @@ its own, and where rank 0's values are wanted, rank 0 sends every rank just that
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -111,6 +111,13 @@ class InitialValues:
         if id(topology) not in self._sources:
             self._sources[id(topology)] = (topology, BroadcastSource(topology))
         return self._sources[id(topology)][1]
+
+    def hand_out(
+        self, topology: Topology
+    ) -> Callable[[FlatLayout, int, Tensor | None, Tensor], None] | None:
+        """``BroadcastSource.hand_out``; None: each rank has its own. Collective like ``source``."""
+        source = self.source(topology)
+        return None if source is None else source.hand_out
 
     def give_replicas(self, topology: Topology, shard: Tensor) -> None:
         """Give a filled shard to those that hold the same. Collective if anything is sent."""

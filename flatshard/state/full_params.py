@@ -67,7 +67,7 @@ def gather_flat(handle: FlatParamHandle, shard: Tensor) -> Tensor:
     if shard is handle.shard and handle.is_current and handle.compute_dtype == shard.dtype:
         return handle.buffer
     flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
-    handle.begin_gather_parts(shard.detach().to(handle.device), flat).finish()
+    handle.gather.gather_full(shard.detach().to(handle.device), flat).finish()
     disk.release(shard)
     return flat
 

@@ -25,8 +25,8 @@ from flatshard.comm.topology import communicator
 from flatshard.comm.transports import native
 from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends
 from flatshard.engine import grad_reduce, offload, reduce_buckets
+from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
-from flatshard.engine.handle import FlatParamHandle
 from flatshard.module import inspection
 from flatshard.options.collectives import Collectives, TransportOptions
 from flatshard.options.precision import GradDtypes
@@ -289,7 +289,7 @@ def _memory_that_lacks_leaves_no_stale_buffer() -> None:
     batch = case.batch(0, 2)[0]
     model(batch).sum().backward()
     optimizer.step()
-    with mock.patch.object(FlatParamHandle, "_begin_gather", side_effect=_lacking):
+    with mock.patch.object(ParamGather, "start", side_effect=_lacking):
         with pytest.raises(torch.OutOfMemoryError):
             model(batch)
     plain = case.model()
