@@ -149,7 +149,7 @@ class Forward:
         self.recover()
         for hear in self._observers.begin_forward:
             hear()
-        self.has_run = True
+        self.has_run = True  # after the observers: some look at the first forward alone
         for unit in state.units:
             unit.begin_iteration()
         self._prefetch.order.begin_forward()
@@ -157,6 +157,7 @@ class Forward:
         if state.expects_backward:
             state.plan_syncs()
         else:
+            # Evaluation makes no gradients, and its batches are often larger.
             self.give_back()
         is_accumulating = any(sync is not Sync.ALL for sync in state.syncs)
         if outermost is state.root and not is_accumulating:
@@ -172,6 +173,7 @@ class Forward:
         """The outermost module has returned or raised."""
         for unit in self._of_several:
             unit.end_forward(is_needed_soon=self._is_needed_soon(unit))
+        # Where all ran as recorded, a gather under way is backward's first.
         if failed or not self._prefetch.order.is_complete:
             self._drop_prefetched(failed)
         # The optimizer may write shards next: no other rank may still be reading them.

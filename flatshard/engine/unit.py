@@ -300,6 +300,7 @@ class Unit:
         """Wait for what ``unshard`` started, and let the modules hold unsharded parameters."""
         for handle in self._needed(purpose, everything):
             handle.wait_unshard()
+        # All, also what backward does without: recomputed forwards look at the modules.
         for handle in self.handles:
             handle.params.use_unsharded_views()
 
@@ -461,7 +462,7 @@ class Unit:
     def reset(self) -> None:
         """Return to IDLE after a step that failed; drops its gradients."""
         self.running.clear()
-        self._sticky_version = -1
+        self._sticky_version = -1  # what a failed backward saved, nobody asks for
         self.end_iteration()
         for handle in self.handles:
             handle.drop_gradients()
