@@ -24,7 +24,7 @@ class Agreement:
 
     Attributes:
         used: per unit, flat parameter and original parameter: whether any rank used it.
-        left_over: flat parameters with gradients that no unit's turn takes along: they came after
+        left_over: flat parameters with gradients that no bucket's turn reduces: they came after
             it, or were accumulated before the parameters were frozen.
         uneven: indices of buckets whose turn came on some ranks, and on others not yet.
         edited: units of which some rank found accumulated gradients edited.
@@ -106,7 +106,7 @@ class Agreement:
                     to_come.update(bucket.trainable_handles)
             votes.append(any(handle.grad_publish.was_edited for handle in unit.handles))
             for handle in unit.handles:
-                # Those of a bucket in `rest` its turn takes along, on all ranks.
+                # The turn of a bucket in `rest` reduces its gradients, on all ranks.
                 is_due = unit.sync is not Sync.NONE and handle not in to_come
                 votes.append(is_due and handle.grad_buffer.waits_for(unit.sync))
                 used = handle.grad_buffer.used_by_rank

@@ -3,7 +3,8 @@
 1.  ``enter``: the unit is unsharded, unless a prefetch began that already, and its modules hold
     unsharded parameters; the next unit starts to be unsharded.
 2.  The module computes.
-3.  ``leave``: the modules hold sharded parameters again, and what the strategy frees is freed.
+3.  ``leave``: the modules hold sharded parameters again, and the unit is resharded if the
+    strategy says so.
 
 [Note: recomputation]
 Checkpointing runs forwards inside backward. Such a forward unshards, but reshards nothing and
@@ -97,7 +98,7 @@ class Forward:
         return call
 
     def check(self, unit: Unit, module: nn.Module) -> None:
-        """A module's forward has returned, and nothing was freed yet."""
+        """A module's forward has returned, and its unit is still unsharded."""
         if unit.phase is Phase.FORWARD and not unit.running:
             for hear in self._observers.check_forward:
                 hear(unit, module)
@@ -164,7 +165,7 @@ class Forward:
             with self._observers.waiting(Kind.RANKS_WAIT):
                 name = f"{state.root.name or 'the model'}'s buffers"
                 broadcast_buffers(self._buffers, state.world, name)
-        # Across nodes, where it is slow, all units' parameters come beside the whole forward.
+        # All-gathers across nodes are slow: all units' overlap the forward.
         with self._observers.starting("forward", None):
             for handle in self._crossing:
                 handle.begin_refresh()
@@ -186,7 +187,7 @@ class Forward:
             hear()
 
     def _drop_prefetched(self, failed: bool) -> None:
-        """Finish and free what was gathered for units that did not run."""
+        """Wait for all-gathers of units that did not run, and reshard those."""
         for unit in self._state.units:
             while unit.is_prefetched:
                 try:

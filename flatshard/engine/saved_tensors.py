@@ -1,8 +1,8 @@
-"""What autograd saves of gathered parameters: a note where they lie instead of the memory.
+"""``SavedTensors``: autograd saves of unsharded parameters where they were, not their memory.
 
 A unit's buffer is freed between forward and backward, while autograd keeps views of it. Hooks
-around the outermost forward turn each such view into a ``SavedView``, which gathers the unit again
-when autograd wants it back. So nothing saved can dangle, whatever order backward takes.
+around the outermost forward turn each such view into a ``SavedView``; when autograd asks for it,
+the unit is unsharded again. So nothing saved can dangle, in whatever order backward runs.
 
 Hooks switch off autograd's own check for in-place edits of what they pack, so it is done here.
 Hooks that were there before (checkpointing, ``save_on_cpu``) get everything that is not a view of

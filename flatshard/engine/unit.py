@@ -170,7 +170,7 @@ class Unit:
 
     @property
     def calls_hook(self) -> bool:
-        """Whether a user's function reduces gradients of the unit whose sum is not held back."""
+        """Whether a user's function reduces the unit's gradients in this backward."""
         return self.sync is Sync.ALL and any(
             handle.comm_hook is not None and handle.comm_hook.reduce is not None
             for handle in self.trainable_handles
@@ -408,7 +408,7 @@ class Unit:
         return frees and handle not in self._for_backward
 
     def copies_saved(self, handle: FlatParamHandle) -> bool:
-        """Whether autograd is to save values instead of a place that is gathered again.
+        """Whether autograd saves values instead of a place that is unsharded again.
 
         In the root, any rank may use a parameter as it likes: backward must not need a gather that
         the other ranks do without.
