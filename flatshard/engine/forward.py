@@ -209,7 +209,7 @@ class Forward:
         """Free memory that is kept for the next step."""
         for unit in self._state.units:
             for handle in unit.handles:
-                handle.grad_publish.spare.give_back()
+                handle.reduce_plan.give_back()
         POOL.give_back()
 
 

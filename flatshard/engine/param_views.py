@@ -261,7 +261,7 @@ class ParamViews:
             spec.state_home = home
         for param in self.sharded:
             if not isinstance(param, FlatShardTensor):
-                param._state_home = home  # type: ignore[attr-defined]
+                param.state_home = home  # type: ignore[attr-defined]  # read by optimizer/offload
 
     def copy_for(self, memo: dict[int, Any], on_outside_grad: Callable[[], object]) -> ParamViews:
         """The same for modules that were deep-copied; shows nothing before ``repoint``.

@@ -104,6 +104,60 @@ def test_bitwise(world_size: int) -> None:
     assert min(run_ranks(_all_alike, world_size)) > 0
 
 
+# ---------------------------------------------------------------- several optimizers
+
+
+def _divided(params: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Two optimizers with parameters of all units, and one that never steps in backward."""
+    kinds: list[Callable[..., torch.optim.Optimizer]] = [_sgd, OPTIMIZERS["adagrad"], _sgd]
+    return [kind(params[number::3]) for number, kind in enumerate(kinds)]
+
+
+def _train_divided(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int, world_size: int
+) -> Iterator[None]:
+    for step in range(STEPS):
+        local_loss(model, CASES["transformer"], step, rank, world_size, torch.float32).backward()
+        yield
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _several(rank: int, world_size: int) -> None:
+    case = CASES["transformer"]
+    for strategy, use_orig_params in (
+        ("FULL_SHARD", True),
+        ("SHARD_OP", True),
+        ("NO_SHARD", False),
+    ):
+        with naming((strategy, use_orig_params)):
+            ends = []
+            for in_backward in (False, True):
+                model = case.wrap(
+                    case.model(torch.float32),
+                    sharding_strategy=strategy,
+                    use_orig_params=use_orig_params,
+                )
+                optimizers = _divided(trainable(model))
+                steppers = [model.step_in_backward(one) for one in optimizers[:2] if in_backward]
+                early = 0
+                for step, _ in enumerate(_train_divided(model, optimizers, rank, world_size)):
+                    early += len(model._sharding.context.stepping._stepped)
+                    if step == STEPS // 2 and steppers:
+                        steppers[0].remove()  # the other goes on
+                assert (early > 0) is in_backward
+                states = [ShardedWrapper.optim_state_dict(model, one) for one in optimizers]
+                ends.append((snapshot(model), [state["state"] for state in states]))
+            assert_same_state(ends[1][0], ends[0][0], 0.0, 0.0)
+            torch.testing.assert_close(ends[1][1], ends[0][1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_several_optimizers(world_size: int) -> None:
+    run_ranks(_several, world_size)
+
+
 # ---------------------------------------------------------------- what must not be stepped early
 
 
