@@ -41,9 +41,10 @@ from flatshard.engine.param_views import ParamViews
 from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.buffers import BufferMemory, ShardItself
 from flatshard.options.precision import GradDtypes, ParamPrecision
-from flatshard.plan.layout import FlatLayout, memory_order, strides_of
+from flatshard.plan.layout import memory_order, strides_of
 from flatshard.plan.param_info import ParamInfo, layout_of
 from flatshard.tensor import freed_parameter
+from flatshard.tensor.broadcast_source import BroadcastSource
 from flatshard.tensor.flat_parameter import part_of, view_of
 
 
@@ -63,9 +64,6 @@ _MOVES = {
     # Gathered again where the shard was written since.
     ShardState.UNSHARDED: {ShardState.SHARDED, ShardState.UNSHARDING},
 }
-
-HandOut = Callable[[FlatLayout, int, Tensor | None, Tensor], None]
-"""Fills this rank's part of an original parameter with rank 0's values. Collective."""
 
 
 class FlatParamHandle:
@@ -102,7 +100,7 @@ class FlatParamHandle:
         device: torch.device,
         targets: OffloadTargets,
         missing: Collection[int],
-        hand_out: HandOut | None,
+        source: BroadcastSource | None,
         precision: ParamPrecision,
         use_orig_params: bool,
         reduces_alone: bool,
@@ -111,14 +109,14 @@ class FlatParamHandle:
     ) -> None:
         """Keep this rank's part of ``owned``, and turn the originals into views of it.
 
-        Collective where ``hand_out`` sends rank 0's values.
+        Collective with a ``source``.
 
         Args:
             owned: parameters of one dtype and ``requires_grad``.
             unit_name: the unit's name in the unwrapped model.
             topology: the ranks that share the flat parameter.
-            missing: ids of parameters that have no values yet: they are ``unfilled``.
-            hand_out: hands rank 0's values out; None: each rank has its own.
+            missing: ids of parameters without values yet; they are ``unfilled``.
+            source: hands rank 0's values out; None: each rank has its own.
             device: where the unit computes.
             targets: where the shard, its gradient and its optimizer state live.
             precision: in which dtypes they are gathered and reduced.
@@ -163,7 +161,7 @@ class FlatParamHandle:
             self.unfilled = {i for i, o in enumerate(owned) if id(o.param) in missing}
             for index, one in enumerate(owned):
                 if index not in self.unfilled:
-                    self.fill(index, one.param, hand_out)
+                    self.fill(index, one.param, source)
             self.params.make_sharded(self.shard)
         self._on_grad = on_grad
         self._make_gradients()
@@ -172,19 +170,19 @@ class FlatParamHandle:
 
     # ------------------------------------------------------------ construction
 
-    def fill(self, index: int, value: Tensor | None, hand_out: HandOut | None) -> None:
+    def fill(self, index: int, value: Tensor | None, source: BroadcastSource | None) -> None:
         """Keep this rank's part of the values of original parameter ``index``.
 
-        Collective with ``hand_out``: all ranks.
+        Collective with a ``source``: all ranks.
 
         Args:
             index: which one.
-            value: all of it, on any device; with ``hand_out`` rank 0's alone counts.
-            hand_out: hands rank 0's values out; None: each rank has its own.
+            value: all of it, on any device; with a ``source`` rank 0's alone counts.
+            source: hands rank 0's values out; None: each rank has its own.
         """
         local, span = self.local_spans[index], self.layout.spans[index]
-        if hand_out is not None:
-            hand_out(self.layout, index, value, self.part(index))
+        if source is not None:
+            source.hand_out(self.layout, index, value, self.part(index))
         else:
             assert value is not None, "every rank has the values"
             self.part(index).copy_(part_of(value, span, local))

@@ -255,7 +255,7 @@ class Construction:
                 device=settings.device,
                 targets=self._offload,
                 missing=initial_values.missing,
-                hand_out=initial_values.hand_out(topology),
+                source=initial_values.source(topology),
                 precision=kind.precision,
                 use_orig_params=settings.use_orig_params,
                 reduces_alone=kind.apart != 0,

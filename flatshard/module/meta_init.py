@@ -462,7 +462,7 @@ class MetaInit:
                     _patterned(handle.part(param.number))
                     handle.unfilled.discard(param.number)
                 else:
-                    handle.fill(param.number, value, start.hand_out(handle.topology))
+                    handle.fill(param.number, value, start.source(handle.topology))
             for handle in {param.handle for param in group.params}:
                 handle.page_out()
             for buffer in group.buffers if start.sends else []:
