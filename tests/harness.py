@@ -378,8 +378,6 @@ def _isolated(setup: _Setup) -> Iterator[None]:
     with mock.patch.dict(os.environ, ranks), warnings.catch_warnings():
         warnings.resetwarnings()
         warnings.simplefilter("error")
-        # What a case with unused parameters says, flat; test_parity asks for it.
-        warnings.filterwarnings("ignore", "use_orig_params=False: this backward left out")
         try:
             yield
         finally:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatshard.diagnostics.state_dict_writes import StateDictWrites
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.state.full_params import gather_full, index_of
@@ -77,12 +76,10 @@ class UnitStateDict:
     ) -> None:
         if not self._leave():
             return
-        state_dict_writes = self._unit.context.state_dict_writes
-        state_dict_writes.check()
         options = self.options
         is_saving = not options.rank0_only or self._unit.topology.world.rank == 0
         for handle in self._unit.handles:
-            _replace_by_full(handle, state_dict, options, is_saving, state_dict_writes)
+            _replace_by_full(handle, state_dict, options, is_saving)
         for key in [key for key in state_dict if key.startswith(prefix)]:
             _treat_rest(state_dict, key, options, is_saving)
 
@@ -98,10 +95,7 @@ class UnitStateDict:
 
     def _after_load(self, *_: Any) -> None:
         if self._leave():
-            self._unit.context.num_loads += 1
-            for handle in self._unit.handles:
-                names = (spec.name for spec in handle.params.specs)
-                self._unit.context.state_dict_writes.forget(names)
+            self._unit.num_loads += 1
 
     def _enter(self, module: nn.Module) -> None:
         if module in self._unit.modules:
@@ -125,7 +119,6 @@ def _replace_by_full(
     state_dict: dict[str, Any],
     options: StateDictOptions,
     is_saving: bool,
-    state_dict_writes: StateDictWrites,
 ) -> None:
     """Put full copies where the flat parameter's originals stand; drop them if not ``is_saving``.
 
@@ -145,7 +138,6 @@ def _replace_by_full(
     for key, index in places:
         if is_saving:
             state_dict[key] = full[index]
-            state_dict_writes.give(handle.params.specs[index].name, full[index])
         else:
             del state_dict[key]
 
@@ -210,7 +202,7 @@ def load(
     own = without_ddp_prefix(dict(state_dict), children)
     missing_and_unexpected = module.load_state_dict(own, strict=strict, assign=assign)
     for handle in handles:
-        handle.rest()
+        handle.page_out()
     return missing_and_unexpected
 
 

@@ -46,7 +46,7 @@ def _part(tensor: FlatShardTensor, *, with_padding: bool) -> Tensor:
         RuntimeError: a gradient of which every rank still has its own.
     """
     spec = tensor.spec
-    unit = getattr(tensor, "_unreduced_of", None)
+    unit = getattr(tensor, "unreduced_of", None)
     if unit is not None:
         raise RuntimeError(
             f"unit {unit!r}, {spec.name!r}, rank {spec.comm.rank}: a norm or sum of a gradient "
