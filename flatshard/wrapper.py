@@ -165,7 +165,7 @@ class ShardedWrapper(ModuleProxy):
     ) -> None:
         """See the class."""
         super().__init__()
-        given = torch_names.read_ddp_keywords(
+        given = torch_names.read_keywords(
             extra, inspect.signature(ShardedWrapper.__init__).parameters
         )
         given.check_against(
@@ -766,8 +766,9 @@ class ShardedWrapper(ModuleProxy):
             return super().__getattr__(name)
         except AttributeError as error:
             if name in torch_names.DDP_ATTRIBUTES and "_sharding" in self.__dict__:
-                return torch_names.ddp_attribute(name, self._sharding)
-            reason = torch_names.why_refused(name)
+                _, value = torch_names.DDP_ATTRIBUTES[name]
+                return value(self._sharding)
+            reason = torch_names.why_missing(name)
             raise (error if reason is None else AttributeError(reason)) from None
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:

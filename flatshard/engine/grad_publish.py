@@ -216,7 +216,7 @@ class GradPublish:
             for index, earlier in enumerate(self._earlier):
                 if earlier is not None and index not in waiting:
                     params.sharded[index].grad, self._earlier[index] = earlier, None
-            # Slots show gradients whole; what was reduced within a group exists in parts only.
+            # Slots hold full gradients; of what was reduced within a group this rank has a part.
             in_parts = buffer.intra_reduced is not None or not params.use_orig_params
             part = buffer.shard_part() if in_parts and waiting else None
             for index in waiting if params.use_orig_params or not waiting else {0}:
@@ -230,7 +230,7 @@ class GradPublish:
         self.give_hooks_back()
 
     def shows_unreduced(self) -> bool:
-        """Whether some ``.grad`` lacks what was accumulated under ``no_sync``, or is only that."""
+        """Whether any ``.grad`` lacks, or is nothing but, local gradients that are not reduced."""
         with torch._C.DisableTorchFunctionSubclass():
             return any(
                 self._params.sharded[index].grad is shown
@@ -247,7 +247,7 @@ class GradPublish:
         slot, dtype = self._buffer.slot(index), params.sharded[index].dtype
         if params.is_whole:
             return slot.to(device, dtype).view(slot.shape)
-        # Cut out first: a cast of the whole would be kept alive by its part.
+        # Cut first: a view of a full cast would keep all of that alive.
         part = params.specs[index].slice(slot).to(device, dtype)
         return FlatShardTensor(part, params.specs[index])
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 import enum
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -41,12 +41,12 @@ from flatshard.engine.param_views import ParamViews
 from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.buffers import BufferMemory, ShardItself
 from flatshard.memory.mapped_files import Files
-from flatshard.module.initial_values import BroadcastSource, InitialValues
 from flatshard.options.precision import GradDtypes, ParamPrecision
 from flatshard.plan.layout import memory_order, strides_of
 from flatshard.plan.param_info import ParamInfo, layout_of
 from flatshard.precision.float8 import Float8Shard
 from flatshard.tensor import freed_parameter
+from flatshard.tensor.broadcast_source import BroadcastSource
 from flatshard.tensor.flat_parameter import part_of, view_of
 
 
@@ -91,7 +91,8 @@ class FlatParamHandle:
         topology: Topology,
         device: torch.device,
         targets: OffloadTargets,
-        start: InitialValues,
+        missing: Collection[int],
+        source: BroadcastSource | None,
         precision: ParamPrecision,
         use_orig_params: bool,
         reduces_alone: bool,
@@ -100,13 +101,14 @@ class FlatParamHandle:
     ) -> None:
         """Keep this rank's part of ``owned``, and turn the originals into views of it.
 
-        Collective where ``start`` sends rank 0's values.
+        Collective with a ``source``.
 
         Args:
             owned: parameters of one dtype and ``requires_grad``.
             unit_name: the unit's name in the unwrapped model.
             topology: the ranks that share the flat parameter.
-            start: whose values count. What has none yet is ``unfilled``.
+            missing: ids of parameters without values yet; they are ``unfilled``.
+            source: hands rank 0's values out; None: each rank has its own.
             device: where the unit computes.
             targets: where the shard, its gradient and its optimizer state live.
             precision: in which dtypes they are gathered and reduced.
@@ -152,8 +154,7 @@ class FlatParamHandle:
             self._adopt_shard(
                 torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=device)
             )
-            self.unfilled = {i for i, o in enumerate(owned) if id(o.param) in start.missing}
-            source = start.source(topology)
+            self.unfilled = {i for i, o in enumerate(owned) if id(o.param) in missing}
             for index, one in enumerate(owned):
                 if index not in self.unfilled:
                     self.fill(index, one.param, source)

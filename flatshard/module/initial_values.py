@@ -16,64 +16,9 @@ from torch import Tensor, nn
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.topology import Topology
-from flatshard.plan.layout import FlatLayout
-from flatshard.tensor.flat_parameter import part_of
+from flatshard.tensor.broadcast_source import BroadcastSource
 
 NamedTensors = Sequence[tuple[str, Tensor]]
-
-
-class BroadcastSource:
-    """Hands rank 0's values out to the ranks of one topology."""
-
-    def __init__(self, topology: Topology) -> None:
-        """Find out who holds which part. Collective: all ranks of the world."""
-        world = topology.world
-        self._world, self._replicate = world, topology.replicate
-        # A shard group of one is no group, and does not know its rank.
-        mine = topology.shard.ranks if topology.shard.size > 1 else [world.global_rank]
-        everyone = world.gather_objects((topology.index, tuple(mine)), op_name="meeting")
-        first_group = everyone[0][1]
-        # Ranks of the first shard group, by their place in the world, and their parts' numbers.
-        self._parts = [
-            (place, number)
-            for place, (rank, (number, _)) in enumerate(zip(world.ranks, everyone, strict=True))
-            if rank in first_group
-        ]
-        self._is_first = world.global_rank in first_group
-        self._origin = next(
-            (place for place, rank in enumerate(self._replicate.ranks) if rank in first_group), 0
-        )
-
-    def hand_out(self, layout: FlatLayout, index: int, value: Tensor | None, part: Tensor) -> None:
-        """Fill ``part`` with this rank's range of rank 0's ``value``; replicas get theirs later.
-
-        Collective: all ranks.
-
-        Args:
-            layout: where the parameter lies.
-            index: its number in the layout.
-            value: all of it; looked at on rank 0 only.
-            part: ``(numel held here,)``; where it goes.
-        """
-        if self._world.rank != 0:
-            if self._is_first and part.numel():
-                self._world.receive(part, source=0, op_name=layout.spans[index].name)
-            return
-        assert value is not None, "rank 0 has the values"
-        for place, number in self._parts:
-            theirs = part_of(value, layout.spans[index], layout.local_span(index, number))
-            if place == 0:
-                part.copy_(theirs)
-            elif theirs.numel():
-                self._world.send(
-                    theirs.to(part.device, part.dtype).contiguous(),
-                    to=place,
-                    op_name=layout.spans[index].name,
-                )
-
-    def replicate(self, shard: Tensor) -> None:
-        """Give the replicas of a filled shard the same. Collective: all ranks."""
-        self._replicate.broadcast(shard, op_name="starting weights", source=self._origin)
 
 
 @dataclass

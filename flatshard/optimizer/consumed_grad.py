@@ -48,9 +48,9 @@ class ConsumedGrad(torch.Tensor):
                 if not isinstance(tensor, cls):
                     tensor.zero_()
             return args[0] if isinstance(args[0], Tensor) else None
-        spent = next(t for t in _flat((*args, *(kwargs or {}).values())) if isinstance(t, cls))
+        consumed = next(t for t in _flat((*args, *(kwargs or {}).values())) if isinstance(t, cls))
         raise RuntimeError(
-            f"parameter {spent._of!r}: {func._schema.name} on a gradient that "
+            f"parameter {consumed._of!r}: {func._schema.name} on a gradient that "
             "ShardedWrapper.step_in_backward() has used and dropped: the parameter is stepped "
             "already. Clipping by a norm, GradScaler, and whatever else needs the gradients after "
             "backward needs an ordinary optimizer.step(): call remove() on what "
@@ -68,6 +68,6 @@ def _flat(values: Any) -> Any:
 
 
 def drop_consumed(param: Tensor) -> None:
-    """Let ``.grad`` be None where it holds a spent gradient."""
+    """Let ``.grad`` be None where it holds a consumed gradient."""
     if isinstance(param.grad, ConsumedGrad):
         param.grad = None

@@ -122,7 +122,8 @@ def reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False) 
 
     Args:
         optimizer: whose state.
-        before_backward: whether gradients are still to come; otherwise what has none is left out.
+        before_backward: whether gradients are still to come; else parameters without one do not
+            count.
 
     Raises:
         OffloadError: the disk is full; nothing was stepped.

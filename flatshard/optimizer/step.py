@@ -189,7 +189,7 @@ def _exchange(
 
 
 def _step_in_parts(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Step what is stepped a part at a time; returns the ids, which the step leaves out."""
+    """Step what is stepped a part at a time; returns the ids of these parameters."""
     if inspect.unwrap(type(optimizer).step) not in _TORCHS_OWN:
         return set()  # others may count their steps somewhere
     parts = offload.plan_parts(optimizer)
@@ -265,7 +265,7 @@ class _Swap:
     """What stands in for one optimizer's sharded parameters while it steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, stepped: Collection[int]) -> None:
-        """Nothing is exchanged yet; ``stepped``: ids of parameters that are to be left out."""
+        """Nothing is swapped yet; ``stepped``: ids of parameters that were stepped before."""
         self._optimizer, self._state, self._stepped = optimizer, optimizer.state, stepped
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._shown: list[ParamBucket] = []
@@ -343,16 +343,13 @@ def _suits_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> boo
     numbers = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
     if any(isinstance(number, Tensor) for number in numbers):
         return False
-    return all(_has_fused(param) for param in group["params"] if param.grad is not None)
-
-
-def _has_fused(param: Any) -> bool:
-    grad = param.grad
-    return bool(
+    return all(
         param.device.type == "cpu"
         and param.dtype in _FUSED_DTYPES
-        and grad.dtype == param.dtype
-        and grad.layout is torch.strided
+        and param.grad.dtype == param.dtype
+        and param.grad.layout is torch.strided
+        for param in group["params"]
+        if param.grad is not None
     )
 
 

@@ -12,64 +12,56 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import ShardedWrapper
 from flatshard.compat import torch_names
-from flatshard.compat.torch_names import Entry, Fate
+from flatshard.compat.torch_names import Fate
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
-SIGNATURES = [
-    (DistributedDataParallel, torch_names.DDP_KEYWORDS),
-    (FullyShardedDataParallel, torch_names.FSDP_KEYWORDS),
-]
-METHODS = [
-    (DistributedDataParallel, torch_names.DDP_METHODS),
-    (FullyShardedDataParallel, torch_names.FSDP_METHODS),
-]
+WRAPPERS = [DistributedDataParallel, FullyShardedDataParallel]
 OURS = inspect.signature(ShardedWrapper.__init__).parameters
 
 
-@pytest.mark.parametrize(("wrapper", "entries"), SIGNATURES)
-def test_every_keyword(wrapper: Any, entries: dict[str, Entry]) -> None:
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_every_keyword(wrapper: Any) -> None:
     theirs = [name for name in inspect.signature(wrapper.__init__).parameters if name != "self"]
-    assert not set(theirs) - set(entries), "torch has new keywords: give each a fate"
+    assert not set(theirs) - set(torch_names.KEYWORDS), "torch has new keywords: give each a fate"
 
 
-@pytest.mark.parametrize(("wrapper", "entries"), METHODS)
-def test_every_method(wrapper: Any, entries: dict[str, Entry]) -> None:
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_every_method(wrapper: Any) -> None:
     own = set(dir(wrapper)) - set(dir(nn.Module)) - {"module", "broadcast_buffers"}
     public = {name for name in own if not name.startswith("_")}
-    assert not public - set(entries), "torch has new methods: give each a fate"
-    for name, entry in entries.items():
+    assert not public - set(torch_names.METHODS), "torch has new methods: give each a fate"
+
+
+def test_methods_are_there_as_told() -> None:
+    for name, entry in torch_names.METHODS.items():
         has = hasattr(ShardedWrapper, name)
         assert has is (entry.fate is Fate.SAME), f"{name} is {'' if has else 'not '}there"
 
 
 def test_same_keywords_are_the_constructors() -> None:
-    for entries in (torch_names.DDP_KEYWORDS, torch_names.FSDP_KEYWORDS):
-        same = {name for name, entry in entries.items() if entry.fate is Fate.SAME}
-        assert not same - set(OURS)
+    same = {name for name, entry in torch_names.KEYWORDS.items() if entry.fate is Fate.SAME}
+    assert not same - set(OURS)
 
 
 def test_defaults_are_torchs() -> None:
     theirs = inspect.signature(DistributedDataParallel.__init__).parameters
-    for name, entry in torch_names.DDP_KEYWORDS.items():
-        if name in theirs and entry.fate in (Fate.IGNORED, Fate.REFUSED):
+    for name, entry in torch_names.KEYWORDS.items():
+        if name in theirs and entry.fate in (Fate.IGNORED, Fate.RAISES):
             assert entry.default == theirs[name].default, name
 
 
 def test_docs_have_the_tables() -> None:
     text = DOCS.read_text()
-    for entries in (
-        torch_names.DDP_KEYWORDS,
-        torch_names.DDP_METHODS,
-        torch_names.FSDP_KEYWORDS,
-        torch_names.FSDP_METHODS,
-    ):
-        assert torch_names.table(entries) in text
-    for name, note in torch_names.DDP_ATTRIBUTES.items():
-        assert f"`{name}` ({note})" in text
+    fates = "|".join(fate.value for fate in Fate)
+    told = re.findall(rf"^\| `\w+` \| (?:{fates}) \| .*$", text, re.MULTILINE)
+    rows = {**torch_names.KEYWORDS, **torch_names.METHODS}
+    assert not {torch_names.row(name, entry) for name, entry in rows.items()} - set(told)
+    for name, (words, _) in torch_names.DDP_ATTRIBUTES.items():
+        assert f"`{name}` ({words})" in text
 
 
 def test_ignored_keywords_warn_once() -> None:
-    given = torch_names.read_ddp_keywords(
+    given = torch_names.read_keywords(
         {"bucket_cap_mb": 25, "static_graph": True, "find_unused_parameters": False}, OURS
     )
     assert given.ours == {}
@@ -89,11 +81,11 @@ def test_ignored_keywords_warn_once() -> None:
 )
 def test_refused_keywords(keywords: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        torch_names.read_ddp_keywords(keywords, OURS)
+        torch_names.read_keywords(keywords, OURS)
 
 
 def test_other_names() -> None:
-    given = torch_names.read_ddp_keywords(
+    given = torch_names.read_keywords(
         {
             "device_ids": [1],
             "output_device": "cuda:1",

@@ -143,7 +143,8 @@ def _several(rank: int, world_size: int) -> None:
                 steppers = [model.step_in_backward(one) for one in optimizers[:2] if in_backward]
                 early = 0
                 for step, _ in enumerate(_train_divided(model, optimizers, rank, world_size)):
-                    early += len(model._sharding.context.stepping._stepped)
+                    stepped = model._sharding.context.observers.find(SteppedInBackward)
+                    early += 0 if stepped is None else len(stepped._stepped)
                     if step == STEPS // 2 and steppers:
                         steppers[0].remove()  # the other goes on
                 assert (early > 0) is in_backward
