@@ -44,9 +44,9 @@ class MixedPrecision:
     tensors are ever cast. See docs/precision.md.
 
     Attributes:
-        param_dtype: dtype of the gathered parameters: the shard is cast before it is gathered.
+        param_dtype: dtype of the unsharded parameters: the shard is cast before the all-gather.
             None: the parameter's own.
-        reduce_dtype: dtype in which gradients travel when they are reduced. None: ``param_dtype``.
+        reduce_dtype: dtype in which gradients are sent to be reduced. None: ``param_dtype``.
         buffer_dtype: dtype of buffers, cast once, when the model is wrapped; state dicts give them
             in their own. None: as they are.
         output_dtype: dtype of the unit's outputs. None: as its module gives them.
@@ -68,7 +68,7 @@ class MixedPrecision:
             ``"fixed_order"``, which makes them the same, bit for bit, in every run with as many
             ranks, by whatever transport or backend.
         gather_dtype: a float8 type, in which weights of ``nn.Linear`` are sent to the other ranks,
-            with a scale per 256 elements, to be gathered in ``param_dtype``. None: they are sent
+            with a scale per 256 elements, and then cast to ``param_dtype``. None: they are sent
             in ``param_dtype``.
 
     Raises:
@@ -162,8 +162,8 @@ class ParamPrecision:
     """What a policy means for the parameters of one flat parameter.
 
     Attributes:
-        compute_dtype: of the gathered parameters; None: their own.
-        reduce_dtype: in which gradients travel; None: ``compute_dtype``.
+        compute_dtype: of the unsharded parameters; None: their own.
+        reduce_dtype: in which gradients are sent; None: ``compute_dtype``.
         gather_dtype: float8 type in which the shard is sent; None: ``compute_dtype``.
         keeps_reduce_dtype: whether reduced gradients stay in the dtype of their reduction.
         fixed_order: whether they are added up in rank order, whatever the backend.
@@ -193,9 +193,9 @@ class GradDtypes:
     """The dtypes of one flat parameter's gradients.
 
     Attributes:
-        travel: in which they are collected and sent.
-        accumulate: in which more than one is added up before they are reduced.
-        publish: of the reduced gradient.
+        reduce_dtype: in which they are collected and sent.
+        accum_dtype: in which more than one is added up before they are reduced.
+        grad_dtype: of the reduced gradient.
     """
 
     reduce_dtype: torch.dtype

@@ -14,8 +14,8 @@ class Placement:
 
     Attributes:
         sharded: parameters, gradients and optimizer state are split over the shard group.
-        reshard_after_forward: the unsharded buffer is freed between forward and backward.
-        reshard_after_backward: it is freed after backward too; otherwise it stays until its
+        reshard_after_forward: units are resharded between forward and backward.
+        reshard_after_backward: after backward too; otherwise they stay unsharded until their
             parameters change or a forward without gradients is over.
         hybrid: the shard group is one node's ranks; nodes hold replicas.
         over_all: with ``hybrid``: gradients and optimizer state are split over all ranks, only
@@ -38,12 +38,12 @@ class ShardingStrategy(enum.Enum):
     NO_SHARD = "NO_SHARD"
     """Everything on every rank, gradients all-reduced: as DistributedDataParallel."""
     SHARD_OP = "SHARD_OP"
-    """Optimizer state and reduced gradients are sharded, parameters stay gathered until the
+    """Optimizer state and reduced gradients are sharded, parameters stay unsharded until the
     optimizer changes them: ZeRO stage 1."""
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
-    """Parameters stay gathered from forward until their backward is over: ZeRO stage 2."""
+    """Parameters stay unsharded from forward until their backward is over: ZeRO stage 2."""
     FULL_SHARD = "FULL_SHARD"
-    """Parameters are freed after forward and gathered again for backward: ZeRO stage 3."""
+    """Parameters are resharded after forward and gathered again for backward: ZeRO stage 3."""
     HYBRID_SHARD = "HYBRID_SHARD"
     """``FULL_SHARD`` within each node, replicated over nodes."""
     HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
@@ -132,11 +132,11 @@ class BackwardPrefetch(enum.Enum):
     BACKWARD_PRE = "BACKWARD_PRE"
     """Before this unit's gradients are computed: most overlap."""
     BACKWARD_POST = "BACKWARD_POST"
-    """After this unit was freed: one unit less in memory."""
+    """After this unit was resharded: one unit less in memory."""
     END_OF_FORWARD = "END_OF_FORWARD"
     """As ``BACKWARD_PRE``; and the unit that forward ends with is kept for backward, and the next
     one's gather starts, where forward ends. For slow networks, which had nothing to do meanwhile;
-    the gathers of one unit less. After a forward without backward they stay gathered."""
+    the gathers of one unit less. After a forward without backward they stay unsharded."""
 
 
 def as_strategy(value: object, *, has_grid: bool = False) -> ShardingStrategy:

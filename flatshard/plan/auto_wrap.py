@@ -1,8 +1,8 @@
-"""The policy ``"auto"``: which modules become units where nobody says.
+"""The policy ``"auto"``: which modules become units where users name none.
 
 [Note: what "auto" chooses]
-A unit is gathered as a whole, so units should be small against the model; each gather also costs
-something by itself, so they should not be small as such. From the root downwards every module is
+A unit is gathered at once, so units should be small against the model; each all-gather also has a
+fixed cost, so they should not be small as such. From the root downwards every module is
 either *opened*, which means that its children are asked in its place, or taken as one unit:
 
 - a *block* is a module with children whose class, or whose list of parameter shapes, comes more
@@ -19,7 +19,7 @@ the minimum. A weight counts only for modules that contain all its places, so a 
 head stay in what contains both.
 
 The root is whatever is left, and may be small. It then takes in single modules of up to
-``ROOT_TAKES_NUMEL`` elements. It is gathered throughout a step, so it takes in nothing larger, and
+``ROOT_TAKES_NUMEL`` elements. It stays unsharded in a step, so it takes in nothing larger, and
 no block: holding that would cost more than a small gather does.
 
 Experts, found by their name, are never units by themselves: which of them run depends on the data,
@@ -48,14 +48,14 @@ DIVISIBLE_NUMEL = 8 * MIN_UNIT_NUMEL
 """Elements from which on a module is worth dividing, into parts that mostly reach the minimum."""
 
 ROOT_TAKES_NUMEL = 4 * MIN_UNIT_NUMEL
-"""Elements in the largest module that joins a small root: 4 MB that stay gathered in a step."""
+"""Elements in the largest module that joins a small root: 4 MB that stay unsharded in a step."""
 
 ROOT_BLOCKS_NUMEL = 32 * MIN_UNIT_NUMEL
-"""Elements that small blocks together may leave to the root: 32 MB that stay gathered in a step."""
+"""Elements that small blocks may leave to the root together: 32 MB, unsharded throughout a step."""
 
 LARGE_SHARE = 1 / 8
 """Part of the model that is too large for a unit if it can be divided. While one unit computes the
-next is gathered, so with units of this size at most a quarter of the model is whole at once."""
+next is gathered, so with units of this size at most a quarter of the model is unsharded at once."""
 
 BLOCKS_SHARE = 2 / 3
 """Part of a module's elements that blocks in it must hold for it to be opened. Less is a block that
@@ -75,7 +75,7 @@ def choose(tree: ModuleTree) -> dict[nn.Module, str]:
 
 
 def count_blocks(tree: ModuleTree) -> int:
-    """How many units of the choice are whole blocks."""
+    """How many of the chosen units are blocks."""
     return len(_choose(tree).blocks())
 
 
@@ -153,13 +153,13 @@ class _Choice:
     def take_small_blocks(self) -> None:
         """Make units of small blocks if the root would otherwise hold too much of them."""
         # Those of which something is left belong to no unit yet.
-        blocks = [m for m in self._too_small if self._left[m] and self._is_whole_block(m)]
+        blocks = [m for m in self._too_small if self._left[m] and self._is_closed_block(m)]
         if sum(self._left[module] for module in blocks) > ROOT_BLOCKS_NUMEL:
             for module in blocks:
                 self._take(module)
 
     def settle_root(self) -> None:
-        """Let a small root take in what is cheap to keep gathered."""
+        """Let a small root take in what is cheap to keep unsharded."""
         root = self._tree.root
         if len(self._held) == 1 and self._left[root] < MIN_UNIT_NUMEL:
             self._held.clear()  # two gathers, the first of nearly everything
@@ -213,9 +213,9 @@ class _Choice:
 
     def blocks(self) -> list[nn.Module]:
         """The chosen modules that are blocks and were not opened."""
-        return [module for module in self._held if self._is_whole_block(module)]
+        return [module for module in self._held if self._is_closed_block(module)]
 
-    def _is_whole_block(self, module: nn.Module) -> bool:
+    def _is_closed_block(self, module: nn.Module) -> bool:
         return module not in self._opened and self._is_block(module, self._counts)
 
     def _is_block(self, module: nn.Module, counts: Counter[Kind]) -> bool:
@@ -236,8 +236,8 @@ class _Choice:
 
     def reasons(self) -> dict[nn.Module, str]:
         """Say of each chosen module why it is one."""
-        whole = [module for module in self._held if module not in self._opened]
-        same = Counter(kind for module in whole for kind in self._kinds(module))
+        closed = [module for module in self._held if module not in self._opened]
+        same = Counter(kind for module in closed for kind in self._kinds(module))
         return {module: self._reason(module, same) for module in self._held}
 
     def _reason(self, module: nn.Module, same: Counter[Kind]) -> str:

@@ -1,7 +1,7 @@
 """``ModuleTree``: the modules of a model that can be units, and the parameters in them.
 
 [Note: modules that are never units]
-A unit's parameters are whole only while its own ``forward`` runs. Where somebody else reads them
+A unit's parameters are unsharded only while its own ``forward`` runs. Where other code reads them
 they must stay with a unit further up, whatever a policy says:
 
 - a module without ``forward`` (``ModuleList``, ``ParameterList``, ...): nothing would gather it;

@@ -8,7 +8,7 @@ A policy is one of three things:
   with ``recurse=True`` whether to look at its children (if not, the module is no unit either),
   then with ``recurse=False``, and the elements that units among its descendants left over, whether
   it is a unit;
-- an object with ``_run_policy(root_module, ignored_modules, root_kwargs)``, which sees the whole
+- an object with ``_run_policy(root_module, ignored_modules, root_kwargs)``, which sees the
   tree at once and returns the chosen modules, each with keywords of its own.
 
 Both protocols are those of ``torch.distributed.fsdp.wrap``, so its policies work here unchanged.
@@ -48,7 +48,7 @@ __all__ = [
 
 
 class PolicyObject(Protocol):
-    """A policy that sees the whole tree at once."""
+    """A policy that sees all modules at once."""
 
     def _run_policy(
         self,

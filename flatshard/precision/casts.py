@@ -2,7 +2,7 @@
 
 [Note: modules in a dtype of their own]
 A norm in float32 inside a unit in bfloat16 is no unit: its parameters are a flat parameter of
-their own, gathered with the others. Two hooks cast what goes in, and what comes out back to the
+their own in the unit. Two hooks cast what goes in, and what comes out back to the
 dtype that the module was called with. They are the innermost ones of those that were there before,
 so that users' hooks see what the caller sees.
 """
@@ -182,7 +182,7 @@ def convert_buffers(
 ) -> None:
     """Call ``convert``, which applies ``fn`` to buffers, and leave them in the dtype of before.
 
-    As gathered parameters do, they compute in the policy's dtype whatever ``module.to`` says; what
+    As unsharded parameters do, they compute in the policy's dtype whatever ``module.to`` says; what
     changes is their own dtype, which state dicts give.
     """
     cast = [module for module in modules if _OWN_DTYPES in module.__dict__]

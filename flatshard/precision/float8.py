@@ -67,16 +67,16 @@ class Float8Shard:
             everything: ``(ranks * nbytes,)``, uint8.
             out: ``(ranks * numel,)``, to be filled.
         """
-        whole = self.numel // BLOCK_NUMEL
+        full_blocks = self.numel // BLOCK_NUMEL
         # All ranks' at once: an accelerator takes longer to begin a small kernel than to run it.
         scales, elements = self._split(everything.view(-1, self.nbytes))
         parts = out.view(-1, self.numel)
         parts.copy_(elements)
         scales = scales.to(parts.dtype)
-        blocks = parts[:, : whole * BLOCK_NUMEL].unflatten(1, (whole, BLOCK_NUMEL))
-        blocks.mul_(scales[:, :whole, None])
-        if whole < self.num_blocks:
-            parts[:, whole * BLOCK_NUMEL :].mul_(scales[:, whole:])
+        blocks = parts[:, : full_blocks * BLOCK_NUMEL].unflatten(1, (full_blocks, BLOCK_NUMEL))
+        blocks.mul_(scales[:, :full_blocks, None])
+        if full_blocks < self.num_blocks:
+            parts[:, full_blocks * BLOCK_NUMEL :].mul_(scales[:, full_blocks:])
 
     def _split(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         first = self.num_blocks * torch.float32.itemsize

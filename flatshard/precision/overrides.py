@@ -174,7 +174,7 @@ class PrecisionPlan:
         return found
 
     def of_param(self, param: nn.Parameter, policy: MixedPrecision) -> ParamPrecision:
-        """What a parameter is gathered and reduced in; ``policy`` is its unit's."""
+        """The dtypes of a parameter and its gradient; ``policy`` is its unit's."""
         own = ParamPrecision(
             keeps_reduce_dtype=policy.keep_low_precision_grads,
             fixed_order=policy.reduce_mode is ReduceMode.FIXED_ORDER,
@@ -224,7 +224,7 @@ class PrecisionPlan:
 
 
 def _dtype_of(policy: MixedPrecision, override: Override | None) -> torch.dtype | None:
-    """In which parameters are gathered; None: their own."""
+    """The dtype of unsharded parameters; None: their own."""
     return policy.param_dtype if override is None else override.dtype
 
 

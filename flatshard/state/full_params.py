@@ -223,7 +223,7 @@ def _grad_facts(handle: FlatParamHandle) -> list[tuple[bool, bool, bool]]:
 def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[None]:
     """Let the modules of ``handles`` hold full plain parameters.
 
-    Collective: all ranks, at entry; one handle is gathered at a time.
+    Collective: all ranks, at entry; one flat parameter at a time.
 
     Raises:
         RuntimeError: the request cannot be met (before anything is gathered), or, at the end,

@@ -9,7 +9,7 @@ sum or to a norm of positive order; extremes and norms of negative order leave t
 
 [Note: NaN]
 A backend's MAX may drop a NaN, and which of two operands it keeps may depend on the rank. Extremes
-of floating numbers therefore travel with a mark for NaN, in the same vector.
+of floating numbers are therefore sent with a mark for NaN, in the same vector.
 
 [Note: gradients through a sharded parameter]
 ``loss + p.pow(2).sum()`` outside forward differentiates through this type. The loss may be scaled

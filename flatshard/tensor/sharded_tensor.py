@@ -6,9 +6,9 @@ range of it, and everything else raises and names the parameter. Inside a unit's
 backward none of this is in the way: modules hold plain parameters there.
 
 [Note: versions]
-A gathered buffer is stale when its shard was written since. That is seen by the shard's version
-counter, which views share; in-place operations under ``__torch_dispatch__`` do not move it, so
-they do it here.
+An unsharded buffer is stale when its shard was written since. The shard's version counter, which
+views share, tells that; in-place operations under ``__torch_dispatch__`` do not move it, so they do
+it here.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from flatshard.tensor.shard_spec import ShardSpec
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 """What runs an operation, by its name; ``_foreach`` is for all on lists that are not named.
 
-Called with the operation, its arguments and its keywords. ``elementwise`` enters what each rank
-can do alone, ``reductions`` what takes a collective.
+Called with the operation, its arguments and its keywords. ``elementwise_ops`` enters what each
+rank can do alone, ``reduction_ops`` what takes a collective.
 """
 
 DIFFERENTIABLE: dict[Any, Callable[..., Tensor]] = {}
-"""What stands in for torch's functions above autograd; ``reductions`` enters it."""
+"""Replacements for torch's functions, above autograd; ``reduction_ops`` enters them."""
 
 
 OWN_ATTRIBUTES = frozenset({"local", "spec", "flat"})
