@@ -23,6 +23,8 @@ from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.uncoalesced
+
 SOCKETS = TransportOptions(Collectives.SOCKETS)
 LAYERS = ("0", "1", "2")
 

@@ -14,6 +14,8 @@ from flatshard import ShardedWrapper
 from flatshard.compat import torch_names
 from flatshard.compat.torch_names import Entry, Fate
 
+pytestmark = pytest.mark.uncoalesced
+
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
 SIGNATURES = [
     (DistributedDataParallel, torch_names.DDP_KEYWORDS),

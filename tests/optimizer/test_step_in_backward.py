@@ -337,6 +337,7 @@ def test_nodes() -> None:
     run_ranks(_scripts_on_nodes, 4)
 
 
+@pytest.mark.uncoalesced
 def test_not_while_others_take() -> None:
     """A shard that another rank may still be reading is not written."""
 
@@ -447,6 +448,7 @@ def _left_in_the_middle(rank: int, world_size: int) -> None:
         run.model.state_dict()
 
 
+@pytest.mark.uncoalesced
 def test_errors() -> None:
     run_ranks(_refused, 2)
     run_ranks(_left_in_the_middle, 2)
