@@ -14,7 +14,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     import torch
 
-    from flatshard.options import strategy as strategies
+    from flatshard.options import collectives as collective_options
 
 
 MUST_RUN = {
@@ -43,7 +43,7 @@ def pytest_configure() -> None:
 def coalescing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test is marked ``uncoalesced`` for; `run_ranks` hands it on to the ranks."""
     if request.node.get_closest_marker("uncoalesced"):
-        monkeypatch.setattr(strategies, "COALESCE_BYTES", 0)
+        monkeypatch.setattr(collective_options, "COALESCE_BYTES", 0)
 
 
 @pytest.hookimpl(wrapper=True)

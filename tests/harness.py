@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard.comm import topology
-from flatshard.options import strategy as strategies
+from flatshard.options import collectives as collective_options
 
 PRELOAD = [
     "flatshard.wrap",
@@ -171,7 +171,7 @@ def run_ranks(
                 group_timeout,
                 init_group,
                 rank in expendable,
-                strategies.COALESCE_BYTES,
+                collective_options.COALESCE_BYTES,
             )
             for rank in range(world_size)
         ]
@@ -385,13 +385,11 @@ def _isolated(setup: _Setup) -> Iterator[None]:
     }
     with (
         mock.patch.dict(os.environ, ranks),
-        mock.patch.object(strategies, "COALESCE_BYTES", setup.coalesce_bytes),
+        mock.patch.object(collective_options, "COALESCE_BYTES", setup.coalesce_bytes),
         warnings.catch_warnings(),
     ):
         warnings.resetwarnings()
         warnings.simplefilter("error")
-        # What a case with unused parameters says, flat; test_parity asks for it.
-        warnings.filterwarnings("ignore", "use_orig_params=False: this backward left out")
         try:
             yield
         finally:

@@ -16,9 +16,8 @@ from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.offload import DeviceToHost, OffloadTarget
 from flatshard.engine.param_views import ParamViews
 from flatshard.memory import disk
-from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.buffers import storage_bytes
-from flatshard.precision.grad_dtypes import set_grad
+from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import FlatParameter, view_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
@@ -29,7 +28,6 @@ class GradPublish:
     Attributes:
         was_edited: whether the user edited gradients here that ``no_sync`` has accumulated, each
             rank its own. All ranks raise together, when these would be reduced.
-        spare: memory of published gradients that users have dropped; see ``output``.
     """
 
     def __init__(
@@ -43,7 +41,6 @@ class GradPublish:
             home: where reduced gradients live; None: where they were reduced.
         """
         self.was_edited = False
-        self.spare = BufferCache()
         self._params, self._buffer = params, grad_buffer
         self._to_host = DeviceToHost(home)
         self._reduced: Tensor | None = None
@@ -52,11 +49,6 @@ class GradPublish:
         # By index: what ``.grad`` shows of a gradient that is not reduced, its version then, and
         # whether ``.grad`` was empty before.
         self._unreduced: dict[int, tuple[Any, int, bool]] = {}
-
-    @property
-    def output(self) -> BufferCache | None:
-        """Memory for reduced gradients; None: they are copied elsewhere, so any memory will do."""
-        return None if self._to_host.is_apart else self.spare
 
     @property
     def nbytes(self) -> int:
@@ -226,7 +218,7 @@ class GradPublish:
                 if is_view:
                     set_grad(param, self._unreduced_view(index, part))
                 grad: Any = param.grad
-                grad._unreduced_of = params.unit_name
+                grad.unreduced_of = params.unit_name
                 self._unreduced[index] = (grad, local_range(grad)._version, is_view)
         self.give_hooks_back()
 
@@ -272,7 +264,7 @@ class GradPublish:
                     is_edited = replaced or bool(local.any())
                     self.was_edited |= is_edited
                     dropped = not is_edited
-                del shown._unreduced_of
+                del shown.unreduced_of
                 if is_view and not replaced:
                     param.grad = None
                 if dropped:

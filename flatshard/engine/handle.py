@@ -39,6 +39,7 @@ from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.engine.offload import HostToDevice, OffloadTargets
 from flatshard.engine.param_views import ParamViews
 from flatshard.memory import disk
+from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.buffers import BufferMemory, ShardItself
 from flatshard.memory.mapped_files import Files
 from flatshard.module.initial_values import BroadcastSource, InitialValues
@@ -280,21 +281,20 @@ class FlatParamHandle:
         self.grad_buffer = self._plan_gradients()
         self.grad_reduce: GradReduce | None = None
         self.grad_publish = GradPublish(self.params, self.grad_buffer, self._offload.gradient)
-        self.reduce_plan.output = self.grad_publish.output
 
     def _plan_gradients(self) -> GradientBuffer:
         """How gradients are reduced, and where they wait for that."""
-        dtype, reduce_dtype, topology = self.shard.dtype, self.reduce_dtype, self.topology
+        dtype, reduce_dtype = self.shard.dtype, self.reduce_dtype
         self.reduce_plan = ReducePlan(
             self.unit_name,
             self.layout,
-            topology,
+            self.topology,
             reduce_dtype,
             self.device,
             tags=(self._tag, self._inter_tag, self._replicate_tag),
             fixed_order=self._precision.fixed_order,
             hook=None if self.comm_hook is None else self.comm_hook.reduce,
-            output=None,
+            output=BufferCache() if self._offload.gradient is None else None,
             pending_sends=self.pending_sends,
         )
         return GradientBuffer(
@@ -305,17 +305,14 @@ class FlatParamHandle:
                 grad_dtype=reduce_dtype if self._precision.keeps_reduce_dtype else dtype,
             ),
             device=self.device,
-            rank=topology.index,
-            intra_start=topology.intra_group.rank
-            * self.layout.padded_numel
-            // topology.intra_group.size,
+            rank=self.topology.index,
+            intra_start=self.reduce_plan.intra_start,
             min_chunk_bytes=self.reduce_plan.min_chunk_bytes,
         )
 
     def _replan_gradients(self) -> None:
         """Reduce in another way from now on; what was accumulated stays."""
         self.grad_buffer = self._plan_gradients()
-        self.reduce_plan.output = self.grad_publish.output
         self.grad_publish.replace_buffer(self.grad_buffer)
 
     def share_pending_sends(self, pending_sends: PendingSends) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from flatshard.comm import consistency
 from flatshard.diagnostics import unit_report
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.offload import OffloadTargets
 from flatshard.engine.unit import Unit
 from flatshard.module import inspection, meta_init
@@ -18,6 +19,7 @@ from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.run import start_run
 from flatshard.module.settings import Settings
 from flatshard.module.sharding import Sharding, handles_in, sharding_of, shardings_in, units_in
+from flatshard.optimizer import in_backward
 from flatshard.options.offload import OffloadError
 from flatshard.plan.ignored import Ignored, find_ignored
 from flatshard.plan.layout import ParamSpan
@@ -45,7 +47,7 @@ def check_module(module: nn.Module, policy: Policy | None) -> None:
                 "would reduce gradients by itself. Pass what it wraps: its .module."
             )
     inside = shardings_in(module)
-    if any(one.context.stepping.is_active for one in inside):
+    if any(in_backward.is_active(one.context) for one in inside):
         raise ValueError(
             "ShardedWrapper: optimizers step in the backward of a part of the module. Call "
             "step_in_backward() on the outermost wrapper, once it is made."
@@ -244,7 +246,8 @@ class Construction:
             placement=settings.placement,
             topology=topology,
         )
-        unit.own(
+        hooks = UnitHooks(unit)
+        hooks.own(
             FlatParamHandle(
                 params,
                 unit.name,
@@ -255,8 +258,8 @@ class Construction:
                 precision=kind.precision,
                 use_orig_params=settings.use_orig_params,
                 reduces_alone=kind.apart != 0,
-                on_grad=unit.on_grad,
-                on_outside_grad=unit.on_outside_grad,
+                on_grad=hooks.on_grad,
+                on_outside_grad=hooks.on_outside_grad,
             )
             for kind, params in planned.flat_params.items()
         )
@@ -267,7 +270,7 @@ class Construction:
             wrapper.module = module
             wrapper.training = module.training
             ignored = self._ignored.within(module)
-            Sharding(wrapper, unit, state_dict, settings, ignored, plan.reason).attach()
+            Sharding(wrapper, unit, hooks, state_dict, settings, ignored, plan.reason).attach()
             for number, param in enumerate(flat):
                 wrapper.register_parameter(f"_flat_param_{number}", param)
         return unit

@@ -28,14 +28,10 @@ from flatshard.comm.topology import Ranks
 from flatshard.diagnostics.unit_report import show_bytes, tabulate
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.settings import Settings, read_strategy
+from flatshard.options.collectives import TransportOptions, as_coalesce_bytes
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
-from flatshard.options.strategy import (
-    BackwardPrefetch,
-    ShardingStrategy,
-    TransportOptions,
-    as_coalesce_bytes,
-)
+from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
 from flatshard.plan.ignored import Ignored
 from flatshard.plan.param_info import layout_of
 from flatshard.plan.wrap import Policy

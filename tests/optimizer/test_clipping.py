@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flatshard import FlatShardTensor, ShardedWrapper, collectives
 from flatshard.comm.topology import communicator
 from flatshard.tensor import reduction_ops
-from flatshard.tensor.sharded_tensor import ShardSpec
+from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 from tests.ways import BASIC, WAYS

@@ -108,7 +108,7 @@ def _without_recursion(rank: int, world_size: int, way: str) -> None:
         for run in (sharded, plain):
             run.submodule("head").weight.fill_(0.5)
         inner = sharded.submodule("outer").shift
-        assert type(inner) is (nn.Parameter if way == "no_shard" else FlatShardTensor)
+        assert isinstance(inner, nn.Parameter if way == "no_shard" else FlatShardTensor)
     _assert_trains_alike(sharded, plain)
 
 
