@@ -393,7 +393,6 @@ def test_nodes() -> None:
     run_ranks(_scripts_on_nodes, 4)
 
 
-@pytest.mark.uncoalesced
 def test_not_while_others_take() -> None:
     """A shard that another rank may still be reading is not written."""
 
