@@ -24,7 +24,7 @@ class Agreement:
 
     Attributes:
         used: per unit, flat parameter and original parameter: whether any rank used it.
-        left_over: flat parameters with gradients that no unit's turn takes along: they came after
+        left_over: flat parameters with gradients that no bucket's turn reduces: they came after
             it, or were accumulated before the parameters were frozen.
         uneven: indices of buckets whose turn came on some ranks, and on others not yet.
         edited: units of which some rank found accumulated gradients edited.
@@ -49,6 +49,7 @@ class Agreement:
         self.edited: list[str] = []
         self._state, self._buckets, self._rest = state, buckets, set(rest)
         ballots = [self._program(), self._used_here(), *(vote() for vote in state.observers.votes)]
+        # Small, and once per backward: one message costs what its latency costs.
         combined = torch.tensor(
             list(chain.from_iterable(ballots)),
             dtype=torch.uint8,
@@ -61,6 +62,7 @@ class Agreement:
         self._check_program(maxima)
         self._tally_used(maxima)
         for ballot, tally in zip(ballots[2:], state.observers.tally, strict=True):
+            # After the model's own, in the order of votes: all ranks have the same observers.
             tally(list(islice(maxima, len(ballot))))
 
     def _program(self) -> list[int]:
@@ -98,11 +100,13 @@ class Agreement:
         for unit, buckets in zip(self._state.units, self._buckets, strict=True):
             to_come: set[FlatParamHandle] = set()
             for bucket in buckets:
+                # Both in one maximum: some rank has it left, and some rank has not.
                 votes += [bucket.index in self._rest, bucket.index not in self._rest]
                 if bucket.index in self._rest:
                     to_come.update(bucket.trainable_handles)
             votes.append(any(handle.grad_publish.was_edited for handle in unit.handles))
             for handle in unit.handles:
+                # The turn of a bucket in `rest` reduces its gradients, on all ranks.
                 is_due = unit.sync is not Sync.NONE and handle not in to_come
                 votes.append(is_due and handle.grad_buffer.waits_for(unit.sync))
                 used = handle.grad_buffer.used_by_rank

@@ -150,7 +150,7 @@ class Backward:
         for hear in self._observers.enter_backward:
             hear(unit)
         self.unshard(unit)
-        # After this unit's own all-gather, which the wires take first.
+        # After this unit's own all-gather, which must not share the wires.
         self._prefetch.before_backward(unit)
 
     def unshard(self, unit: Unit) -> None:
@@ -264,8 +264,8 @@ class Backward:
             self._note_reduced(bucket.unit)
 
     def _wait_until_reduced(self, bucket: ReduceBucket) -> bool:
-        # A rank that lacks a gradient starts this one at the end of its backward. A wait before
-        # has a limit therefore, and where that was so lately, there is none.
+        # A peer without this gradient starts the reduction only at the end of its backward, so a
+        # wait has a limit; for buckets where that happened lately there is no wait at all.
         if bucket.index in self._uneven:
             return False
         with self._observers.waiting(Kind.REDUCE_WAIT, bucket.unit, ends=False):

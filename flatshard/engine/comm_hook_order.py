@@ -2,7 +2,7 @@
 
 A hook waits inside for the other ranks' hooks, and backward waits with it. So all ranks call a hook
 at the same place of the program, or a rank that lacks a gradient of the unit, and does not call it
-there, waits for others in turn. Such places are those where a unit is to be gathered for backward,
+there, waits for others in turn. Such places are those where a unit is unsharded for backward,
 for which all ranks are needed anyway: there they tell one another how many units each could reduce
 by now, and call the hooks that all can. Where a rank has come to the end of its backward, what is
 left is left to the end by all.

@@ -3,7 +3,8 @@
 1.  ``enter``: the unit is unsharded, unless a prefetch began that already, and its modules hold
     unsharded parameters; the next unit starts to be unsharded.
 2.  The module computes.
-3.  ``leave``: the modules hold sharded parameters again, and what the strategy frees is freed.
+3.  ``leave``: the modules hold sharded parameters again, and the unit is resharded if the
+    strategy says so.
 
 [Note: recomputation]
 Checkpointing runs forwards inside backward. Such a forward unshards, but reshards nothing and
@@ -97,7 +98,7 @@ class Forward:
         return call
 
     def check(self, unit: Unit, module: nn.Module) -> None:
-        """A module's forward has returned, and nothing was freed yet."""
+        """A module's forward has returned, and its unit is still unsharded."""
         if unit.phase is Phase.FORWARD and not unit.running:
             for hear in self._observers.check_forward:
                 hear(unit, module)
@@ -149,7 +150,7 @@ class Forward:
         self.recover()
         for hear in self._observers.begin_forward:
             hear()
-        self.has_run = True
+        self.has_run = True  # after the observers: some look at the first forward alone
         for unit in state.units:
             unit.begin_iteration()
         self._prefetch.order.begin_forward()
@@ -157,13 +158,14 @@ class Forward:
         if state.expects_backward:
             state.plan_syncs()
         else:
+            # Evaluation makes no gradients, and its batches are often larger.
             self.give_back()
         is_accumulating = any(sync is not Sync.ALL for sync in state.syncs)
         if outermost is state.root and not is_accumulating:
             with self._observers.waiting(Kind.RANKS_WAIT):
                 name = f"{state.root.name or 'the model'}'s buffers"
                 broadcast_buffers(self._buffers, state.world, name)
-        # Across nodes, where it is slow, all units' parameters come beside the whole forward.
+        # All-gathers across nodes are slow: all units' overlap the forward.
         with self._observers.starting("forward", None):
             for handle in self._crossing:
                 handle.begin_refresh()
@@ -172,6 +174,7 @@ class Forward:
         """The outermost module has returned or raised."""
         for unit in self._of_several:
             unit.end_forward(is_needed_soon=self._is_needed_soon(unit))
+        # Where all ran as recorded, a gather under way is backward's first.
         if failed or not self._prefetch.order.is_complete:
             self._drop_prefetched(failed)
         # The optimizer may write shards next: no other rank may still be reading them.
@@ -184,7 +187,7 @@ class Forward:
             hear()
 
     def _drop_prefetched(self, failed: bool) -> None:
-        """Finish and free what was gathered for units that did not run."""
+        """Wait for all-gathers of units that did not run, and reshard those."""
         for unit in self._state.units:
             while unit.is_prefetched:
                 try:

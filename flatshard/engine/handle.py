@@ -38,7 +38,6 @@ from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.engine.offload import HostToDevice, OffloadTargets
 from flatshard.engine.param_views import ParamViews
-from flatshard.memory import disk
 from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.buffers import BufferMemory, ShardItself
 from flatshard.memory.mapped_files import Files
@@ -91,7 +90,7 @@ class FlatParamHandle:
         *,
         topology: Topology,
         device: torch.device,
-        homes: OffloadTargets,
+        targets: OffloadTargets,
         start: InitialValues,
         precision: ParamPrecision,
         use_orig_params: bool,
@@ -109,7 +108,7 @@ class FlatParamHandle:
             topology: the ranks that share the flat parameter.
             start: whose values count. What has none yet is ``unfilled``.
             device: where the unit computes.
-            homes: where the shard, its gradient and its optimizer state live.
+            targets: where the shard, its gradient and its optimizer state live.
             precision: in which dtypes they are gathered and reduced.
             use_orig_params: whether users see original parameters or one ``FlatParameter``.
             reduces_alone: see the class.
@@ -124,8 +123,8 @@ class FlatParamHandle:
         self.is_whole = topology.shard.size == 1
         self._take_tags()
         self._secondary = self._plan_secondary()
-        self.device, self._offload = device, homes
-        self._to_device = HostToDevice(device, homes)
+        self.device, self._offload = device, targets
+        self._to_device = HostToDevice(device, targets)
         self._precision = precision
         self._packed: Tensor | None = None
         self.pending_sends = PendingSends()
@@ -212,15 +211,14 @@ class FlatParamHandle:
         gathers_as_is = self._secondary is None and self._float8 is None and is_uncast
         self._memory: BufferMemory | None = None
         if self.device.type == "cpu" and gathers_as_is and not self.is_whole:
-            self._memory = self._allocate(shard.dtype, self._offload.shard_files)
+            self._memory = self._allocate(shard.dtype, self._offload.shard.files)
         shown = None if self._memory is None else self._memory.shard
-        self.shard = self._offload.house(shard) if shown is None else shown.copy_(shard)
-        self.rest()
+        self.shard = self._offload.shard.take_in(shard) if shown is None else shown.copy_(shard)
+        self.page_out()
 
-    def rest(self) -> None:
+    def page_out(self) -> None:
         """Nobody reads or writes the shard for a while: on a disk it need not be in memory."""
-        if self._offload.shard is not None:
-            disk.release(self.shard)
+        self._offload.shard.page_out(self.shard)
 
     def _allocate(self, dtype: torch.dtype, shard_files: Files | None) -> BufferMemory:
         """Memory for the unsharded buffer, and for the shard too where that saves copies."""
@@ -272,7 +270,7 @@ class FlatParamHandle:
                 self._memory = self._allocate(self.compute_dtype, None)
             self.buffer = self._memory.buffer
         self.params.make_full(self.buffer, is_shard=self._aliased, grad_hook=self._grad_hook)
-        self.params.keep_state_at(self._offload.state)
+        self.params.keep_state_at(self._offload)
         if not self._aliased:
             freed_parameter.show_crashes()
             self._free_buffer()
@@ -294,7 +292,7 @@ class FlatParamHandle:
             tags=(self._tag, self._inter_tag, self._replicate_tag),
             fixed_order=self._precision.fixed_order,
             hook=None if self.comm_hook is None else self.comm_hook.reduce,
-            output=BufferCache() if self._offload.gradient is None else None,
+            output=BufferCache() if self._offload.gradient.is_device else None,
             pending_sends=self.pending_sends,
         )
         return GradientBuffer(
@@ -368,7 +366,7 @@ class FlatParamHandle:
                 self._gather = self._begin_gather(purpose)
             # Not before: where memory for it lacks, a stale buffer must not pass for a current one.
             self._gathered_version = self.version
-            self._to_device.report(self.shard, self.unit_name, self.pending_sends)
+            self._to_device.track(self.shard, self.unit_name, self.pending_sends)
         self.state = ShardState.UNSHARDING
 
     def _begin_gather(self, purpose: str) -> AsyncWork:
@@ -380,7 +378,7 @@ class FlatParamHandle:
         if self._float8 is None:
             source, out = self._source(), self.buffer
         else:
-            shard = self._to_device.up(self.shard.detach(), self.shard.dtype, self.version)
+            shard = self._to_device.copy(self.shard.detach(), self.shard.dtype, self.version)
             source = self._float8.pack(shard)
             self._packed = out = source.new_empty(source.numel() * self.topology.intra_group.size)
         return self.topology.intra_group.all_gather(
@@ -397,7 +395,7 @@ class FlatParamHandle:
         dtype = self.compute_dtype
         if self.is_whole and not self._offload.keeps_copy:
             dtype = self.shard.dtype  # what one rank gathers is copied, and cast by that
-        return self._to_device.up(self.shard.detach(), dtype, self.version)
+        return self._to_device.copy(self.shard.detach(), dtype, self.version)
 
     def begin_refresh(self) -> None:
         """Begin to bring parameters from other nodes, if they are kept there and have changed.
@@ -410,7 +408,7 @@ class FlatParamHandle:
                 self._secondary.begin_refresh(
                     self._source(), self.version, inter_group, self._inter_tag
                 )
-            self._to_device.report(self.shard, self.unit_name, self.pending_sends)
+            self._to_device.track(self.shard, self.unit_name, self.pending_sends)
 
     def finish_refresh(self) -> None:
         """Wait for what ``begin_refresh`` began: the shard may be written after it."""
@@ -470,7 +468,7 @@ class FlatParamHandle:
             return
         # In new memory: what was assigned over may be kept by somebody to be put back.
         with torch.inference_mode(False), torch.no_grad():
-            self.shard = self._offload.house(self.shard.clone())
+            self.shard = self._offload.shard.take_in(self.shard.clone())
             if self._aliased:
                 self.buffer = self.shard
             for param, span in zip(self.sharded, self.layout.spans, strict=True):
@@ -493,7 +491,7 @@ class FlatParamHandle:
                 # Autograd must not take the refill for an edit of what it saved.
                 with _unsafe_preserve_version_counter(self.buffer):
                     gather.wait(self.pending_sends)
-                    self._to_device.join()
+                    self._to_device.wait_on_stream()
                     self._unpack()
             except Exception:
                 self.state = ShardState.SHARDED
@@ -522,7 +520,7 @@ class FlatParamHandle:
         self.state = ShardState.SHARDED
         if not self._aliased:
             self._free_buffer()
-        self.rest()
+        self.page_out()
 
     @property
     def version(self) -> int:
@@ -708,7 +706,7 @@ class FlatParamHandle:
             grads = self.grad_publish.take_off(fn)
             self._adopt_shard(converted)
             self.shard = self.params.repoint(self.shard)
-            self.grad_publish.put_back(grads, lambda grad: self._offload.house_gradient(fn(grad)))
+            self.grad_publish.put_back(grads, lambda grad: self._offload.gradient.take_in(fn(grad)))
         self._make_buffer()
         self._replan_gradients()
         self.params.use_sharded_views()

@@ -28,6 +28,8 @@ class UnitHooks:
         self.unit = unit
         before, after = _ModuleHook(self, "_pre_forward"), _ModuleHook(self, "_post_forward")
         for module in unit.modules:
+            # First: users' own hooks see unsharded parameters. After an exception, too: whoever
+            # catches it may go on with the model.
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             module.register_forward_hook(after, always_call=True)
 
@@ -44,6 +46,7 @@ class UnitHooks:
     def copy_into(self, memo: dict[int, Any], twin: UnitHooks, unit: Unit) -> None:
         """Make ``twin``, which copied modules already call, the hooks of ``unit``, a copy."""
         self.unit.copy_into(memo, unit)
+        # The copied modules have hooks already: torch copied them with everything else.
         twin.unit = unit
         twin.own(
             handle.copy_for(memo, twin.on_grad, twin.on_outside_grad)
@@ -68,13 +71,14 @@ class UnitHooks:
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Runs after an exception too, with ``output`` None."""
         unit = self.unit
-        if not unit.running:
+        if not unit.running:  # the outermost forward raised before it began
             return None
         call = unit.running.pop()
         changed = output
         try:
             if output is not None:
                 self._forward.check(unit, module)
+                # The cast first: a copy in another dtype looks into no buffer.
                 changed = unit.casts[module].cast_output(output)
                 changed = self._forward.saved.protect(changed, unit.name)
                 if torch.is_grad_enabled():

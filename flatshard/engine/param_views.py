@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.topology import Topology
-from flatshard.memory.disk import DiskMemory
+from flatshard.engine.offload import OffloadTargets
 from flatshard.plan.layout import FlatLayout, LocalSpan
 from flatshard.plan.param_info import ParamInfo, ParamLocation
 from flatshard.tensor import freed_parameter
@@ -255,13 +255,13 @@ class ParamViews:
         for spec in self.specs:
             spec.bring_back = _weakly(bring_back, gone=False)
 
-    def keep_state_at(self, home: DiskMemory | None) -> None:
-        """Let optimizers keep what has the parameters' shape in ``home``; None: in memory."""
+    def keep_state_at(self, targets: OffloadTargets) -> None:
+        """Let optimizers keep what has the parameters' shape in its target."""
         for spec in (*self.specs, self.flat_spec):
-            spec.state_home = home
+            spec.state_home = targets.state
         for param in self.sharded:
             if not isinstance(param, FlatShardTensor):
-                param.state_home = home  # type: ignore[attr-defined]  # read by optimizer/offload
+                param.state_home = targets.state  # type: ignore[attr-defined]  # read by optimizer/offload
 
     def copy_for(self, memo: dict[int, Any], on_outside_grad: Callable[[], object]) -> ParamViews:
         """The same for modules that were deep-copied; shows nothing before ``repoint``.

@@ -52,7 +52,7 @@ class Prefetch:
         return self._backward is BackwardPrefetch.END_OF_FORWARD
 
     def keeps_for_backward(self, unit: Unit) -> bool:
-        """Whether a unit stays gathered after forward because backward begins with it."""
+        """Whether a unit stays unsharded after forward because backward begins with it."""
         return self._begins_in_forward and self.order.first_backward()[:1] == [unit.index]
 
     def in_forward(self) -> None:
@@ -95,8 +95,8 @@ class Prefetch:
                 first = index
             elif index != first and not self._fits_ahead(unit):
                 return
-            # One whose backward has begun was perhaps freed here, and gathered again, and not yet
-            # freed on other ranks; or it was stepped.
+            # A unit whose backward has begun may be resharded here and not yet on other ranks, so
+            # they would not take part; or its optimizer has stepped.
             if purpose == "forward" or self.recomputes_whole or unit.outstanding_backwards > 0:
                 self._state.unshard(unit, purpose)
                 self._ahead = [*self._under_way(), unit]

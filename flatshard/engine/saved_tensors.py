@@ -1,8 +1,8 @@
-"""What autograd saves of gathered parameters: a note where they lie instead of the memory.
+"""``SavedTensors``: autograd saves of unsharded parameters where they were, not their memory.
 
 A unit's buffer is freed between forward and backward, while autograd keeps views of it. Hooks
-around the outermost forward turn each such view into a ``SavedView``, which gathers the unit again
-when autograd wants it back. So nothing saved can dangle, whatever order backward takes.
+around the outermost forward turn each such view into a ``SavedView``; when autograd asks for it,
+the unit is unsharded again. So nothing saved can dangle, in whatever order backward runs.
 
 Hooks switch off autograd's own check for in-place edits of what they pack, so it is done here.
 Hooks that were there before (checkpointing, ``save_on_cpu``) get everything that is not a view of
@@ -43,6 +43,7 @@ class SavedView(NamedTuple):
             RuntimeError: the parameters were edited since.
         """
         handle = self.handle
+        # Torch's own check is off for what hooks pack.
         if handle.version != self.version:
             raise RuntimeError(
                 f"unit {handle.unit_name!r}: its parameters were modified between forward "
@@ -62,6 +63,7 @@ class SavedTensors:
 
     def __init__(self, units: Iterable[Unit], backward: Backward) -> None:
         self._backward = backward
+        # By storage: it is the buffer's for life, also while it is resized to nothing.
         self._buffers = {
             handle.buffer.untyped_storage()._cdata: (unit, handle)
             for unit in units
@@ -101,6 +103,7 @@ class SavedTensors:
         if outer is not None and self._packs and outer[0] is self._packs[-1]:
             self._active.append(None)
             return
+        # Torch calls the topmost pair alone, so ours hands on what it does not want.
         pack, unpack = self._pair(outer)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         hooks.__enter__()
@@ -125,6 +128,7 @@ class SavedTensors:
                 found = buffers.get(tensor.untyped_storage()._cdata)
                 if found is not None:
                     unit, handle = found
+                    # `as_strided` of the buffer would not give these back.
                     reinterprets = tensor.dtype != handle.buffer.dtype
                     reinterprets |= tensor.is_conj() or tensor.is_neg()
                     if reinterprets or unit.copies_saved(handle):  # both are rare
@@ -141,6 +145,7 @@ class SavedTensors:
 
         def unpack(packed: Any) -> Tensor:
             if type(packed) is SavedView:
+                # Freed since, or the strategy keeps a buffer that the optimizer made stale.
                 if not packed.handle.is_current:
                     backward.unshard_again(packed.unit)
                 return packed.restore()

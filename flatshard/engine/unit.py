@@ -170,7 +170,7 @@ class Unit:
 
     @property
     def calls_hook(self) -> bool:
-        """Whether a user's function reduces gradients of the unit whose sum is not held back."""
+        """Whether a user's function reduces the unit's gradients in this backward."""
         return self.sync is Sync.ALL and any(
             handle.comm_hook is not None and handle.comm_hook.reduce is not None
             for handle in self.trainable_handles
@@ -300,6 +300,7 @@ class Unit:
         """Wait for what ``unshard`` started, and let the modules hold unsharded parameters."""
         for handle in self._needed(purpose, everything):
             handle.wait_unshard()
+        # All, also what backward does without: recomputed forwards look at the modules.
         for handle in self.handles:
             handle.params.use_unsharded_views()
 
@@ -407,7 +408,7 @@ class Unit:
         return frees and handle not in self._for_backward
 
     def copies_saved(self, handle: FlatParamHandle) -> bool:
-        """Whether autograd is to save values instead of a place that is gathered again.
+        """Whether autograd saves values instead of a place that is unsharded again.
 
         In the root, any rank may use a parameter as it likes: backward must not need a gather that
         the other ranks do without.
@@ -461,7 +462,7 @@ class Unit:
     def reset(self) -> None:
         """Return to IDLE after a step that failed; drops its gradients."""
         self.running.clear()
-        self._sticky_version = -1
+        self._sticky_version = -1  # what a failed backward saved, nobody asks for
         self.end_iteration()
         for handle in self.handles:
             handle.drop_gradients()

@@ -253,7 +253,7 @@ class Construction:
                 unit.name,
                 topology=topology,
                 device=settings.device,
-                homes=self._offload,
+                targets=self._offload,
                 start=initial_values,
                 precision=kind.precision,
                 use_orig_params=settings.use_orig_params,
@@ -287,8 +287,8 @@ class Construction:
             sharding_of(root).is_left_empty = made.run()
         for handle in handles:
             initial_values.give_replicas(handle.topology, handle.shard)
-            handle.rest()
-        self._offload.settle()
+            handle.page_out()
+        self._offload.trim()
 
 
 def _unit_size(

@@ -464,7 +464,7 @@ class MetaInit:
                 else:
                     handle.fill(param.number, value, start.source(handle.topology))
             for handle in {param.handle for param in group.params}:
-                handle.rest()
+                handle.page_out()
             for buffer in group.buffers if start.sends else []:
                 if start.world.rank > 0 and buffer.meta.is_meta:
                     buffer.show(self._device)

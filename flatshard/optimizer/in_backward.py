@@ -87,7 +87,7 @@ class SteppedInBackward(StepObserver):
         self._problem: Exception | None = None
         self._has_accumulated = False
         self._outside_uses = OutsideUses.count
-        self._spent: dict[int, ConsumedGrad] = {}
+        self._consumed: dict[int, ConsumedGrad] = {}
         self._showing: list[nn.Parameter] = []
 
     # ------------------------------------------------------------ which optimizers
@@ -304,7 +304,7 @@ class SteppedInBackward(StepObserver):
         if has_gradients or has_outside:
             with profiled("step", "all units that are left"):
                 self._step(rest)
-        self._show_spent()
+        self._show_consumed()
 
     def drop_backward(self) -> None:
         """The backward failed."""
@@ -333,16 +333,16 @@ class SteppedInBackward(StepObserver):
                         param.grad = None
                         self._showing.append(param)
 
-    def _show_spent(self) -> None:
+    def _show_consumed(self) -> None:
         """Let ``.grad`` say that the gradient was used; after backward, which may bring more."""
         with torch._C.DisableTorchFunctionSubclass():
             for param in self._showing:
-                spent = self._spent.get(id(param))
-                if spent is None or not spent.fits(param):
-                    self._spent = self._stand_ins()
-                param.grad = self._spent[id(param)]
+                consumed = self._consumed.get(id(param))
+                if consumed is None or not consumed.fits(param):
+                    self._consumed = self._consumed_grads()
+                param.grad = self._consumed[id(param)]
 
-    def _stand_ins(self) -> dict[int, ConsumedGrad]:
+    def _consumed_grads(self) -> dict[int, ConsumedGrad]:
         return {
             id(param): ConsumedGrad(param, name)
             for unit in self._units

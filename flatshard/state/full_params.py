@@ -396,7 +396,7 @@ class Summoned:
                     place.copy_(handle.params.specs[index].slice(param))
             if self.request.with_grads:
                 self._write_grads()
-        handle.rest()
+        handle.page_out()
         return []
 
     def _misfits(self) -> list[str]:

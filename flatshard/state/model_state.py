@@ -202,7 +202,7 @@ def load(
     own = without_ddp_prefix(dict(state_dict), children)
     missing_and_unexpected = module.load_state_dict(own, strict=strict, assign=assign)
     for handle in handles:
-        handle.rest()
+        handle.page_out()
     return missing_and_unexpected
 
 

@@ -352,14 +352,14 @@ def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
         for unit in units:
             reduced = torch.empty(4, device="meta")
             on_device.append(weakref.ref(reduced))
-            unit.land(reduced)
+            unit.copy(reduced)
             Tensor.copy_.reset_mock()  # type: ignore[attr-defined]
             del reduced
             assert on_device[-1]() is not None, "it is still to be read"
             passed.add(0)
         assert [one() is None for one in on_device] == [True, False, False]
         for unit in units:
-            unit.settle()
+            unit.wait()
         assert [one() is None for one in on_device] == [True, True, True]
 
 
