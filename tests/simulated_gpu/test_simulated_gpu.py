@@ -9,7 +9,7 @@ import pytest
 from gpu_checks.equality import LIMITS, OFFLOAD, VARIANTS, Limits
 
 from tests import simulated_gpu
-from tests.combinations import diagonal
+from tests.combinations import THOROUGH, diagonal
 from tests.harness import ROOT
 
 missing = simulated_gpu.what_is_missing()
@@ -71,9 +71,9 @@ def test_streams_that_lag_behind_change_nothing(environment: dict[str, str], lag
         check(found, case)
 
 
-@pytest.mark.parametrize("site", ["join", "_beside", "work"])
+@pytest.mark.parametrize("site", ["every", *(["join", "_beside", "work"] if THOROUGH else [])])
 def test_a_wait_that_lacks_is_seen(environment: dict[str, str], site: str) -> None:
-    """Of a stream for the one that copies, of that one for the other, and for a collective."""
+    """Of any stream; of the one that computes, of the one that copies, and for a collective."""
     lagging = "MAIN" if site == "_beside" else "SIDE"
     slow = {**environment, f"SIMULATED_{lagging}_DELAY": "2000", "SIMULATED_WITHOUT_WAIT": site}
     (found,) = run(slow, 2, "FULL_SHARD,fp32,offload")
