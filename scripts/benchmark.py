@@ -1,4 +1,4 @@
-"""Measures flatshard beside torch's DDP, FSDP1 and FSDP2, and the plain model alone.
+"""Measures flatshard beside torch's DDP, FSDP1 and FSDP2, and the unwrapped model alone.
 
     python scripts/benchmark.py --preset gpt-20m --world-size 2 --rounds 5 --plot benchmark.png
 
@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 PHASES = ("forward", "backward", "optimizer")
-# How far the loss may be from the plain float32 model's, relative to it.
+# Largest relative difference from the loss of the unwrapped float32 model.
 TOLERANCES = {"none": 1e-4, "bf16": 2e-2}
 OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-3),
@@ -227,7 +227,7 @@ class Trainer:
 
 
 def plain_loss(args: argparse.Namespace) -> float:
-    """The plain float32 model's loss on the whole batch, after the warm-up steps."""
+    """The unwrapped float32 model's loss on the whole batch, after the warm-up steps."""
     device = torch.device("cuda", 0) if args.cuda else torch.device("cpu")
     ranks = range(args.world_size)
     batch = torch.cat([make_batch(args.shape, rank, device) for rank in ranks])
@@ -240,7 +240,7 @@ def plain_loss(args: argparse.Namespace) -> float:
 
 
 def resident_bytes(which: str) -> int:
-    """``VmRSS``, what is resident now, or ``VmHWM``, the most since it was last reset."""
+    """``VmRSS``, the RSS now, or ``VmHWM``, its peak since the last reset."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{which}:"):
             return int(line.split()[1]) * 1024
@@ -260,7 +260,7 @@ class Memory:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         elif self.linux:
-            # What malloc keeps of what was freed is not what a step needs.
+            # Freed memory that malloc keeps is not what a step needs.
             if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
                 trim(0)
             Path("/proc/self/clear_refs").write_text("5")
@@ -305,7 +305,7 @@ def serve(rank: int, name: str, args: argparse.Namespace, store: str, pipe: Conn
         batch = make_batch(preset, rank, device)
         return Trainer(model, batch, args.optimizer, args.bf16 and name in AUTOCAST)
 
-    # What is imported and started once is not what a model takes.
+    # Imports and threads of the first model are not counted.
     build(PRESETS["tiny"]).train(1)
     memory = Memory(args.cuda)
     trainer = build(args.shape)
@@ -520,7 +520,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--strategy", choices=STRATEGIES, default="FULL_SHARD", help="of sharding (FULL_SHARD)")
     add("--mixed-precision", choices=TOLERANCES, default="none", help="of the computation (none)")
     add("--collectives", choices=COLLECTIVES, default="auto", help="flatshard's (auto)")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of the parameters (adamw)")
     add("--threads", type=int, default=1, help="of each rank (1)")
     add("--json", type=Path, metavar="PATH", help="write all figures there")
     add("--plot", type=Path, metavar="PATH", help="draw times and memory there")
@@ -572,7 +572,9 @@ def main() -> None:
     most = TOLERANCES[args.mixed_precision] * abs(plain)
     for name, row in figures["implementations"].items():
         if row["loss"] is not None and not row["loss_difference"] <= most:
-            sys.exit(f"error: {name}'s loss is {row['loss']:.6f}, the plain model's {plain:.6f}")
+            sys.exit(
+                f"error: {name}'s loss is {row['loss']:.6f}, the unwrapped model's {plain:.6f}"
+            )
 
 
 if __name__ == "__main__":

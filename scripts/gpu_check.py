@@ -6,7 +6,7 @@ nccl     training on real ranks equals the unwrapped model: NCCL, a rank per GPU
          one GPU, several ranks on it if this NCCL can do that
 gloo     the same with gloo, which moves the GPU's tensors, or the CPU's where there is no GPU
 fake     a billion parameters in bf16 as one of eight ranks whose collectives move nothing: time and
-         memory of a step beside FSDP1, FSDP2 and the plain model
+         memory of a step beside FSDP1, FSDP2 and the unwrapped model
 sync     no operation of a step makes the host wait for the GPU
 streams  collectives of one simulated rank that take their time on a stream of their own, as NCCL's
          do, or a computation that takes its time, change nothing

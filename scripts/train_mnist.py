@@ -5,9 +5,9 @@
 
 The second form starts the ranks itself, on this machine. A rank takes a GPU and NCCL where every
 local rank has its own, else the CPU and gloo. `--ddp` trains the same job under
-DistributedDataParallel, for comparison. The data are MNIST's files where they are found under
-`--data-root`, else the handwritten digits that come with scikit-learn, enlarged to 28x28. What
-`--save` writes, any number of ranks can `--resume`, sharded or not.
+DistributedDataParallel, for comparison. The data are MNIST's files if `--data-root` has them,
+else scikit-learn's handwritten digits, enlarged to 28x28. A checkpoint of `--save` can `--resume`
+with a different world size, sharded or not.
 """
 
 import argparse
@@ -66,23 +66,23 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     job("--gamma", type=positive_number, default=0.7, help="its factor after each epoch (0.7)")
     job("--seed", type=at_least(0), default=1)
     job("--max-steps", type=at_least(1), help="stop training after so many steps in all")
-    spread = parser.add_argument_group("how it is spread").add_argument
+    spread = parser.add_argument_group("parallelism").add_argument
     training_job.add_ways(spread)
     spread(
         "--min-num-params",
         type=at_least(0),
         default=20_000,
         metavar="N",
-        help="modules of so many are units of their own (20000); 0: one single unit",
+        help="modules of at least N parameters are units (20000); 0: one single unit",
     )
     spread("--cpu-offload", action="store_true", help="keep the shards in CPU memory")
     spread(
         "--offload-path",
         type=directory,
         metavar="DIR",
-        help="keep shards, gradients and optimizer state in files there, which go with the job",
+        help="keep shards, gradients and optimizer state in temporary files there",
     )
-    files = parser.add_argument_group("what goes in and comes out").add_argument
+    files = parser.add_argument_group("files").add_argument
     files("--data", choices=["auto", "mnist", "digits"], default="auto")
     files("--data-root", type=Path, default=Path("data"), help="MNIST is in ROOT/MNIST/raw (data)")
     files("--download", action="store_true", help="download MNIST to the data root")
@@ -92,7 +92,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         "--record",
         type=output_file,
         metavar="PATH",
-        help="after training, write there what one more step of rank 0 held and did over its time",
+        help="after training, record one more step of rank 0 (memory and times) there",
     )
     args = parser.parse_args(arguments)
     check(args)
@@ -236,14 +236,14 @@ def memory_report(
 
 
 def ddp_report(model: nn.Module) -> dict[str, int]:
-    """Returns what every rank holds of the unwrapped model when nothing is sharded."""
+    """Returns what every rank holds of the unwrapped model under DDP."""
     full = held_bytes(model.parameters())
     steps = 4 * len(list(model.parameters()))  # Adadelta: two averages and a step count for each
     return {"parameter_bytes": full, "gradient_bytes": full, "optimizer_bytes": 2 * full + steps}
 
 
 def memory_table(ranks: list[dict[str, int]], ddp: dict[str, int]) -> Table:
-    table = Table(title="Held between steps, MiB")
+    table = Table(title="Persistent memory, MiB")
     for name in ("Rank", "Parameters", "Gradients", "Optimizer", "Peak memory"):
         table.add_column(name, justify="right")
     for name, report in [*((str(i), report) for i, report in enumerate(ranks)), ("DDP", ddp)]:
@@ -254,7 +254,7 @@ def memory_table(ranks: list[dict[str, int]], ddp: dict[str, int]) -> Table:
 # ------------------------------------------------------------------------------------- one step
 
 Sample = tuple[float, int, int]
-"""Seconds since the step began; bytes of gathered parameters and of gradients from then on."""
+"""Seconds since the step began; bytes of unsharded parameters and of gradients from then on."""
 
 
 class GradientSamples:
@@ -294,9 +294,9 @@ def record_step(
     batch_size: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Does a few more steps; returns what this rank held and did during the fastest of them.
+    """Trains a few more steps; returns the memory and times of the fastest one on this rank.
 
-    Bytes over time are in `samples`, what was gathered or reduced when in `ranges`.
+    `samples` has bytes over time, `ranges` the times of computing and collectives.
     """
     images, labels = (part[:batch_size].to(device) for part in dataset.tensors)
     sharded = isinstance(model, ShardedWrapper)
@@ -438,13 +438,13 @@ def fit(training: Training, log: Callable[[dict[str, Any]], None]) -> dict[str, 
 
 
 def read_state(args: argparse.Namespace, plain: nn.Module) -> dict[str, Any]:
-    """Returns the checkpoint to go on from, in which a plain model finds its own weights."""
+    """Returns the checkpoint to resume from, which must fit the unwrapped model."""
     state = training_job.read_checkpoint(args.resume, *Progress._fields, "batch_size")
     training_job.check_fits(args.resume, state, plain)
     if state["step"] and state["batch_size"] != args.batch_size:
         raise training_job.Refused(
-            f"--resume: {args.resume} is amid an epoch of --batch-size {state['batch_size']}, "
-            f"got {args.batch_size}"
+            f"--resume: {args.resume} is in the middle of an epoch with "
+            f"--batch-size {state['batch_size']}, got {args.batch_size}"
         )
     return state
 

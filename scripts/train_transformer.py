@@ -6,9 +6,9 @@
 The second form starts the ranks itself, on this machine. A rank takes a GPU and NCCL where every
 local rank has its own, else the CPU and gloo. The text is Python's own documentation
 (pydoc_data.topics), or any file by `--text`; a token is a byte. Batches depend on `--seed` and the
-step alone, and the test is of the same rows always, so the losses are the same on any number of
-ranks, and after `--save` and `--resume` on another number. `--compare` trains a few steps under
-every strategy and tabulates what each takes.
+step alone, and the test always uses the same rows, so the losses are the same for any world size,
+also after `--save` and `--resume` with a different one. `--compare` trains a few steps under every
+strategy and tabulates time, memory and communication volume.
 """
 
 import argparse
@@ -55,13 +55,19 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     model("--depth", type=at_least(1), default=4, help="blocks (4)")
     model("--heads", type=at_least(1), default=4)
     model("--context", type=at_least(2), default=128, help="bytes of a row (128)")
-    spread = parser.add_argument_group("how it is spread").add_argument
+    spread = parser.add_argument_group("parallelism").add_argument
     training_job.add_ways(spread)
     spread("--bf16", action="store_true", help="compute in bfloat16, keep and reduce in float32")
-    files = parser.add_argument_group("what goes in and comes out").add_argument
+    files = parser.add_argument_group("files").add_argument
     training_job.add_files(files)
-    files("--sample", type=at_least(0), default=0, metavar="N", help="write N bytes at the end")
-    files("--prompt", default="The ", help="what the sample begins with ('The ')")
+    files(
+        "--sample",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="print N bytes of text at the end",
+    )
+    files("--prompt", default="The ", help="first words of the sample ('The ')")
     compared = parser.add_argument_group("comparison").add_argument
     compared("--compare", action="store_true", help="every strategy for --steps steps each")
     compared("--json", type=output_file, metavar="PATH", help="write the comparison there")
@@ -91,7 +97,7 @@ def check(args: argparse.Namespace) -> None:
     if args.compare and args.steps < 2:
         stop(f"--compare needs --steps of at least 2, got {args.steps}")
     if not args.prompt:
-        stop("--prompt: a sample must begin with something")
+        stop("--prompt: must not be empty")
     needed = {"tqdm": not args.compare, "matplotlib": args.plot}
     for package, is_needed in needed.items():
         if is_needed and importlib.util.find_spec(package) is None:
@@ -336,11 +342,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "HYBRID_SHARD_ZERO2": {"strategy": "HYBRID_SHARD_ZERO2"},
     "HYBRID_SHARD_OP": {"strategy": "HYBRID_SHARD_OP"},
 }
-"""HYBRID strategies are compared where ranks make two nodes, or can pretend to."""
+"""HYBRID strategies are compared if the ranks form two nodes, or can be split into two."""
 
 
 WEIGHTS = {"gather": 1, "reduce": 1, "all_reduce": 2}
-"""Volume as the ZeRO paper counts it: an all-reduce is a reduce-scatter and a gather."""
+"""Volume as the ZeRO paper counts it: an all-reduce is a reduce-scatter and an all-gather."""
 
 
 def measure(args: argparse.Namespace, text: Tensor, device: torch.device) -> dict[str, Any]:
@@ -431,19 +437,19 @@ def compare(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    lines = [f"{'':20}{'ms a step':>10}{'held, MiB':>11}{'at most':>9}{'moved':>9}{'loss':>9}"]
+    lines = [f"{'':20}{'ms a step':>10}{'persist. MiB':>13}{'peak':>9}{'volume':>9}{'loss':>9}"]
     for name, row in results.items():
         sizes = (row[key] / 2**20 for key in ("between_bytes", "peak_bytes", "moved_bytes"))
         held, peak, moved = sizes
         lines.append(
-            f"{name:20}{1000 * row['seconds']:10.0f}{held:11.1f}{peak:9.1f}{moved:9.1f}"
+            f"{name:20}{1000 * row['seconds']:10.0f}{held:13.1f}{peak:9.1f}{moved:9.1f}"
             f"{row['loss']:9.4f}"
         )
     return "\n".join(lines)
 
 
 def draw(about: dict[str, Any], path: Path) -> None:
-    """Draws bytes per rank: what stays between steps, and what a step needs besides."""
+    """Draws the persistent memory per rank, and the peak of a step on top of it."""
     from matplotlib.figure import Figure
 
     ways = about["ways"]
@@ -453,7 +459,7 @@ def draw(about: dict[str, Any], path: Path) -> None:
         "parameters": "parameter_bytes",
         "optimizer state": "optimizer_bytes",
         "gradients": "gradient_bytes",
-        "gathered, kept": "kept_gathered_bytes",
+        "unsharded, kept": "kept_gathered_bytes",
     }
     left = [0.0] * len(ways)
     names = list(ways)
@@ -463,7 +469,7 @@ def draw(about: dict[str, Any], path: Path) -> None:
             axes.barh(names, sizes, left=left, label=label)
         left = [before + size for before, size in zip(left, sizes, strict=True)]
     rest = [row["peak_bytes"] / 2**20 - at for row, at in zip(ways.values(), left, strict=True)]
-    axes.barh(names, rest, left=left, label="more, during a step", color="0.85", hatch="///")
+    axes.barh(names, rest, left=left, label="peak of a step", color="0.85", hatch="///")
     for index, row in enumerate(ways.values()):
         axes.text(
             row["peak_bytes"] / 2**20, index, f" {row['peak_bytes'] / 2**20:.0f}", va="center"

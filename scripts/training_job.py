@@ -82,7 +82,7 @@ def stop(message: str) -> NoReturn:
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes a script's docstring for its description, and refuses in one line."""
+    """Describes a script by its docstring, and ends in one line on a bad option."""
 
     def __init__(self, description: str | None) -> None:
         super().__init__(
@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_ways(add: Callable[..., Any]) -> None:
-    """Adds the options that say how a job is spread over ranks."""
+    """Adds the options of ranks, strategy and transport."""
     add("--world-size", type=at_least(1), help="ranks to start here (one per GPU, or 1)")
     add("--strategy", choices=[one.name for one in ShardingStrategy], default="FULL_SHARD")
     add("--ddp", action="store_true", help="replicate with DistributedDataParallel instead")
@@ -102,21 +102,21 @@ def add_ways(add: Callable[..., Any]) -> None:
         "--collectives",
         choices=["auto", "sockets", "native"],
         default="auto",
-        help="how ranks move tensors (auto: ranks on one host share memory where they can)",
+        help="transport (auto: shared memory for ranks on one host where possible)",
     )
 
 
 def add_files(add: Callable[..., Any]) -> None:
-    """Adds the options that say what goes in and comes out, beside what a script has of its own."""
+    """Adds the options of checkpoints and logs."""
     path = {"type": output_file, "metavar": "PATH"}
     add("--save", **path, help="write model, optimizer and progress there")
-    add("--resume", type=input_file, metavar="PATH", help="go on from there, on any ranks")
-    add("--log-file", **path, help="write lines of JSON there; with --resume behind what it has")
+    add("--resume", type=input_file, metavar="PATH", help="resume from there, with any world size")
+    add("--log-file", **path, help="write lines of JSON there; --resume appends")
     add("--progress", action="store_true", help="show the progress bar also outside a terminal")
 
 
 def set_world_size(args: argparse.Namespace) -> None:
-    """Settles how many ranks there are."""
+    """Sets the number of ranks."""
     if "LOCAL_RANK" in os.environ:  # torchrun has started the ranks
         world_size = int(os.environ["WORLD_SIZE"])
         if args.world_size not in (None, world_size):
@@ -130,7 +130,7 @@ def set_world_size(args: argparse.Namespace) -> None:
 
 
 class Refused(Exception):
-    """What a job was asked to do cannot be done."""
+    """The job's options or files do not allow it."""
 
     def __str__(self) -> str:
         return " ".join(super().__str__().split())  # one line
@@ -215,12 +215,12 @@ def log_to(args: argparse.Namespace) -> Iterator[Callable[[dict[str, Any]], None
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the model whose names are the plain model's."""
+    """Returns the model whose names are the unwrapped model's."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def save(path: Path, model: nn.Module, optimizer: Any, **progress: Any) -> None:
-    """Writes whole tensors by name, so that any number of ranks can go on. Collective."""
+    """Writes full tensors by name, so that any world size can resume. Collective."""
     plain = unwrapped(model)
     weights = plain.state_dict()
     state = {
@@ -251,7 +251,7 @@ def read_checkpoint(path: Path, *progress: str) -> dict[str, Any]:
 
 
 def check_fits(path: Path, state: dict[str, Any], plain: nn.Module) -> None:
-    """Compares a checkpoint with the plain model.
+    """Compares a checkpoint with the unwrapped model.
 
     Raises:
         Refused: it is another model's.

@@ -41,7 +41,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from flatshard.comm import registry
+from flatshard.comm import topology
 from flatshard.options import strategy as strategies
 
 PRELOAD = [
@@ -408,7 +408,7 @@ def _serve(setup: _Setup, pipe: Connection) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-        registry.forget_destroyed()
+        topology.forget_destroyed()
     gc.collect()
     ended = (_State.ENDED, time.monotonic(), None)
     if lost:

@@ -13,10 +13,10 @@
 # %% [markdown]
 # # The arithmetic of memory
 #
-# How many bytes does training take, and how many of them are left on each rank? This notebook
-# counts, for models that fit nowhere near this machine: `flatshard.memory_plan.predict` lays a
-# model's parameters out exactly as `ShardedWrapper` would, from their shapes alone. At the end a
-# model that does fit is trained, to see whether the plan was right.
+# How many bytes does training need, and how many of them remain on each rank? This notebook
+# computes both for models that are far too large for this machine. `flatshard.memory_plan.predict`
+# plans a model's parameters exactly as `ShardedWrapper` would, from their shapes alone. At the end
+# the notebook trains a model that does fit, and compares the plan with measurements.
 
 # %%
 import json
@@ -44,7 +44,7 @@ GB = 1e9
 # ## 70 billion parameters
 #
 # A decoder-only transformer with grouped-query attention and a gated feed-forward part, of the
-# sizes that 70-billion-parameter models have. On the meta device it takes no memory.
+# sizes that 70-billion-parameter models have. On the meta device it needs no memory.
 
 
 # %%
@@ -79,37 +79,39 @@ print(f"{psi:,} parameters")
 
 # %% [markdown]
 # AdamW keeps two averages for each parameter. In float32 that makes 4 bytes for the parameter and 8
-# for the averages: **12 bytes a parameter that stay, whatever happens in a step.** (The same 12 are
-# 2 + 2 + 8: bfloat16 parameters and gradients beside float32 averages.)
+# for the averages: **12 bytes per parameter are persistent.** (The same 12 are 2 + 2 + 8: bfloat16
+# parameters and gradients beside float32 averages.)
 
 # %%
 for ranks in (1, 8, 16):
     plan = predict(large, world_size=ranks, auto_wrap_policy=BLOCKS)
     stays = plan.parameter_bytes + plan.optimizer_bytes
-    print(f"{ranks:3} devices: {stays / GB:6.1f} GB on each ({stays / psi:.2f} bytes a parameter)")
+    print(
+        f"{ranks:3} devices: {stays / GB:6.1f} GB on each ({stays / psi:.2f} bytes per parameter)"
+    )
 
 # %% [markdown]
-# 840 GB fit on no device. Under DDP, 16 of them are no better than one: each holds all of it.
-# Sharded, 8 devices hold 105 GB each and 16 hold 52.5 GB.
+# 840 GB fit on no device. Under DDP 16 devices do not help: each holds all of it. Sharded, 8
+# devices hold 105 GB each and 16 devices 52.5 GB.
 #
-# Gradients come on top, another 4 bytes a parameter, divided likewise. (`step_in_backward` does
-# without them: each unit is stepped as soon as its gradients are reduced.)
+# Gradients need another 4 bytes per parameter, sharded in the same way. (`step_in_backward` avoids
+# them: the optimizer steps each unit as soon as its gradients are reduced.)
 #
 # ## The stages of ZeRO
 #
 # The ZeRO paper counts mixed-precision training: 2 bytes for a parameter, 2 for its gradient, and
 # K for the optimizer, where K = 12 has float32 master weights and Adam's two averages:
-# (2 + 2 + K) Psi in all. Its stages split more and more of that over N ranks.
+# (2 + 2 + K) Psi in all. Each stage shards more of that over N ranks.
 #
-# | stage | paper | strategy | here, between steps |
+# | stage | paper | strategy | persistent memory here |
 # |---|---|---|---|
 # | 0 | (2 + 2 + K) Psi | `NO_SHARD` | the same |
 # | 1 | (2 + 2) Psi + K Psi / N | `SHARD_OP` | 2 Psi + (2 + 2 + K) Psi / N |
 # | 2 | 2 Psi + (2 + K) Psi / N | `SHARD_GRAD_OP` | (2 + 2 + K) Psi / N |
 # | 3 | (2 + 2 + K) Psi / N | `FULL_SHARD` | (2 + 2 + K) Psi / N |
 #
-# The difference: here every strategy but `NO_SHARD` reduces gradients to their shards, and keeps a
-# shard of the parameters beside what is gathered.
+# The difference: here every strategy but `NO_SHARD` reduces gradients to their shards, and keeps
+# shards of the parameters beside the unsharded ones.
 
 # %%
 K, N = 12, 64
@@ -121,7 +123,7 @@ paper = {
     "SHARD_GRAD_OP": (2 + 2 + K) / N,
     "FULL_SHARD": (2 + 2 + K) / N,
 }
-print(f"{N} ranks, GB on each        formula    predicted    in a step, at most")
+print(f"{N} ranks, GB on each        formula    predicted    peak of a step")
 for strategy, bytes_each in paper.items():
     plan = predict(
         in_bf16,
@@ -136,11 +138,11 @@ for strategy, bytes_each in paper.items():
     )
 
 # %% [markdown]
-# Between steps stages 2 and 3 are the same; the last column is what tells them apart. During a step
-# `SHARD_GRAD_OP` has the whole model gathered, `FULL_SHARD` a few units of it.
+# The persistent memory of stages 2 and 3 is the same; their peaks in the last column differ. During
+# a step `SHARD_GRAD_OP` unshards the whole model, `FULL_SHARD` a few units of it.
 #
-# flatshard's own way to mixed precision needs no copy of the weights: the float32 shards are the
-# master weights, and bfloat16 exists only while something is gathered.
+# flatshard's mixed precision needs no copy of the weights: the float32 shards are the master
+# weights, and only unsharded parameters are bfloat16.
 
 # %%
 precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -150,10 +152,10 @@ print(plan)
 # %% [markdown]
 # ## More ranks, smaller units
 #
-# What is divided by N goes towards zero as ranks are added. What does not is the floor: gathered
-# parameters and whole gradients of the units under way. That is what the wrap policy decides. The
-# plot has the most that a rank holds, over the number of ranks, for three policies, and as a dotted
-# line what is left between steps.
+# Sharded memory goes towards zero as ranks are added. Unsharded parameters and gradients of the
+# units in flight do not: they are the floor, and the wrap policy decides how high it is. The plot
+# shows the peak memory of a rank over the number of ranks for three policies, and as a dotted line
+# the persistent memory.
 
 # %%
 ranks = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
@@ -168,25 +170,25 @@ for label, policy in policies.items():
     plans = [predict(large, world_size=n, **keywords) for n in ranks]
     axes.loglog(ranks, [plan.peak_bytes / GB for plan in plans], "o-", label=label)
 between = [plan.persistent_bytes / GB for plan in plans]
-axes.loglog(ranks, between, "k:", label="between steps, all of them")
+axes.loglog(ranks, between, "k:", label="persistent, all policies")
 axes.axhline(80, color="0.5", lw=0.8)
 axes.text(1, 84, "a device of 80 GB", fontsize=8, color="0.4")
 axes.set_xticks(ranks, ranks)
 axes.set_xlabel("ranks")
-axes.set_ylabel("GB on each rank, at most")
+axes.set_ylabel("peak GB on each rank")
 axes.set_title("70 billion parameters: smaller units lower the floor")
 axes.legend()
 plt.show()
 
 # %% [markdown]
-# (Nested units, as with *a unit per layer*, are inside the block's unit, which then has little
-# left to itself.)
+# (With *a unit per layer* the layers are units nested in the block's unit, which then owns few
+# parameters itself.)
 #
 # ## Is it true?
 #
 # The transformer of [transformer.ipynb](transformer.ipynb) fits on this machine. `--compare` trains
-# it for a few steps under each strategy and measures what every tensor takes and the most that is
-# gathered; `predict` is given the same keywords.
+# it for a few steps under each strategy and measures the memory of every tensor and the peak of
+# unsharded parameters; `predict` gets the same keywords.
 
 # %%
 RANKS, NODE = 2 if TOY else 4, 2
@@ -221,7 +223,7 @@ for name, found in measured.items():
     )
     rows.append((name, plan, found))
 
-print(f"{'KiB on rank 0':20}{'between steps':>24}{'gathered at most':>24}{'in all, at most':>24}")
+print(f"{'KiB on rank 0':20}{'persistent':>24}{'peak unsharded':>24}{'peak of all':>24}")
 print(f"{'':20}" + f"{'predicted':>12}{'measured':>12}" * 3)
 for name, plan, found in rows:
     pairs = (
@@ -233,8 +235,8 @@ for name, plan, found in rows:
     print(f"{name:20}{cells}")
 
 # %% [markdown]
-# The first and the third pair as bars, predicted above measured: dark is what is left between
-# steps, pale what a step needs besides.
+# The first and the third pair as bars, predicted above measured. The dark part is persistent
+# memory, the pale part is what a step needs on top.
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
@@ -243,13 +245,13 @@ for offset, (label, index) in {-0.2: ("predicted", 0), 0.2: ("measured", 1)}.ite
     between = [(p.persistent_bytes, f["between_bytes"])[index] / 2**20 for _, p, f in rows]
     peaks = [(p.peak_bytes, f["peak_bytes"])[index] / 2**20 for _, p, f in rows]
     colour = ("tab:orange", "tab:blue")[index]
-    axes.barh(places, between, height=0.38, color=colour, label=f"{label}, between steps")
+    axes.barh(places, between, height=0.38, color=colour, label=f"{label}, persistent")
     more = [peak - held for peak, held in zip(peaks, between)]
-    axes.barh(places, more, 0.38, left=between, color=colour, alpha=0.4, label=f"{label}, at most")
+    axes.barh(places, more, 0.38, left=between, color=colour, alpha=0.4, label=f"{label}, peak")
 axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
 axes.invert_yaxis()
 axes.set_xlabel(f"MiB on each of {RANKS} ranks")
-axes.set_title("Between steps the plan is exact, in a step an upper bound")
+axes.set_title("Persistent memory is exact, the peak is an upper bound")
 axes.legend(fontsize=8)
 plt.show()
 
@@ -259,12 +261,12 @@ for name, plan, found in rows:
     assert found["peak_gathered_bytes"] <= plan.peak_gathered_bytes, name
     assert found["peak_bytes"] <= plan.peak_bytes * 1.01, name
 worst = max(abs(f["between_bytes"] / p.persistent_bytes - 1) for _, p, f in rows)
-print(f"between steps: at most {100 * worst:.2f} % apart; the peaks predicted were not exceeded")
+print(f"persistent memory: at most {100 * worst:.2f} % apart; no peak exceeded its prediction")
 
 # %% [markdown]
-# Between steps the two agree but for AdamW's step counts, a few bytes a parameter. What is
-# gathered agrees exactly. The third pair is an upper bound: whether two reductions overlap, and
-# with what, is a matter of time.
+# Persistent memory agrees except for AdamW's step counts, a few bytes per parameter. Unsharded
+# parameters agree exactly. The third pair is an upper bound: whether two reductions overlap
+# depends on timing.
 #
-# Not in any of this: activations, which depend on the batch rather than the ranks (activation
-# checkpointing is for those), and what ranks on one host save by mapping one another's memory.
+# The plan does not count activations, which depend on the batch and not on the ranks (use
+# activation checkpointing for those), nor what the shared-memory transport saves.

@@ -18,8 +18,8 @@
 # units, and looks at what each step of this does to memory and communication.
 #
 # DDP copies everything to every rank: parameters, gradients, and the optimizer's state. `N` ranks
-# hold the same bytes `N` times. `ShardedWrapper` lets every rank keep one `N`th of each, and
-# *gathers* a layer's parameters only while that layer computes.
+# hold the same bytes `N` times. Under `ShardedWrapper` every rank keeps one `N`th of each, and
+# *unshards* a layer (all-gathers its parameters) only while that layer computes.
 #
 # The ranks here are real: each run below is a `torchrun` of
 # [scripts/train_mnist.py](../scripts/train_mnist.py) with two processes. (Functions defined in a
@@ -46,7 +46,7 @@ sys.path.insert(0, "../scripts")
 import train_mnist
 import training_job
 
-# MNIST's files are taken from ROOT/MNIST/raw where they are there, else scikit-learn's digits.
+# MNIST's files are read from ROOT/MNIST/raw if they exist, else scikit-learn's digits.
 ROOT = os.environ.get("MNIST_ROOT", "../data")
 TOY = "TUTORIAL_TOY" in os.environ  # as the tests run it: a few steps on the digits
 JOB = ["--max-steps", "2", "--data", "digits"] if TOY else ["--max-steps", "120"]
@@ -60,7 +60,7 @@ def show(*functions):
 
 
 def torchrun(name, *options):
-    """Trains on two ranks and keeps what the run records; returns what rank 0 printed."""
+    """Trains on two ranks and keeps the run's records; returns what rank 0 printed."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     files = ["--json", results / f"{name}.json", "--record", results / f"{name}-step.json"]
     # Ranks on one Linux host could share memory and would not need to send anything. As over a
@@ -98,23 +98,23 @@ show(training_job.connect)
 
 # %% [markdown]
 # The training loop does not know how the model is distributed. Each rank takes its own part of
-# every batch; what is different between DDP and `ShardedWrapper` happens inside `model(...)`,
+# every batch; DDP and `ShardedWrapper` differ only inside `model(...)`,
 # `loss.backward()` and `optimizer.step()`.
 
 # %%
 show(train_mnist.train_epoch)
 
 # %% [markdown]
-# Testing has one rule to it: with sharded parameters a forward is *collective*. Every rank must
-# call it equally often, because every rank holds a part that the others need. So all ranks take
-# equally many batches, and what is too much is masked.
+# Testing has one rule: with sharded parameters a forward is *collective*. Every rank must call it
+# equally often, because every rank holds a shard that the others need. So all ranks take equally
+# many batches, and samples past the end are masked.
 
 # %%
 show(train_mnist.evaluate)
 
 # %% [markdown]
-# And this is all that wrapping takes. The first line is DDP, the last statement is flatshard; the
-# optimizer is made afterwards, from `model.parameters()`, in both cases.
+# This function wraps the model. The first line is DDP, the last statement is flatshard. In both
+# cases the optimizer is made afterwards, from `model.parameters()`.
 
 # %%
 show(train_mnist.wrap_model)
@@ -126,7 +126,7 @@ show(train_mnist.wrap_model)
 print(torchrun("ddp", "--ddp"))
 
 # %% [markdown]
-# Three tensors for one: beside each parameter there are its gradient and the two averages that
+# Every parameter needs three more tensors of its size: its gradient and the two averages that
 # Adadelta keeps. All four are on every rank.
 #
 # ## 2. Sharded, as one unit
@@ -136,15 +136,15 @@ print(torchrun("ddp", "--ddp"))
 # +model = ShardedWrapper(model)
 # ```
 #
-# Without a wrap policy the whole model is one *unit*: its parameters are laid out in one flat
-# vector, of which each rank keeps one half.
+# Without a wrap policy the whole model is one *unit*: its parameters form one flat parameter, of
+# which each rank keeps one half.
 
 # %%
 print(torchrun("one", "--min-num-params", "0"))
 
 # %% [markdown]
-# Each rank now holds half of everything *between* steps, and the losses are the same (see below).
-# But a unit is gathered as a whole: *during* a step all parameters are there.
+# The persistent memory of each rank is now half, and the losses are the same (see below). But a
+# unit is unsharded as a whole: *during* a step all parameters are in memory.
 #
 # ## 3. Sharded, as two units
 #
@@ -156,7 +156,7 @@ print(torchrun("one", "--min-num-params", "0"))
 # model = ShardedWrapper(model, auto_wrap_policy=policy)
 # ```
 #
-# `conv2` has 18,496, so `fc1` alone becomes one, and the rest belongs to the outermost unit.
+# `conv2` has 18,496, so only `fc1` becomes a unit, and the rest belongs to the root.
 
 # %%
 print(torchrun("two", "--min-num-params", "20000"))
@@ -166,10 +166,9 @@ print(torchrun("two", "--min-num-params", "20000"))
 #
 # ## The accordion
 #
-# `model.record_steps()` tells what a rank held at each moment of a step. The plot has one step of
-# each run, MiB on rank 0 over time, drawn to the same scale. At the bottom of each is what stays,
-# this rank's parameters and optimizer state; on top of it what comes and goes, gathered parameters
-# and gradients.
+# `model.record_steps()` records what a rank held at each moment of a step. The plot shows one step
+# of each run, MiB on rank 0 over time, at the same scale. At the bottom are the shards and the
+# optimizer state, which stay. On top are unsharded parameters and gradients, which come and go.
 
 
 # %%
@@ -180,10 +179,10 @@ def draw_held(axes, name):
     gradients = [*gradients, gradients[-1]]
     mib, ms = 2**20, [1000 * time for time in times]
     low = [step["parameter_bytes"] / mib] * len(ms)
-    axes.fill_between(ms, 0, low, step="post", label="parameters kept", color="tab:blue")
+    axes.fill_between(ms, 0, low, step="post", label="shards", color="tab:blue")
     layers = {
         "optimizer state": ([step["optimizer_bytes"]] * len(ms), "tab:purple"),
-        "gathered parameters": (gathered, "tab:orange"),
+        "unsharded parameters": (gathered, "tab:orange"),
         "gradients": (gradients, "tab:green"),
     }
     for label, (held, colour) in layers.items():
@@ -198,7 +197,7 @@ def draw_held(axes, name):
 
 
 def held_bytes(name):
-    """What rank 0 holds between steps, and at most."""
+    """Rank 0's persistent and peak memory."""
     step = load(f"{name}-step")
     kept = step["parameter_bytes"] + step["optimizer_bytes"]
     peak = max(gathered + gradients for _, gathered, gradients in step["samples"])
@@ -210,33 +209,32 @@ figure, panels = plt.subplots(3, 1, figsize=(8, 7), sharey=True, layout="constra
 for axes, (name, title) in zip(panels, titles.items()):
     draw_held(axes, name)
     between, peak = (size / 2**20 for size in held_bytes(name))
-    axes.set_title(f"{title}: {between:.1f} MiB between steps, {peak:.1f} at most", loc="left")
+    axes.set_title(f"{title}: {between:.1f} MiB persistent, {peak:.1f} MiB peak", loc="left")
 panels[-1].set_xlabel("ms since the step began (dotted: forward ends, backward ends)")
 handles, labels = panels[0].get_legend_handles_labels()
 figure.legend(handles, labels, loc="outside lower center", ncols=4)
 plt.show()
 
 # %% [markdown]
-# **DDP** holds four copies' worth all the time. Its gradients lie in buckets which it keeps from
-# step to step; what backward has just made is there besides, until it is copied to its bucket.
+# **DDP** holds four tensors per parameter all the time. It keeps its gradient buckets from step to
+# step; a new gradient of backward needs memory too, until it is copied into its bucket.
 #
-# **One unit**: half of it is left between steps. The accordion opens once: all parameters are
-# gathered when forward begins, and given back when backward is over. Gradients pile up whole next
-# to them and are reduced at the very end, each rank keeping the average of its own half.
+# **One unit**: the persistent memory is half. The accordion opens once: all parameters are
+# unsharded when forward begins and resharded when backward is over. Gradients accumulate unsharded
+# beside them and are reduced at the very end; each rank keeps the average of its own half.
 #
 # **Two units**: the accordion opens for `fc1` alone and closes again, in forward and once more in
-# backward: as soon as its gradients are there they are reduced, and its parameters given back,
-# while the convolutions still compute. The root (the other 2 %) stays gathered in between.
+# backward. As soon as its gradients have arrived, they are reduced and its parameters resharded,
+# while the convolutions still compute. The root (the other 2 %) stays unsharded in between.
 #
-# With 98 % of this model in one layer, the most that a rank holds at one time hardly changes: a
-# unit is gathered whole, so nothing smaller than the largest unit can be the peak. Where layers are
-# many and alike, the saving is their number: see [transformer.ipynb](transformer.ipynb).
+# One layer has 98 % of this model, so the peak memory hardly changes: the peak cannot be smaller
+# than the largest unit. A model of many equal layers saves in proportion to their number: see
+# [transformer.ipynb](transformer.ipynb).
 #
 # ## What is sent, and when
 #
-# The same steps as bars over time: for each unit, a row for when it computed forward, one for
-# backward, one for when its parameters were being gathered, and one for when its gradients were
-# being reduced.
+# The same steps as bars over time. Each unit has a row for its forward, one for its backward, one
+# for its all-gathers and one for its reduce-scatter.
 
 
 # %%
@@ -245,8 +243,8 @@ def draw_ranges(axes, name):
     kinds = {
         "compute forward": "tab:blue",
         "compute backward": "tab:cyan",
-        "gather under way": "tab:orange",
-        "reduction under way": "tab:green",
+        "all-gather in flight": "tab:orange",
+        "reduce-scatter in flight": "tab:green",
     }
     units = sorted({unit for kind, unit, *_ in step["ranges"] if kind in kinds}, reverse=True)
     rows = [(kind, unit) for unit in units for kind in kinds]
@@ -271,14 +269,14 @@ panels[-1].set_xlabel("ms since the step began")
 plt.show()
 
 # %% [markdown]
-# With two units there is something to overlap: `fc1` is gathered while the convolutions compute
-# (orange beside blue), and its gradients are reduced while the convolutions' backward runs (green
-# beside cyan). With one unit everything waits for everything.
+# Two units can overlap: `fc1` is all-gathered while the convolutions compute (orange beside blue),
+# and its gradients are reduced during the backward of the convolutions (green beside cyan). With
+# one unit nothing overlaps.
 #
-# In bytes, counted as the ZeRO paper does (an all-reduce is a reduce-scatter and a gather):
+# In bytes, counted as in the ZeRO paper (an all-reduce is a reduce-scatter and an all-gather):
 
 # %%
-rows = [("", "kept between steps", "held at most", "moved per step")]
+rows = [("", "persistent memory", "peak memory", "volume per step")]
 for name, title in titles.items():
     sizes = (*held_bytes(name), load(f"{name}-step")["moved_bytes"])
     rows.append((title, *(f"{size / 2**20:.2f} MiB" for size in sizes)))
@@ -286,15 +284,15 @@ for row in rows:
     print(f"{row[0]:22}" + "".join(f"{cell:>20}" for cell in row[1:]))
 
 # %% [markdown]
-# Sharding costs communication: DDP all-reduces its gradients, 2P for P bytes of parameters. One
-# unit moves the same 2P: a gather and a reduce-scatter. Two units gather `fc1` a second time for
-# backward: 3P, but for the root. (`sharding_strategy="SHARD_GRAD_OP"` keeps units gathered between
-# forward and backward: 2P again, and the accordion stays open.)
+# Sharding costs communication. DDP all-reduces its gradients: 2P for P bytes of parameters. One
+# unit has the same volume, an all-gather and a reduce-scatter. Two units all-gather `fc1` a second
+# time for backward: 3P, except for the root. (`sharding_strategy="SHARD_GRAD_OP"` keeps units
+# unsharded between forward and backward: 2P again, and the accordion stays open.)
 #
 # ## The same numbers
 #
-# Sharding changes where parameters are, not what they become. The losses of the first fifty steps
-# are three lines, one on top of the other:
+# Sharding changes where parameters are, not their values. The losses of the first fifty steps are
+# three lines, one on top of the other:
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
@@ -314,8 +312,8 @@ for name in ("one", "two"):
 # ## Offload
 #
 # `cpu_offload=CPUOffload(offload_params=True)` keeps shards, gradients and optimizer state in host
-# memory. On a CPU they are there already, so it changes nothing and says so (as does wrapping where
-# there are no other ranks, as in this notebook's own process):
+# memory. On a CPU they are there already, so it changes nothing and warns. (Wrapping in a process
+# without other ranks, such as this notebook, warns too.)
 
 # %%
 with warnings.catch_warnings(record=True) as said:
@@ -325,17 +323,19 @@ print(*(one.message for one in said), sep="\n")
 
 # %% [markdown]
 # `CPUOffload(path=DIR)` keeps them in files, which are mapped into memory while a unit uses
-# them, and vanish with the process. Where they are changes nothing about the numbers:
+# them, and vanish with the process. The results are the same:
 
 # %%
 torchrun("disk", "--min-num-params", "20000", "--offload-path", str(results))
-print("as in memory, to the bit:", load("disk")["step_losses"] == load("two")["step_losses"])
+print(
+    "bitwise equal to the run in memory:", load("disk")["step_losses"] == load("two")["step_losses"]
+)
 
 # %% [markdown]
 # ## Saving
 #
-# `model.state_dict()` has whole tensors under the plain model's names, on every rank. It gathers,
-# so every rank calls it, and one writes:
+# `model.state_dict()` returns full tensors under the unwrapped model's names. It is collective, so
+# every rank calls it, and one rank writes:
 #
 # ```python
 # weights = model.state_dict()
@@ -343,18 +343,18 @@ print("as in memory, to the bit:", load("disk")["step_losses"] == load("two")["s
 #     torch.save(weights, "net.pt")
 # ```
 #
-# The file loads into the plain network. With `--save FILE` the program writes the optimizer's state
-# too, and how far it has come; `--resume FILE` goes on from there, on any number of ranks, sharded
-# or under DDP: see [transformer.ipynb](transformer.ipynb).
+# The file loads into the unwrapped network. With `--save FILE` the program also writes the
+# optimizer's state and its progress. `--resume FILE` resumes with any world size, sharded or under
+# DDP: see [transformer.ipynb](transformer.ipynb).
 #
 # ## What to take along
 #
 # | | |
 # |---|---|
-# | swap the wrapper, make the optimizer after it | `ShardedWrapper(model)` |
+# | replace the wrapper, then make the optimizer | `ShardedWrapper(model)` |
 # | call forward and `state_dict()` on every rank | also in evaluation |
-# | give large models units | `auto_wrap_policy="auto"`, by class, or by size |
-# | see what a step does | `with model.record_steps(): ...`, `print(model.step_report())` |
+# | divide large models into units | `auto_wrap_policy="auto"`, by class, or by size |
+# | see where a step's time goes | `with model.record_steps(): ...`, `print(model.step_report())` |
 #
 # Next: [transformer.ipynb](transformer.ipynb) compares all strategies on a model with many equal
-# units; [memory.ipynb](memory.ipynb) does the arithmetic.
+# units; [memory.ipynb](memory.ipynb) computes memory.

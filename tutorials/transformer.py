@@ -13,11 +13,11 @@
 # %% [markdown]
 # # A transformer, sharded block by block
 #
-# A decoder-only transformer is the model that sharding was made for: many blocks, all alike, one
-# after the other. This notebook makes a unit of each block, trains in bfloat16 with accumulated and
-# clipped gradients, saves, goes on with another number of ranks, and compares all strategies.
+# A decoder-only transformer is an ideal model to shard: it has many equal blocks, one after the
+# other. This notebook makes each block a unit, trains in bfloat16 with accumulated and clipped
+# gradients, saves, resumes with a different world size, and compares all strategies.
 #
-# As in [mnist.ipynb](mnist.ipynb), every run is a real one: several processes that run
+# As in [mnist.ipynb](mnist.ipynb), every run starts several processes that execute
 # [scripts/train_transformer.py](../scripts/train_transformer.py). The text is Python's own
 # documentation, which comes with Python; `--text FILE` takes yours. A token is a byte.
 
@@ -76,8 +76,8 @@ def log_of(name):
 show(train_transformer.Block, train_transformer.wrap_model)
 
 # %% [markdown]
-# `mixed_precision` says in which dtypes to gather and to reduce. The shards that the optimizer
-# updates stay float32:
+# `mixed_precision` sets the dtypes of all-gathers and reduce-scatters. The shards that the
+# optimizer updates stay float32:
 
 # %%
 train_transformer.BF16
@@ -85,8 +85,8 @@ train_transformer.BF16
 # %% [markdown]
 # ## Accumulating and clipping
 #
-# Under `model.no_sync()` a backward sends nothing; the first one outside sends the sum. Norms are
-# those of the whole model: torch's own `clip_grad_norm_` is right, on every rank.
+# Under `model.no_sync()` a backward does not communicate; the first backward outside reduces the
+# sum. torch's own `clip_grad_norm_` computes the norm of the whole model on every rank.
 
 # %%
 show(train_transformer.train_step)
@@ -94,7 +94,7 @@ show(train_transformer.train_step)
 # %% [markdown]
 # ## Training and saving
 #
-# Both state dicts are collective and hold whole tensors by name. They say nothing of ranks, units
+# Both state dicts are collective and hold full tensors by name. They do not depend on ranks, units
 # or strategies.
 
 # %%
@@ -110,10 +110,10 @@ files = ["--save", str(results / "half.pt"), "--log-file", str(results / "two.js
 print(torchrun(2, *job, "--steps", HALF, *files))
 
 # %% [markdown]
-# ## Going on with another number of ranks
+# ## Resume with a different world size
 #
-# The same checkpoint on one rank more, which must do its share of every batch. Python's
-# documentation is read from where training left it: batches depend on the seed and the step alone.
+# The same checkpoint continues on one rank more, which takes its share of every batch. Training
+# continues at the right place of the text: batches depend on the seed and the step alone.
 
 # %%
 files = ["--resume", str(results / "half.pt"), "--log-file", str(results / "three.jsonl")]
@@ -132,7 +132,7 @@ for name, label in {"two.jsonl": "2 ranks", "three.jsonl": "resumed on 3 ranks"}
     axes.plot([line["step"] for line in steps], [line["loss"] for line in steps], label=label)
 axes.set_xlabel("step")
 axes.set_ylabel("loss, nats per byte")
-axes.set_title("Two ranks stop, three ranks go on from there")
+axes.set_title("Two ranks stop, three ranks resume")
 axes.legend()
 plt.show()
 
@@ -143,8 +143,8 @@ plt.show()
 print(json.dumps(log_of("three.jsonl")[1]))
 
 # %% [markdown]
-# And this is what the model writes so far. Sampling is collective as well: every forward gathers,
-# so all ranks draw the same bytes.
+# This is what the model writes so far. Sampling is collective too, since every forward all-gathers:
+# all ranks draw the same bytes.
 
 # %%
 print(text[text.index("The ") :])
@@ -153,8 +153,8 @@ print(text[text.index("The ") :])
 # ## All strategies
 #
 # `--compare` trains the same model for a few steps under each strategy. Here it has more blocks,
-# and the ranks send what they would send over a network (`--collectives sockets`). Of the four
-# ranks two at a time play a node, for the HYBRID strategies.
+# and the ranks communicate as over a network (`--collectives sockets`). For the HYBRID strategies
+# each two of the four ranks count as a node.
 
 # %%
 RANKS = 2 if TOY else 4
@@ -166,27 +166,27 @@ options += ["--steps", STEPS, "--batch-size", "8", *SIZES]
 print(torchrun(RANKS, *options).split("\n\n")[-1])
 
 # %% [markdown]
-# *held*: parameters, gradients and optimizer state between steps, on each rank. *at most*: with
-# what is gathered and reduced during a step. *moved*: of each step, as the ZeRO paper counts (an
-# all-reduce is a reduce-scatter and a gather). All without activations, which are alike. The losses
-# agree: with DDP, and with one another.
+# *persistent*: parameters, gradients and optimizer state of a rank. *peak*: the same with what is
+# unsharded and reduced during a step. *volume*: the communication volume of a step, counted as in
+# the ZeRO paper (an all-reduce is a reduce-scatter and an all-gather). Activations are not counted;
+# they are the same. All losses agree with DDP's.
 #
-# The same as bars, one for each strategy: the time, the bytes held and the bytes moved.
+# The same as bars, one for each strategy: time, memory and communication volume.
 
 # %%
 ways = json.loads(comparison.read_text())["ways"]
 columns = {
-    "ms a step": lambda row: 1000 * row["seconds"],
-    "MiB held": lambda row: row["between_bytes"] / 2**20,
-    "MiB moved per step": lambda row: row["moved_bytes"] / 2**20,
+    "ms per step": lambda row: 1000 * row["seconds"],
+    "MiB of memory": lambda row: row["between_bytes"] / 2**20,
+    "MiB of volume per step": lambda row: row["moved_bytes"] / 2**20,
 }
 figure, panels = plt.subplots(1, 3, figsize=(10, 4), sharey=True, layout="constrained")
 for axes, (title, figure_of) in zip(panels, columns.items()):
     values = [figure_of(row) for row in ways.values()]
-    axes.barh(list(ways), values, color="tab:blue", label="between steps")
-    if title == "MiB held":
+    axes.barh(list(ways), values, color="tab:blue", label="persistent")
+    if title == "MiB of memory":
         more = [row["peak_bytes"] / 2**20 - held for row, held in zip(ways.values(), values)]
-        label = "more, during a step"
+        label = "peak of a step"
         axes.barh(list(ways), more, left=values, color="0.85", hatch="///", label=label)
         axes.set_xlim(right=1.05 * max(row["peak_bytes"] for row in ways.values()) / 2**20)
         handles, labels = axes.get_legend_handles_labels()
@@ -198,16 +198,16 @@ plt.show()
 # %% [markdown]
 # What to read from it:
 #
-# - `FULL_SHARD` holds a quarter of what DDP does between steps, and during a step the root and
-#   three blocks besides. It moves half as much again: each block is gathered twice.
-# - `SHARD_GRAD_OP` keeps blocks gathered between forward and backward: DDP's communication, but the
-#   whole model is in memory for a moment. `SHARD_OP` keeps them until the optimizer's step, which
-#   pays when gradients are accumulated over several micro-batches.
-# - bfloat16 halves what is gathered. Gradients are reduced in float32 here (`reduce_dtype`).
-# - The HYBRID strategies hold more, and move most of it within a node, which on four processes of
-#   one machine has no advantage. They are for clusters, where links between nodes are slower.
+# - `FULL_SHARD` has a quarter of DDP's persistent memory. During a step it adds the root and three
+#   blocks. Its volume is half as much again, since each block is all-gathered twice.
+# - `SHARD_GRAD_OP` keeps blocks unsharded between forward and backward. It has DDP's volume, but
+#   the whole model is in memory for a moment. `SHARD_OP` keeps them until the optimizer's step,
+#   which helps when gradients accumulate over several micro-batches.
+# - bfloat16 halves the all-gathers. Gradients are reduced in float32 here (`reduce_dtype`).
+# - The HYBRID strategies hold more and communicate mostly within a node. Four processes on one
+#   machine gain nothing from this; clusters with slow links between nodes do.
 #
-# Times are of four ranks on few cores, over sockets: on your network they will differ, bytes will
-# not. `python scripts/train_transformer.py --compare` tells.
+# The times are those of four ranks on few cores, over sockets. On your network they will differ,
+# bytes will not: run `python scripts/train_transformer.py --compare`.
 #
 # Next: [memory.ipynb](memory.ipynb) predicts these bytes without running anything.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
+from flatshard.comm.flat_chunks import as_bytes
 from flatshard.plan.layout import memory_order, strides_of
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -168,9 +169,3 @@ def checksum(tensor: Tensor) -> Checksum:
 
 def _places(sums: Tensor) -> Tensor:
     return torch.arange(1, sums.numel() + 1, device=sums.device)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, 1-D uint8."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.view(-1).view(torch.uint8)

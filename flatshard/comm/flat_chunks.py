@@ -3,6 +3,9 @@
 Gradients can be averaged from the tensors in which autograd made them; to copy them all to one
 place first takes as long as a good network takes to move them. ``ChunkPlan`` says which
 are worth it.
+
+Sums over ranks are made here too, in rank order and in no less than fp32: they are the same in
+every run and on every transport.
 """
 
 from __future__ import annotations
@@ -116,3 +119,47 @@ class ChunkPlan:
         places = [part[spans[i].start - first : spans[i].end - first] for i in there]
         torch._foreach_copy_(places, [gradients[index] for index in there])
         return part
+
+
+# ---------------------------------------------------------------- sums over ranks
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which values that come in ``dtype`` are added up."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+def average(rows: Sequence[Tensor], out: Tensor) -> None:
+    """Fill ``out`` with the average of every rank's values.
+
+    Args:
+        rows: each rank's, ``(numel,)``, in rank order.
+        out: ``(numel,)`` in the dtype to add in.
+    """
+    # One after the other: a kernel's own sum over ranks would choose an order by the sizes.
+    out.copy_(rows[0])
+    for row in rows[1:]:
+        out.add_(row)
+    divide(out, len(rows), out)
+
+
+def divide(total: Tensor, number: int, out: Tensor) -> None:
+    """Fill ``out`` with ``total / number``, elements of the same dtype; may be the same tensor."""
+    if number & (number - 1) == 0 and not total.is_complex():
+        # To the bit the same for a power of two, in half the time.
+        torch.mul(total, 1 / number, out=out)
+    else:
+        torch.div(total, number, out=out)
+
+
+# ---------------------------------------------------------------- what is sent
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """The same memory without complex numbers, which not every backend knows."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, ``(nbytes,)`` uint8."""
+    return as_real(tensor).view(-1).view(torch.uint8)

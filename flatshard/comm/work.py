@@ -1,6 +1,6 @@
 """``AsyncWork``: a collective under way, and what other ranks have yet to take of it.
 
-[Note: settled]
+[Note: sends]
 A rank has what it asked for as soon as all others have sent theirs; that the others have taken what
 this one sent is a matter of its own. Until then it must not be overwritten, but nothing else need
 wait for it: a rank that is ahead would otherwise wait at every unit. ``PendingSends`` keeps it
@@ -27,42 +27,42 @@ class AsyncWork:
     """A collective under way. Keeps its tensors alive until nobody needs them.
 
     Attributes:
-        tells: whether ``done`` can become true before the wait.
+        reports_end: whether ``done`` can become true before the wait.
     """
 
     def __init__(
         self,
         works: list[Any],
-        what: str,
+        op_name: str,
         *kept: object,
         peers: Sequence[int] = (),
         then: Callable[[], None] | None = None,
-        trailing: Sequence[Any] = (),
-        tells: bool = True,
+        sends: Sequence[Any] = (),
+        reports_end: bool = True,
         need: WaitCondition | None = None,
-        trailing_need: WaitCondition | None = None,
+        sends_need: WaitCondition | None = None,
     ) -> None:
         """Take over what was started.
 
         Args:
             works: the backend's handles that the result needs, all to be waited for.
-            what: names the unit, the rank and the collective.
+            op_name: names the unit, the rank and the collective.
             kept: what must stay alive, tensors above all.
             peers: the ranks that the first handles receive from, where each has its own.
             then: called once after the wait.
-            trailing: handles that are over when the other ranks have taken what this one gave.
-            tells: see the class.
+            sends: handles that are over when the other ranks have taken what this one gave.
+            reports_end: see the class.
             need: what the result needs of the other ranks.
-            trailing_need: what ``trailing`` needs of them.
+            sends_need: what ``sends`` needs of them.
         """
-        self.tells = tells
+        self.reports_end = reports_end
         self._works = works
-        self._what = what
+        self._op_name = op_name
         self._kept = kept
         self._peers = peers
         self._then = then
-        self._trailing = list(trailing)
-        self._need, self._trailing_need = need, trailing_need
+        self._sends = list(sends)
+        self._need, self._sends_need = need, sends_need
 
     @property
     def kept(self) -> tuple[object, ...]:
@@ -82,7 +82,7 @@ class AsyncWork:
             CollectiveError: a peer failed or did not come within the group's timeout.
         """
         self._have()
-        if self._trailing:
+        if self._sends:
             pending_sends.add(self)
         else:
             self.wait_sends()
@@ -108,13 +108,13 @@ class AsyncWork:
         self.wait_sends()
 
     @property
-    def is_mute(self) -> bool:
-        """Whether ``is_settled`` becomes true by ``wait_sends`` alone."""
-        return not all(getattr(work, "tells", True) for work in self._trailing)
+    def _never_reports(self) -> bool:
+        """Whether ``is_sent`` becomes true by ``wait_sends`` alone."""
+        return not all(getattr(work, "reports_end", True) for work in self._sends)
 
-    def is_settled(self) -> bool:
+    def is_sent(self) -> bool:
         """Whether the others have taken everything; nothing is kept then."""
-        if not all(work.is_completed() for work in self._trailing):
+        if not all(work.is_completed() for work in self._sends):
             return False
         self.wait_sends()
         return True
@@ -133,7 +133,7 @@ class AsyncWork:
         Raises:
             CollectiveError: as ``wait``.
         """
-        self._trailing = self._wait_for(self._trailing, self._trailing_need)
+        self._sends = self._wait_for(self._sends, self._sends_need)
         self._kept = ()
 
     def _wait_for(self, works: list[Any], need: WaitCondition | None) -> list[Any]:
@@ -148,7 +148,7 @@ class AsyncWork:
         return []
 
     def _failed(self, error: RuntimeError, wait: BlockedWait | None = None) -> CollectiveError:
-        described, self._works, self._trailing = self._describe(), [], []
+        described, self._works, self._sends = self._describe(), [], []
         reason = None if wait is None else explain(wait)
         if reason is not None:
             return CollectiveError(f"{described} failed: {reason}")
@@ -164,7 +164,7 @@ class AsyncWork:
             for work, peer in zip(self._works, self._peers, strict=False)
             if not work.is_completed()
         ]
-        return f"{self._what}, not heard of rank {late[0]}" if late else self._what
+        return f"{self._op_name}, not heard of rank {late[0]}" if late else self._op_name
 
 
 class PendingSends:
@@ -173,11 +173,11 @@ class PendingSends:
     def __init__(self) -> None:
         self._pending: list[AsyncWork] = []
         # Not asked every time whether they are over: there may be two for each unit of a model.
-        self._mute: list[AsyncWork] = []
+        self._silent: list[AsyncWork] = []
 
     def add(self, pending: AsyncWork) -> None:
         """Keep one more."""
-        (self._mute if pending.is_mute else self._pending).append(pending)
+        (self._silent if pending._never_reports else self._pending).append(pending)
 
     def wait_sends(self) -> None:
         """Wait until other ranks have taken all that this one gave: it may be written then.
@@ -185,15 +185,15 @@ class PendingSends:
         Raises:
             CollectiveError: as ``AsyncWork.wait``.
         """
-        for kept in (self._mute, self._pending):
+        for kept in (self._silent, self._pending):
             while kept:
                 kept.pop(0).wait_sends()
 
-    def is_giving(self, tensor: Tensor) -> bool:
+    def is_sending(self, tensor: Tensor) -> bool:
         """Whether other ranks may still be taking what lies in the memory of ``tensor``."""
-        self.drop_settled()
-        return any(pending.keeps(tensor) for pending in (*self._mute, *self._pending))
+        self.drop_sent()
+        return any(pending.keeps(tensor) for pending in (*self._silent, *self._pending))
 
-    def drop_settled(self) -> None:
+    def drop_sent(self) -> None:
         """Give back what other ranks have taken meanwhile."""
-        self._pending = [pending for pending in self._pending if not pending.is_settled()]
+        self._pending = [pending for pending in self._pending if not pending.is_sent()]

@@ -411,7 +411,7 @@ class RunContext:
 
     def _bound_in_flight(self) -> None:
         """Finish old reductions while more bytes are under way than the budget allows."""
-        self._unsettled.drop_settled()
+        self._unsettled.drop_sent()
         with self.recorder.starting("reduce", None):
             for bucket, _ in self._in_flight:
                 if not bucket.advance():  # second stages begin in the order of the first

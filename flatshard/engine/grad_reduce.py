@@ -76,7 +76,7 @@ class ReducePlan:
         """Size from which the transport reads a gradient where it is; None: from one buffer."""
         if self.hook is not None:
             return None
-        return self.topology.intra_group.part_bytes(self.tags[0], self.reduce_dtype)
+        return self.topology.intra_group.min_chunk_bytes(self.tags[0], self.reduce_dtype)
 
     @property
     def adds_replicas(self) -> bool:
@@ -273,7 +273,7 @@ class GradReduce:
                 self._queue[0]._begin_second()
             # Not where it is by chance that a rank sees that the second is over: the backend's own
             # collectives must start in one order.
-            if not self._must_cross and self._work.tells and self._work.done():
+            if not self._must_cross and self._work.reports_end and self._work.done():
                 self._gather_replicas()
         return not self._must_cross
 
@@ -283,7 +283,7 @@ class GradReduce:
 
     def tells_when_done(self) -> bool:
         """Whether ``done`` can become true by itself."""
-        return self._work.tells
+        return self._work.reports_end
 
     def is_computed(self) -> bool:
         """Whether the gradients are there, and not only queued to be computed on a device."""

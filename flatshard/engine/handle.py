@@ -20,7 +20,6 @@ On a CPU a large buffer is a range of addresses, whose pages come and go instead
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import enum
 import weakref
@@ -32,7 +31,6 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.comm.topology import Topology
-from flatshard.comm.transports.mapped_shards import MappedShards
 from flatshard.comm.work import AsyncWork, PendingSends
 from flatshard.engine.gather import WHOLE, SecondaryShard, gather_in_two
 from flatshard.engine.grad_buffer import GradientBuffer, Sync
@@ -40,9 +38,9 @@ from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.engine.offload import HostToDevice, OffloadTargets
 from flatshard.engine.param_views import ParamViews
-from flatshard.memory import disk, mapped_files
-from flatshard.memory.buffers import AllocatedBuffer, BufferMemory, ShardItself
-from flatshard.memory.page_pool import PooledBuffer
+from flatshard.memory import disk
+from flatshard.memory.buffers import BufferMemory, ShardItself
+from flatshard.memory.mapped_files import Files
 from flatshard.module.initial_values import BroadcastSource, InitialValues
 from flatshard.options.precision import GradDtypes, ParamPrecision
 from flatshard.plan.layout import FlatLayout, memory_order, strides_of
@@ -214,9 +212,13 @@ class FlatParamHandle:
         return self.shard[local.start : local.end]
 
     def _adopt_shard(self, shard: Tensor) -> None:
-        self._mapped = self._map_like(shard)
-        mapped = None if self._mapped is None else self._mapped.shard
-        self.shard = self._offload.house(shard) if mapped is None else mapped.copy_(shard)
+        is_uncast = _lowered(shard.dtype, self._precision.compute_dtype) == shard.dtype
+        gathers_as_is = self._secondary is None and self._float8 is None and is_uncast
+        self._memory: BufferMemory | None = None
+        if self.device.type == "cpu" and gathers_as_is and not self.is_whole:
+            self._memory = self._allocate(shard.dtype, self._offload.shard_files)
+        shown = None if self._memory is None else self._memory.shard
+        self.shard = self._offload.house(shard) if shown is None else shown.copy_(shard)
         self.rest()
 
     def rest(self) -> None:
@@ -224,20 +226,21 @@ class FlatParamHandle:
         if self._offload.shard is not None:
             disk.release(self.shard)
 
-    def _map_like(self, shard: Tensor) -> MappedShards | PooledBuffer | None:
-        """Memory for a shard that gathers need not copy, where that is possible."""
-        uncast = _lowered(shard.dtype, self._precision.compute_dtype) == shard.dtype
-        is_copied = self._secondary is not None or self._float8 is not None or not uncast
-        if self.device.type != "cpu" or is_copied:
-            return None
-        files = self._offload.disk if self._offload.shard is not None else None
-        return self.topology.intra_group.map_shards(
-            shard.numel(),
-            shard.dtype,
-            tag=self._tag,
-            map_tag=self._map_tag,
-            files=mapped_files if files is None else files,
+    def _allocate(self, dtype: torch.dtype, shard_files: Files | None) -> BufferMemory:
+        """Memory for the unsharded buffer, and for the shard too where that saves copies."""
+        return self.topology.intra_group.allocate_unsharded(
+            self.layout.padded_numel,
+            dtype,
+            self.device,
+            tags=(self._tag, self._map_tag),
+            shard_files=shard_files,
         )
+
+    @property
+    def memory(self) -> BufferMemory:
+        """What the unsharded buffer lies in."""
+        assert self._memory is not None, "made at construction"
+        return self._memory
 
     @property
     def sharded(self) -> list[nn.Parameter]:
@@ -268,24 +271,16 @@ class FlatParamHandle:
         # Whether the shard is the unsharded buffer.
         self._aliased = self.is_whole and is_there and is_uncast
         with torch.inference_mode(False), torch.no_grad():
-            self._memory = self._find_memory()
+            if self._aliased:
+                self._memory = ShardItself(self.shard)
+            elif self._memory is None:
+                self._memory = self._allocate(self.compute_dtype, None)
             self.buffer = self._memory.buffer
         self.params.make_full(self.buffer, is_shard=self._aliased, grad_hook=self._grad_hook)
         self.params.keep_state_at(self._offload.state)
         if not self._aliased:
             freed_parameter.show_crashes()
             self._free_buffer()
-
-    def _find_memory(self) -> BufferMemory:
-        if self._aliased:
-            return ShardItself(self.shard)
-        if self._mapped is not None:
-            return self._mapped
-        numel, dtype = self.layout.padded_numel, self.compute_dtype
-        if self.device.type == "cpu" and PooledBuffer.fits(numel, dtype):
-            with contextlib.suppress(OSError):  # no addresses left: the allocator may have some
-                return PooledBuffer(numel, dtype)
-        return AllocatedBuffer(numel, dtype, self.device)
 
     def _make_gradients(self) -> None:
         self.grad_buffer = self._plan_gradients()
@@ -375,9 +370,9 @@ class FlatParamHandle:
             # The shard was written since: what was gathered is stale. Its memory is used again.
             self.wait_unshard()
             torch.autograd.graph.increment_version(self.buffer)
-            self._memory.renew()
+            self.memory.renew()
         with torch.inference_mode(False), torch.no_grad():
-            self._memory.take()
+            self.memory.take()
             with self._to_device.stream():
                 self._gather = self._begin_gather(purpose)
             # Not before: where memory for it lacks, a stale buffer must not pass for a current one.
@@ -403,7 +398,7 @@ class FlatParamHandle:
             unit_fqn=self.unit_name,
             tag=self._tag,
             purpose=purpose,
-            mapped=self._mapped,
+            memory=self._memory,
         )
 
     def _source(self) -> Tensor:
@@ -560,7 +555,7 @@ class FlatParamHandle:
     @property
     def gathered_bytes(self) -> int:
         """What the unsharded buffer takes now, beside all ranks' shards."""
-        return 0 if self.state is ShardState.SHARDED else self._memory.held_bytes
+        return 0 if self.state is ShardState.SHARDED else self.memory.held_bytes
 
     @property
     def is_local(self) -> bool:
@@ -570,18 +565,18 @@ class FlatParamHandle:
     @property
     def is_mapped(self) -> bool:
         """Whether gathers copy nothing: then keeping the buffer saves nothing."""
-        return isinstance(self._mapped, MappedShards)
+        return self.memory.shows_shards
 
     def keep(self) -> None:
         """Let the buffer stay as it is when shards change: what shows them becomes a copy."""
         if self.state is ShardState.UNSHARDED:
             with _unsafe_preserve_version_counter(self.buffer):
-                self._memory.keep()
+                self.memory.snapshot()
 
     def _free_buffer(self) -> None:
         # Whatever still holds a raw view now gets autograd's error instead of freed memory.
         torch.autograd.graph.increment_version(self.buffer)
-        self._memory.free()
+        self.memory.free()
         self.params.set_accessible(False)
 
     # ------------------------------------------------------------ gradients

@@ -31,6 +31,7 @@ from flatshard.comm.work import AsyncWork, PendingSends
 from flatshard.memory import disk, mapped_files
 from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.disk import DiskMemory
+from flatshard.memory.mapped_files import Files
 from flatshard.options.offload import CPUOffload
 from flatshard.plan.layout import ALIGNMENT_BYTES, PAGE_BYTES
 
@@ -102,6 +103,11 @@ class OffloadTargets:
     def disk(self) -> DiskMemory | None:
         """Where files are, if any."""
         return self.state
+
+    @property
+    def shard_files(self) -> Files:
+        """What makes the file of a shard that an unsharded buffer shows: in memory, or on disk."""
+        return self.disk if self.disk is not None and self.shard is not None else mapped_files
 
     def reserve(self, unit: str, params: Iterable[nn.Parameter], shard_size: int) -> None:
         """Keep room on the disk for a unit's shards and gradients, if they go there.
@@ -198,7 +204,7 @@ class HostToDevice:
         """Let ``pending_sends`` know of a copy under way: the shard must not be written before."""
         event, self._event = self._event, None
         if event is not None:
-            pending = AsyncWork([], what, shard, trailing=[_Passed(event)])
+            pending = AsyncWork([], what, shard, sends=[_Passed(event)])
             pending.wait(pending_sends)
 
     def join(self) -> None:

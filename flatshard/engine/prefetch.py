@@ -40,7 +40,7 @@ class Prefetch:
         self._budget = max((unit.buffer_bytes for unit in self._units), default=0)
         # Where backward gathers within a smaller group, that is quick.
         self._backward_is_slow = any(
-            unit.topology.intra_group.uses_sockets and unit.placement.regather_size is None
+            unit.topology.intra_group.gathers_in_background and unit.placement.regather_size is None
             for unit in self._units
         )
 
@@ -103,7 +103,7 @@ class Prefetch:
 
     def _fits_ahead(self, unit: Unit) -> bool:
         """Whether to begin a gather for which no rank waits next."""
-        if not unit.topology.intra_group.uses_sockets:
+        if not unit.topology.intra_group.gathers_in_background:
             return False
         return sum(one.buffer_bytes for one in {*self._under_way(), unit}) <= self._budget
 

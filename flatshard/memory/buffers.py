@@ -1,32 +1,38 @@
 """``BufferMemory``: what an unsharded buffer lies in, which comes and goes.
 
-ShardItself                for one rank that has everything.
-AllocatedBuffer            the allocator's, for small buffers and on accelerators.
-ring.PooledBuffer            pages that go from unit to unit, for large ones on a CPU.
-mapped_shards.MappedShards the shards themselves, for ranks on one host.
+ShardItself       for one rank that has everything.
+AllocatedBuffer   the allocator's, for small buffers and on accelerators.
+PooledBuffer      pages that go from unit to unit, for large ones on a CPU.
+
+A transport may have kinds of its own, which need fewer copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class BufferMemory(Protocol):
+class BufferMemory:
     """The memory of one buffer, whose address, or storage, is the same for life.
 
     Attributes:
         buffer: ``(numel,)``; may be used after ``take`` and before ``free``.
+        shard: this rank's part, ``(shard_numel,)``, zeros at first, which the buffer shows without
+            a copy; None where the shard lies elsewhere.
+        shows_shards: whether it shows every rank's shard so; to keep it saves nothing then.
     """
 
     buffer: Tensor
+    shard: Tensor | None = None
+    shows_shards = False
 
     @property
     def held_bytes(self) -> int:
         """What it takes now beside the shards."""
+        return 0
 
     def take(self) -> None:
         """Have the memory, unless it is there; what is in it is undefined."""
@@ -37,33 +43,19 @@ class BufferMemory(Protocol):
     def free(self) -> None:
         """Give the memory back; does nothing the second time."""
 
-    def keep(self) -> None:
+    def snapshot(self) -> None:
         """Let the values stay as they are whatever becomes of the shards, until it is freed."""
 
 
-class ShardItself:
-    """An unsharded buffer that is the shard."""
-
-    held_bytes = 0
+class ShardItself(BufferMemory):
+    """An unsharded buffer that is the shard: always there, and never stale."""
 
     def __init__(self, shard: Tensor) -> None:
         """``shard``: all of the flat parameter."""
         self.buffer = shard
 
-    def take(self) -> None:
-        """It is there."""
 
-    def renew(self) -> None:
-        """It is never stale."""
-
-    def free(self) -> None:
-        """It stays there."""
-
-    def keep(self) -> None:
-        """Whoever writes the shard writes the parameters."""
-
-
-class AllocatedBuffer:
+class AllocatedBuffer(BufferMemory):
     """An unsharded buffer of the device's allocator, for small ones and on accelerators."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -83,15 +75,9 @@ class AllocatedBuffer:
         if storage.nbytes() != self._nbytes:
             storage.resize_(self._nbytes)
 
-    def renew(self) -> None:
-        """It can be overwritten."""
-
     def free(self) -> None:
         """Give the memory back."""
         self.buffer.untyped_storage().resize_(0)
-
-    def keep(self) -> None:
-        """It is a copy."""
 
 
 def storage_bytes(tensors: Iterable[object]) -> int:

@@ -22,6 +22,7 @@ the end of the process.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from flatshard.memory import mapped_files
+from flatshard.memory.buffers import AllocatedBuffer, BufferMemory
 from flatshard.memory.mapped_files import Files
 from flatshard.plan.layout import PAGED_BYTES
 
@@ -115,7 +117,7 @@ POOL = PagePool()
 """That of this process."""
 
 
-class PooledBuffer:
+class PooledBuffer(BufferMemory):
     """An unsharded buffer with pages of the ring, and this rank's shard where it shows that.
 
     Attributes:
@@ -147,7 +149,6 @@ class PooledBuffer:
         self.buffer = torch.frombuffer(everything, dtype=dtype)
         address = self.buffer.data_ptr()
         end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.shard: Tensor | None = None
         self._own: tuple[int, int] | None = None
         self._own_elements = own
         self._is_kept = False
@@ -219,7 +220,7 @@ class PooledBuffer:
                 mapped_files.drop_pages(start, end - start)
                 mapped_files.forbid(start, end - start)
 
-    def keep(self) -> None:
+    def snapshot(self) -> None:
         """Have the shard's values as they are now, until the buffer is freed."""
         if self._own is not None and self._is_taken:
             assert self._own_elements is not None, "it shows them"
@@ -228,6 +229,22 @@ class PooledBuffer:
             touched = self.buffer.detach()[own.start : own.stop : per_page]
             touched.copy_(touched.clone())  # a write makes the page this process's own
             self._is_kept = True
+
+
+def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> BufferMemory:
+    """Memory for an unsharded buffer, ``(numel,)``, to be filled by copies."""
+    if device.type == "cpu" and PooledBuffer.fits(numel, dtype):
+        with contextlib.suppress(OSError):  # no addresses left: the allocator may have some
+            return PooledBuffer(numel, dtype)
+    return AllocatedBuffer(numel, dtype, device)
+
+
+def fills_pages(nbytes: int) -> bool:
+    """Whether files of ``nbytes`` can be mapped side by side; smaller ones would gain nothing.
+
+    The same on all ranks, as long as they run the same kind of system.
+    """
+    return mapped_files.CAN_MAP and nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
 
 
 def _shown_twice(start: int, stop: int, dtype: torch.dtype, files: Files) -> Tensor | None:

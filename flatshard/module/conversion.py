@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from flatshard.comm.tags import copying
+from flatshard.comm.process_groups import copying
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.module.run import start_run

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import Checksum, as_bytes, checksum, raise_everywhere
+from flatshard.comm.consistency import Checksum, checksum, raise_everywhere
+from flatshard.comm.flat_chunks import as_bytes
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.module.initial_values import InitialValues, give_out, names_of_different
 

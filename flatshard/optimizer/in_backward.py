@@ -263,7 +263,7 @@ class SteppedInBackward:
         return unit.is_done and all(
             not handle.has_unpublished_part
             and self._knows_all_used(handle)
-            and not self._unsettled.is_giving(handle.shard)
+            and not self._unsettled.is_sending(handle.shard)
             and not _has_hooks(handle)
             for handle in unit.handles
         )

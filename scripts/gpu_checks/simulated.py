@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import flatshard.comm.communicator
+import flatshard.comm.transports.native
 
 SLEEP_CYCLES = 2_000_000  # about a millisecond
 
@@ -101,14 +101,14 @@ class SimulatedCollectives:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """In the place of torch's, which move nothing."""
-        inside = flatshard.comm.communicator
+        inside = flatshard.comm.transports.native
         with contextlib.ExitStack() as stack:
             for owner, name, function in (
                 (inside, "_all_gather_single", self.all_gather),
                 (inside, "_reduce_scatter_single", self.reduce_scatter),
                 (dist, "all_reduce", self.all_reduce),
                 (dist, "all_to_all_single", self.exchange),
-                (inside.Communicator, "_under_way", lambda _, work: [work]),
+                (inside.NativeTransport, "_under_way", lambda _, work: [work]),
             ):
                 stack.enter_context(mock.patch.object(owner, name, function))
             yield
@@ -123,8 +123,8 @@ class SingleRankCollectives(SimulatedCollectives):
         group = dist.new_group([0], backend=backend)
         assert isinstance(group, dist.ProcessGroup)
         self.alone, self.device = group, device
-        self.gather = flatshard.comm.communicator._all_gather_single
-        self.reduce = flatshard.comm.communicator._reduce_scatter_single
+        self.gather = flatshard.comm.transports.native._all_gather_single
+        self.reduce = flatshard.comm.transports.native._reduce_scatter_single
         # Of one rank both are the same, and gloo has no average.
         self.op = dist.ReduceOp.AVG if device.type == "cuda" else dist.ReduceOp.SUM
 

@@ -15,7 +15,7 @@ from torch.utils import checkpoint
 from flatshard import CollectiveError, ShardedWrapper, collectives, sharded_modules
 from flatshard.comm.flat_chunks import FlatChunks
 from flatshard.comm.process_groups import control_of, new_group
-from flatshard.comm.registry import communicator
+from flatshard.comm.topology import communicator
 from flatshard.comm.transports import sockets
 from flatshard.comm.work import AsyncWork, PendingSends
 from flatshard.options.strategy import Collectives, TransportOptions
@@ -336,7 +336,7 @@ def _in_pieces(rank: int, world_size: int) -> None:
         pending.wait(pending_sends)
         assert torch.equal(out, expected.to(out.dtype))
     pending_sends.wait_sends()
-    assert comm._sockets._scratch._idle == []
+    assert comm.transport_for(out.device)._scratch._idle == []
 
 
 def _in_parts(values: Tensor, num_parts: int, missing: int) -> FlatChunks:

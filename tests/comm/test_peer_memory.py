@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard import CollectiveError
-from flatshard.comm import communicator as collectives
-from flatshard.comm.transports import mapped_shards, peer_memory, shared_memory, sockets
+from flatshard.comm.transports import peer_memory, shared_memory, sockets
 from flatshard.engine import grad_buffer
 from flatshard.memory import mapped_files, page_pool
 from flatshard.plan import layout
@@ -83,7 +82,7 @@ def counting_reads() -> Iterator[list[int]]:
 
 
 @contextmanager
-def mapping(kind: type = mapped_shards.MappedShards) -> Iterator[list[Any]]:
+def mapping(kind: type = shared_memory.MappedShards) -> Iterator[list[Any]]:
     """Small shards are mapped, and small gradients read in place; yields what was mapped.
 
     Over sockets that is this rank's own, in a ``PooledBuffer``; other small buffers are such, too.
@@ -98,7 +97,6 @@ def mapping(kind: type = mapped_shards.MappedShards) -> Iterator[list[Any]]:
 
     with (
         mock.patch.object(layout, "PAGED_BYTES", 1),
-        mock.patch.object(mapped_shards, "PAGED_BYTES", 1),
         mock.patch.object(page_pool, "PAGED_BYTES", 1),
         mock.patch.object(grad_buffer, "_IN_PLACE_BYTES", 0),
         mock.patch.object(kind, "__init__", counted),
@@ -111,25 +109,25 @@ WAYS = {"peer memory": {}, "sockets": {"collectives": "sockets"}}
 
 def mapping_for(way: str) -> Any:
     """``mapping`` of what ranks map that talk so."""
-    return mapping(page_pool.PooledBuffer if way == "sockets" else mapped_shards.MappedShards)
+    return mapping(page_pool.PooledBuffer if way == "sockets" else shared_memory.MappedShards)
 
 
 @contextmanager
 def sending_in_place() -> Iterator[list[int]]:
     """Small gradients are sent from where autograd made them; yields the numbers of their parts."""
-    average = sockets.SocketTransport.average
+    reduce_scatter = sockets.SocketTransport.reduce_scatter
     numbers: list[int] = []
 
-    def counted(self: Any, whole: Any, *args: Any) -> Any:
-        numbers.append(len(whole.parts))
-        return average(self, whole, *args)
+    def counted(self: Any, chunks: Any, *args: Any, **keywords: Any) -> Any:
+        numbers.append(len(chunks.parts))
+        return reduce_scatter(self, chunks, *args, **keywords)
 
     with (
         mock.patch.object(grad_buffer, "_IN_PLACE_BYTES", 0),
         mock.patch.object(grad_buffer, "_MEAN_IN_PLACE_BYTES", 0),
-        mock.patch.object(collectives, "SENT_IN_PLACE_BYTES", 100),
+        mock.patch.object(sockets, "SENT_IN_PLACE_BYTES", 100),
         mock.patch.object(sockets, "PIECE_BYTES", 256),
-        mock.patch.object(sockets.SocketTransport, "average", counted),
+        mock.patch.object(sockets.SocketTransport, "reduce_scatter", counted),
     ):
         yield numbers
 

@@ -92,7 +92,7 @@ def test_the_own_part(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer.free()
     buffer.take()
     assert own.unique().tolist() == [4]
-    buffer.keep()
+    buffer.snapshot()
     assert buffer.held_bytes == 3 * numel * 4
     shard.fill_(5)
     assert own.unique().tolist() == [4]

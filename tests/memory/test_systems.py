@@ -63,11 +63,11 @@ LARGE_PAGES = """
 import mmap
 mmap.PAGESIZE = 65536
 import torch
-from flatshard.comm.transports.mapped_shards import MappedShards
+from flatshard.memory.page_pool import fills_pages
 from flatshard.plan.layout import FlatLayout
 
 layout = FlatLayout.build([("weight", (1023, 1031))], world_size=3, itemsize=4)
-print(layout.shard_numel * 4 % mmap.PAGESIZE, MappedShards.fits(layout.shard_numel, torch.float32))
+print(layout.shard_numel * 4 % mmap.PAGESIZE, fills_pages(layout.shard_numel * 4))
 """
 
 

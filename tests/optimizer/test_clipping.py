@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, ShardedWrapper, collectives
-from flatshard.comm.registry import communicator
+from flatshard.comm.topology import communicator
 from flatshard.tensor import reduction_ops
 from flatshard.tensor.sharded_tensor import ShardSpec
 from flatshard.wrap import ModuleWrapPolicy

@@ -21,7 +21,8 @@ from flatshard.comm import communicator as collectives
 from flatshard.comm.deadlock import watchdog
 from flatshard.comm.deadlock.watchdog import watched
 from flatshard.comm.process_groups import named
-from flatshard.comm.registry import communicator
+from flatshard.comm.topology import communicator
+from flatshard.comm.transports import native
 from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends
 from flatshard.engine import grad_reduce, offload, reduce_buckets
 from flatshard.engine.grad_buffer import GradientBuffer
@@ -121,11 +122,11 @@ def _collectives(late: bool) -> Iterator[None]:
 
     inside = collectives.Communicator
     with (
-        mock.patch.object(collectives, "_all_gather_single", gather),
-        mock.patch.object(collectives, "_reduce_scatter_single", reduce),
+        mock.patch.object(native, "_all_gather_single", gather),
+        mock.patch.object(native, "_reduce_scatter_single", reduce),
         mock.patch.object(dist, "all_reduce", all_reduce),
         mock.patch.object(dist, "all_to_all_single", exchange),
-        mock.patch.object(inside, "_under_way", new=lambda _, work: [work]),
+        mock.patch.object(native.NativeTransport, "_under_way", new=lambda _, work: [work]),
         mock.patch.object(inside, "is_stream_ordered", return_value=True),
         mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0),
         mock.patch.multiple(torch.cuda, Stream=mock.DEFAULT, current_stream=mock.DEFAULT),
@@ -208,11 +209,11 @@ def _a_gather_on_one_rank_alone_is_found(rank: int) -> None:
     assert communicator(dist.group.WORLD).num_in_order(cpu) == 0, "those have tags"
     local_loss(model, case, 1, rank, 2).backward()
     assert comm.num_in_order(cpu) > before
-    name = comm._gather_group.group_name
-    comm._progress.begun[name] += rank  # as if rank 1 had asked for something alone
+    name = comm.members.gather_group.group_name
+    comm.counter.begun[name] += rank  # as if rank 1 had asked for something alone
     with pytest.raises(RuntimeError, match="more often than others"):
         local_loss(model, case, 2, rank, 2).backward()
-    comm._progress.begun[name] -= rank
+    comm.counter.begun[name] -= rank
     local_loss(model, case, 3, rank, 2).backward()
 
 
@@ -221,7 +222,7 @@ def _reductions_are_connected_at_construction() -> None:
     case = CASES["mlp"]
     group = communicator(
         dist.group.WORLD, mode=TransportOptions(collectives=Collectives.NATIVE)
-    )._reduce_group
+    ).members.reduce_group
     connected: list[tuple[str, int]] = []
 
     def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,8 +237,8 @@ def _reductions_are_connected_at_construction() -> None:
         waits = mock.patch.object(collectives.Communicator, "is_stream_ordered", return_value=True)
         stack.enter_context(waits)
         for owner, name in (
-            (collectives, "_reduce_scatter_single"),
-            (collectives, "_all_gather_single"),
+            (native, "_reduce_scatter_single"),
+            (native, "_all_gather_single"),
             (dist, "all_reduce"),
             (dist, "all_to_all_single"),
         ):

@@ -357,7 +357,7 @@ def _memory(rank: int, world_size: int) -> None:
 
     alive: list[int] = []
 
-    def count_at_gathers(self: Communicator, kind: str, unit_fqn: str, tensor: Tensor) -> None:
+    def count_at_gathers(self: Communicator, kind: str, unit_fqn: str, nbytes: int) -> None:
         if kind == "gather":
             alive.append(count_whole())
 

@@ -120,7 +120,7 @@ def test_another_loss_is_an_error(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with pytest.raises(SystemExit) as stopped:
         script.main()
-    assert stopped.value.code == "error: ddp's loss is 4.000000, the plain model's 4.010000"
+    assert stopped.value.code == "error: ddp's loss is 4.000000, the unwrapped model's 4.010000"
     assert "30/50/20" in capsys.readouterr().out
 
 

@@ -299,7 +299,7 @@ def test_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     assert other.endswith(
         "other is of another model: conv1.weight is missing, here [32, 1, 3, 3]\n"
     )
-    assert smaller.endswith("smaller is amid an epoch of --batch-size 6, got 12\n")
+    assert smaller.endswith("smaller is in the middle of an epoch with --batch-size 6, got 12\n")
 
     run_ranks(go_on, 1, tmp_path)
     whole, parts = records(tmp_path / "whole"), records(tmp_path / "parts")

@@ -1,25 +1,47 @@
 """``SharedMemoryTransport``: all-gathers and averages among ranks that read each other's memory.
 
-Each says where its part lies; the others copy it from there, or add it up piece by piece, and say
-that they have.
+Each rank publishes where its part lies; the others copy it from there, or add it up piece by piece,
+and say that they have. Each byte is copied once.
+
+Large shards are not even copied: ``MappedShards`` shows those of all ranks side by side.
+
+[Note: mapped shards]
+Each rank keeps its shard in a file in memory, and every rank maps all of them, in rank order, onto
+one range of addresses: that is the unsharded buffer. A gather only waits until every rank's shard
+is final, and freeing gives the pages back to where they came from. No rank may write its shard
+before the others are done with it, which ``AsyncWork`` keeps account of. The files have no name:
+they end with the last process that has them.
+
+The range is mapped privately: what a module writes into its unsharded parameters stays there until
+they are freed, as in a copy. ``snapshot`` uses the same to make the whole range a copy. A rank that
+cannot have such a file, or cannot map that of another, copies instead; the others need not know.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from flatshard.comm.deadlock.detector import CollectiveCounter
 from flatshard.comm.deadlock.watchdog import watched
-from flatshard.comm.flat_chunks import FlatChunks
-from flatshard.comm.rank_order import divide
+from flatshard.comm.flat_chunks import FlatChunks, as_bytes, divide
+from flatshard.comm.process_groups import timeout_of
 from flatshard.comm.transports import peer_memory
+from flatshard.comm.transports.base import Members, Transport
 from flatshard.comm.transports.peer_memory import Awaited, Mailbox, PeerMemory
 from flatshard.comm.work import AsyncWork
+from flatshard.memory import mapped_files
+from flatshard.memory.buffers import BufferMemory
+from flatshard.memory.mapped_files import Files
+from flatshard.memory.page_pool import allocate, fills_pages
+from flatshard.options.strategy import TransportOptions
 
 _REDUCING = peer_memory.TAGS // 2
 """Added to the tags of reductions: half of a mailbox's places are for gathers, half for these."""
@@ -28,77 +50,113 @@ _PIECE_NUMEL = 1 << 16
 """Elements that are read and added at a time: they stay in the cache between."""
 
 
-class SharedMemoryTransport:
-    """Ranks that read one another's memory.
+class SharedMemoryTransport(Transport):
+    """Ranks on one host that read one another's memory.
 
     Attributes:
-        memory: reads the others'.
-        progress: what this rank has begun, and needs of the others, for ``Deadlock``.
-        rank: this rank within the group.
-        size: ranks in the group.
+        members: the ranks.
+        memory: reads that of the others.
     """
 
-    def __init__(
+    name = "peer memory"
+
+    def __init__(self, members: Members, memory: PeerMemory, mailbox: Mailbox, reason: str) -> None:
+        """With this rank's mailbox."""
+        self.members, self.memory, self._mailbox = members, memory, mailbox
+        self.reason = reason
+        self._published: dict[int, Publication] = {}
+
+    @classmethod
+    def connect(cls, members: Members) -> SharedMemoryTransport | str:
+        """See ``Transport``; for ranks that all may read one another."""
+        if not members.is_gloo:
+            return ""
+        # With a wire dtype, results must be the same wherever the ranks are.
+        if members.options != TransportOptions():
+            return "collectives= or wire_dtype= asks for it"
+        mailbox = Mailbox()
+        timeout = timeout_of(members.gather_group) or timedelta(minutes=30)
+        memory, reason = peer_memory.meet(
+            mailbox, members.gather_objects, members.ranks, timeout.total_seconds()
+        )
+        return reason if memory is None else cls(members, memory, mailbox, reason)
+
+    def accepts(self, device: torch.device, tag: int) -> bool:
+        """See ``Transport``; as far as the mailbox has a place for the tag."""
+        return device.type == "cpu" and tag < _REDUCING
+
+    def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
+        """See ``Transport``."""
+        return 0
+
+    def allocate_unsharded(
         self,
-        memory: PeerMemory,
-        mailbox: Mailbox,
-        rank: int,
-        ranks: Sequence[int],
-        progress: CollectiveCounter,
-    ) -> None:
-        """With this rank's mailbox, and the members by their numbers in the default group."""
-        self.progress = progress
-        self.memory, self._mailbox = memory, mailbox
-        self.rank, self.size, self._ranks = rank, len(ranks), ranks
-        self._offers: dict[int, Publication] = {}
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        tags: tuple[int, int],
+        shard_files: Files | None,
+    ) -> BufferMemory:
+        """See ``Transport``: a large buffer shows the shards themselves."""
+        part = numel // self.members.size
+        if shard_files is not None and fills_pages(part * dtype.itemsize):
+            return MappedShards(self, part, dtype, tags=tags, files=shard_files)
+        return allocate(numel, dtype, device)
 
-    @staticmethod
-    def takes(tag: int) -> bool:
-        """Whether the mailbox has a place for a tag."""
-        return tag < _REDUCING
-
-    def all_gather(self, shard: Tensor, out: Tensor, tag: int, what: str) -> AsyncWork:
-        """See ``Communicator.all_gather``."""
-        parts = _as_bytes(out).chunk(self.size)
-        source = _as_bytes(shard)
-        offer = self.offer(source.data_ptr(), tag, what)
-        if parts[self.rank].data_ptr() != source.data_ptr():
-            parts[self.rank].copy_(source)
+    def gather(
+        self,
+        shard: Tensor,
+        out: Tensor,
+        *,
+        op_name: str,
+        tag: int,
+        memory: BufferMemory | None = None,
+        exact: bool = False,
+    ) -> AsyncWork:
+        """See ``Transport``. Matches by ``tag``, in any order."""
+        if isinstance(memory, MappedShards):
+            return memory.begin(op_name)
+        slots, source = as_bytes(out).chunk(self.members.size), as_bytes(shard)
+        publication = self.publish(source.data_ptr(), tag, op_name)
+        slots[self.members.rank].copy_(source)
 
         def read() -> None:
-            for peer, theirs in offer.theirs.items():
-                self.memory.read(peer, theirs.address, parts[peer])
-            offer.take()
+            for peer, record in publication.records.items():
+                self.memory.read(peer, record.address, slots[peer])
+            publication.take()
 
-        return self.pending(offer, what, read, shard, out)
+        return self.work(publication, op_name, read, shard, out)
 
-    def reduce_scatter(self, whole: FlatChunks, out: Tensor, tag: int, what: str) -> AsyncWork:
-        """See ``Communicator.reduce_scatter``."""
-        table = _table([0 if part is None else part.data_ptr() for part in whole.parts])
-        offer = self.offer(ctypes.addressof(table), tag + _REDUCING, what)
+    def reduce_scatter(
+        self, chunks: FlatChunks, out: Tensor, *, op_name: str, tag: int, fixed_order: bool
+    ) -> AsyncWork:
+        """See ``Transport``; added up in rank order."""
+        table = _table([0 if part is None else part.data_ptr() for part in chunks.parts])
+        publication = self.publish(ctypes.addressof(table), tag + _REDUCING, op_name)
 
         def average() -> None:
-            self._average(whole, offer, out)
-            offer.take()
+            self._average(chunks, publication, out)
+            publication.take()
 
-        return self.pending(offer, what, average, *whole.tensors, out, table)
+        return self.work(publication, op_name, average, *chunks.tensors, out, table)
 
-    def _average(self, whole: FlatChunks, offer: Publication, out: Tensor) -> None:
+    def _average(self, chunks: FlatChunks, publication: Publication, out: Tensor) -> None:
         """Average in rank order, so that every run and every rank rounds alike."""
         addresses: list[list[int]] = []
-        for rank in range(self.size):
-            table = _table([0] * len(whole.parts))
-            if rank != self.rank:
+        for rank in range(self.members.size):
+            table = _table([0] * len(chunks.parts))
+            if rank != self.members.rank:
                 place, nbytes = ctypes.addressof(table), ctypes.sizeof(table)
-                self.memory.read_into(rank, offer.theirs[rank].address, place, nbytes)
+                self.memory.read_into(rank, publication.records[rank].address, place, nbytes)
             addresses.append(list(table))
-        first = self.rank * out.numel()
-        scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=whole.dtype)
-        for piece in whole.cut(first, first + out.numel(), _PIECE_NUMEL):
+        first = self.members.rank * out.numel()
+        scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=chunks.dtype)
+        for piece in chunks.cut(first, first + out.numel(), _PIECE_NUMEL):
             self._average_piece(
                 piece.values,
                 [table[piece.part] for table in addresses],
-                piece.offset * whole.dtype.itemsize,
+                piece.offset * chunks.dtype.itemsize,
                 out[piece.start - first : piece.end - first],
                 scratch[: piece.end - piece.start],
             )
@@ -117,7 +175,7 @@ class SharedMemoryTransport:
         """
         total: Tensor | None = None
         for rank, address in enumerate(addresses):
-            if rank == self.rank:
+            if rank == self.members.rank:
                 values = own
             elif address:
                 values = out if total is None and out.dtype is scratch.dtype else scratch
@@ -135,53 +193,50 @@ class SharedMemoryTransport:
         else:
             divide(total, len(addresses), out)
 
-    def offer(self, address: int, tag: int, what: str) -> Publication:
-        """Tell the others a number under a tag, and begin to wait for theirs.
+    def publish(self, address: int, tag: int, op_name: str) -> Publication:
+        """Tell the others an address under a tag, and begin to wait for theirs.
 
-        Collective: all ranks of the group. Waits until they have taken what was offered before.
+        Collective: all ranks of the group. Waits until they took what was published before.
 
         Args:
-            address: the number, mostly where something lies in this rank's memory.
+            address: where something lies in this rank's memory, or another number.
             tag: the tag.
-            what: what for, in messages.
+            op_name: names the collective in errors.
         """
-        before = self._offers.get(tag)
+        counter, peers = self.members.counter, self.members.peers
+        before = self._published.get(tag)
         if before is not None and not all(taken.is_completed() for taken in before.taken):
-            need = self.progress.needs(("take", tag), before.number)
-            with watched(lambda: f"{what}, not taken the last time", need):
+            need = counter.needs(("take", tag), before.number)
+            with watched(lambda: f"{op_name}, not taken the last time", need):
                 for taken in before.taken:
                     taken.wait()
         number = 1 if before is None else before.number + 1
-        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        self._offers[tag] = offer = Publication(
+        self._published[tag] = publication = Publication(
             self._mailbox,
-            self.progress,
+            counter,
             tag,
             number,
-            theirs={peer: self.memory.offered(peer, tag, number) for peer in peers},
+            records={peer: self.memory.offered(peer, tag, number) for peer in peers},
             taken=[self.memory.taken(peer, tag, number) for peer in peers],
         )
-        self.progress.reach(("offer", tag), number)
+        counter.reach(("offer", tag), number)
         self._mailbox.offer(tag, number, address)
-        return offer
+        return publication
 
-    def pending(
-        self,
-        offer: Publication,
-        what: str,
-        then: Callable[[], None],
-        *kept: object,
+    def work(
+        self, publication: Publication, op_name: str, then: Callable[[], None], *kept: object
     ) -> AsyncWork:
-        """An offer as a collective under way, of which ``then`` makes the result."""
+        """A publication as a collective under way, of which ``then`` makes the result."""
+        counter, tag, number = publication.counter, publication.tag, publication.number
         return AsyncWork(
-            list(offer.theirs.values()),
-            what,
+            list(publication.records.values()),
+            op_name,
             *kept,
-            peers=[self._ranks[peer] for peer in offer.theirs],
+            peers=[self.members.ranks[peer] for peer in publication.records],
             then=then,
-            trailing=offer.taken,
-            need=self.progress.needs(("offer", offer.tag), offer.number),
-            trailing_need=self.progress.needs(("take", offer.tag), offer.number),
+            sends=publication.taken,
+            need=counter.needs(("offer", tag), number),
+            sends_need=counter.needs(("take", tag), number),
         )
 
 
@@ -191,23 +246,23 @@ class Publication:
 
     Attributes:
         mailbox: this rank's.
-        progress: likewise.
-        tag: tells the offer from others of the group.
-        number: how many this is under the tag.
-        theirs: the other ranks' offers, by rank.
-        taken: that they have read what this one offers, awaited of each.
+        counter: counts what this rank has reached.
+        tag: tells the publication from others of the group.
+        number: ordinal of this publication under its tag.
+        records: those of the other ranks, by rank.
+        taken: that each of them has read what this one published.
     """
 
     mailbox: Mailbox
-    progress: CollectiveCounter
+    counter: CollectiveCounter
     tag: int
     number: int
-    theirs: dict[int, Awaited]
+    records: dict[int, Awaited]
     taken: list[Awaited]
 
     def take(self) -> None:
         """Say that this rank has read the others' parts."""
-        self.progress.reach(("take", self.tag), self.number)
+        self.counter.reach(("take", self.tag), self.number)
         self.mailbox.take(self.tag, self.number)
 
 
@@ -215,5 +270,136 @@ def _table(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(addresses))(*addresses)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+class MappedShards(BufferMemory):
+    """The shards of one flat parameter, side by side in memory without a copy.
+
+    Attributes:
+        shard: this rank's, ``(shard_numel,)``, zeros at first; others see what is written.
+        buffer: all ranks', ``(padded_numel,)``; good between the wait for ``begin`` and ``free``.
+        shows_shards: True: a gather copies nothing.
+    """
+
+    shard: Tensor
+    shows_shards = True
+
+    def __init__(
+        self,
+        transport: SharedMemoryTransport,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        tags: tuple[int, int],
+        files: Files,
+    ) -> None:
+        """Make the memory. No communication; the ranks map each other's at the first ``begin``.
+
+        Args:
+            transport: how the ranks meet.
+            numel: elements of a shard, whose bytes fill whole pages.
+            dtype: of the elements.
+            tags: for gathers, and for telling where the file is.
+            files: makes this rank's file: in memory, or on a disk.
+        """
+        self._transport, self._tags = transport, tags
+        self._nbytes = numel * dtype.itemsize
+        self._file = files.create(self._nbytes, reserve=True)
+        own = None
+        if self._file is not None:
+            own = files.mapped(self._file, self._nbytes, write=True)
+        # Where the file could not be had, memory that others copy from.
+        self.shard = torch.frombuffer(own or mmap.mmap(-1, self._nbytes), dtype=dtype)
+        everything = mapped_files.reserve_range(self._nbytes * transport.members.size)
+        self.buffer = torch.frombuffer(everything, dtype=dtype)
+        self._address = self.buffer.data_ptr()
+        self._mapped: set[int] | None = None
+        self._introduction: Publication | None = None
+        self._publication: Publication | None = None
+        self._is_copy = False
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the buffer, what is a copy: all after ``snapshot``, else what could not be mapped."""
+        if self._is_copy:
+            return self._transport.members.size * self._nbytes
+        num_mapped = self._transport.members.size if self._mapped is None else len(self._mapped)
+        return (self._transport.members.size - num_mapped) * self._nbytes
+
+    def begin(self, op_name: str) -> AsyncWork:
+        """Say that this rank's shard is final until ``free`` and begin to wait for the others'.
+
+        Collective: all ranks of the group.
+        """
+        tag, map_tag = self._tags
+        if self._introduction is None:
+            number = -1 if self._file is None else self._file
+            self._introduction = self._transport.publish(number, map_tag, op_name)
+        elif self._file is not None and all(t.is_completed() for t in self._introduction.taken):
+            os.close(self._file)
+            self._file = None
+        publication = self._transport.publish(self.shard.data_ptr(), tag, op_name)
+        self._publication = publication
+        return self._transport.work(
+            publication, op_name, lambda: self._fill(publication), self.shard, self.buffer
+        )
+
+    def _fill(self, publication: Publication) -> None:
+        """Let the buffer show all shards; all are final now."""
+        if self._mapped is None:
+            self._mapped = self._map_all()
+        members = self._transport.members
+        for rank, part in enumerate(self.buffer.chunk(members.size)):
+            if rank in self._mapped:
+                continue
+            if rank == members.rank:
+                part.copy_(self.shard)
+            else:
+                self._transport.memory.read(rank, publication.records[rank].address, part)
+
+    def _map_all(self) -> set[int]:
+        """Map the ranks' files, each at its place; returns the ranks for which that worked."""
+        assert self._introduction is not None, "begin() comes first"
+        mapped, members = set(), self._transport.members
+        for rank in range(members.size):
+            file = self._file_of(rank, self._introduction)
+            if file is not None:
+                place = self._address + rank * self._nbytes
+                if mapped_files.map_privately(file, place, self._nbytes):
+                    mapped.add(rank)
+                if rank != members.rank:
+                    os.close(file)
+        self._introduction.take()
+        return mapped
+
+    def _file_of(self, rank: int, introduction: Publication) -> int | None:
+        if rank == self._transport.members.rank:
+            return self._file
+        record = introduction.records[rank]
+        record.wait()
+        return mapped_files.open_of(self._transport.memory.pid(rank), record.address)
+
+    def renew(self) -> None:
+        """What was gathered is stale: let other ranks write their shards."""
+        self.free()
+
+    def free(self) -> None:
+        """The buffer is not needed any more: give its pages back. Does nothing the second time."""
+        if self._publication is not None:
+            self._publication.take()
+            self._publication = None
+        self._is_copy = False
+        mapped_files.drop_pages(self._address, self.buffer.nbytes)
+
+    def snapshot(self) -> None:
+        """Turn the buffer into a copy, which outlives changes of the shards."""
+        if self._publication is not None:
+            per_page = mmap.PAGESIZE // self.buffer.element_size()
+            touched = self.buffer.detach()[::per_page]
+            touched.copy_(touched.clone())  # a write makes the page this process's own
+            self._publication.take()
+            self._publication = None
+            self._is_copy = True
+
+    def __del__(self) -> None:
+        """Close the file where no second gather did."""
+        if self.__dict__.get("_file") is not None:
+            os.close(self._file)  # type: ignore[arg-type]

@@ -1,4 +1,8 @@
-"""``SocketTransport``: gathers and averages by sends and receives, for ``collectives``.
+"""``SocketTransport``: all-gathers and averages by gloo's sends and receives.
+
+gloo's own ``all_gather`` fills a temporary, its ``reduce_scatter`` is an all-reduce and a copy, and
+its all-to-all sends before it can receive, so that both directions of a slow link take turns. Sends
+and receives have a tag per flat parameter and match in whatever order ranks begin them.
 
 [Note: receives first]
 A message waits for its receive, and that the receive is there is said over the same connection as
@@ -21,11 +25,13 @@ the last bytes of its own.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from queue import SimpleQueue
 from typing import Any
@@ -34,8 +40,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.flat_chunks import FlatChunks
-from flatshard.comm.rank_order import divide
+from flatshard.comm.flat_chunks import FlatChunks, as_bytes, divide
+from flatshard.comm.transports.base import Members, Transport
+from flatshard.comm.work import AsyncWork
+from flatshard.memory.buffers import BufferMemory
+from flatshard.memory.mapped_files import Files
+from flatshard.memory.page_pool import PooledBuffer, allocate, fills_pages
+from flatshard.options.strategy import Collectives
 
 PIECE_BYTES = 2 << 20
 """Averages are received and added in pieces of so many bytes, while the next are on their way."""
@@ -52,7 +63,7 @@ few, of which a thread like ours would get a pool of its own."""
 
 
 class WorkerFuture:
-    """Something that another thread does; has the methods of a backend's work."""
+    """Future of work that a helper thread runs; same interface as ``dist.Work``."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
@@ -64,33 +75,27 @@ class WorkerFuture:
         return self._over.is_set()
 
     def wait(self) -> None:
-        """Wait until it is over; raises what ended it. Does it, if the other thread is not there.
-
-        That may be waiting for what the other ranks do only after this: another model's average.
-        """
+        """Wait until the work is over; raises what ended it."""
+        # The helper thread may be busy with another model's average, which the other ranks begin
+        # only after this one: whoever waits runs the work, if nobody does yet.
         if self.help is not None and not self._over.is_set():
             self.help()
         self._over.wait()
         if self._error is not None:
             raise self._error
 
-    def tell(self, error: BaseException | None = None) -> None:
-        """It is over."""
-        self._error, self.help = error, None
+    def run(self, work: Callable[[], None]) -> None:
+        """Do the work here, and set the future; errors are for those who wait."""
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+        self.help = None
         self._over.set()
 
 
-def _tell(told: WorkerFuture, do: Callable[[], None]) -> None:
-    try:
-        do()
-    except BaseException as error:
-        told.tell(error)
-    else:
-        told.tell()
-
-
 class _Messages(WorkerFuture):
-    """Receives and sends of one gather or average; told when all have begun."""
+    """Receives and sends of one gather or average; a future of their beginning."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
         super().__init__()
@@ -110,9 +115,9 @@ class _Messages(WorkerFuture):
         self._to_begin.append((begin, as_bytes(tensor), peer))
         return _Message(self, len(self._to_begin) - 1)
 
-    def run(self) -> None:
+    def begin_all(self) -> None:
         """Begin them in the order in which they were asked for."""
-        _tell(self, self._begin)
+        self.run(self._begin)
 
     def _begin(self) -> None:
         for begin, tensor, peer in self._to_begin:
@@ -121,16 +126,16 @@ class _Messages(WorkerFuture):
 
 
 class _Message:
-    """One of them; has the methods of a backend's work.
+    """One receive or send; same interface as ``dist.Work``.
 
     Attributes:
-        tells: whether it becomes completed without a wait.
+        reports_end: whether it becomes completed without a wait.
     """
 
-    tells = False
+    reports_end = False
 
-    def __init__(self, of: _Messages, number: int) -> None:
-        self._of, self._number = of, number
+    def __init__(self, messages: _Messages, index: int) -> None:
+        self._messages, self._index = messages, index
         self._is_over = False
 
     def is_completed(self) -> bool:
@@ -139,118 +144,140 @@ class _Message:
 
     def wait(self) -> None:
         """Wait until it is over; only once, and on one thread."""
-        self._of.wait()
-        self._of.works[self._number].wait()
+        self._messages.wait()
+        self._messages.works[self._index].wait()
         self._is_over = True
 
 
-class SocketTransport:
+class SocketTransport(Transport):
     """Moves tensors in host memory between the ranks of gloo groups."""
 
-    def __init__(
-        self,
-        gathers: dist.ProcessGroup,
-        reductions: dist.ProcessGroup,
-        wire_dtype: torch.dtype | None,
-    ) -> None:
-        """Communicates nothing.
+    gathers_in_background = True
 
-        Args:
-            gathers: the ranks, for gathers.
-            reductions: the same ranks, for averages.
-            wire_dtype: what wider floating point values are rounded to before they are sent.
-        """
-        self._gathers, self._reductions = gathers, reductions
-        self._wire_dtype = wire_dtype
-        self.rank, self.size = gathers.rank(), gathers.size()
-        # The next one first: so all connections are in use at once.
-        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+    def __init__(self, members: Members) -> None:
+        """Communicates nothing."""
+        self._members = members
+        self._wire_dtype = members.options.wire_dtype
+        wire = "" if self._wire_dtype is None else f", {self._wire_dtype}".replace("torch.", "")
+        self.name = f"sockets{wire}"
         self._scratch = Scratch()
         self._begins = _Thread("flatshard messages")
         self._adds = _Thread("flatshard averages")
 
+    @classmethod
+    def connect(cls, members: Members) -> SocketTransport | str:
+        """See ``Transport``; every gloo group has it."""
+        if not members.is_gloo or members.options.collectives is Collectives.NATIVE:
+            return ""
+        return cls(members)
+
+    def accepts(self, device: torch.device, tag: int) -> bool:
+        """See ``Transport``."""
+        return device.type == "cpu"
+
+    def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
+        """See ``Transport``."""
+        return None if self._narrows(dtype) else SENT_IN_PLACE_BYTES
+
+    def allocate_unsharded(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        tags: tuple[int, int],
+        shard_files: Files | None,
+    ) -> BufferMemory:
+        """See ``Transport``: a large buffer shows this rank's shard, which lies in a file."""
+        part = numel // self._members.size
+        # Rounded for the wire, the buffer differs from the shard.
+        if shard_files is not None and not self._narrows(dtype):
+            if fills_pages(part * dtype.itemsize):
+                start = self._members.rank * part
+                with contextlib.suppress(OSError):  # no addresses left
+                    own = range(start, start + part)
+                    return PooledBuffer(numel, dtype, own=own, files=shard_files)
+        return allocate(numel, dtype, device)
+
     def gather(
-        self, shard: Tensor, out: Tensor, tag: int, *, exact: bool, is_there: bool
-    ) -> Gathering:
-        """Begin filling ``out`` with every rank's shard. Collective: in any order under ``tag``.
-
-        Args:
-            shard: ``(shard_numel,)``; must not be written before the sends are over.
-            out: ``(shard_numel * size,)``, same dtype.
-            tag: tells what is sent from all else in the group of gathers.
-            exact: send values as they are whatever the wire dtype.
-            is_there: ``out`` shows ``shard`` already.
-        """
-        messages, slots = _Messages(self._gathers, tag), out.chunk(self.size)
-        narrow = None if exact or not self.narrows(shard.dtype) else self._wire_dtype
+        self,
+        shard: Tensor,
+        out: Tensor,
+        *,
+        op_name: str,
+        tag: int,
+        memory: BufferMemory | None = None,
+        exact: bool = False,
+    ) -> AsyncWork:
+        """See ``Transport``. Matches by ``tag``, in any order; sent slots are rounded alike."""
+        members = self._members
+        need = members.begin(members.gather_group, ("gather", tag))
+        messages, slots = _Messages(members.gather_group, tag), out.chunk(members.size)
+        narrow = None if exact or not self._narrows(shard.dtype) else self._wire_dtype
         places = slots if narrow is None else [_last(slot, narrow) for slot in slots]
-        receives = {peer: messages.receive(places[peer], peer) for peer in self._peers}
+        receives = [messages.receive(places[peer], peer) for peer in members.peers]
         source = shard if narrow is None else shard.to(narrow)
-        sends = [messages.send(source, peer) for peer in self._peers]
-        if not self._begins.put(messages):
-            messages.run()
-        if not is_there:
-            slots[self.rank].copy_(source)  # rounded like the others' copies of it
-        to_widen = [] if narrow is None else [slots[peer] for peer in self._peers]
-        return Gathering(receives, sends, source, to_widen, narrow)
-
-    def average(
-        self, whole: FlatChunks, out: Tensor, tag: int
-    ) -> tuple[WorkerFuture, WorkerFuture]:
-        """Begin averaging this rank's share of what all ranks have, added up in rank order.
-
-        Collective: all ranks start their averages in the same order.
-
-        Args:
-            whole: ``shard_numel * size`` elements; one part is used up, several are only read, and
-                must not travel in another dtype.
-            out: ``(shard_numel,)``, in the same dtype or the wider one in which to add. What
-                ``whole`` has no range for is left as it is.
-            tag: tells what is sent from all else in the group of reductions.
-
-        Returns:
-            What says that ``out`` has the average, and what says that the parts are sent.
-        """
-        messages, numel = _Messages(self._reductions, tag), out.numel()
-        dtype = self._wire_dtype if self.narrows(whole.dtype) else whole.dtype
-        assert dtype is not None, "what narrows is a dtype"
-        to_widen = None if dtype is out.dtype else dtype
-        first, *others = sorted(self._peers)
-        step = max(PIECE_BYTES // dtype.itemsize, 1)
-        scratch = self._scratch.take(len(others) * numel * dtype.itemsize)
-        rows = scratch[: len(others) * numel * dtype.itemsize].view(dtype)
-        pieces = []
-        begin = self.rank * numel
-        for own in whole.cut(begin, begin + numel, step):
-            start, end = own.start - begin, own.end - begin
-            place = out[start:end]
-            places = {first: place if to_widen is None else _last(place, to_widen)}
-            for row, peer in enumerate(others):
-                places[peer] = rows[row * numel + start : row * numel + end]
-            receives = {peer: messages.receive(place, peer) for peer, place in places.items()}
-            pieces.append(_Piece(out[start:end], own.values, places, receives))
-        leaving = [self._leaving(whole, peer, numel, dtype, step) for peer in self._peers]
-        sends = []
-        # To all peers in turn: so all connections are in use at once.
-        for ones in zip_longest(*leaving):
-            for peer, one in zip(self._peers, ones, strict=True):
-                if one is not None:
-                    sends.append(messages.send(one, peer))
-        if not self._begins.put(messages):
-            messages.run()
-        average = _Average(
-            self.rank, self.size, first, to_widen, pieces, sends, [scratch], self._scratch
+        sends = [messages.send(source, peer) for peer in members.peers]
+        self._begin(messages)
+        if memory is None or memory.shard is None:
+            slots[members.rank].copy_(source)  # rounded like the others' copies of it
+        widen = None
+        if narrow is not None:
+            widen = partial(_widen_all, [slots[peer] for peer in members.peers], narrow)
+        return AsyncWork(
+            receives,
+            op_name,
+            source,
+            out,
+            peers=[members.ranks[peer] for peer in members.peers],
+            then=widen,
+            sends=sends,
+            need=need,
+            sends_need=need,
         )
+
+    def reduce_scatter(
+        self, chunks: FlatChunks, out: Tensor, *, op_name: str, tag: int, fixed_order: bool
+    ) -> AsyncWork:
+        """See ``Transport``; added up in rank order."""
+        members = self._members
+        need = members.begin(members.reduce_group, ("average", tag))
+        messages, numel = _Messages(members.reduce_group, tag), out.numel()
+        dtype = self._wire_dtype if self._narrows(chunks.dtype) else chunks.dtype
+        assert dtype is not None, "what narrows is a dtype"
+        scratch = self._scratch.take((members.size - 2) * numel * dtype.itemsize)
+        average = _Average(members, None if dtype is out.dtype else dtype, scratch, self._scratch)
+        step = max(PIECE_BYTES // dtype.itemsize, 1)
+        average.receive(messages, chunks, out, step)
+        leaving = [self._leaving(chunks, peer, numel, dtype, step) for peer in members.peers]
+        # To all peers in turn: so all links are used at once.
+        for pieces in zip_longest(*leaving):
+            for peer, piece in zip(members.peers, pieces, strict=True):
+                if piece is not None:
+                    average.sends.append(messages.send(piece, peer))
+        self._begin(messages)
         average.averaged.help = average.sent.help = average.run
-        self._adds.put(average)  # without a thread, whoever waits runs it
-        return average.averaged, average.sent
+        self._adds.put(average.run)  # without a thread, whoever waits runs it
+        return AsyncWork(
+            [average.averaged],
+            op_name,
+            *chunks.tensors,
+            out,
+            sends=[average.sent],
+            need=need,
+            sends_need=need,
+        )
+
+    def _begin(self, messages: _Messages) -> None:
+        if not self._begins.put(messages.begin_all):
+            messages.begin_all()
 
     def _leaving(
-        self, whole: FlatChunks, peer: int, numel: int, dtype: torch.dtype, step: int
+        self, chunks: FlatChunks, peer: int, numel: int, dtype: torch.dtype, step: int
     ) -> list[Tensor]:
         """What is sent to ``peer``, in the pieces in which it receives it."""
         leaving = []
-        for one in whole.cut(peer * numel, (peer + 1) * numel):
+        for one in chunks.cut(peer * numel, (peer + 1) * numel):
             values = one.values
             if values is None:
                 values = torch.zeros(one.end - one.start, dtype=dtype)
@@ -259,33 +286,10 @@ class SocketTransport:
             leaving += values.split(step)
         return leaving
 
-    def narrows(self, dtype: torch.dtype) -> bool:
+    def _narrows(self, dtype: torch.dtype) -> bool:
         """Whether values of a dtype travel in a narrower one."""
         wire = self._wire_dtype
         return wire is not None and dtype.is_floating_point and dtype.itemsize > wire.itemsize
-
-
-@dataclass(frozen=True)
-class Gathering:
-    """A gather under way.
-
-    Attributes:
-        receives: what fills each other rank's slot, by rank.
-        sends: what gives them this rank's.
-        source: what they send; must stay as it is.
-    """
-
-    receives: dict[int, _Message]
-    sends: list[_Message]
-    source: Tensor
-    _to_widen: Sequence[Tensor]
-    _narrow: torch.dtype | None
-
-    def finish(self) -> None:
-        """After the receives: bring what came to the dtype of the buffer."""
-        for slot in self._to_widen:
-            assert self._narrow is not None, "it came in another dtype"
-            widen_(slot, self._narrow)
 
 
 # ---------------------------------------------------------------- averages
@@ -293,71 +297,93 @@ class Gathering:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of an average: where it goes, this rank's values, and where those of others arrive.
+    """A part of an average.
 
     Attributes:
+        out: where it goes.
         own: this rank's values; None: zeros.
+        places: where those of the other ranks arrive.
+        receives: what fills these.
     """
 
     out: Tensor
     own: Tensor | None
     places: dict[int, Tensor]
-    receives: dict[int, _Message]
+    receives: list[_Message]
 
 
-@dataclass(frozen=True)
 class _Average:
-    """What the thread does for one average, or who waits for it first."""
+    """What the thread does for one average, or whoever waits for it first."""
 
-    rank: int
-    size: int
-    first: int
-    """Whose values arrive in the result's own memory: the others' are added there."""
-    to_widen: torch.dtype | None
-    """In which values arrive, if that is not the result's."""
-    pieces: list[_Piece]
-    sends: list[_Message]
-    scratch: list[Tensor]
-    idle: Scratch
-    averaged: WorkerFuture = field(default_factory=WorkerFuture)
-    sent: WorkerFuture = field(default_factory=WorkerFuture)
-    _is_taken: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(
+        self, members: Members, to_widen: torch.dtype | None, scratch: Tensor, idle: Scratch
+    ) -> None:
+        """Nothing is received yet.
+
+        Args:
+            members: the ranks.
+            to_widen: in which values arrive, if that is not the result's dtype.
+            scratch: where they arrive, but for the first peer's.
+            idle: what takes ``scratch`` back.
+        """
+        self._rank, self._size = members.rank, members.size
+        # The first peer's values arrive in the result's own memory; the others' are added there.
+        self._first, *self._others = sorted(members.peers)
+        self._to_widen, self._scratch, self._idle = to_widen, [scratch], idle
+        self._pieces: list[_Piece] = []
+        self.sends: list[_Message] = []
+        self.averaged, self.sent = WorkerFuture(), WorkerFuture()
+        self._is_taken = threading.Lock()
+
+    def receive(self, messages: _Messages, chunks: FlatChunks, out: Tensor, step: int) -> None:
+        """Ask for what the others have for ``out``, ``step`` elements at a time."""
+        numel, dtype = out.numel(), self._to_widen or out.dtype
+        begin, length = self._rank * numel, len(self._others) * numel
+        rows = self._scratch[0][: length * dtype.itemsize].view(dtype)
+        for own in chunks.cut(begin, begin + numel, step):
+            start, end = own.start - begin, own.end - begin
+            part = out[start:end]
+            places = {self._first: part if self._to_widen is None else _last(part, dtype)}
+            for row, peer in enumerate(self._others):
+                places[peer] = rows[row * numel + start : row * numel + end]
+            receives = [messages.receive(place, peer) for peer, place in places.items()]
+            self._pieces.append(_Piece(part, own.values, places, receives))
 
     def run(self) -> None:
         """Wait and add until it is over, once; errors are for those who wait for it."""
         if not self._is_taken.acquire(blocking=False):
             return
-        _tell(self.averaged, self._receive)
-        _tell(self.sent, self._see_sent)
+        self.averaged.run(self._wait_and_add)
+        self.sent.run(self._wait_sends)
 
-    # Whoever is told may count on the memory: nothing here refers to it any more.
+    # Whoever waits may count on the memory: after these nothing here refers to it any more.
 
-    def _receive(self) -> None:
-        for piece in self.pieces:
-            for receive in piece.receives.values():
+    def _wait_and_add(self) -> None:
+        for piece in self._pieces:
+            for receive in piece.receives:
                 receive.wait()
             self._add(piece)
-        self.pieces.clear()
-        self.idle.give_back(self.scratch.pop())
+        self._pieces.clear()
+        self._idle.give_back(self._scratch.pop())
 
-    def _see_sent(self) -> None:
+    def _wait_sends(self) -> None:
         self.averaged.wait()  # what made that fail is the end of this, too
         for send in self.sends:
             send.wait()
         self.sends.clear()
 
     def _add(self, piece: _Piece) -> None:
-        if self.to_widen is not None:
-            widen_(piece.out, self.to_widen)
+        if self._to_widen is not None:
+            widen_(piece.out, self._to_widen)
         for start in range(0, piece.out.numel(), _ADDED_AT_ONCE):
             end = start + _ADDED_AT_ONCE
             total = piece.out[start:end]
             # The first sum of two is the same in either order.
-            for rank in range(self.size):
-                place = piece.own if rank == self.rank else piece.places[rank]
-                if rank != self.first and place is not None:
+            for rank in range(self._size):
+                place = piece.own if rank == self._rank else piece.places[rank]
+                if rank != self._first and place is not None:
                     total.add_(place[start:end])
-            divide(total, self.size, total)
+            divide(total, self._size, total)
 
 
 class _Thread:
@@ -365,10 +391,10 @@ class _Thread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tasks: SimpleQueue[_Messages | _Average | None] | None = None
+        self._tasks: SimpleQueue[Callable[[], None] | None] | None = None
         self._may_start = True
 
-    def put(self, task: _Messages | _Average) -> bool:
+    def put(self, task: Callable[[], None]) -> bool:
         """Have ``task`` run after those before; False where the system has no more threads."""
         if self._tasks is None and self._may_start:
             self._start()
@@ -377,7 +403,7 @@ class _Thread:
         return self._tasks is not None
 
     def _start(self) -> None:
-        tasks: SimpleQueue[_Messages | _Average | None] = SimpleQueue()
+        tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         try:
             threading.Thread(target=_serve, args=(tasks,), name=self._name, daemon=True).start()
         except RuntimeError as error:
@@ -388,9 +414,9 @@ class _Thread:
         weakref.finalize(self, tasks.put, None)
 
 
-def _serve(tasks: SimpleQueue[_Messages | _Average | None]) -> None:
+def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
-        task.run()
+        task()
         del task  # or its tensors would live until the next
 
 
@@ -423,6 +449,11 @@ class Scratch:
 
 
 # ---------------------------------------------------------------- narrow values
+
+
+def _widen_all(slots: Sequence[Tensor], narrow: torch.dtype) -> None:
+    for slot in slots:
+        widen_(slot, narrow)
 
 
 def widen_(slot: Tensor, narrow: torch.dtype) -> None:
@@ -461,9 +492,3 @@ def _last(slot: Tensor, narrow: torch.dtype) -> Tensor:
     """The last bytes of a slot, as many as its values take in a narrower dtype."""
     as_narrow = slot.view(narrow)
     return as_narrow[as_narrow.numel() - slot.numel() :]
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, ``(nbytes,)`` uint8."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.view(-1).view(torch.uint8)

@@ -1,0 +1,208 @@
+"""``Transport``: one way to move flat parameters and gradients between the ranks of a group."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
+from flatshard.comm.flat_chunks import FlatChunks
+from flatshard.comm.process_groups import abort
+from flatshard.comm.work import AsyncWork
+from flatshard.memory.buffers import BufferMemory
+from flatshard.memory.mapped_files import Files
+from flatshard.memory.page_pool import allocate
+from flatshard.options.strategy import TransportOptions
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of one group, as a transport needs to know them.
+
+    Attributes:
+        rank: this rank within the group.
+        ranks: the members by their ranks in the default group.
+        gather_group: for all-gathers.
+        reduce_group: the same ranks, for reductions, which have an order of their own.
+        counter: counts the collectives that this rank began, for deadlock detection.
+        options: what the user chose.
+        is_gloo: whether gloo moves what lies in host memory.
+        is_fake: whether there are no other ranks (torch's "fake" backend).
+        gather_objects: every rank's picklable value, in rank order. **Collective**.
+    """
+
+    rank: int
+    ranks: list[int]
+    gather_group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup
+    counter: CollectiveCounter
+    options: TransportOptions
+    is_gloo: bool
+    is_fake: bool
+    gather_objects: Callable[[Any], list[Any]]
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return len(self.ranks)
+
+    @cached_property
+    def peers(self) -> list[int]:
+        """The other ranks of the group; the next one first, so that all links are used at once."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def begin(
+        self, group: dist.ProcessGroup, kind: Hashable = None, *, on_host: bool | None = None
+    ) -> WaitCondition | None:
+        """Count a collective that this rank begins now; returns what its end needs of the others.
+
+        Args:
+            group: what moves it.
+            kind: what it matches on other ranks; None: their next one on the group.
+            on_host: whether the host waits for it; None: as the group's backend does.
+        """
+        on_host = self.is_gloo if on_host is None else on_host
+        need = self.counter.begin(
+            group.group_name if kind is None else kind,
+            abort=partial(abort, group) if on_host else None,
+        )
+        return need if on_host else None
+
+
+class Transport(abc.ABC):
+    """How the ranks of one group gather parameters and average gradients.
+
+    A new one is a subclass in a file of its own and a line in ``transports.TRANSPORTS``.
+
+    Attributes:
+        name: for reports and messages.
+        reason: why the group has it, or "".
+        is_ordered: whether collectives meet those of other ranks in the order in which they
+            begin; otherwise those of one flat parameter meet by its tag.
+        adds_here: whether reductions add in rank order and in no less than fp32, on this host.
+        can_all_reduce: whether it has ``all_reduce``.
+        gathers_in_background: whether an all-gather makes progress on the network while the host
+            computes, so that starting it early pays.
+    """
+
+    name: str
+    reason = ""
+    is_ordered = False
+    adds_here = True
+    can_all_reduce = False
+    gathers_in_background = False
+
+    @classmethod
+    @abc.abstractmethod
+    def connect(cls, members: Members) -> Transport | str:
+        """The transport for a group, or why the group cannot have it; "" if nobody asked for it.
+
+        Collective, and of the same kind on all ranks: decide by what all of them know.
+        """
+
+    @abc.abstractmethod
+    def accepts(self, device: torch.device, tag: int) -> bool:
+        """Whether it moves what lies on ``device``, for the flat parameter with this tag.
+
+        The same on all ranks.
+        """
+
+    @abc.abstractmethod
+    def gather(
+        self,
+        shard: Tensor,
+        out: Tensor,
+        *,
+        op_name: str,
+        tag: int,
+        memory: BufferMemory | None = None,
+        exact: bool = False,
+    ) -> AsyncWork:
+        """Begin filling ``out`` with every rank's shard, in rank order.
+
+        Collective: all ranks of the group.
+
+        Args:
+            shard: this rank's part, ``(shard_numel,)``; must not be written before it is sent.
+            out: ``(shard_numel * size,)``, same dtype and device.
+            op_name: names the collective in errors.
+            tag: the flat parameter's.
+            memory: what ``allocate_unsharded`` gave, if ``out`` is its buffer.
+            exact: whether not to round, whatever the wire dtype.
+        """
+
+    @abc.abstractmethod
+    def reduce_scatter(
+        self, chunks: FlatChunks, out: Tensor, *, op_name: str, tag: int, fixed_order: bool
+    ) -> AsyncWork:
+        """Begin averaging over the ranks, each receiving its part in ``out``.
+
+        Collective: all ranks of the group, in the same order of calls.
+
+        Args:
+            chunks: ``shard_numel * size`` elements, in one chunk unless ``min_chunk_bytes`` allows
+                more. One chunk is used up; of several none is written.
+            out: ``(shard_numel,)``, in the dtype to add in. What ``chunks`` has no range for is
+                left as it is.
+            op_name: names the collective in errors.
+            tag: the flat parameter's.
+            fixed_order: whether to add in rank order where it is not ``adds_here``.
+        """
+
+    def gather_reduced(self, part: Tensor, out: Tensor, *, op_name: str, tag: int) -> AsyncWork:
+        """The second half of an all-reduce: ``gather`` of what ``reduce_scatter`` gave."""
+        return self.gather(part, out, op_name=op_name, tag=tag, exact=True)
+
+    def all_reduce(self, buffer: Tensor, *, op_name: str) -> AsyncWork:
+        """Begin averaging ``buffer`` over the ranks, in place, where it ``can_all_reduce``."""
+        raise NotImplementedError(f"{self.name} has no all-reduce")
+
+    def allocate_unsharded(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        tags: tuple[int, int],
+        shard_files: Files | None,
+    ) -> BufferMemory:
+        """Memory for an unsharded buffer, which ``gather`` fills.
+
+        Args:
+            numel: elements of the buffer, over all ranks.
+            dtype: of the elements, in which they are gathered too.
+            device: where the unit computes.
+            tags: the flat parameter's tag, and another one of its own.
+            shard_files: what makes files, if this rank's shard may live in the memory too, so
+                that gathers need not copy it.
+        """
+        return allocate(numel, dtype, device)
+
+    def stream_waits(self, device: torch.device) -> bool:
+        """Whether a stream of ``device`` waits for the others, and not the host."""
+        return False
+
+    def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
+        """The smallest gradient that ``reduce_scatter`` takes from where it is at a profit.
+
+        None: it accepts no chunks but wants everything in one piece.
+        """
+        return None
+
+    def warm_up(  # noqa: B027 (nothing to open)
+        self, device: torch.device, *, fixed_order: bool, replicas: bool
+    ) -> None:
+        """Open connections for reductions of what lies on ``device``. Collective.
+
+        Args:
+            device: where the gradients are.
+            fixed_order: whether they are only exchanged, and added here.
+            replicas: whether each rank needs the average of all.
+        """

@@ -1,0 +1,162 @@
+"""``NativeTransport``: the collectives of the group's backend, NCCL's on an accelerator."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatshard.comm.flat_chunks import FlatChunks, as_bytes, as_real, average
+from flatshard.comm.process_groups import backend_for
+from flatshard.comm.transports.base import Members, Transport
+from flatshard.comm.work import AsyncWork
+from flatshard.memory.buffers import BufferMemory
+
+# Newer names of the same collectives; some versions warn of the older ones.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_LARGE_NUMEL = 1 << 20
+"""Elements of a reduction for which no backend takes its way for small ones."""
+
+
+class NativeTransport(Transport):
+    """Moves tensors in place, wherever the backend does; it adds as it likes, in their dtype."""
+
+    is_ordered = True
+    adds_here = False
+    can_all_reduce = True
+
+    def __init__(self, members: Members) -> None:
+        """Communicates nothing."""
+        self._members = members
+        self.name = str(dist.get_backend(members.gather_group))
+
+    @classmethod
+    def connect(cls, members: Members) -> NativeTransport:
+        """See ``Transport``; every group has it."""
+        return cls(members)
+
+    def accepts(self, device: torch.device, tag: int) -> bool:
+        """See ``Transport``."""
+        return True
+
+    def stream_waits(self, device: torch.device) -> bool:
+        """See ``Transport``."""
+        return device.type == "cuda" and not self._is_gloo(device)
+
+    def _is_gloo(self, device: torch.device) -> bool:
+        return backend_for(self._members.reduce_group, device.type) == "gloo"
+
+    def _under_way(self, work: Any) -> list[Any]:
+        """Fake collectives are over at once, and do not say so."""
+        return [] if self._members.is_fake else [work]
+
+    def gather(
+        self,
+        shard: Tensor,
+        out: Tensor,
+        *,
+        op_name: str,
+        tag: int,
+        memory: BufferMemory | None = None,
+        exact: bool = False,
+    ) -> AsyncWork:
+        """See ``Transport``."""
+        group = self._members.gather_group
+        need = self._members.begin(group)
+        # As bytes: not every backend knows every dtype.
+        work = _all_gather_single(as_bytes(out), as_bytes(shard), group=group, async_op=True)
+        return AsyncWork(self._under_way(work), op_name, shard, out, need=need)
+
+    def reduce_scatter(
+        self, chunks: FlatChunks, out: Tensor, *, op_name: str, tag: int, fixed_order: bool
+    ) -> AsyncWork:
+        """See ``Transport``. In a fixed order the backend only exchanges parts, added here."""
+        (buffer,) = chunks.parts
+        assert buffer is not None, "gradients in one piece"
+        group, kept, then = self._members.reduce_group, [buffer, out], None
+        need = self._members.begin(group)
+        if fixed_order:
+            arrived = torch.empty_like(buffer)
+            work = dist.all_to_all_single(
+                as_bytes(arrived), as_bytes(buffer), group=group, async_op=True
+            )
+            kept.append(arrived)
+            then = partial(average, arrived.chunk(self._members.size), out)
+        else:
+            work = _reduce_scatter_single(
+                as_real(out), as_real(buffer), op=dist.ReduceOp.AVG, group=group, async_op=True
+            )
+        return self._reduction(work, op_name, *kept, need=need, then=then)
+
+    def gather_reduced(self, part: Tensor, out: Tensor, *, op_name: str, tag: int) -> AsyncWork:
+        """See ``Transport``; in the order of reductions."""
+        group = self._members.reduce_group
+        need = self._members.begin(group)
+        work = _all_gather_single(as_real(out), as_real(part), group=group, async_op=True)
+        return self._reduction(work, op_name, part, out, need=need)
+
+    def _reduction(self, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
+        # gloo's own reduce-scatter never says that it is over.
+        reports_end = not self._is_gloo(kept[0].device)
+        return AsyncWork(self._under_way(work), op_name, *kept, reports_end=reports_end, **more)
+
+    def all_reduce(self, buffer: Tensor, *, op_name: str) -> AsyncWork:
+        """See ``Transport``."""
+        group = self._members.reduce_group
+        need = self._members.begin(group)
+        work = dist.all_reduce(as_real(buffer), op=dist.ReduceOp.AVG, group=group, async_op=True)
+        return AsyncWork(self._under_way(work), op_name, buffer, need=need)
+
+    def warm_up(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
+        """See ``Transport``.
+
+        A backend that connects at the first reduction holds up the host in it. In a backward a
+        rank may come there alone, while others wait for its gathers.
+        """
+        if self._members.is_fake:
+            return
+        group, size, op = self._members.reduce_group, self._members.size, dist.ReduceOp.AVG
+        # A small and a large one: backends have several ways, each with its connections.
+        for numel in (1, -(-_LARGE_NUMEL // size)):
+            full = torch.zeros(numel * size, device=device)
+            part = torch.zeros(numel, device=device)
+            if fixed_order:
+                dist.all_to_all_single(torch.empty_like(full), full, group=group)
+            elif not replicas:
+                _reduce_scatter_single(part, full, op=op, group=group)
+            if fixed_order and replicas:
+                _all_gather_single(full, part, group=group)
+            elif replicas:
+                dist.all_reduce(full, op=op, group=group)
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """Every rank's ``value`` (picklable), in rank order; needs no numpy.
+
+    Collective: all ranks of ``group``.
+
+    Args:
+        value: this rank's.
+        group: the ranks.
+        device: where the group's backend moves tensors.
+    """
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    _all_gather_single(lengths, torch.tensor([data.numel()], device=device), group=group)
+    longest = int(lengths.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    everything = torch.zeros(group.size() * longest, dtype=torch.uint8, device=device)
+    _all_gather_single(everything, padded, group=group)
+    rows = everything.cpu().view(group.size(), longest)
+    return [
+        pickle.loads(ctypes.string_at(row.data_ptr(), length))
+        for row, length in zip(rows, lengths.tolist(), strict=True)
+    ]
