@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.compat import comm_hook, torch_names
 from flatshard.diagnostics import recording
-from flatshard.diagnostics.non_finite import NonFiniteWatch
+from flatshard.diagnostics.non_finite import watch_non_finite
 from flatshard.diagnostics.step_report import StepReport
 from flatshard.module import construction, inspection
 from flatshard.module.construction import Construction
@@ -41,18 +41,18 @@ from flatshard.module.sharding import (
     units_between_steps,
 )
 from flatshard.module.summon import summon
-from flatshard.optimizer import grad_norm
+from flatshard.optimizer import grad_norm, in_backward
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.in_backward import StepInBackward
-from flatshard.options import strategy as strategies
+from flatshard.options.collectives import as_coalesce_bytes, as_transport
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
-from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
+from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_backward_prefetch
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.wrap import Policy
 from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
-from flatshard.state.state_dict_options import as_torch, read_options
+from flatshard.state.model_state import as_torch, read_options
 
 
 class ShardedWrapper(ModuleProxy):
@@ -176,7 +176,7 @@ class ShardedWrapper(ModuleProxy):
         broadcast_buffers = given.ours.get("broadcast_buffers", broadcast_buffers)
         sync_module_states = given.ours.get("sync_module_states", sync_module_states)
         device_id = given.ours.get("device_id", device_id)
-        prefetch = strategies.as_backward_prefetch(backward_prefetch)
+        prefetch = as_backward_prefetch(backward_prefetch)
         offload = as_cpu_offload(cpu_offload)
         if param_init_fn is not None and not callable(param_init_fn):
             raise TypeError(
@@ -185,14 +185,14 @@ class ShardedWrapper(ModuleProxy):
         construction.check_module(module, auto_wrap_policy)
         ignored = construction.read_ignored(module, ignored_modules, ignored_states)
         inspection.check_params(module, construction.left_alone(module, ignored))
-        transport = strategies.as_transport(collectives, wire_dtype)
+        transport = as_transport(collectives, wire_dtype)
         ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
         check_grid_is_used(ranks, placement, strategy)
         device = inspection.find_device(module, device_id, ranks.world.group, ignored)
         inspection.check_transport(device, transport)
         inspection.check_offload(device, offload)
-        if ranks.world.size > 1 and strategy is not ShardingStrategy.NO_SHARD:
+        if ranks.world.size > 1 and placement.sharded:
             inspection.check_no_gradients(module, construction.left_alone(module, ignored))
         settings = Settings(
             ranks=ranks,
@@ -203,20 +203,20 @@ class ShardedWrapper(ModuleProxy):
             backward_prefetch=prefetch,
             forward_prefetch=forward_prefetch is not False,
             use_orig_params=use_orig_params,
-            coalesce_bytes=strategies.as_coalesce_bytes(coalesce_bytes),
+            coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
             broadcast_buffers=broadcast_buffers is not False,
             device=device,
         )
         built = Construction(module, auto_wrap_policy, settings, ignored, param_init_fn)
-        start = built.agree(sync_module_states)
+        initial_values = built.agree(sync_module_states)
         if ranks.world.rank == 0:
             if given.notes:
                 warnings.warn(f"ShardedWrapper ignores {'; '.join(given.notes)}", stacklevel=2)
-            for remark in built.remarks():
-                warnings.warn(remark, stacklevel=2)
-        built.make_units(self, ShardedWrapper, start)
+            for warning in built.warnings():
+                warnings.warn(warning, stacklevel=2)
+        built.make_units(self, ShardedWrapper, initial_values)
         optimizer_step.install()
-        start.warn()
+        initial_values.warn()
 
     # ------------------------------------------------------------ training
 
@@ -316,7 +316,7 @@ class ShardedWrapper(ModuleProxy):
             enabled: False: no more.
         """
         rank = self._sharding.settings.ranks.world.global_rank
-        self._sharding.context.non_finite = NonFiniteWatch(rank) if enabled else None
+        watch_non_finite(self._sharding.context.observers, rank if enabled else None)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.
@@ -369,7 +369,9 @@ class ShardedWrapper(ModuleProxy):
         comm_hook.register(list(precisions.items()), state, hook, is_late=is_late)
         context.refresh()
 
-    def step_in_backward(self, optimizer: torch.optim.Optimizer) -> StepInBackward:
+    def step_in_backward(
+        self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
+    ) -> StepInBackward:
         """Let ``optimizer`` step in each backward, every unit once its gradients are reduced.
 
         The same numbers, to the bit, as ``optimizer.step()`` and ``zero_grad()`` after backward.
@@ -400,18 +402,20 @@ class ShardedWrapper(ModuleProxy):
             optimizer: over any of the model's parameters, made before or after wrapping; one that
                 updates every element from that element's own gradient and state: torch's own that
                 do, and those given to ``declare_elementwise``.
+            scaler: the one that scales the loss, to be checked: gradients cannot be unscaled here.
 
         Returns:
             Its ``remove()`` undoes this.
 
         Raises:
             TypeError: not an optimizer.
-            ValueError: it is not element-wise, holds no parameter of the model or some that are
-                stepped in backward already; ranks pass different ones.
+            ValueError: ``scaler`` is enabled; the optimizer is not element-wise, or holds no
+                parameter of the model, or some that are stepped in backward already; ranks pass
+                different ones.
             RuntimeError: a forward or backward of the model is running.
         """
         context = self._sharding.check_between_steps("step_in_backward()")
-        return context.stepping.register(optimizer, self._sharding.settings.ranks.world)
+        return in_backward.register(context, optimizer, scaler)
 
     def clip_grad_norm_(
         self,
@@ -445,7 +449,7 @@ class ShardedWrapper(ModuleProxy):
                 not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward.
         """
         context, world = self._sharding.context, self._sharding.settings.topology.world
-        context.stepping.refuse("clip_grad_norm_()")
+        in_backward.refuse(context, "clip_grad_norm_()")
         handles = handles_in(self)
         grad_norm.check_reduced(handles, world, is_reducing=context.is_reducing)
         return grad_norm.clip_grad_norm_(

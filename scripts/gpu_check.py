@@ -4,7 +4,7 @@
 
 nccl     training on real ranks equals the unwrapped model: NCCL, a rank per GPU, or, where there is
          one GPU, several ranks on it if this NCCL can do that
-gloo     the same with gloo, which moves the GPU's tensors, or the CPU's where there is no GPU
+gloo     the same with gloo on the GPU's tensors, or on the CPU's if there is no GPU
 fake     a billion parameters in bf16 as one of eight ranks whose collectives move nothing: time and
          memory of a step beside FSDP1, FSDP2 and the unwrapped model
 sync     no operation of a step makes the host wait for the GPU
@@ -12,11 +12,11 @@ streams  collectives of one simulated rank that take their time on a stream of t
          do, or a computation that takes its time, change nothing
 single   the same with NCCL's own collectives over one rank, which every GPU can have, behind the
          simulated ones: their streams, works and dtypes are the real ones
-overlap  how much of the collectives' time the GPU computes meanwhile, from a profile of one step
+overlap  the share of the collectives' time in which the GPU computes, from a profile of one step
 
-Each part has processes of its own and a time limit: one that hangs or crashes is a line of the
-table. On a machine without a GPU the parts run as far as they can, on tiny models, and say what is
-left out. Exits with 0 if no part failed.
+Each part has processes of its own and a time limit; a part that hangs or crashes is a line of the
+table. On a machine without a GPU the parts run as far as they can, on tiny models, and name what
+they skip. Exits with 0 if no part failed.
 """
 
 import argparse

@@ -4,6 +4,7 @@ import contextlib
 import os
 import warnings
 
+import hypothesis
 import pytest
 
 with warnings.catch_warnings():
@@ -11,13 +12,18 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     import torch
 
-    from flatshard.options import strategy as strategies
+    from flatshard.options import collectives as collective_options
+
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("flatshard", deadline=None)
+hypothesis.settings.load_profile("flatshard")
 
 
 def pytest_configure() -> None:
     # As in the ranks: a parallel kernel may add up in another order.
     torch.set_num_threads(1)
-    strategies.COALESCE_BYTES = 0
+    collective_options.COALESCE_BYTES = 0
     if hasattr(os, "SCHED_BATCH"):
         # For all processes that tests start: a thread that wakes waits for the one that runs. Else
         # gloo's thread wakes before the lock is free that it needs, and polls for it: where ranks

@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard.comm import topology
-from flatshard.options import strategy as strategies
+from flatshard.options import collectives as collective_options
 
 PRELOAD = [
     "flatshard.wrap",
@@ -50,10 +50,11 @@ PRELOAD = [
     "tests.harness",
     "tests.models",
     "tests.oracle",
+    "tests.side",
     "torch._dynamo",  # torch loads it, in more than a second, when it makes the first optimizer
 ]
 ROOT = Path(__file__).resolve().parents[1]
-strategies.COALESCE_BYTES = 0  # the tests' models are so small that each would be one unit
+collective_options.COALESCE_BYTES = 0  # the tests' models are so small that each would be one unit
 CALLS_PER_PROCESS = 60
 """After so many calls a process is replaced, which bounds what tests may leave behind."""
 THREADS_PER_PROCESS = 40
@@ -377,8 +378,6 @@ def _isolated(setup: _Setup) -> Iterator[None]:
     with mock.patch.dict(os.environ, ranks), warnings.catch_warnings():
         warnings.resetwarnings()
         warnings.simplefilter("error")
-        # What a case with unused parameters says, flat; test_parity asks for it.
-        warnings.filterwarnings("ignore", "use_orig_params=False: this backward left out")
         try:
             yield
         finally:

@@ -7,6 +7,7 @@ computes each rank's loss alone and adds up their gradients, as an average over 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -145,3 +146,14 @@ def assert_same_state(
         torch.testing.assert_close(
             actual[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def assert_same(actual: Any, expected: Any, rtol: float = 1e-9, atol: float = 1e-12) -> None:
+    """Models and state dicts have the same entries, and all that is compared has close values."""
+    actual, expected = (
+        snapshot(value) if isinstance(value, nn.Module) else value for value in (actual, expected)
+    )
+    if isinstance(expected, dict):
+        assert_same_state(actual, expected, rtol, atol)
+    else:
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)

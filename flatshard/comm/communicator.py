@@ -47,7 +47,7 @@ from flatshard.comm.work import AsyncWork
 from flatshard.memory.buffers import BufferMemory
 from flatshard.memory.mapped_files import Files
 from flatshard.memory.page_pool import allocate
-from flatshard.options.strategy import Collectives, TransportOptions
+from flatshard.options.collectives import Collectives, TransportOptions
 
 
 class Event(NamedTuple):

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from flatshard.comm.communicator import ALONE, AUTO, Communicator, gather_before
 from flatshard.comm.process_groups import exists, named, new_group
-from flatshard.options.strategy import Placement, TransportOptions
+from flatshard.options.collectives import TransportOptions
+from flatshard.options.strategy import Placement
 
 
 @dataclass(frozen=True)

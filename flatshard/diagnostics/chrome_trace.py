@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from flatshard.diagnostics.step_report import Kind, StepReport
+from flatshard.diagnostics.step_report import StepReport
+from flatshard.engine.events import Kind
 
 _TRACKS = ("steps", "passes", *(kind.value for kind in Kind))
 """Threads of a trace, from top to bottom."""

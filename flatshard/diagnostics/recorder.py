@@ -1,89 +1,23 @@
-"""``Recorder``: hears what a run does, and does nothing with it; ``StepRecorder`` makes reports.
-
-A run always has one, so that its code tells what it does without asking whether anybody listens.
-"""
+"""``StepRecorder``: an observer that makes a report of every step."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flatshard.comm.communicator import Event
 from flatshard.diagnostics.memory_timeline import MemorySample, MemoryTimeline
-from flatshard.diagnostics.step_report import Kind, Range, StepRecord, StepReport, sum_up
-
-
-class RecordedUnit(Protocol):
-    """What a recorder asks of a unit."""
-
-    name: str
-    index: int
-
-    @property
-    def gathered_bytes(self) -> int:
-        """What its gathered parameters take now."""
-
-    @property
-    def held_gradient_bytes(self) -> int:
-        """What its gradients take now."""
-
-    @property
-    def gives_gradients(self) -> bool:
-        """Whether other ranks may be taking them."""
-
-
-class Recorder:
-    """Hears what a run does, and keeps nothing."""
-
-    def begin_forward(self) -> None:
-        """The outermost forward begins."""
-
-    def end_forward(self) -> None:
-        """It is over."""
-
-    def begin_backward(self) -> None:
-        """The model's backward begins."""
-
-    def end_backward(self) -> None:
-        """It is over."""
-
-    def enter(self, unit: RecordedUnit, in_backward: bool) -> None:
-        """A unit's forward begins; one in backward computes it again."""
-
-    def leave(self, unit: RecordedUnit) -> None:
-        """It is over."""
-
-    def enter_backward(self, unit: RecordedUnit) -> None:
-        """A unit's backward begins."""
-
-    def leave_backward(self, unit: RecordedUnit) -> None:
-        """It is over."""
-
-    def starting(self, purpose: str, unit: RecordedUnit | None) -> AbstractContextManager[object]:
-        """Around the start of collectives: gathers for "forward" or "backward", or a "reduce"."""
-        return _NOTHING
-
-    def waiting(
-        self, kind: Kind, unit: RecordedUnit | None = None, *, ends: bool = True
-    ) -> AbstractContextManager[object]:
-        """Around a wait; ``ends``: what was under way for it is over then."""
-        return _NOTHING
-
-    def look(self, unit: RecordedUnit) -> None:
-        """A unit may hold more than before."""
-
-
-_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
-
-SILENT = Recorder()
-"""Hears a run that nobody records."""
+from flatshard.diagnostics.step_report import Range, StepRecord, StepReport, sum_up
+from flatshard.engine.events import Kind, StepObserver
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.unit import Unit
 
 
 class _Doing(NamedTuple):
@@ -101,9 +35,9 @@ class _Span:
         self,
         recorder: StepRecorder,
         kind: Kind,
-        unit: RecordedUnit | None,
+        unit: Unit | None,
         purpose: str,
-        ends: bool = True,
+        ends: bool,
     ) -> None:
         self._recorder = recorder
         self.doing = _Doing(kind, None if unit is None else unit.index)
@@ -120,7 +54,7 @@ class _Span:
 _UNDER_WAY = {Kind.GATHER_WAIT: Kind.GATHER, Kind.REDUCE_WAIT: Kind.REDUCE}
 
 
-class StepRecorder(Recorder):
+class StepRecorder(StepObserver):
     """Makes a report of every step.
 
     Attributes:
@@ -129,7 +63,7 @@ class StepRecorder(Recorder):
 
     def __init__(
         self,
-        units: Sequence[RecordedUnit],
+        units: Sequence[Unit],
         events: list[Event],
         *,
         rank: int,
@@ -151,7 +85,7 @@ class StepRecorder(Recorder):
         self._epoch = time.time() - time.perf_counter()
         self._number = 0
         self._doing: list[_Doing] = []
-        self._reducing: dict[int, RecordedUnit] = {}
+        self._reducing: dict[int, Unit] = {}
         self._begin_step()
 
     # ------------------------------------------------------------ steps
@@ -199,7 +133,7 @@ class StepRecorder(Recorder):
         )
 
     def begin_forward(self) -> None:
-        """See ``Recorder``."""
+        """See ``StepObserver``."""
         self._doing.clear()  # what a step left that failed
         if self._is_over or not self._ranges:
             self.end_step()
@@ -208,16 +142,16 @@ class StepRecorder(Recorder):
         self._begin_pass(Kind.FORWARD_PASS)
 
     def end_forward(self) -> None:
-        """See ``Recorder``."""
+        """See ``StepObserver``."""
         self._end_pass(Kind.FORWARD_PASS)
 
     def begin_backward(self) -> None:
-        """See ``Recorder``."""
+        """See ``StepObserver``."""
         self._is_over = True
         self._begin_pass(Kind.BACKWARD_PASS)
 
     def end_backward(self) -> None:
-        """See ``Recorder``."""
+        """See ``StepObserver``."""
         self._switch()
         self._doing = [one for one in self._doing if one.is_call]
         self._reducing.clear()
@@ -237,25 +171,25 @@ class StepRecorder(Recorder):
 
     # ------------------------------------------------------------ what the thread does
 
-    def enter(self, unit: RecordedUnit, in_backward: bool) -> None:
-        """See ``Recorder``."""
-        kind = Kind.BACKWARD if in_backward else Kind.FORWARD
+    def enter_forward(self, unit: Unit, recomputes: bool) -> None:
+        """See ``StepObserver``."""
+        kind = Kind.BACKWARD if recomputes else Kind.FORWARD
         self._begin(_Doing(kind, unit.index, is_call=True))
 
-    def leave(self, unit: RecordedUnit) -> None:
-        """See ``Recorder``."""
+    def leave_forward(self, unit: Unit) -> None:
+        """See ``StepObserver``."""
         self.look(unit)
         calls = [one for one in self._doing if one.is_call and one.unit == unit.index]
         if calls:  # none where the recording began inside
             self._end(calls[-1])
 
-    def enter_backward(self, unit: RecordedUnit) -> None:
-        """See ``Recorder``."""
+    def enter_backward(self, unit: Unit) -> None:
+        """See ``StepObserver``."""
         self.leave_backward(unit)
         self._begin(_Doing(Kind.BACKWARD, unit.index))
 
-    def leave_backward(self, unit: RecordedUnit) -> None:
-        """See ``Recorder``."""
+    def leave_backward(self, unit: Unit) -> None:
+        """See ``StepObserver``."""
         self.look(unit)
         self._end(_Doing(Kind.BACKWARD, unit.index))
 
@@ -285,16 +219,11 @@ class StepRecorder(Recorder):
 
     # ------------------------------------------------------------ collectives
 
-    def starting(self, purpose: str, unit: RecordedUnit | None) -> AbstractContextManager[object]:
-        """See ``Recorder``."""
-        return _Span(self, Kind.STARTING, unit, purpose)
-
-    def waiting(
-        self, kind: Kind, unit: RecordedUnit | None = None, *, ends: bool = True
+    def span(
+        self, kind: Kind, unit: Unit | None, purpose: str, ends: bool
     ) -> AbstractContextManager[object]:
-        """See ``Recorder``."""
-        # Second stages of reductions start in waits for the first.
-        return _Span(self, kind, unit, "other" if unit is None else "reduce", ends)
+        """See ``StepObserver``."""
+        return _Span(self, kind, unit, purpose, ends)
 
     def _begin_span(self, span: _Span) -> None:
         self._begin(span.doing)
@@ -331,13 +260,17 @@ class StepRecorder(Recorder):
             if unit is not None:
                 self._under_way.setdefault((way, unit), now)
 
-    def _end_under_way(self, kind: Kind, unit: RecordedUnit) -> None:
+    def _end_under_way(self, kind: Kind, unit: Unit) -> None:
         begin = self._under_way.pop((kind, unit.index), None)
         if begin is not None:
             self._ranges.append(Range(kind, unit.index, begin, self._clock()))
 
-    def look(self, unit: RecordedUnit) -> None:
-        """See ``Recorder``."""
+    def on_grad(self, unit: Unit, handle: FlatParamHandle, index: int, grad: Tensor) -> None:
+        """See ``StepObserver``."""
+        self.look(unit)
+
+    def look(self, unit: Unit) -> None:
+        """Note what a unit holds, if that has changed."""
         held = unit.gathered_bytes, unit.held_gradient_bytes
         if self._held.get(unit.index, (0, 0)) != held:
             self._held[unit.index] = held

@@ -15,7 +15,7 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import raise_everywhere
 from flatshard.diagnostics.chrome_trace import chrome_trace
 from flatshard.diagnostics.memory_timeline import matplotlib, plot_memory
-from flatshard.diagnostics.recorder import SILENT, StepRecorder
+from flatshard.diagnostics.recorder import StepRecorder
 from flatshard.diagnostics.step_report import StepReport
 from flatshard.engine.context import RunContext
 
@@ -40,11 +40,11 @@ def recording(
     _check_same(files, world)
     with communicator.record() as events:
         recorder = StepRecorder(context.units, events, rank=world.rank, device=device)
-        context.recorder = recorder
+        context.observers.add(recorder)
         try:
             yield recorder.reports
         finally:
-            context.recorder = SILENT
+            context.observers.remove(recorder)
             recorder.end_step()
             context.last_report = [context.last_report, *recorder.reports][-1]
     _write_trace(files["trace"], recorder.reports, world)
@@ -53,10 +53,10 @@ def recording(
 
 def last_report(context: RunContext) -> StepReport:
     """See ``ShardedWrapper.step_report``."""
-    report = context.last_report
-    if isinstance(context.recorder, StepRecorder):
-        report = context.recorder.last_report() or report
-    if report is None:
+    recorder, report = context.observers.find(StepRecorder), context.last_report
+    if recorder is not None:
+        report = recorder.last_report() or report
+    if not isinstance(report, StepReport):
         raise RuntimeError(
             "step_report: no step was recorded. Run some inside "
             "`with model.record_steps():`, forward and backward, and ask again."
@@ -75,7 +75,7 @@ def _problem(
     context: RunContext, world: Communicator, files: dict[str, str | None]
 ) -> Exception | None:
     """Why this rank cannot record, if it cannot."""
-    if context.recorder is not SILENT:
+    if context.observers.find(StepRecorder) is not None:
         return RuntimeError(
             "record_steps: the model's steps are being recorded already. Leave that context first."
         )

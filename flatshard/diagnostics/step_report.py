@@ -9,38 +9,13 @@ gathers and reductions, may overlap anything.
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flatshard.diagnostics.memory_timeline import MemoryTimeline, plot_memory
 from flatshard.diagnostics.unit_report import show_bytes, tabulate
-
-
-class Kind(enum.Enum):
-    """What a range of time was spent on. Values name tracks of a trace."""
-
-    FORWARD_PASS = "forward pass"
-    """From the beginning of the outermost forward to its end."""
-    BACKWARD_PASS = "backward pass"
-    """From the first gradient of an output to the end of backward."""
-    FORWARD = "compute forward"
-    """The thread is in a unit's forward, and in no nested unit's."""
-    BACKWARD = "compute backward"
-    """A unit's backward has begun last of those that are not over; recomputation included."""
-    STARTING = "starting collectives"
-    """The thread prepares and starts a unit's gather or reduction."""
-    GATHER_WAIT = "waiting for gathers"
-    """The thread waits for a unit's parameters, or reads them from other ranks' memory."""
-    REDUCE_WAIT = "waiting for reductions"
-    """It waits for a unit's gradients, or reads and adds other ranks'."""
-    RANKS_WAIT = "waiting for all ranks"
-    """It waits for what concerns no single unit: see ``StepReport.ranks_wait_seconds``."""
-    GATHER = "gather under way"
-    """From the start of a unit's gather until the thread has the result."""
-    REDUCE = "reduction under way"
-    """From the start of a unit's reduction until the thread has the result."""
+from flatshard.engine.events import Kind
 
 
 class Range(NamedTuple):

@@ -172,7 +172,7 @@ def show_bytes(count: int) -> str:
     return f"{size:.1f} {unit}" if unit != "B" else f"{count} B"
 
 
-# ------------------------------------------------------------ the judgement
+# ------------------------------------------------------------ warnings
 
 
 def lint(units: Sequence[UnitSize], tied: Iterable[tuple[int, Sequence[str]]]) -> list[str]:
@@ -182,12 +182,12 @@ def lint(units: Sequence[UnitSize], tied: Iterable[tuple[int, Sequence[str]]]) -
         units: every unit of the model, the root too.
         tied: for each weight with several names, its elements and these.
     """
-    remarks = [_many_small(units), _uneven(units)]
-    remarks += [_pulled_up(count, names, units) for count, names in tied]
-    return [remark for remark in remarks if remark]
+    warnings = [_many_small(units), _uneven(units)]
+    warnings += [_pulled_up(count, names, units) for count, names in tied]
+    return [warning for warning in warnings if warning]
 
 
-def judge_one_unit(
+def lint_one_unit(
     module: nn.Module,
     *,
     ignored_modules: Collection[nn.Module] = (),

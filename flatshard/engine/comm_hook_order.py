@@ -2,7 +2,7 @@
 
 A hook waits inside for the other ranks' hooks, and backward waits with it. So all ranks call a hook
 at the same place of the program, or a rank that lacks a gradient of the unit, and does not call it
-there, waits for others in turn. Such places are those where a unit is to be gathered for backward,
+there, waits for others in turn. Such places are those where a unit is unsharded for backward,
 for which all ranks are needed anyway: there they tell one another how many units each could reduce
 by now, and call the hooks that all can. Where a rank has come to the end of its backward, what is
 left is left to the end by all.
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from flatshard.engine.unit import ReduceBucket, Unit
+from flatshard.engine.reduce_buckets import ReduceBucket
+from flatshard.engine.unit import Unit
 from flatshard.plan.schedule import ReduceOrder
 
 
@@ -23,18 +24,18 @@ class HookTurns:
 
     def __init__(self, buckets: Sequence[ReduceBucket], order: ReduceOrder) -> None:
         """What is reduced by turns, and the order of that."""
-        self._portions, self._order = buckets, order
+        self._buckets, self._order = buckets, order
         self._hooked: list[Unit] = []
         self._num_agreed = 0
 
     def begin_backward(self) -> None:
         """Look for units with hooks; nothing is agreed on."""
-        self._hooked = [one.unit for one in self._portions if one.unit.calls_hook]
+        self._hooked = [one.unit for one in self._buckets if one.unit.calls_hook]
         self._num_agreed = 0
 
     def allows(self, index: int) -> bool:
         """Whether what has its turn may be reduced before the end of backward."""
-        unit = self._portions[index].unit
+        unit = self._buckets[index].unit
         return self._order.num_taken < self._num_agreed or not unit.calls_hook
 
     def agree(self, *, at_end: bool = False) -> None:

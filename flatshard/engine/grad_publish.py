@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.offload import DeviceToHost, OffloadTarget
 from flatshard.engine.param_views import ParamViews
-from flatshard.memory import disk
-from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.buffers import storage_bytes
-from flatshard.precision.grad_dtypes import set_grad
+from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import FlatParameter, view_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
@@ -29,23 +27,21 @@ class GradPublish:
     Attributes:
         was_edited: whether the user edited gradients here that ``no_sync`` has accumulated, each
             rank its own. All ranks raise together, when these would be reduced.
-        spare: memory of published gradients that users have dropped; see ``output``.
     """
 
     def __init__(
-        self, params: ParamViews, grad_buffer: GradientBuffer, home: OffloadTarget | None
+        self, params: ParamViews, grad_buffer: GradientBuffer, target: OffloadTarget
     ) -> None:
         """Begin without gradients.
 
         Args:
             params: whose gradients.
             grad_buffer: accumulates them.
-            home: where reduced gradients live; None: where they were reduced.
+            target: where reduced gradients live.
         """
         self.was_edited = False
-        self.spare = BufferCache()
         self._params, self._buffer = params, grad_buffer
-        self._to_host = DeviceToHost(home)
+        self._to_host = DeviceToHost(target)
         self._reduced: Tensor | None = None
         # By index: what was in ``.grad`` before this backward.
         self._earlier: list[Tensor | None] = []
@@ -54,14 +50,9 @@ class GradPublish:
         self._unreduced: dict[int, tuple[Any, int, bool]] = {}
 
     @property
-    def output(self) -> BufferCache | None:
-        """Memory for reduced gradients; None: they are copied elsewhere, so any memory will do."""
-        return None if self._to_host.is_apart else self.spare
-
-    @property
     def nbytes(self) -> int:
         """Bytes of reduced gradients, where they were reduced, that are not in ``.grad`` yet."""
-        return 0 if self._to_host.is_apart else storage_bytes([self._reduced])
+        return storage_bytes([self._reduced]) if self._to_host.target.is_device else 0
 
     # ------------------------------------------------------------ before a backward
 
@@ -112,7 +103,7 @@ class GradPublish:
     def add(self, reduced: Tensor) -> None:
         """Add to what this backward will publish: ``(shard_numel,)``, of any dtype."""
         with torch.no_grad():
-            out = self._to_host.land(reduced.to(self._buffer.dtypes.grad_dtype))
+            out = self._to_host.copy(reduced.to(self._buffer.dtypes.grad_dtype))
             total = self._reduced
             self._reduced = out if total is None else self._to_host.add(total, out)
 
@@ -123,18 +114,18 @@ class GradPublish:
             used: per original parameter, whether any rank used it; ``.grad`` of the others stays.
         """
         params = self._params
-        self._to_host.settle()
+        self._to_host.wait()
         self._buffer.used_by_rank.clear()
         reduced, self._reduced = self._reduced, None
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if not params.use_orig_params:
                 if reduced is not None and any(used):
-                    _add_grad(params.sharded[0], FlatShardTensor(reduced, params.flat_spec))
+                    self._add_grad(params.sharded[0], FlatShardTensor(reduced, params.flat_spec))
                 return
             for index, param in enumerate(params.sharded):
                 earlier = self._earlier[index] if self._earlier else None
                 if reduced is not None and used[index]:
-                    _add_grad(param, self._view(reduced, index), earlier)
+                    self._add_grad(param, self._view(reduced, index), earlier)
                 elif earlier is not None:
                     set_grad(param, earlier)
         self._earlier = []
@@ -203,6 +194,14 @@ class GradPublish:
         self.was_edited = False
         self.give_hooks_back()
 
+    def _add_grad(self, param: nn.Parameter, grad: Tensor, earlier: Tensor | None = None) -> None:
+        """Publish ``grad``; what was accumulated before, or by the user, stays in it."""
+        for present in (param.grad, earlier):
+            if present is not None:
+                grad.add_(present)
+                self._to_host.target.page_out(*(local_range(one) for one in (grad, present)))
+        set_grad(param, grad)
+
     # ------------------------------------------------------------ gradients not yet reduced
 
     def show_unreduced(self) -> None:
@@ -226,7 +225,7 @@ class GradPublish:
                 if is_view:
                     set_grad(param, self._unreduced_view(index, part))
                 grad: Any = param.grad
-                grad._unreduced_of = params.unit_name
+                grad.unreduced_of = params.unit_name
                 self._unreduced[index] = (grad, local_range(grad)._version, is_view)
         self.give_hooks_back()
 
@@ -272,7 +271,7 @@ class GradPublish:
                     is_edited = replaced or bool(local.any())
                     self.was_edited |= is_edited
                     dropped = not is_edited
-                del shown._unreduced_of
+                del shown.unreduced_of
                 if is_view and not replaced:
                     param.grad = None
                 if dropped:
@@ -328,12 +327,3 @@ def edited(unit_name: str) -> RuntimeError:
         f"unit {unit_name!r}: gradients accumulated under no_sync were edited before they were "
         "reduced. Edit them after a backward outside of no_sync."
     )
-
-
-def _add_grad(param: nn.Parameter, grad: Tensor, earlier: Tensor | None = None) -> None:
-    """Publish ``grad``; what was accumulated before, or by the user, stays in it."""
-    for present in (param.grad, earlier):
-        if present is not None:
-            grad.add_(present)
-            disk.release(*(local_range(one) for one in (grad, present)))
-    set_grad(param, grad)

@@ -56,7 +56,8 @@ class ReducePlan:
         tags: the flat parameter's numbers in the intra, the inter and the replicate group.
         fixed_order: whether to add in rank order also where the backend would add.
         hook: a user's function that reduces instead, see ``CommHook``.
-        output: memory for what is published; None: it is copied elsewhere, so any memory will do.
+        output: memory of published gradients that users have dropped, for the next ones; None:
+            what is reduced is copied elsewhere, so any memory will do.
         pending_sends: what other ranks may still be taking from this one.
     """
 
@@ -77,6 +78,17 @@ class ReducePlan:
         if self.hook is not None:
             return None
         return self.topology.intra_group.min_chunk_bytes(self.tags[0], self.reduce_dtype)
+
+    @property
+    def intra_start(self) -> int:
+        """First element of the flat parameter that this rank has after the first stage."""
+        intra = self.topology.intra_group
+        return intra.rank * (self.layout.padded_numel // intra.size)
+
+    def give_back(self) -> None:
+        """Free memory that is kept for the next gradients."""
+        if self.output is not None:
+            self.output.give_back()
 
     @property
     def adds_replicas(self) -> bool:

@@ -38,13 +38,13 @@ from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.engine.offload import HostToDevice, OffloadTargets
 from flatshard.engine.param_views import ParamViews
-from flatshard.memory import disk
+from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.buffers import BufferMemory, ShardItself
 from flatshard.memory.mapped_files import Files
 from flatshard.module.initial_values import BroadcastSource, InitialValues
 from flatshard.options.precision import GradDtypes, ParamPrecision
-from flatshard.plan.layout import FlatLayout, memory_order, strides_of
-from flatshard.plan.param_info import ParamInfo
+from flatshard.plan.layout import memory_order, strides_of
+from flatshard.plan.param_info import ParamInfo, layout_of
 from flatshard.precision.float8 import Float8Shard
 from flatshard.tensor import freed_parameter
 from flatshard.tensor.flat_parameter import part_of, view_of
@@ -90,7 +90,7 @@ class FlatParamHandle:
         *,
         topology: Topology,
         device: torch.device,
-        homes: OffloadTargets,
+        targets: OffloadTargets,
         start: InitialValues,
         precision: ParamPrecision,
         use_orig_params: bool,
@@ -108,7 +108,7 @@ class FlatParamHandle:
             topology: the ranks that share the flat parameter.
             start: whose values count. What has none yet is ``unfilled``.
             device: where the unit computes.
-            homes: where the shard, its gradient and its optimizer state live.
+            targets: where the shard, its gradient and its optimizer state live.
             precision: in which dtypes they are gathered and reduced.
             use_orig_params: whether users see original parameters or one ``FlatParameter``.
             reduces_alone: see the class.
@@ -123,8 +123,8 @@ class FlatParamHandle:
         self.is_whole = topology.shard.size == 1
         self._take_tags()
         self._secondary = self._plan_secondary()
-        self.device, self._offload = device, homes
-        self._to_device = HostToDevice(device, homes)
+        self.device, self._offload = device, targets
+        self._to_device = HostToDevice(device, targets)
         self._precision = precision
         self._packed: Tensor | None = None
         self.pending_sends = PendingSends()
@@ -135,12 +135,7 @@ class FlatParamHandle:
         self._gathered_version = -1
 
         first = owned[0].param
-        self.layout = FlatLayout.build(
-            ((o.name, o.param.shape) for o in owned),
-            world_size=topology.shard.size,
-            itemsize=first.element_size(),
-            orders=[memory_order(o.param.shape, o.param.stride()) for o in owned],
-        )
+        self.layout = layout_of(owned, topology.shard.size)
         self._float8: Float8Shard | None = None
         if precision.gather_dtype is not None and not self.is_whole:
             self._float8 = Float8Shard(precision.gather_dtype, self.layout.shard_numel)
@@ -212,19 +207,18 @@ class FlatParamHandle:
         return self.shard[local.start : local.end]
 
     def _adopt_shard(self, shard: Tensor) -> None:
-        is_uncast = _lowered(shard.dtype, self._precision.compute_dtype) == shard.dtype
+        is_uncast = self._precision.unsharded_dtype(shard.dtype) == shard.dtype
         gathers_as_is = self._secondary is None and self._float8 is None and is_uncast
         self._memory: BufferMemory | None = None
         if self.device.type == "cpu" and gathers_as_is and not self.is_whole:
-            self._memory = self._allocate(shard.dtype, self._offload.shard_files)
+            self._memory = self._allocate(shard.dtype, self._offload.shard.files)
         shown = None if self._memory is None else self._memory.shard
-        self.shard = self._offload.house(shard) if shown is None else shown.copy_(shard)
-        self.rest()
+        self.shard = self._offload.shard.take_in(shard) if shown is None else shown.copy_(shard)
+        self.page_out()
 
-    def rest(self) -> None:
+    def page_out(self) -> None:
         """Nobody reads or writes the shard for a while: on a disk it need not be in memory."""
-        if self._offload.shard is not None:
-            disk.release(self.shard)
+        self._offload.shard.page_out(self.shard)
 
     def _allocate(self, dtype: torch.dtype, shard_files: Files | None) -> BufferMemory:
         """Memory for the unsharded buffer, and for the shard too where that saves copies."""
@@ -255,14 +249,13 @@ class FlatParamHandle:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the full parameters."""
-        return _lowered(self.shard.dtype, self._precision.compute_dtype)
+        return self._precision.unsharded_dtype(self.shard.dtype)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which gradients are reduced."""
-        of_hook = self.comm_hook and self.comm_hook.reduce_dtype
-        lower = of_hook or self._precision.reduce_dtype or self._precision.compute_dtype
-        return _lowered(self.shard.dtype, lower)
+        of_hook = None if self.comm_hook is None else self.comm_hook.reduce_dtype
+        return self._precision.reduced_dtype(self.shard.dtype, of_hook)
 
     def _make_buffer(self) -> None:
         """The unsharded buffer and the full parameters over it; views are made once."""
@@ -277,7 +270,7 @@ class FlatParamHandle:
                 self._memory = self._allocate(self.compute_dtype, None)
             self.buffer = self._memory.buffer
         self.params.make_full(self.buffer, is_shard=self._aliased, grad_hook=self._grad_hook)
-        self.params.keep_state_at(self._offload.state)
+        self.params.keep_state_at(self._offload)
         if not self._aliased:
             freed_parameter.show_crashes()
             self._free_buffer()
@@ -286,21 +279,20 @@ class FlatParamHandle:
         self.grad_buffer = self._plan_gradients()
         self.grad_reduce: GradReduce | None = None
         self.grad_publish = GradPublish(self.params, self.grad_buffer, self._offload.gradient)
-        self.reduce_plan.output = self.grad_publish.output
 
     def _plan_gradients(self) -> GradientBuffer:
         """How gradients are reduced, and where they wait for that."""
-        dtype, reduce_dtype, topology = self.shard.dtype, self.reduce_dtype, self.topology
+        dtype, reduce_dtype = self.shard.dtype, self.reduce_dtype
         self.reduce_plan = ReducePlan(
             self.unit_name,
             self.layout,
-            topology,
+            self.topology,
             reduce_dtype,
             self.device,
             tags=(self._tag, self._inter_tag, self._replicate_tag),
             fixed_order=self._precision.fixed_order,
             hook=None if self.comm_hook is None else self.comm_hook.reduce,
-            output=None,
+            output=BufferCache() if self._offload.gradient.is_device else None,
             pending_sends=self.pending_sends,
         )
         return GradientBuffer(
@@ -311,17 +303,14 @@ class FlatParamHandle:
                 grad_dtype=reduce_dtype if self._precision.keeps_reduce_dtype else dtype,
             ),
             device=self.device,
-            rank=topology.index,
-            intra_start=topology.intra_group.rank
-            * self.layout.padded_numel
-            // topology.intra_group.size,
+            rank=self.topology.index,
+            intra_start=self.reduce_plan.intra_start,
             min_chunk_bytes=self.reduce_plan.min_chunk_bytes,
         )
 
     def _replan_gradients(self) -> None:
         """Reduce in another way from now on; what was accumulated stays."""
         self.grad_buffer = self._plan_gradients()
-        self.reduce_plan.output = self.grad_publish.output
         self.grad_publish.replace_buffer(self.grad_buffer)
 
     def share_pending_sends(self, pending_sends: PendingSends) -> None:
@@ -377,7 +366,7 @@ class FlatParamHandle:
                 self._gather = self._begin_gather(purpose)
             # Not before: where memory for it lacks, a stale buffer must not pass for a current one.
             self._gathered_version = self.version
-            self._to_device.report(self.shard, self.unit_name, self.pending_sends)
+            self._to_device.track(self.shard, self.unit_name, self.pending_sends)
         self.state = ShardState.UNSHARDING
 
     def _begin_gather(self, purpose: str) -> AsyncWork:
@@ -389,7 +378,7 @@ class FlatParamHandle:
         if self._float8 is None:
             source, out = self._source(), self.buffer
         else:
-            shard = self._to_device.up(self.shard.detach(), self.shard.dtype, self.version)
+            shard = self._to_device.copy(self.shard.detach(), self.shard.dtype, self.version)
             source = self._float8.pack(shard)
             self._packed = out = source.new_empty(source.numel() * self.topology.intra_group.size)
         return self.topology.intra_group.all_gather(
@@ -406,7 +395,7 @@ class FlatParamHandle:
         dtype = self.compute_dtype
         if self.is_whole and not self._offload.keeps_copy:
             dtype = self.shard.dtype  # what one rank gathers is copied, and cast by that
-        return self._to_device.up(self.shard.detach(), dtype, self.version)
+        return self._to_device.copy(self.shard.detach(), dtype, self.version)
 
     def begin_refresh(self) -> None:
         """Begin to bring parameters from other nodes, if they are kept there and have changed.
@@ -419,7 +408,7 @@ class FlatParamHandle:
                 self._secondary.begin_refresh(
                     self._source(), self.version, inter_group, self._inter_tag
                 )
-            self._to_device.report(self.shard, self.unit_name, self.pending_sends)
+            self._to_device.track(self.shard, self.unit_name, self.pending_sends)
 
     def finish_refresh(self) -> None:
         """Wait for what ``begin_refresh`` began: the shard may be written after it."""
@@ -479,7 +468,7 @@ class FlatParamHandle:
             return
         # In new memory: what was assigned over may be kept by somebody to be put back.
         with torch.inference_mode(False), torch.no_grad():
-            self.shard = self._offload.house(self.shard.clone())
+            self.shard = self._offload.shard.take_in(self.shard.clone())
             if self._aliased:
                 self.buffer = self.shard
             for param, span in zip(self.sharded, self.layout.spans, strict=True):
@@ -502,7 +491,7 @@ class FlatParamHandle:
                 # Autograd must not take the refill for an edit of what it saved.
                 with _unsafe_preserve_version_counter(self.buffer):
                     gather.wait(self.pending_sends)
-                    self._to_device.join()
+                    self._to_device.wait_on_stream()
                     self._unpack()
             except Exception:
                 self.state = ShardState.SHARDED
@@ -531,7 +520,7 @@ class FlatParamHandle:
         self.state = ShardState.SHARDED
         if not self._aliased:
             self._free_buffer()
-        self.rest()
+        self.page_out()
 
     @property
     def version(self) -> int:
@@ -717,7 +706,7 @@ class FlatParamHandle:
             grads = self.grad_publish.take_off(fn)
             self._adopt_shard(converted)
             self.shard = self.params.repoint(self.shard)
-            self.grad_publish.put_back(grads, lambda grad: self._offload.house_gradient(fn(grad)))
+            self.grad_publish.put_back(grads, lambda grad: self._offload.gradient.take_in(fn(grad)))
         self._make_buffer()
         self._replan_gradients()
         self.params.use_sharded_views()
@@ -755,8 +744,3 @@ class FlatParamHandle:
         twin._make_buffer()
         twin.params.use_sharded_views()
         return twin
-
-
-def _lowered(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
-    """What a policy's ``to`` makes of a parameter's ``dtype``."""
-    return to if to is not None and dtype.is_floating_point else dtype

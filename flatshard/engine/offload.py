@@ -1,16 +1,16 @@
-"""``OffloadTargets``: where a shard, its gradient and its optimizer state live between uses.
+"""``OffloadTarget``: device, host or disk, where a shard, its gradient and its state live.
 
-At home are the tensors that users and optimizers hold. A gather brings the shard up to where the
-unit computes (``HostToDevice``), a reduction's result is brought down (``DeviceToHost``). Nobody
-else asks where home is.
+In the target are the tensors that users and optimizers hold. A gather copies the shard to where the
+unit computes (``HostToDevice``), the result of a reduction is copied back (``DeviceToHost``). Who
+asks does not know which target it is.
 
-[Note: apart]
-Home may be on another device than the unit's. Then copies run on a stream of their own, which
+[Note: copies beside compute]
+A target may be on another device than the unit. Then copies run on a stream of their own, which
 waits for what was queued before, and overlap with what is queued after:
 
-- up: the stream that computes waits for it when it waits for the gather; the host waits before
-  anybody may write the shard (``PendingSends``).
-- down: the host waits before users may see ``.grad``.
+- host to device: the compute stream waits for the copy when it waits for the gather; the host waits
+  before anybody may write the shard (``PendingSends``).
+- device to host: the host waits before users may see ``.grad``.
 
 Files are read and written through the host's memory. On a CPU the shard's file is the source of a
 gather, without a copy.
@@ -22,39 +22,56 @@ import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from flatshard.comm.work import AsyncWork, PendingSends
-from flatshard.memory import disk, mapped_files
+from flatshard.memory import mapped_files
 from flatshard.memory.buffer_cache import BufferCache
-from flatshard.memory.disk import DiskMemory
+from flatshard.memory.disk import DiskMemory, fetch, release, rounded
 from flatshard.memory.mapped_files import Files
 from flatshard.options.offload import CPUOffload
 from flatshard.plan.layout import ALIGNMENT_BYTES, PAGE_BYTES
 
 
-class OffloadTarget(Protocol):
-    """A kind of memory."""
+class OffloadTarget:
+    """Memory in which tensors live between uses; this one: where they are made.
+
+    Attributes:
+        is_device: whether nothing is copied.
+        files: makes the file of a shard that an unsharded buffer shows.
+    """
+
+    is_device = True
+    files: Files = mapped_files
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor there, ``(numel,)``."""
+        """A tensor there, ``(numel,)``; its values are undefined."""
+        return torch.empty(numel, dtype=dtype)
 
     def take_in(self, tensor: Tensor) -> Tensor:
         """A tensor's values there; the tensor itself if it is there."""
+        return tensor
+
+    def page_in(self, tensor: Tensor) -> None:
+        """Prepare for writing all of a tensor there, in one go."""
+
+    def page_out(self, *tensors: Tensor | None) -> None:
+        """Give memory back that the tensors do not need until their next use; values stay."""
 
 
-class HostMemory:
+class HostMemory(OffloadTarget):
     """Memory of the host, for a unit that computes on an accelerator."""
+
+    is_device = False
 
     def __init__(self, *, pinned: bool) -> None:
         """``pinned``: the accelerator copies to and from it by itself."""
         self._pinned = pinned
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See ``OffloadTarget``; uninitialised."""
+        """See ``OffloadTarget``."""
         return torch.empty(numel, dtype=dtype, pin_memory=self._pinned)
 
     def take_in(self, tensor: Tensor) -> Tensor:
@@ -64,19 +81,48 @@ class HostMemory:
         return torch.empty_like(tensor, device="cpu", pin_memory=self._pinned).copy_(tensor)
 
 
+class Disk(OffloadTarget):
+    """Files in a directory."""
+
+    is_device = False
+
+    def __init__(self, memory: DiskMemory) -> None:
+        """``memory`` makes the files."""
+        self._memory = self.files = memory
+
+    def new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See ``OffloadTarget``."""
+        return self._memory.new(numel, dtype)
+
+    def take_in(self, tensor: Tensor) -> Tensor:
+        """See ``OffloadTarget``."""
+        return self._memory.take_in(tensor)
+
+    def page_in(self, tensor: Tensor) -> None:
+        """See ``OffloadTarget``: a fault for every page would take longer."""
+        fetch(tensor)
+
+    def page_out(self, *tensors: Tensor | None) -> None:
+        """See ``OffloadTarget``."""
+        release(*tensors)
+
+
+DEVICE = OffloadTarget()
+
+
 @dataclass(frozen=True)
 class OffloadTargets:
-    """Where the parts of one unit's flat parameters live; None: on the device that computes.
+    """Where the parts of one unit's flat parameters live.
 
     Attributes:
         shard: the shard that users and optimizers hold.
         gradient: its reduced gradient.
-        state: what optimizers keep, where that is not beside the shard.
+        state: what makes files for optimizers, where their state is not beside the shard.
         keeps_copy: whether the device keeps a copy of the shard to gather from.
     """
 
-    shard: OffloadTarget | None = None
-    gradient: OffloadTarget | None = None
+    shard: OffloadTarget = DEVICE
+    gradient: OffloadTarget = DEVICE
     state: DiskMemory | None = None
     keeps_copy: bool = False
 
@@ -94,20 +140,11 @@ class OffloadTargets:
         if offload.path is None:
             host = HostMemory(pinned=offload.pin_memory)
             return cls(host, host, keeps_copy=not offload.takes_params)
-        disk = DiskMemory(offload.path)
+        memory = DiskMemory(offload.path)
         if offload.takes_params or is_apart:
-            return cls(disk, disk, disk, keeps_copy=not offload.takes_params)
-        return cls(state=disk)
-
-    @property
-    def disk(self) -> DiskMemory | None:
-        """Where files are, if any."""
-        return self.state
-
-    @property
-    def shard_files(self) -> Files:
-        """What makes the file of a shard that an unsharded buffer shows: in memory, or on disk."""
-        return self.disk if self.disk is not None and self.shard is not None else mapped_files
+            disk = Disk(memory)
+            return cls(disk, disk, memory, keeps_copy=not offload.takes_params)
+        return cls(state=memory)
 
     def reserve(self, unit: str, params: Iterable[nn.Parameter], shard_size: int) -> None:
         """Keep room on the disk for a unit's shards and gradients, if they go there.
@@ -120,44 +157,37 @@ class OffloadTargets:
         Raises:
             OffloadError: the disk is full.
         """
-        if self.disk is None or self.shard is None:
+        if self.state is None or self.shard.is_device:
             return
         nbytes: dict[torch.dtype, int] = {}
         for param in params:
             times = 2 if param.requires_grad else 1
             held = -(-param.numel() // shard_size) * param.element_size() + ALIGNMENT_BYTES
             nbytes[param.dtype] = nbytes.get(param.dtype, 0) + times * held
-        total = sum(disk.rounded(one) + 2 * PAGE_BYTES for one in nbytes.values())
+        total = sum(rounded(one) + 2 * PAGE_BYTES for one in nbytes.values())
         what = f"unit {unit!r}" if unit else "the root unit"
-        self.disk.reserve(total, f"{what} (shards and gradients)")
+        self.state.reserve(total, f"{what} (shards and gradients)")
 
-    def settle(self) -> None:
+    def trim(self) -> None:
         """After construction: what it took in memory is not needed for a step."""
-        if self.disk is not None:
+        if self.state is not None:
             mapped_files.give_back_freed()
-
-    def house(self, shard: Tensor) -> Tensor:
-        """The shard's values at home."""
-        return shard if self.shard is None else self.shard.take_in(shard)
-
-    def house_gradient(self, gradient: Tensor) -> Tensor:
-        """The values of a reduced gradient at home."""
-        return gradient if self.gradient is None else self.gradient.take_in(gradient)
 
 
 class HostToDevice:
-    """Brings one shard up to where its unit computes."""
+    """Copies one shard to where its unit computes."""
 
-    def __init__(self, device: torch.device, homes: OffloadTargets) -> None:
+    def __init__(self, device: torch.device, targets: OffloadTargets) -> None:
         """Plan; allocates nothing.
 
         Args:
             device: where the unit computes.
-            homes: where the shard lives.
+            targets: where the shard lives.
         """
         self._device = device
-        self._is_apart = homes.shard is not None and device.type != "cpu"
-        self._keeps_copy = homes.keeps_copy
+        self._target = targets.shard
+        self._is_apart = not targets.shard.is_device and device.type != "cpu"
+        self._keeps_copy = targets.keeps_copy
         self._copy: Tensor | None = None
         self._version = -1
         self._event: torch.cuda.Event | None = None
@@ -173,18 +203,18 @@ class HostToDevice:
         with _beside(self._device) if self._is_apart else contextlib.nullcontext():
             yield
 
-    def up(self, shard: Tensor, dtype: torch.dtype, version: int) -> Tensor:
+    def copy(self, shard: Tensor, dtype: torch.dtype, version: int) -> Tensor:
         """The shard where the unit computes, in ``dtype``; what a gather takes.
 
         Args:
-            shard: ``(shard_numel,)``, at home.
+            shard: ``(shard_numel,)``, in its target.
             dtype: to cast to.
             version: the shard's; tells whether a copy is stale.
         """
         if not self._is_apart:
             source = shard.to(dtype)
             if source is not shard:
-                disk.release(shard)
+                self._target.page_out(shard)
             return source
         if not self._keeps_copy:
             return self._bring(shard, dtype)
@@ -197,42 +227,37 @@ class HostToDevice:
         brought = shard.to(self._device, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record()
-        disk.release(shard)
+        self._target.page_out(shard)
         return brought.to(dtype)
 
-    def report(self, shard: Tensor, what: str, pending_sends: PendingSends) -> None:
+    def track(self, shard: Tensor, unit_fqn: str, pending_sends: PendingSends) -> None:
         """Let ``pending_sends`` know of a copy under way: the shard must not be written before."""
         event, self._event = self._event, None
         if event is not None:
-            pending = AsyncWork([], what, shard, sends=[_Passed(event)])
+            pending = AsyncWork([], unit_fqn, shard, sends=[_Passed(event)])
             pending.wait(pending_sends)
 
-    def join(self) -> None:
-        """Let the stream that computes wait for what was copied up."""
+    def wait_on_stream(self) -> None:
+        """Let the compute stream wait for the copy."""
         if self._is_apart:
             torch.cuda.current_stream(self._device).wait_stream(_stream(self._device))
 
 
 class DeviceToHost:
-    """Takes reduced gradients of one flat parameter home."""
+    """Copies reduced gradients of one flat parameter to their target."""
 
-    def __init__(self, home: OffloadTarget | None) -> None:
-        """``home``: where they live; None: where they were reduced."""
-        self._home = home
-        self._spare = None if home is None else BufferCache(new=home.new)
-        self._under_way: list[tuple[torch.cuda.Event, torch.device]] = []
+    def __init__(self, target: OffloadTarget) -> None:
+        """``target``: where they live."""
+        self.target = target
+        self._cache = BufferCache(new=target.new)
+        self._copies: list[tuple[torch.cuda.Event, torch.device]] = []
 
-    @property
-    def is_apart(self) -> bool:
-        """Whether they live elsewhere than where they were reduced."""
-        return self._home is not None
-
-    def land(self, reduced: Tensor) -> Tensor:
-        """``reduced``, ``(shard_numel,)``, at home; its values are there after ``settle``."""
-        if self._spare is None:
+    def copy(self, reduced: Tensor) -> Tensor:
+        """``reduced``, ``(shard_numel,)``, in the target; its values are there after ``wait``."""
+        if self.target.is_device:
             return reduced
-        place = self._spare.take(reduced.numel(), reduced.dtype, torch.device("cpu"))
-        disk.fetch(place)
+        place = self._cache.take(reduced.numel(), reduced.dtype, torch.device("cpu"))
+        self.target.page_in(place)
         if reduced.device.type == "cpu":
             place.copy_(reduced)
         else:
@@ -240,24 +265,24 @@ class DeviceToHost:
                 place.copy_(reduced, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
-            self._under_way.append((event, reduced.device))
+            self._copies.append((event, reduced.device))
             _keep_until(event, reduced)
-        disk.release(place)
+        self.target.page_out(place)
         return place
 
     def add(self, total: Tensor, more: Tensor) -> Tensor:
-        """Add what has landed later to what has before, in place."""
-        self.settle()
+        """Add a later copy to an earlier one, in place."""
+        self.wait()
         total.add_(more)
-        disk.release(total, more)
+        self.target.page_out(total, more)
         return total
 
-    def settle(self) -> None:
-        """Wait until everything has landed."""
-        for event, device in self._under_way:
+    def wait(self) -> None:
+        """Wait until every copy is over."""
+        for event, device in self._copies:
             event.synchronize()
             _drop_passed(device)
-        self._under_way.clear()
+        self._copies.clear()
 
 
 class _Passed:

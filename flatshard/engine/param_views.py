@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.topology import Topology
-from flatshard.memory.disk import DiskMemory
+from flatshard.engine.offload import OffloadTargets
 from flatshard.plan.layout import FlatLayout, LocalSpan
 from flatshard.plan.param_info import ParamInfo, ParamLocation
 from flatshard.tensor import freed_parameter
-from flatshard.tensor.flat_parameter import FlatParameter, view_of
+from flatshard.tensor.flat_parameter import FlatParameter, FlatParameterPart, view_of
 from flatshard.tensor.param_swap import SwappableParam
-from flatshard.tensor.sharded_tensor import FlatShardTensor, ShardSpec, attributes_of
+from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.tensor.sharded_tensor import FlatShardTensor, attributes_of
 
 T = TypeVar("T")
 
@@ -166,7 +167,7 @@ class ParamViews:
     def _make_placeholders(self, shard: Tensor, requires_grad: bool) -> list[FlatShardTensor]:
         """The same where users hold one flat parameter."""
         return [
-            FlatShardTensor.placeholder(shard[local.start : local.end], spec, requires_grad)
+            FlatParameterPart(shard[local.start : local.end], spec, requires_grad)
             for spec, local in zip(self.specs, self.local_spans, strict=True)
         ]
 
@@ -254,13 +255,13 @@ class ParamViews:
         for spec in self.specs:
             spec.bring_back = _weakly(bring_back, gone=False)
 
-    def keep_state_at(self, home: DiskMemory | None) -> None:
-        """Let optimizers keep what has the parameters' shape in ``home``; None: in memory."""
+    def keep_state_at(self, targets: OffloadTargets) -> None:
+        """Let optimizers keep what has the parameters' shape in its target."""
         for spec in (*self.specs, self.flat_spec):
-            spec.state_home = home
+            spec.state_home = targets.state
         for param in self.sharded:
             if not isinstance(param, FlatShardTensor):
-                param._state_home = home  # type: ignore[attr-defined]
+                param.state_home = targets.state  # type: ignore[attr-defined]  # read by optimizer/offload
 
     def copy_for(self, memo: dict[int, Any], on_outside_grad: Callable[[], object]) -> ParamViews:
         """The same for modules that were deep-copied; shows nothing before ``repoint``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Unit
 from flatshard.options.strategy import BackwardPrefetch
 from flatshard.plan.schedule import ExecutionOrder
@@ -19,21 +20,20 @@ class Prefetch:
     """
 
     def __init__(
-        self, units: Sequence[Unit], *, forward: bool, backward: BackwardPrefetch | None
+        self, state: StepState, *, forward: bool, backward: BackwardPrefetch | None
     ) -> None:
         """Nothing is recorded yet.
 
         Args:
-            units: by their numbers, the root last.
+            state: of the model's step.
             forward: whether to gather early in forward.
             backward: when to gather in backward.
         """
         self.order = ExecutionOrder()
         self.recomputes_whole = False
-        self._units = units
+        self._state, self._units = state, state.units
         self._forward, self._backward = forward, backward
         self._ahead: list[Unit] = []  # what was begun here, and perhaps waited for since
-        self.refresh()
 
     def refresh(self) -> None:
         """Look at the units again, after their buffers were made anew."""
@@ -52,7 +52,7 @@ class Prefetch:
         return self._backward is BackwardPrefetch.END_OF_FORWARD
 
     def keeps_for_backward(self, unit: Unit) -> bool:
-        """Whether a unit stays gathered after forward because backward begins with it."""
+        """Whether a unit stays unsharded after forward because backward begins with it."""
         return self._begins_in_forward and self.order.first_backward()[:1] == [unit.index]
 
     def in_forward(self) -> None:
@@ -95,10 +95,10 @@ class Prefetch:
                 first = index
             elif index != first and not self._fits_ahead(unit):
                 return
-            # One whose backward has begun was perhaps freed here, and gathered again, and not yet
-            # freed on other ranks; or it was stepped.
+            # A unit whose backward has begun may be resharded here and not yet on other ranks, so
+            # they would not take part; or its optimizer has stepped.
             if purpose == "forward" or self.recomputes_whole or unit.outstanding_backwards > 0:
-                unit.unshard_ahead(purpose)
+                self._state.unshard(unit, purpose)
                 self._ahead = [*self._under_way(), unit]
 
     def _fits_ahead(self, unit: Unit) -> bool:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Sequence
 
 from flatshard.engine.grad_reduce import GradReduce
 from flatshard.engine.handle import FlatParamHandle
-
-U = TypeVar("U")
+from flatshard.engine.unit import Unit
 
 _STALL_SECONDS = 1.0
 """How long a reduction may hold up backward; past this the peers may be waiting for us."""
@@ -17,7 +15,7 @@ _STALL_SECONDS = 1.0
 _POLL_SECONDS = 1e-4
 
 
-class ReduceBucket(Generic[U]):
+class ReduceBucket:
     """The flat parameters of a unit whose gradients are reduced together: mostly all.
 
     Attributes:
@@ -26,34 +24,20 @@ class ReduceBucket(Generic[U]):
         index: its number in the run.
     """
 
-    __slots__ = ("_num_trainable", "handles", "index", "unit")
+    __slots__ = ("handles", "index", "unit")
 
-    def __init__(
-        self,
-        unit: U,
-        handles: Sequence[FlatParamHandle],
-        num_trainable: Mapping[FlatParamHandle, int],
-    ) -> None:
-        """Take a part of a unit.
+    def __init__(self, unit: Unit, handles: Sequence[FlatParamHandle], index: int) -> None:
+        self.unit, self.handles, self.index = unit, list(handles), index
 
-        Args:
-            unit: the unit.
-            handles: the flat parameters.
-            num_trainable: of each, how many gradients a whole backward brings; the unit keeps it
-                up to date.
-        """
-        self.unit, self.handles = unit, list(handles)
-        self.index = -1
-        self._num_trainable = num_trainable
-
+    @property
     def trainable_handles(self) -> list[FlatParamHandle]:
         """Flat parameters with something to reduce."""
-        return [handle for handle in self.handles if self._num_trainable[handle]]
+        return [handle for handle in self.handles if self.unit.num_trainable[handle]]
 
     def is_complete(self) -> bool:
         """Whether all gradients have come."""
         for handle in self.handles:  # a loop: asked for every gradient
-            if len(handle.grad_buffer.arrived) < self._num_trainable[handle]:
+            if len(handle.grad_buffer.arrived) < self.unit.num_trainable[handle]:
                 return False
         return True
 
@@ -76,13 +60,11 @@ class ReduceBucket(Generic[U]):
             reduce.cross()
 
     def wait_until_reduced(self) -> bool:
-        """Wait a while; False when a peer seems unable to take part yet.
-
-        The host waits, for accelerators too. Were it the stream, gathers queued behind would wait
-        for that peer, and the peer, which takes part at the end of its backward, for them.
-        """
+        """Wait a while; False when a peer seems unable to take part yet."""
         if not all(reduce.tells_when_done() for reduce in self._reduces()):
             return False
+        # Wait on the host, not the stream: all-gathers queued after a stream wait would deadlock
+        # with a peer that issues this reduction only at the end of its backward.
         deadline = time.monotonic() + _STALL_SECONDS
         while not (self.advance() and self.is_reduced()):
             if not all(reduce.is_computed() for reduce in self._reduces()):
@@ -93,12 +75,13 @@ class ReduceBucket(Generic[U]):
         return True
 
 
-def split(
-    unit: U, handles: Sequence[FlatParamHandle], num_trainable: Mapping[FlatParamHandle, int]
-) -> list[ReduceBucket[U]]:
-    """The portions of a unit: what ``reduces_alone``, and the rest; one or more."""
-    together = [handle for handle in handles if not handle.reduces_alone]
-    alone = [[handle] for handle in handles if handle.reduces_alone]
-    return [
-        ReduceBucket(unit, one, num_trainable) for one in (together, *alone) if one or not alone
-    ]
+def split(units: Sequence[Unit]) -> list[ReduceBucket]:
+    """The buckets of all units: what ``reduces_alone``, and before it the rest of each unit."""
+    buckets: list[ReduceBucket] = []
+    for unit in units:
+        together = [handle for handle in unit.handles if not handle.reduces_alone]
+        alone = [[handle] for handle in unit.handles if handle.reduces_alone]
+        # A unit without parameters has a bucket, too: the order of reductions has a place for it.
+        for handles in (together, *alone) if together or not alone else alone:
+            buckets.append(ReduceBucket(unit, handles, len(buckets)))
+    return buckets

@@ -1,8 +1,8 @@
-"""What autograd saves of gathered parameters: a note where they lie instead of the memory.
+"""``SavedTensors``: autograd saves of unsharded parameters where they were, not their memory.
 
 A unit's buffer is freed between forward and backward, while autograd keeps views of it. Hooks
-around the outermost forward turn each such view into a ``SavedView``, which gathers the unit again
-when autograd wants it back. So nothing saved can dangle, whatever order backward takes.
+around the outermost forward turn each such view into a ``SavedView``; when autograd asks for it,
+the unit is unsharded again. So nothing saved can dangle, in whatever order backward runs.
 
 Hooks switch off autograd's own check for in-place edits of what they pack, so it is done here.
 Hooks that were there before (checkpointing, ``save_on_cpu``) get everything that is not a view of
@@ -11,31 +11,25 @@ a unit's buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from flatshard.engine.backward import Backward
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.unit import Unit
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-
-
-class Regather(Protocol):
-    """Brings a unit's parameters back during backward."""
-
-    def regather(self) -> None:
-        """Gather the unit unless it is there. Collective."""
-
-    def copies_saved(self, handle: FlatParamHandle) -> bool:
-        """Whether to save copies of its parameters, as other ranks may not gather them again."""
+_OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)
 
 
 class SavedView(NamedTuple):
     """A view of an unsharded buffer, by its place; ``version`` is the shard's at that time."""
 
-    unit: Regather
+    unit: Unit
     handle: FlatParamHandle
     size: torch.Size
     stride: tuple[int, ...]
@@ -43,14 +37,13 @@ class SavedView(NamedTuple):
     version: int
 
     def restore(self) -> Tensor:
-        """The view, gathered again if need be.
+        """The view, of a unit that is unsharded.
 
         Raises:
             RuntimeError: the parameters were edited since.
         """
         handle = self.handle
-        if not handle.is_current:
-            self.unit.regather()
+        # Torch's own check is off for what hooks pack.
         if handle.version != self.version:
             raise RuntimeError(
                 f"unit {handle.unit_name!r}: its parameters were modified between forward "
@@ -64,24 +57,41 @@ class SavedTensors:
     """The pair of hooks for one tree of units.
 
     Args:
-        units: every unit with its flat parameters.
+        units: every unit.
+        backward: unshards a unit again whose saved views are wanted.
     """
 
-    def __init__(self, units: Iterable[tuple[Regather, Iterable[FlatParamHandle]]]) -> None:
+    def __init__(self, units: Iterable[Unit], backward: Backward) -> None:
+        self._backward = backward
+        # By storage: it is the buffer's for life, also while it is resized to nothing.
         self._buffers = {
             handle.buffer.untyped_storage()._cdata: (unit, handle)
-            for unit, handles in units
-            for handle in handles
+            for unit in units
+            for handle in unit.handles
             if handle.buffer_bytes
         }
         self._active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         self._packs: list[Callable[[Tensor], Any]] = []
 
-    def owner(self, tensor: Tensor) -> tuple[Regather, FlatParamHandle] | None:
-        """The unit whose unsharded buffer ``tensor`` looks into, or None."""
+    def _looks_in(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` looks into an unsharded buffer."""
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
-            return None
-        return self._buffers.get(tensor.untyped_storage()._cdata)
+            return False
+        return tensor.untyped_storage()._cdata in self._buffers
+
+    def protect(self, output: Any, unit_name: str) -> Any:
+        """A module's output, with copies of what looks into a buffer that is about to be freed."""
+        if not any(map(self._looks_in, tensors_in(output))):
+            return output
+        output = pytree.tree_map_only(
+            Tensor, lambda t: t.clone() if self._looks_in(t) else t, output
+        )
+        if any(map(self._looks_in, tensors_in(output))):
+            raise RuntimeError(
+                f"unit {unit_name!r} returns a view of its parameters inside an object. They are "
+                "freed after forward: return a clone()."
+            )
+        return output
 
     def push(self) -> None:
         """Start packing, unless our hooks are on top already; pairs with ``pop``.
@@ -93,6 +103,7 @@ class SavedTensors:
         if outer is not None and self._packs and outer[0] is self._packs[-1]:
             self._active.append(None)
             return
+        # Torch calls the topmost pair alone, so ours hands on what it does not want.
         pack, unpack = self._pair(outer)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         hooks.__enter__()
@@ -109,7 +120,7 @@ class SavedTensors:
     def _pair(
         self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
     ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        buffers = self._buffers
+        buffers, backward = self._buffers, self._backward
         outer_pack, outer_unpack = outer if outer is not None else (_pack, _unpack)
 
         def pack(tensor: Tensor) -> Any:
@@ -117,6 +128,7 @@ class SavedTensors:
                 found = buffers.get(tensor.untyped_storage()._cdata)
                 if found is not None:
                     unit, handle = found
+                    # `as_strided` of the buffer would not give these back.
                     reinterprets = tensor.dtype != handle.buffer.dtype
                     reinterprets |= tensor.is_conj() or tensor.is_neg()
                     if reinterprets or unit.copies_saved(handle):  # both are rare
@@ -133,6 +145,9 @@ class SavedTensors:
 
         def unpack(packed: Any) -> Tensor:
             if type(packed) is SavedView:
+                # Freed since, or the strategy keeps a buffer that the optimizer made stale.
+                if not packed.handle.is_current:
+                    backward.unshard_again(packed.unit)
                 return packed.restore()
             return outer_unpack(packed)
 
@@ -154,3 +169,21 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
             f"{tensor._version}, expected version {version}"
         )
     return tensor
+
+
+def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Tensors of arguments or outputs: in containers, and in the attributes of plain objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item, depth)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth)
+    elif depth and not isinstance(value, _OPAQUE):
+        leaves = pytree.tree_leaves(value)
+        if len(leaves) != 1 or leaves[0] is not value:
+            yield from tensors_in(leaves, depth - 1)
+        elif hasattr(value, "__dict__"):
+            yield from tensors_in(list(vars(value).values()), depth - 1)

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from flatshard.comm import consistency
 from flatshard.diagnostics import unit_report
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.offload import OffloadTargets
 from flatshard.engine.unit import Unit
-from flatshard.module import initial_values, inspection, meta_init
+from flatshard.module import inspection, meta_init
+from flatshard.module.initial_values import InitialValues, compare_values
+from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.run import start_run
-from flatshard.module.settings import Settings, check_quantised
+from flatshard.module.settings import Settings
 from flatshard.module.sharding import Sharding, handles_in, sharding_of, shardings_in, units_in
+from flatshard.optimizer import in_backward
 from flatshard.options.offload import OffloadError
-from flatshard.options.precision import ParamPrecision
-from flatshard.plan.coalescing import coalesce, is_apart
 from flatshard.plan.ignored import Ignored, find_ignored
 from flatshard.plan.layout import ParamSpan
 from flatshard.plan.module_proxy import ModuleProxy
-from flatshard.plan.module_tree import name_of
-from flatshard.plan.param_info import ParamInfo, find_owners
-from flatshard.plan.wrap import Policy, UnitPlan, check_policy, explain_no_match, find_units
-from flatshard.precision.overrides import PrecisionPlan
+from flatshard.plan.wrap import Policy, check_policy, explain_no_match
 from flatshard.state.model_state import UnitStateDict
 
 
@@ -50,7 +47,7 @@ def check_module(module: nn.Module, policy: Policy | None) -> None:
                 "would reduce gradients by itself. Pass what it wraps: its .module."
             )
     inside = shardings_in(module)
-    if any(one.context.stepping.is_active for one in inside):
+    if any(in_backward.is_active(one.context) for one in inside):
         raise ValueError(
             "ShardedWrapper: optimizers step in the backward of a part of the module. Call "
             "step_in_backward() on the outermost wrapper, once it is made."
@@ -114,25 +111,10 @@ class Construction:
         self._module, self._policy, self._settings = module, policy, settings
         self._ignored, self._init_fn = ignored, init_fn
         self._left_alone = left_alone(module, ignored)
-        self._plans = [] if policy is None else find_units(module, policy, **_left_out(ignored))
-        self._of_unit = {plan.module: settings.override(plan) for plan in self._plans}
-        check_quantised("", settings)
-        for plan in self._plans:
-            check_quantised(plan.name, self._of_unit[plan.module])
-        units = [plan.module for plan in self._plans]
-        self._owners = find_owners(module, units, self._left_alone)
-        policies = {unit: one.precision for unit, one in self._of_unit.items()}
-        self._precision = PrecisionPlan(
-            module, {module: settings.precision, **policies}, self._left_alone
-        )
-        # Apart where a flat parameter is what users see.
-        together = settings.coalesce_bytes if settings.use_orig_params else 0
-        self._groups = coalesce(
-            self._plans, self._owners, together, kind=lambda plan: self._of_unit[plan.module]
-        )
+        self._plan = ModelPlan(module, policy, settings, ignored, self._left_alone)
         self._offload = OffloadTargets()
 
-    def agree(self, sync: bool | None) -> initial_values.InitialValues:
+    def agree(self, sync: bool | None) -> InitialValues:
         """Compare with other ranks what is to be made, and give buffers their values.
 
         Collective: all ranks.
@@ -141,32 +123,32 @@ class Construction:
             sync: whether all ranks take rank 0's weights; see ``sync_module_states``.
 
         Returns:
-            What the units start with.
+            The values that units begin with.
 
         Raises:
             ValueError: on all ranks: they build different models, ranks do not divide as a strategy
                 asks, or nothing makes values that are missing.
         """
-        module, settings, ranks = self._module, self._settings, self._settings.ranks
+        module, settings, plan = self._module, self._settings, self._plan
+        ranks = settings.ranks
         named = inspection.named_tensors(module, self._left_alone)
         if ranks.world.size > 1:
-            described = f"{settings.describe()}{self._precision.describe()}"
-            units = [
-                f"{plan.name}: {self._of_unit[plan.module].describe()}" for plan in self._plans
-            ]
-            consistency.check_same_model(named, described, units, self._ignored.names, ranks.world)
-        # Only now do all ranks agree on what to ask for.
-        for one in (settings, *self._of_unit.values()):
+            described = f"{settings.describe()}{plan.precision.describe()}"
+            consistency.check_same_model(
+                named, described, plan.describe_units(), self._ignored.names, ranks.world
+            )
+        # Only now do all ranks agree on which groups to ask for.
+        for one in plan.all_settings:
             ranks.resolve(one.placement)
-        self._open_homes()
-        start = initial_values.agree(named, sync, ranks.world)
-        meta_init.check_initialisable(module, start, self._init_fn, self._ignored.modules)
+        self._reserve_offload()
+        initial_values = compare_values(named, sync, ranks.world)
+        meta_init.check_initialisable(module, initial_values, self._init_fn, self._ignored.modules)
         inspection.move_buffers(module, self._left_alone, settings.device)
-        meta_init.give_buffers(module, start, settings.device)
-        return start
+        meta_init.broadcast_buffers(module, initial_values, settings.device)
+        return initial_values
 
-    def _open_homes(self) -> None:
-        """Find where shards live, and keep room for them on a disk, if they live there.
+    def _reserve_offload(self) -> None:
+        """Find where shards live, and reserve room for them on a disk, if they live there.
 
         Collective if so: all ranks.
 
@@ -178,54 +160,45 @@ class Construction:
         error: Exception | None = None
         try:
             self._offload = OffloadTargets.find(offload, self._settings.device)
-            for members in [*self._groups, [UnitPlan("", self._module)]]:
-                topology = self._of_unit.get(members[0].module, self._settings).topology
-                params = [one.param for one in self._owned(members)]
-                name = name_of([plan.name for plan in members])
-                self._offload.reserve(name, params, topology.shard.size)
+            for unit in self._plan.units:
+                params = [one.param for one in unit.owned]
+                self._offload.reserve(unit.name, params, unit.settings.topology.shard.size)
         except (ValueError, NotImplementedError, OffloadError) as found:
             error = found
         if offload.path is not None:
             consistency.raise_everywhere(error, world)
 
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What may not be as the user meant it, for rank 0 to say."""
         module, policy, ignored = self._module, self._policy, self._ignored
-        found = self._precision.remarks()
+        found = self._plan.precision.remarks()
         # "auto" finds a small model to be one unit.
-        if policy not in (None, "auto") and not self._plans:
-            found.append(explain_no_match(module, policy, **_left_out(ignored)))
+        if policy not in (None, "auto") and not self._plan.chosen:
+            found.append(explain_no_match(module, policy, **ignored.keywords()))
         if module in ignored.modules:
             found.append(
                 "ShardedWrapper: the module that is wrapped is itself to be ignored, so no "
                 "parameter is sharded"
             )
         if self._settings.topology.shard.size > 1:
-            found.extend(self._judge())
+            found.extend(self._lint())
         return found
 
-    def _judge(self) -> list[str]:
+    def _lint(self) -> list[str]:
         """What about the units will be slow or large."""
         inside = units_in(self._module)
         if self._policy is None and not inside:
-            return unit_report.judge_one_unit(self._module, **_left_out(self._ignored))
-        empty = [[plan] for plan in self._plans if not self._owners[plan.module]]
-        sizes = [
-            _unit_size([plan.name for plan in members], [one.param for one in self._owned(members)])
-            for members in [*self._groups, *empty, [UnitPlan("", self._module)]]
-        ]
+            return unit_report.lint_one_unit(self._module, **self._ignored.keywords())
+        *units, root = self._plan.units
+        sizes = [_unit_size(unit.names, [one.param for one in unit.owned]) for unit in units]
+        sizes += [_unit_size([plan.name], []) for plan in self._plan.without_params]
+        sizes.append(_unit_size(root.names, [one.param for one in root.owned]))
         for unit in inside:
             sizes.append(_unit_size(unit.names, [s for h in unit.handles for s in h.layout.spans]))
-        tied = [
-            (one.param.numel(), [site.name for site in one.locations])
-            for owned in self._owners.values()
-            for one in owned
-            if len(one.locations) > 1
-        ]
-        return unit_report.lint(sizes, tied)
+        return unit_report.lint(sizes, self._plan.tied())
 
     def make_units(
-        self, root: ModuleProxy, kind: type[ModuleProxy], start: initial_values.InitialValues
+        self, root: ModuleProxy, kind: type[ModuleProxy], initial_values: InitialValues
     ) -> None:
         """Change the module: ``root`` becomes the outermost unit, and holds new ones inside.
 
@@ -234,7 +207,7 @@ class Construction:
         Args:
             root: an empty wrapper.
             kind: the class of those inside.
-            start: what the ranks agreed on.
+            initial_values: what the ranks agreed on.
 
         Raises:
             ValueError: a unit that was there before trains on other ranks.
@@ -242,111 +215,80 @@ class Construction:
         """
         wrappers: dict[nn.Module, ModuleProxy] = {}
         units = []
-        for members in self._groups:
-            for plan in members:
+        *planned_units, planned_root = self._plan.units
+        for planned in planned_units:
+            for plan in planned.members:
                 wrappers[plan.module] = wrapper = kind.__new__(kind)
                 nn.Module.__init__(wrapper)
-            settings = self._of_unit[members[0].module]
-            units.append(self._make_unit(members, wrappers, settings, start))
+            units.append(self._make_unit(planned, wrappers, initial_values))
         _replace_children(self._module, wrappers)
-        whole = [UnitPlan("", self._module)]
-        units.insert(0, self._make_unit(whole, {self._module: root}, self._settings, start))
-        self._make_values(start, root, units)
+        units.insert(0, self._make_unit(planned_root, {self._module: root}, initial_values))
+        self._make_values(initial_values, root, units)
         for unit in units:
             for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
                 unit.topology.connect(self._settings.device, fixed_order=fixed_order)
-        self._precision.install()
+        self._plan.precision.install()
         start_run(sharding_of(root))
-
-    def _owned(self, members: Sequence[UnitPlan]) -> list[ParamInfo]:
-        """What units that go together own."""
-        return [one for plan in members for one in self._owners[plan.module]]
 
     def _make_unit(
         self,
-        members: Sequence[UnitPlan],
+        planned: PlannedUnit,
         wrappers: Mapping[nn.Module, ModuleProxy],
-        settings: Settings,
-        start: initial_values.InitialValues,
+        initial_values: InitialValues,
     ) -> Unit:
-        """Make one unit of ``members``, and of their wrappers what stands for them."""
-        precision, topology = settings.precision, settings.topology
-        modules = [plan.module for plan in members]
+        """Make one unit, and of its modules' wrappers what stands for them."""
+        settings = planned.settings
+        precision, topology = self._plan.precision, settings.topology
+        modules = [plan.module for plan in planned.members]
         unit = Unit(
-            {module: self._precision.of_unit(module, precision) for module in modules},
-            [plan.name for plan in members],
+            {module: precision.of_unit(module, settings.precision) for module in modules},
+            planned.names,
             placement=settings.placement,
             topology=topology,
         )
-        segments: dict[_Kind, list[ParamInfo]] = {}
-        may_part = unit.name == "" and bool(self._groups) and settings.use_orig_params
-        for one in self._owned(members):
-            param = one.param
-            kind = _Kind(
-                param.dtype,
-                param.requires_grad,
-                self._precision.of_param(param, precision),
-                id(param) if may_part and is_apart(param) else 0,
-            )
-            segments.setdefault(kind, []).append(one)
-        unit.own(
+        hooks = UnitHooks(unit)
+        hooks.own(
             FlatParamHandle(
                 params,
                 unit.name,
                 topology=topology,
                 device=settings.device,
-                homes=self._offload,
-                start=start,
+                targets=self._offload,
+                start=initial_values,
                 precision=kind.precision,
                 use_orig_params=settings.use_orig_params,
                 reduces_alone=kind.apart != 0,
-                on_grad=unit.on_grad,
-                on_outside_grad=unit.on_outside_grad,
+                on_grad=hooks.on_grad,
+                on_outside_grad=hooks.on_outside_grad,
             )
-            for kind, params in segments.items()
+            for kind, params in planned.flat_params.items()
         )
         state_dict = UnitStateDict(unit)
         flat = [] if settings.use_orig_params else [h.sharded[0] for h in unit.handles]
-        for plan in members:
+        for plan in planned.members:
             module, wrapper = plan.module, wrappers[plan.module]
             wrapper.module = module
             wrapper.training = module.training
             ignored = self._ignored.within(module)
-            Sharding(wrapper, unit, state_dict, settings, ignored, plan.reason).attach()
+            Sharding(wrapper, unit, hooks, state_dict, settings, ignored, plan.reason).attach()
             for number, param in enumerate(flat):
                 wrapper.register_parameter(f"_flat_param_{number}", param)
         return unit
 
     def _make_values(
-        self, start: initial_values.InitialValues, root: ModuleProxy, units: Iterable[Unit]
+        self, initial_values: InitialValues, root: ModuleProxy, units: Iterable[Unit]
     ) -> None:
         """Give new units the values that are missing. Collective."""
         handles = [handle for unit in units for handle in unit.handles]
-        if start.any_missing:
-            made = meta_init.Materialiser(
-                root, handles, start, self._init_fn, self._settings.device
+        if initial_values.any_missing:
+            made = meta_init.MetaInit(
+                root, handles, initial_values, self._init_fn, self._settings.device
             )
             sharding_of(root).is_left_empty = made.run()
         for handle in handles:
-            start.give_replicas(handle.topology, handle.shard)
-            handle.rest()
-        self._offload.settle()
-
-
-class _Kind(NamedTuple):
-    """What the parameters of a flat parameter have in common.
-
-    Attributes:
-        dtype: theirs.
-        requires_grad: theirs.
-        precision: in which they are gathered and reduced.
-        apart: the id of the only one, where that is reduced by itself, else 0.
-    """
-
-    dtype: torch.dtype
-    requires_grad: bool
-    precision: ParamPrecision
-    apart: int
+            initial_values.give_replicas(handle.topology, handle.shard)
+            handle.page_out()
+        self._offload.trim()
 
 
 def _unit_size(
@@ -354,11 +296,6 @@ def _unit_size(
 ) -> unit_report.UnitSize:
     counts = [one.numel if isinstance(one, ParamSpan) else one.numel() for one in owned]
     return unit_report.UnitSize(tuple(names), sum(counts), max(counts, default=0))
-
-
-def _left_out(ignored: Ignored) -> dict[str, Any]:
-    """The keywords that tell ``wrap`` what to ignore."""
-    return {"ignored_modules": ignored.modules, "ignored_params": ignored.params()}
 
 
 def _replace_children(root: nn.Module, wrappers: dict[nn.Module, ModuleProxy]) -> None:

@@ -11,9 +11,10 @@ from torch import nn
 
 from flatshard.comm.process_groups import copying
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.unit import Unit
 from flatshard.module.run import start_run
-from flatshard.module.sharding import Sharding, shardings_in, units_in, units_of
+from flatshard.module.sharding import Sharding, shardings_in, units_in
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.precision.casts import convert_buffers
 
@@ -64,19 +65,19 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
     inside = shardings_in(root.wrapper) if is_outermost else []
     if is_outermost:
         root.check_has_all_modules("copied")
-    for one in inside:
-        one.context.recover()
-    units = units_of(inside)
-    for unit in units:
-        # Copied modules call the copied unit, which is filled once they are complete.
-        memo[id(unit)] = Unit.__new__(Unit)
+    for sharding in inside:
+        sharding.context.recover()
+    hooks = list(dict.fromkeys(one.hooks for one in inside))
+    for one in hooks:
+        # Copied modules call the copied hooks, which are filled once they are complete.
+        memo[id(one)], memo[id(one.unit)] = UnitHooks.__new__(UnitHooks), Unit.__new__(Unit)
     wrapper = root.wrapper
     twin: ModuleProxy = type(wrapper).__new__(type(wrapper))
     memo[id(wrapper)] = twin
     twin.__dict__.update(copy.deepcopy(wrapper.__dict__, memo))
     with copying():
-        for unit in units:
-            unit.copy_for(memo, memo[id(unit)])
+        for one in hooks:
+            one.copy_into(memo, memo[id(one)], memo[id(one.unit)])
     if is_outermost:
         # Perhaps one rank copies alone, so it cannot ask the others for a new number.
         start_run(shardings_in(twin)[0], number=root.context.number)

@@ -133,7 +133,7 @@ class InitialValues:
             _warn_of_difference(self.different, self.sync)
 
 
-def agree(named: NamedTensors, sync: bool | None, world: Communicator) -> InitialValues:
+def compare_values(named: NamedTensors, sync: bool | None, world: Communicator) -> InitialValues:
     """Find out whose values count, and which of them are still to be made.
 
     Collective: all ranks of ``world``.

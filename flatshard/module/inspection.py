@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard.comm.process_groups import current_cuda
+from flatshard.options.collectives import Collectives, TransportOptions
 from flatshard.options.offload import CPUOffload
-from flatshard.options.strategy import Collectives, TransportOptions
 from flatshard.plan.ignored import Ignored
 from flatshard.tensor.flat_parameter import FlatParameter
 

@@ -227,7 +227,7 @@ def _is_patterned(tensor: Tensor) -> bool:
 # ---------------------------------------------------------------- after sharding
 
 
-def give_buffers(root: nn.Module, start: InitialValues, device: torch.device) -> None:
+def broadcast_buffers(root: nn.Module, start: InitialValues, device: torch.device) -> None:
     """Give every rank the buffers that rank 0 has, where its values count.
 
     Collective if so.
@@ -249,7 +249,7 @@ def _tie(slots: Iterable[_BufferSlot]) -> None:
         slot.module._buffers[slot.attribute] = first.setdefault(id(slot.meta), slot).held
 
 
-class Materialiser:
+class MetaInit:
     """Makes the values that are missing."""
 
     def __init__(
@@ -464,7 +464,7 @@ class Materialiser:
                 else:
                     handle.fill(param.number, value, start.source(handle.topology))
             for handle in {param.handle for param in group.params}:
-                handle.rest()
+                handle.page_out()
             for buffer in group.buffers if start.sends else []:
                 if start.world.rank > 0 and buffer.meta.is_meta:
                     buffer.show(self._device)

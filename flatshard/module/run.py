@@ -8,10 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor
 
 from flatshard.diagnostics import late_modules
+from flatshard.diagnostics.forward_edits import ForwardEdits
 from flatshard.engine.context import RunContext
+from flatshard.engine.events import StepObserver
 from flatshard.engine.unit import Unit
+from flatshard.memory.buffer_cache import prepare_allocator
 from flatshard.module import meta_init
 from flatshard.module.sharding import Sharding, handles_in, sharding_of, shardings_in
+from flatshard.optimizer import step
 from flatshard.plan.module_proxy import ModuleProxy
 
 
@@ -36,15 +40,17 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     units = [*rest, first]
     _check_one_world(units)
     settings, checks = root.settings, _ForwardChecks(root)
+    hooks = {one.unit: one.hooks for one in shardings_in(root.wrapper)}
     context = RunContext(
-        units,
+        [hooks[unit] for unit in units],
         settings.ranks.world,
         buffers=checks.synced_buffers,
-        check=checks.check,
         number=settings.ranks.world.new_model() if number is None else number,
         forward_prefetch=settings.forward_prefetch,
         backward_prefetch=settings.backward_prefetch,
     )
+    context.observers.add(checks)
+    context.observers.add(ForwardEdits())
     for one in shardings_in(root.wrapper):
         one.context = context
 
@@ -56,16 +62,17 @@ def accumulating(
     """See ``ShardedWrapper.no_sync``."""
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}")
-    before = context.syncs, context.under_no_sync
-    context.syncs = context.plan_accumulation(max_bytes, replicas_only)
-    context.under_no_sync = True
+    state = context.state
+    before = state.syncs, state.under_no_sync
+    state.syncs = context.plan_accumulation(max_bytes, replicas_only)
+    state.under_no_sync = True
     try:
         yield
     finally:
-        context.syncs, context.under_no_sync = before
+        state.syncs, state.under_no_sync = before
 
 
-class _ForwardChecks:
+class _ForwardChecks(StepObserver):
     """What the root looks at when a forward begins."""
 
     def __init__(self, root: Sharding) -> None:
@@ -80,7 +87,11 @@ class _ForwardChecks:
         buffers = self._root.wrapper.module.buffers()
         return [buffer for buffer in buffers if id(buffer) not in ignored]
 
-    def check(self) -> None:
+    def recover(self) -> None:
+        """Give an optimizer its sharded parameters back, if its step was left by an exception."""
+        step.restore_all()
+
+    def begin_forward(self) -> None:
         """Check before the first forward, and whenever something was assigned to modules."""
         root = self._root
         is_first = not root.context.has_run
@@ -90,6 +101,8 @@ class _ForwardChecks:
         if is_first and any(one.is_left_empty for one in shardings_in(root.wrapper)):
             world = root.settings.ranks.world
             meta_init.check_loaded(root.wrapper, handles_in(root.wrapper), world)
+        if is_first and any(h.shard.device.type == "cpu" for h in handles_in(root.wrapper)):
+            prepare_allocator()
 
     def _check_all_owned(self) -> None:
         """Raise where modules were added since wrapping: nobody would average their gradients."""

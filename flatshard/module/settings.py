@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.comm.topology import Ranks, Topology, read_ranks
-from flatshard.options import strategy as strategies
+from flatshard.options.collectives import TransportOptions, check_launch_without_group
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import (
     BackwardPrefetch,
     Placement,
     ShardingStrategy,
-    TransportOptions,
+    as_strategy,
+    resharding,
 )
 from flatshard.plan.wrap import UnitPlan
 
@@ -113,7 +114,7 @@ def ranks_or_alone(
         if dist.is_available() and dist.is_initialized():
             process_group = dist.group.WORLD
         else:
-            strategies.check_launch_without_group()
+            check_launch_without_group()
             warnings.warn(
                 "ShardedWrapper: no process group, so this process trains alone and nothing is "
                 "sharded",
@@ -126,12 +127,7 @@ def read_strategy(
     value: ShardingStrategy | str | None, after_forward: bool | int | None, ranks: Ranks
 ) -> tuple[ShardingStrategy, Placement]:
     """The strategy with what ``reshard_after_forward`` makes of it."""
-    if value is None:
-        has_grid = ranks.grid is not None
-        strategy = ShardingStrategy.HYBRID_SHARD if has_grid else ShardingStrategy.FULL_SHARD
-    else:
-        strategy = strategies.as_strategy(value)
-    return strategies.resharding(strategy, after_forward)
+    return resharding(as_strategy(value, has_grid=ranks.grid is not None), after_forward)
 
 
 def check_grid_is_used(ranks: Ranks, placement: Placement, strategy: ShardingStrategy) -> None:

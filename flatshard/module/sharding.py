@@ -13,6 +13,7 @@ from torch import nn
 from flatshard.diagnostics.unit_report import Segment, UnitRow, describe
 from flatshard.engine.context import RunContext
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.unit import Unit
 from flatshard.module.settings import Settings, read_strategy
 from flatshard.options.strategy import ShardingStrategy
@@ -30,6 +31,7 @@ class Sharding:
     Attributes:
         wrapper: the wrapper.
         unit: its unit.
+        hooks: what torch calls of the unit.
         state_dict: what the unit puts into state dicts.
         settings: what it was wrapped with.
         ignored: what it leaves alone.
@@ -40,6 +42,7 @@ class Sharding:
 
     wrapper: ModuleProxy
     unit: Unit
+    hooks: UnitHooks
     state_dict: UnitStateDict
     settings: Settings
     ignored: Ignored
@@ -57,6 +60,7 @@ class Sharding:
             self,
             wrapper=memo[id(self.wrapper)],
             unit=memo[id(self.unit)],
+            hooks=memo[id(self.hooks)],
             state_dict=copy.deepcopy(self.state_dict, memo),
             ignored=copy.deepcopy(self.ignored, memo),
         )
@@ -71,7 +75,7 @@ class Sharding:
         """
         context = self.context
         context.recover()
-        if context.is_running_forward or context.in_backward:
+        if context.is_running:
             raise RuntimeError(
                 f"{caller} was called while a forward or backward of "
                 f"{self.unit.name or 'the model'!r} is running. Call it between steps."

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from flatshard.memory.disk import DiskMemory
 from flatshard.plan.layout import ALIGNMENT_BYTES
-from flatshard.precision.grad_dtypes import set_grad
+from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 

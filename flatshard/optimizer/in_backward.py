@@ -24,22 +24,21 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from flatshard.comm.communicator import Communicator
-from flatshard.comm.work import PendingSends
+from flatshard.engine.context import RunContext
+from flatshard.engine.events import StepObserver, profiled
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.profiling import profiled
+from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Unit
 from flatshard.optimizer import local_state_guard
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.consumed_grad import ConsumedGrad, drop_consumed
-from flatshard.optimizer.scaled_loss import is_scaled
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.reduction_ops import OutsideUses
 
@@ -73,32 +72,22 @@ class _Part:
     params: list[nn.Parameter]
 
 
-class SteppedInBackward:
-    """The optimizers that step in the backwards of one model, and what they have stepped.
+class SteppedInBackward(StepObserver):
+    """The optimizers that step in the backwards of one model, and what they have stepped."""
 
-    Attributes:
-        accumulates: whether the last forward began under ``no_sync``, so that nothing is stepped.
-    """
-
-    def __init__(self, units: Sequence[Unit], pending_sends: PendingSends) -> None:
-        """No optimizers yet.
-
-        Args:
-            units: of the model.
-            pending_sends: what other ranks may still be taking from this one.
-        """
-        self.accumulates = False
-        self._units, self._unsettled = units, pending_sends
+    def __init__(self, state: StepState) -> None:
+        """No optimizers yet; ``state`` is the model's."""
+        self._state, self._units = state, state.units
         self._optimizers: list[torch.optim.Optimizer] = []
         self._parts: dict[int, list[_Part]] = {}
         self._reduced: list[Unit] = []
         self._stepped: set[int] = set()
+        self._stepped_anywhere: list[int] = []  # per unit, whether any rank did
         self._waits_for_end = False
         self._problem: Exception | None = None
         self._has_accumulated = False
-        self._may_be_scaled = False  # whether to look if the loss is
         self._outside_uses = OutsideUses.count
-        self._spent: dict[int, ConsumedGrad] = {}
+        self._consumed: dict[int, ConsumedGrad] = {}
         self._showing: list[nn.Parameter] = []
 
     # ------------------------------------------------------------ which optimizers
@@ -108,10 +97,12 @@ class SteppedInBackward:
         """Whether there are optimizers; alike on all ranks."""
         return bool(self._optimizers)
 
-    def register(self, optimizer: torch.optim.Optimizer, world: Communicator) -> StepInBackward:
-        """Take an optimizer; see ``ShardedWrapper.step_in_backward``. Collective."""
+    def register(self, optimizer: torch.optim.Optimizer, scaler: Any) -> StepInBackward:
+        """Step this optimizer, too; see ``ShardedWrapper.step_in_backward``. Collective."""
+        world = self._state.world
         problem, numbers = None, self._numbers(optimizer)
         try:
+            _check_not_scaled(scaler)
             self._check(optimizer, numbers)
         except (TypeError, ValueError) as error:
             problem = error
@@ -129,7 +120,6 @@ class SteppedInBackward:
                     "on every rank."
                 )
         self._optimizers.append(optimizer)
-        self._may_be_scaled = True
         return StepInBackward(self, optimizer)
 
     def _numbers(self, optimizer: Any) -> list[list[int]]:
@@ -175,35 +165,20 @@ class SteppedInBackward:
         self._optimizers = [one for one in self._optimizers if one is not optimizer]
         self.drop_consumed()
 
-    def refuse(self, what: str) -> None:
-        """Raise for what needs all gradients after backward; alike on all ranks.
-
-        Raises:
-            RuntimeError: optimizers step in backward.
-        """
-        if self._optimizers:
-            raise RuntimeError(
-                f"{what} needs all gradients after backward, but an optimizer of the model steps "
-                "in backward, which drops them unit by unit. Call remove() on what "
-                "step_in_backward() returned, and optimizer.step() after this."
-            )
-
     # ------------------------------------------------------------ a backward
 
-    def begin_backward(self) -> None:
-        """Look at the optimizers' groups. The gradients of this backward are still to come.
-
-        Raises:
-            RuntimeError: a ``GradScaler`` has, it seems, scaled the loss.
-        """
+    def recover(self) -> None:
+        """See ``StepObserver``."""
         self.drop_consumed()
+
+    def begin_backward(self) -> None:
+        """Look at the optimizers' groups. The gradients of this backward are still to come."""
+        self.drop_consumed()
+        self._stepped_anywhere = []
         self._parts, self._reduced, self._stepped, self._problem = {}, [], set(), None
         if not self._optimizers:
             return
-        if self._may_be_scaled and is_scaled():
-            self.refuse("GradScaler")
-        self._may_be_scaled = False  # to look takes long
-        if self.accumulates:
+        if self._state.accumulates:
             self._has_accumulated = True
             return
         self._waits_for_end = OutsideUses.count != self._outside_uses
@@ -227,7 +202,7 @@ class SteppedInBackward:
                         part = _Part(optimizer, group, list(params))
                         self._parts.setdefault(index, []).append(part)
 
-    def wait_for_end(self) -> None:
+    def begin_inner_backward(self) -> None:
         """Step no more units early: autograd runs graphs inside this one, which may add."""
         self._waits_for_end = True
 
@@ -236,7 +211,7 @@ class SteppedInBackward:
         if unit.index in self._parts:
             self._reduced.append(unit)
 
-    def advance(self) -> None:
+    def between_units(self) -> None:
         """Step the units whose gradients are reduced and whose parameters nobody needs any more."""
         if not self._reduced or self._waits_for_end:
             return
@@ -263,7 +238,7 @@ class SteppedInBackward:
         return unit.is_done and all(
             not handle.has_unpublished_part
             and self._knows_all_used(handle)
-            and not self._unsettled.is_sending(handle.shard)
+            and not self._state.pending_sends.is_sending(handle.shard)
             and not _has_hooks(handle)
             for handle in unit.handles
         )
@@ -273,25 +248,22 @@ class SteppedInBackward:
         # Of frozen ones, others may have accumulated gradients before they were frozen.
         return not self._has_accumulated or handle.params.num_trainable() == len(handle.full)
 
-    def flags(self) -> list[bool]:
-        """Per unit, whether it was stepped here; for ``check_not_late``."""
+    def votes(self) -> list[int]:
+        """Per unit, whether it was stepped here."""
         return [unit.index in self._stepped for unit in self._units] if self._optimizers else []
 
-    def check_not_late(self, stepped: Iterable[bool], late: Iterable[Unit]) -> None:
-        """Raise, on all ranks, where a unit got gradients after its step on one of them.
+    def tally(self, maxima: list[int]) -> None:
+        """See ``StepObserver``."""
+        self._stepped_anywhere = maxima
 
-        Args:
-            stepped: ``flags`` of any rank.
-            late: units with gradients that came after their reduction, on any rank.
+    def reduced_late(self, units: Sequence[Unit]) -> None:
+        """See ``StepObserver``.
 
         Raises:
-            RuntimeError: there is one.
+            RuntimeError: one of them was stepped before, on any rank.
         """
-        names = [
-            unit.name
-            for unit, was_stepped in zip(self._units, stepped, strict=False)
-            if was_stepped and unit in set(late)
-        ]
+        stepped = self._stepped_anywhere
+        names = [unit.name for unit in units if stepped and stepped[unit.index]]
         if names:
             self._raise_late(f"unit {names[0]!r}" if names[0] else "the root unit")
 
@@ -303,11 +275,8 @@ class SteppedInBackward:
             "wrong now: load a checkpoint."
         )
 
-    def end_backward(self, *, has_gradients: bool) -> None:
+    def published(self, has_gradients: bool) -> None:
         """Step what is left, once gradients are published and users' hooks have run.
-
-        Args:
-            has_gradients: whether this backward brought any, on any rank.
 
         Raises:
             RuntimeError: a parameter got more gradient after its step.
@@ -335,9 +304,9 @@ class SteppedInBackward:
         if has_gradients or has_outside:
             with profiled("step", "all units that are left"):
                 self._step(rest)
-        self._show_spent()
+        self._show_consumed()
 
-    def give_up(self) -> None:
+    def drop_backward(self) -> None:
         """The backward failed."""
         if self._stepped and self._parts:
             warnings.warn(
@@ -364,16 +333,16 @@ class SteppedInBackward:
                         param.grad = None
                         self._showing.append(param)
 
-    def _show_spent(self) -> None:
+    def _show_consumed(self) -> None:
         """Let ``.grad`` say that the gradient was used; after backward, which may bring more."""
         with torch._C.DisableTorchFunctionSubclass():
             for param in self._showing:
-                spent = self._spent.get(id(param))
-                if spent is None or not spent.fits(param):
-                    self._spent = self._stand_ins()
-                param.grad = self._spent[id(param)]
+                consumed = self._consumed.get(id(param))
+                if consumed is None or not consumed.fits(param):
+                    self._consumed = self._consumed_grads()
+                param.grad = self._consumed[id(param)]
 
-    def _stand_ins(self) -> dict[int, ConsumedGrad]:
+    def _consumed_grads(self) -> dict[int, ConsumedGrad]:
         return {
             id(param): ConsumedGrad(param, name)
             for unit in self._units
@@ -387,6 +356,44 @@ class SteppedInBackward:
         with torch._C.DisableTorchFunctionSubclass():
             for param in showing:
                 drop_consumed(param)
+
+
+def register(context: RunContext, optimizer: torch.optim.Optimizer, scaler: Any) -> StepInBackward:
+    """See ``ShardedWrapper.step_in_backward``. Collective."""
+    stepped = context.observers.find(SteppedInBackward)
+    if stepped is None:
+        stepped = SteppedInBackward(context.state)
+        context.observers.add(stepped)
+    return stepped.register(optimizer, scaler)
+
+
+def is_active(context: RunContext) -> bool:
+    """Whether optimizers step in the backwards of a model; alike on all ranks."""
+    stepped = context.observers.find(SteppedInBackward)
+    return stepped is not None and stepped.is_active
+
+
+def refuse(context: RunContext, what: str) -> None:
+    """Raise for what needs all gradients after backward; alike on all ranks.
+
+    Raises:
+        RuntimeError: optimizers step in backward.
+    """
+    if is_active(context):
+        raise RuntimeError(
+            f"{what} needs all gradients after backward, but an optimizer of the model steps "
+            "in backward, which drops them unit by unit. Call remove() on what "
+            "step_in_backward() returned, and optimizer.step() after this."
+        )
+
+
+def _check_not_scaled(scaler: Any) -> None:
+    if scaler is not None and scaler.is_enabled():
+        raise ValueError(
+            "step_in_backward: an enabled GradScaler unscales gradients after backward, where they "
+            "are gone. Train in bf16, which needs no scaler, or call optimizer.step() after "
+            "backward."
+        )
 
 
 def _names(handle: FlatParamHandle) -> list[str]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from flatshard.memory import disk
 from flatshard.memory.disk import DiskMemory
-from flatshard.optimizer.buckets import is_sharded, local_of
+from flatshard.optimizer.buckets import is_sharded
 from flatshard.optimizer.consumed_grad import ConsumedGrad
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
@@ -37,7 +37,7 @@ _PART_BYTES = 8 << 20
 _PROBED_NUMEL = 2
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """Some parameters of one group, which follow one another in it."""
 
     group: dict[str, Any]
@@ -48,73 +48,68 @@ def state_home(param: Any) -> DiskMemory | None:
     """Where state of a parameter is kept; None: in memory."""
     if isinstance(param, FlatShardTensor):
         return param.spec.state_home
-    return getattr(param, "_state_home", None)
+    return getattr(param, "state_home", None)
 
 
-def local(value: Any) -> Any:
-    """What this rank holds, as a plain tensor."""
-    return local_of(value) if is_sharded(value) else value
-
-
-def find_parts(
+def _find_parts(
     optimizer: torch.optim.Optimizer, is_included: Callable[[dict[str, Any], Any], bool]
-) -> list[Part]:
+) -> list[StepPart]:
     """Parameters with gradients, of a group each, for which ``is_included`` says so."""
-    parts: list[Part] = []
+    parts: list[StepPart] = []
     for group in optimizer.param_groups:
         shard, nbytes = None, 0
         for param in group["params"]:
             if not is_included(group, param) or not _has_grad(param):
                 continue
-            held = local(param)
-            own = getattr(param, "flat", param)
             # Neighbours stay together: they are stepped as one.
+            own = getattr(param, "flat", param)
             if shard is None or (own is not shard and nbytes >= _PART_BYTES):
-                parts.append(Part(group, []))
+                parts.append(StepPart(group, []))
                 nbytes = 0
             shard = own
             parts[-1].params.append(param)
+            held = local_range(param)
             nbytes += held.numel() * held.element_size()
     return parts
 
 
-def take_in(home: DiskMemory | None, state: dict[str, Any], like: Tensor) -> dict[str, Any]:
-    """Let the disk keep what of a state has the shape of ``like``; returns ``state``."""
-    if home is not None:
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape == like.shape:
-                state[key] = home.take_in(value)
-    return state
+def fetch(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> None:
+    """Bring what a step of some parameters touches from the disk into memory."""
+    disk.fetch(*_tensors(optimizer, params))
 
 
-def rest(optimizer: torch.optim.Optimizer, params: Collection[Any]) -> None:
+def page_out(optimizer: torch.optim.Optimizer, params: Collection[Any]) -> None:
     """Put the state of parameters that were stepped where it is kept, and give pages back."""
     kept = [param for param in params if state_home(param) is not None]
     for param in kept:
         if not isinstance(param, FlatShardTensor):
-            take_in(state_home(param), optimizer.state.get(param, {}), param)
+            _take_in(state_home(param), optimizer.state.get(param, {}), param)
     if kept:
         disk.release(*_tensors(optimizer, kept))
 
 
+def _take_in(home: DiskMemory | None, state: dict[str, Any], like: Tensor) -> None:
+    """Let the disk keep what of a state has the shape of ``like``."""
+    for key, value in state.items():
+        if home is not None and _is_per_element(value, like):
+            state[key] = home.take_in(value)
+
+
+def _is_per_element(value: Any, like: Tensor) -> bool:
+    return isinstance(value, Tensor) and bool(value.dim()) and value.shape == like.shape
+
+
 def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
-    """What a step of some parameters touches."""
+    """What a step of those parameters touches whose state is on the disk."""
     for param in params:
         if state_home(param) is None:
             continue
-        yield local(param)
-        grad = _local_grad(param)
-        if grad is not None:
-            yield grad
-        for value in optimizer.state.get(param, {}).values():
-            if isinstance(value, Tensor):
-                yield local(value)
-
-
-def _local_grad(param: Any) -> Tensor | None:
-    with torch._C.DisableTorchFunctionSubclass():
-        grad = param.grad
-    return None if grad is None or isinstance(grad, ConsumedGrad) else local_range(grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = param.grad
+        values = [param, *optimizer.state.get(param, {}).values()]
+        if not isinstance(grad, ConsumedGrad):
+            values.append(grad)
+        yield from (local_range(value) for value in values if isinstance(value, Tensor))
 
 
 def _has_grad(param: Any) -> bool:
@@ -144,7 +139,7 @@ def reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False) 
             per_element = known.get(number, 0)
             if per_element is None:
                 return False
-            nbytes = _bytes_to_come(optimizer.state.get(param), local(param), per_element)
+            nbytes = _bytes_to_come(optimizer.state.get(param), local_range(param), per_element)
             needed[home] = needed.get(home, 0) + nbytes
     name = type(optimizer).__name__
     for home, nbytes in needed.items():
@@ -156,7 +151,7 @@ def _bytes_to_come(state: dict[str, Any] | None, held: Tensor, per_element: int)
     """Of files for one parameter's state."""
     if state is None:
         return disk.rounded(held.numel() * per_element) if per_element else 0
-    values = [local(value) for value in state.values() if isinstance(value, Tensor)]
+    values = [local_range(value) for value in state.values() if isinstance(value, Tensor)]
     return sum(
         disk.rounded(value.numel() * value.element_size())
         for value in values
@@ -170,15 +165,15 @@ def _bytes_per_element(
     """What the optimizer keeps per element; None: a step changes what it keeps per group."""
     probe = nn.Parameter(torch.zeros(_PROBED_NUMEL, dtype=param.dtype))
     probe.grad = torch.zeros_like(probe)
-    narrow = {**group, "params": [probe]}
-    groups, optimizer.param_groups = optimizer.param_groups, [narrow]
+    probing = {**group, "params": [probe]}
+    groups, optimizer.param_groups = optimizer.param_groups, [probing]
     try:
         with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(optimizer)
     finally:
         optimizer.param_groups = groups
         state = optimizer.state.pop(probe, {})
-    if any(narrow[key] is not group.get(key) for key in narrow if key != "params"):
+    if any(probing[key] is not group.get(key) for key in probing if key != "params"):
         return None
     return sum(
         value.element_size()
@@ -187,43 +182,36 @@ def _bytes_per_element(
     )
 
 
-def step(
-    optimizer: torch.optim.Optimizer,
-    step_parts: Callable[[torch.optim.Optimizer, Sequence[Part]], None],
-) -> set[int]:
-    """Step, a part at a time, what is to be; returns the ids of what was stepped.
+_begun: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
+    """What is to be stepped a part at a time, before the others.
 
     Raises:
         OffloadError: there is no room for state; nothing was stepped.
     """
-    parts = find_parts(optimizer, lambda _, param: state_home(param) is not None)
+    parts = _find_parts(optimizer, lambda _, param: state_home(param) is not None)
     if parts and not reserve(optimizer):
         parts = []
     if optimizer not in _begun:
         _begun.add(optimizer)
         parts += _first_parts(optimizer)
-    for part in parts:
-        disk.fetch(*_tensors(optimizer, part.params))
-        step_parts(optimizer, [part])
-    return {id(param) for part in parts for param in part.params}
+    return parts
 
 
-_begun: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def _first_parts(optimizer: torch.optim.Optimizer) -> list[Part]:
+def _first_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
     """What has no state yet; see the note."""
     divisible: dict[int, bool] = {}
 
     def is_included(group: dict[str, Any], param: Any) -> bool:
-        is_ours = is_sharded(param)
-        if not is_ours or state_home(param) is not None or param in optimizer.state:
+        if not is_sharded(param) or state_home(param) is not None or param in optimizer.state:
             return False
-        if local(param).device.type != "cpu":
+        if local_range(param).device.type != "cpu":
             return False
         if id(group) not in divisible:
             divisible[id(group)] = _bytes_per_element(optimizer, group, param) is not None
         return divisible[id(group)]
 
-    parts = find_parts(optimizer, is_included)
+    parts = _find_parts(optimizer, is_included)
     return parts if len(parts) > 1 else []

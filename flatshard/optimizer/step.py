@@ -44,7 +44,7 @@ from flatshard.optimizer.buckets import (
 )
 from flatshard.optimizer.consumed_grad import drop_consumed
 from flatshard.optimizer.local_state_guard import check_state
-from flatshard.precision.grad_dtypes import check_dtype
+from flatshard.precision.casts import check_dtype
 from flatshard.tensor.param_swap import FlattenedParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
@@ -126,13 +126,12 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _check_params(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a step on gradients that only this rank has, or that the optimizer can't take."""
+    """Raise for a step on gradients that only this rank has, or that the optimizer rejects."""
     takes_sparse_alone = isinstance(optimizer, torch.optim.SparseAdam)
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
             for param in group["params"]:
-                is_ours = is_sharded(param)
-                if takes_sparse_alone and is_ours:
+                if takes_sparse_alone and is_sharded(param):
                     raise RuntimeError(
                         "SparseAdam: gradients of sharded parameters are dense, also those of "
                         "nn.Embedding(sparse=True). Use one that takes them: Adam, SGD, Adagrad."
@@ -151,7 +150,7 @@ def _check_params(optimizer: torch.optim.Optimizer) -> None:
                 if grad.dtype is not param.dtype:
                     check_dtype(optimizer, group, param, _name_of(param))
                 # An earlier, reduced gradient is marked too while more waits for its reduction.
-                unit = getattr(grad, "_unreduced_of", None)
+                unit = getattr(grad, "unreduced_of", None)
                 if unit is not None:
                     raise RuntimeError(
                         f"unit {unit!r}: step() on gradients that were accumulated under no_sync "
@@ -159,7 +158,7 @@ def _check_params(optimizer: torch.optim.Optimizer) -> None:
                     )
 
 
-def _drop_spent(optimizer: torch.optim.Optimizer) -> None:
+def _drop_consumed(optimizer: torch.optim.Optimizer) -> None:
     """What backward has stepped is not stepped again."""
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
@@ -180,7 +179,7 @@ def _exchange(
     def with_sharded_parameters() -> Any:
         _swap_out(optimizer)
         result = closure()  # where it raises, the step is over
-        _drop_spent(optimizer)
+        _drop_consumed(optimizer)
         _swap_in(optimizer, _step_in_parts(optimizer))
         return result
 
@@ -193,7 +192,11 @@ def _step_in_parts(optimizer: torch.optim.Optimizer) -> set[int]:
     """Step what is stepped a part at a time; returns the ids, which the step leaves out."""
     if inspect.unwrap(type(optimizer).step) not in _TORCHS_OWN:
         return set()  # others may count their steps somewhere
-    return offload.step(optimizer, step_parts)
+    parts = offload.plan_parts(optimizer)
+    for part in parts:
+        offload.fetch(optimizer, part.params)
+        step_parts(optimizer, [part])
+    return {id(param) for part in parts for param in part.params}
 
 
 def reserve(optimizer: torch.optim.Optimizer) -> None:
@@ -210,13 +213,13 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Global hook: give back the pages of what other optimizers than element-wise have used."""
     if not is_elementwise(optimizer):
         for group in optimizer.param_groups:
-            offload.rest(optimizer, group["params"])
+            offload.page_out(optimizer, group["params"])
 
 
 def _undo(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _swap_out(optimizer)
     for group in optimizer.param_groups:
-        offload.rest(optimizer, group["params"])
+        offload.page_out(optimizer, group["params"])
 
 
 def step_parts(
@@ -236,7 +239,7 @@ def step_parts(
     # Groups of their own, so that what is not neighbours in ``step()`` is not joined here either.
     narrow = [{**group, "params": list(params)} for group, params in parts]
     step = inspect.unwrap(type(optimizer).step)
-    whole, optimizer.param_groups = optimizer.param_groups, narrow
+    groups, optimizer.param_groups = optimizer.param_groups, narrow
     try:
         with torch.no_grad():
             for group, params in parts:
@@ -246,9 +249,9 @@ def step_parts(
             step(optimizer)
     finally:
         _swap_out(optimizer)
-        optimizer.param_groups = whole
+        optimizer.param_groups = groups
         for _, params in parts:
-            offload.rest(optimizer, params)
+            offload.page_out(optimizer, params)
     for (group, _), after in zip(parts, narrow, strict=True):
         changed = [key for key in after if key != "params" and after[key] is not group.get(key)]
         if changed:

@@ -175,6 +175,18 @@ class ParamPrecision:
     keeps_reduce_dtype: bool = False
     fixed_order: bool = False
 
+    def unsharded_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What parameters of a dtype compute in."""
+        return _lowered(dtype, self.compute_dtype)
+
+    def reduced_dtype(self, dtype: torch.dtype, of_hook: torch.dtype | None = None) -> torch.dtype:
+        """What gradients of parameters of a dtype are reduced in."""
+        return _lowered(dtype, of_hook or self.reduce_dtype or self.compute_dtype)
+
+
+def _lowered(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
+    return to if to is not None and dtype.is_floating_point else dtype
+
 
 @dataclass(frozen=True)
 class GradDtypes:

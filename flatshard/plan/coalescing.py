@@ -1,8 +1,7 @@
-"""Which small units go together, and which large parameters of the root do not.
+"""Coalescing: which small units go together, and which large parameters of the root do not.
 
-A collective of a few kilobytes costs what its beginning and its end cost, on every rank. Units that
-follow one another in a policy's plan mostly run one after the other: together they need one
-collective, and a rank holds a little more for it.
+Small all-gathers are latency-bound. Units that follow one another in a policy's plan mostly run one
+after the other: together they need one collective, and a rank holds a little more for it.
 
 Source: DeepSpeed's ``stage3_module_granularity_threshold`` does likewise.
 
@@ -14,7 +13,7 @@ is reduced while the units compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from torch import nn
@@ -23,7 +22,7 @@ from flatshard.plan.param_info import ParamInfo
 from flatshard.plan.wrap import UnitPlan
 
 LARGE_BYTES = 4 << 20
-"""From which on a collective takes long enough to be worth one of its own."""
+"""From this size on a collective is bound by bandwidth, and worth one of its own."""
 
 
 def coalesce(
@@ -44,14 +43,15 @@ def coalesce(
         The units, each with those that share its collectives; mostly alone.
     """
     plans = [plan for plan in plans if owners[plan.module]]
-    around = _around_others(plans)
+    modules = {plan.module for plan in plans}
     groups: list[list[UnitPlan]] = []
     total, last = 0, None
     for plan in plans:
-        owned = owners[plan.module]
-        nbytes = sum(one.param.numel() * one.param.element_size() for one in owned)
-        # One that is around others runs while they do, and not before or after them.
-        this = None if plan.module in around else (kind(plan), _kinds(owned))
+        params = [owned.param for owned in owners[plan.module]]
+        nbytes = sum(param.numel() * param.element_size() for param in params)
+        # A unit around others runs while they do, and not before or after them.
+        is_around = any(inner in modules for inner in plan.module.modules() if inner != plan.module)
+        this = None if is_around else (kind(plan), _dtypes(params))
         if this is not None and this == last and total + nbytes <= max_bytes:
             groups[-1].append(plan)
             total += nbytes
@@ -66,13 +66,6 @@ def is_apart(param: nn.Parameter) -> bool:
     return param.requires_grad and param.numel() * param.element_size() >= LARGE_BYTES
 
 
-def _kinds(owned: Sequence[ParamInfo]) -> Hashable:
-    """The flat parameters that a unit has; others would be more collectives, not fewer."""
-    return frozenset((one.param.dtype, one.param.requires_grad) for one in owned)
-
-
-def _around_others(plans: Sequence[UnitPlan]) -> set[nn.Module]:
-    units = {plan.module for plan in plans}
-    return {
-        module for module in units if any(one in units for one in module.modules() if one != module)
-    }
+def _dtypes(params: Iterable[nn.Parameter]) -> Hashable:
+    """The flat parameters of a unit: units with others would need more collectives, not fewer."""
+    return frozenset((param.dtype, param.requires_grad) for param in params)

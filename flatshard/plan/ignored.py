@@ -46,6 +46,10 @@ class Ignored:
         """The ignored parameters that are there now."""
         return {tensor for tensor in self.tensors() if isinstance(tensor, nn.Parameter)}
 
+    def keywords(self) -> dict[str, Any]:
+        """The same as the keywords of functions that look for units."""
+        return {"ignored_modules": self.modules, "ignored_params": self.params()}
+
     def within(self, root: nn.Module) -> Ignored:
         """What is ignored below ``root``; without names, which only their own root has."""
         inside = set(root.modules())

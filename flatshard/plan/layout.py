@@ -1,7 +1,7 @@
 """The flat layout: where each original parameter lies in one padded 1-D space, and who holds what.
 
-A layout is a pure function of names, shapes, memory orders, alignment and world size. Every rank
-computes the same one, so no communication is ever needed to know who owns an element.
+A pure function of names, shapes, memory orders, alignment and world size: every rank computes the
+same one, and needs no communication to know who owns an element.
 
 A parameter's elements lie in its own memory order, so that a view of its range has the strides
 that it had before (channels_last, say). ``start``, ``end`` and ``offset`` count in that order.
@@ -34,8 +34,8 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
 
     A tensor that overlaps itself or has gaps has none; then the order of a contiguous one.
     """
-    # Where strides are equal all dimensions but one have a single element, or nothing does: those
-    # are further in, as `strides_of` has them.
+    # Of dimensions with equal strides all but one have a single element: those are further in, as
+    # `strides_of` has them.
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], -max(shape[d], 1)))
     dense = strides_of(shape, order)
     if all(size == 1 or strides[d] == dense[d] for d, size in enumerate(shape)):
@@ -175,14 +175,9 @@ class FlatLayout:
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The half-open ranges of the flat space that are padding, ascending, none empty."""
-        gaps = []
-        end = 0
-        ranges = [(span.start, span.end) for span in self.spans]
-        for start, stop in [*ranges, (self.padded_numel, self.padded_numel)]:
-            if start > end:
-                gaps.append((end, start))
-            end = max(end, stop)
-        return tuple(gaps)
+        ends = [0, *(span.end for span in self.spans)]
+        starts = [*(span.start for span in self.spans), self.padded_numel]
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """The half-open range of the flat space that ``rank`` holds."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
+from flatshard.plan.layout import FlatLayout, memory_order
 from flatshard.plan.module_tree import paths
 
 
@@ -30,6 +31,17 @@ class ParamInfo:
     def name(self) -> str:
         """The parameter's name in the unwrapped model; the first one of a tied parameter."""
         return self.locations[0].name
+
+
+def layout_of(owned: Sequence[ParamInfo], world_size: int) -> FlatLayout:
+    """The layout of a flat parameter of these, over ``world_size`` shards."""
+    params = [one.param for one in owned]
+    return FlatLayout.build(
+        ((one.name, one.param.shape) for one in owned),
+        world_size=world_size,
+        itemsize=params[0].element_size(),
+        orders=[memory_order(param.shape, param.stride()) for param in params],
+    )
 
 
 def find_owners(

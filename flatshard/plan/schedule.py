@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 class ExecutionOrder:
     """Records the order of units in a forward and predicts from it.
 
-    Prediction is a hint: a unit that comes out of order is gathered on demand, and the order is
-    recorded afresh in every forward.
+    A prediction is a hint: a unit that comes out of order is gathered on demand.
     """
 
     def __init__(self) -> None:
@@ -29,21 +28,20 @@ class ExecutionOrder:
     def next_forward(self) -> list[int]:
         """The units expected after the one recorded last, in order; none without a prediction."""
         position = len(self._current)
-        previous = self._previous
-        # A forward that left the recorded order gets no guesses until it is recorded whole.
-        if position == 0 or previous[position - 1 : position] != self._current[-1:]:
+        # A forward that left the recorded order gets no guesses until it is all recorded.
+        if position == 0 or self._previous[position - 1 : position] != self._current[-1:]:
             return []
-        return previous[position:]
+        return self._previous[position:]
 
     def next_backward(self, unit: int) -> list[int]:
         """The units whose backward is expected after that of ``unit``, in order."""
-        order = (self._current or self._previous)[::-1]
-        return _until(unit, order[order.index(unit) + 1 :]) if unit in order else []
+        after = _after(unit, (self._current or self._previous)[::-1])
+        # A unit that ran twice: what comes after its other backward is expected then.
+        return after[: after.index(unit)] if unit in after else after
 
     def next_recomputed(self, unit: int) -> list[int]:
         """The units expected after ``unit`` where this forward is computed again, in order."""
-        order = self._current
-        return order[order.index(unit) + 1 :] if unit in order else []
+        return _after(unit, self._current)
 
     @property
     def is_complete(self) -> bool:
@@ -55,8 +53,8 @@ class ExecutionOrder:
         return self._current[::-1] if self.is_complete else []
 
 
-def _until(unit: int, units: list[int]) -> list[int]:
-    return units[: units.index(unit)] if unit in units else units
+def _after(unit: int, units: list[int]) -> list[int]:
+    return units[units.index(unit) + 1 :] if unit in units else []
 
 
 class ReduceOrder:
@@ -64,15 +62,18 @@ class ReduceOrder:
 
     Collectives match by order, and ranks may finish units at different moments, or not at all: a
     later unit therefore waits for an earlier incomplete one.
+
+    Attributes:
+        sequence: that order.
+        num_taken: units that have had their turn.
     """
 
     def __init__(self, num_units: int) -> None:
         # A first guess, which the first backward corrects: registration order reversed. But the
         # outermost unit, numbered last, holds what forward begins with: embeddings, say.
         self.sequence: list[int] = [*range(num_units - 1)[::-1], num_units - 1]
-        self._ready: set[int] = set()
-        self._position = 0
-        self.observed: list[int] = []
+        self.num_taken = 0
+        self._ready: dict[int, None] = {}  # in the order in which they became so
 
     def adopt(self, sequence: list[int]) -> None:
         """Use another order from the next backward on; the caller sees that all ranks agree."""
@@ -82,13 +83,11 @@ class ReduceOrder:
     def begin_backward(self) -> None:
         """Forget which units are ready."""
         self._ready.clear()
-        self._position = 0
-        self.observed = []
+        self.num_taken = 0
 
     def ready(self, unit: int) -> None:
         """Note that ``unit`` may be reduced."""
-        self.observed.append(unit)
-        self._ready.add(unit)
+        self._ready[unit] = None
 
     def turns(self, allows: Callable[[int], bool] = lambda _: True) -> Iterator[int]:
         """The units whose turn has come, in order.
@@ -96,39 +95,32 @@ class ReduceOrder:
         Args:
             allows: asked about each, when those before have been started; False ends the turns.
         """
-        while self._position < len(self.sequence):
-            head = self.sequence[self._position]
+        while self.num_taken < len(self.sequence):
+            head = self.sequence[self.num_taken]
             if head not in self._ready or not allows(head):
                 return
-            self._position += 1
+            self.num_taken += 1
             yield head
 
-    @property
-    def num_taken(self) -> int:
-        """How many units have had their turn."""
-        return self._position
-
     def num_ready(self) -> int:
-        """How many units, from the first of the order on, could have had it."""
+        """How many units, from the first of the order on, could have had their turn."""
         rest = (n for n, unit in enumerate(self.sequence) if unit not in self._ready)
         return next(rest, len(self.sequence))
 
     def rest(self) -> list[int]:
         """The units that have not had their turn, in order."""
-        return self.sequence[self._position :]
+        return self.sequence[self.num_taken :]
 
     def suggested(self) -> list[int]:
         """The order in which units became ready here, those that never did at the end."""
-        seen = list(dict.fromkeys(self.observed))
-        return seen + [unit for unit in self.sequence if unit not in set(seen)]
+        return [*self._ready, *(unit for unit in self.sequence if unit not in self._ready)]
 
 
 class UnevenUnits:
-    """Units whose turn came in a backward on some ranks, and on others only at its end.
+    """Units that some ranks reduced during a backward of late, and others only at its end.
 
-    A rank of the latter kind lacks a gradient that others have. To wait for its part before the
-    end would be in vain; and as there is no other way to see that than by a clock, ranks go by
-    what happened of late.
+    A rank of the latter kind lacks a gradient that others have, so waiting for it before the end
+    never succeeds. Only a clock could tell sooner; so ranks go by what happened of late.
     """
 
     REMEMBERED = 100

@@ -1,15 +1,15 @@
-"""``Summoned``: modules that hold whole plain parameters for a while (``summon_full_params``).
+"""Full parameters of sharded ones: gathered copies, and modules that hold them for a while.
 
 [Note: what a summon shows]
 Copies in the shard's own dtype, not the unsharded buffer: that one may be cast, and may be gathered
-again at any time. Where the sharded parameters are whole and plain themselves they are shown as
+again at any time. Where the sharded parameters are full and plain themselves they are shown as
 they are, unless edits have to be undone.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +17,102 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.precision.grad_dtypes import set_grad
-from flatshard.state.full_tensors import gather_flat, split
+from flatshard.memory import disk
+from flatshard.precision.casts import set_grad
+from flatshard.tensor.flat_parameter import view_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
+
+# ---------------------------------------------------------------- gathered copies
+
+
+def gather_full(
+    handle: FlatParamHandle, device: torch.device, *, is_kept: bool = True
+) -> list[Tensor]:
+    """Copies of the original parameters, in the shard's own dtype.
+
+    Collective: all ranks of the shard group, unless the buffer is current.
+
+    Args:
+        handle: whose parameters.
+        device: where the copies lie.
+        is_kept: False: this rank only helps the others, and gets nothing.
+
+    Raises:
+        RuntimeError: under a summon only rank 0 holds full parameters, and this is another rank.
+    """
+    summoned = handle.summoned
+    if summoned is not None and not summoned.is_held and not handle.is_whole:
+        rank = handle.topology.world.global_rank
+        raise RuntimeError(
+            f"unit {handle.unit_name!r}, rank {rank}: full tensors were asked for under "
+            "summon_full_params(rank0_only=True), where only rank 0 has them and takes no "
+            "part in another gather. Ask on rank 0 alone, or outside of the context."
+        )
+    with torch.inference_mode(False), torch.no_grad():
+        flat = gather_flat(handle, handle.shard)
+        return split(handle, flat, device) if is_kept else []
+
+
+def gather_flat(handle: FlatParamHandle, shard: Tensor) -> Tensor:
+    """All ranks' ``shard`` side by side, ``(padded_numel,)``; may be the handle's own memory.
+
+    Collective: all ranks of the shard group, unless the buffer is current.
+
+    Args:
+        handle: whose parts these are.
+        shard: its shard, or something of the same shape such as the shard's gradient.
+    """
+    if handle.is_whole:
+        return shard.detach()
+    if shard is handle.shard and handle.is_current and handle.compute_dtype == shard.dtype:
+        return handle.buffer
+    flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
+    handle.begin_gather_parts(shard.detach().to(handle.device), flat).finish()
+    disk.release(shard)
+    return flat
+
+
+def split(handle: FlatParamHandle, flat: Tensor, device: torch.device) -> list[Tensor]:
+    """Copies on ``device`` of every original's range of ``flat``, in the true shapes."""
+    return [view_of(flat, span).to(device, copy=True) for span in handle.layout.spans]
+
+
+def join(
+    handle: FlatParamHandle, parts: Iterable[tuple[int, Tensor]], dtype: torch.dtype
+) -> Tensor:
+    """This rank's parts of originals at their places in a shard, ``(shard_numel,)``; else zero.
+
+    Args:
+        handle: whose shard.
+        parts: index of an original parameter, and this rank's range of it, 1-D.
+        dtype: of the result.
+    """
+    shard = torch.zeros_like(handle.shard, dtype=dtype)
+    for index, part in parts:
+        local = handle.local_spans[index]
+        shard[local.start : local.end].copy_(part)
+    return shard
+
+
+def index_of(handle: FlatParamHandle, tensor: Tensor) -> int | None:
+    """Which original parameter ``tensor`` shows, or None."""
+    if isinstance(tensor, FlatShardTensor):
+        return next((i for i, spec in enumerate(handle.params.specs) if spec is tensor.spec), None)
+    storage = tensor.untyped_storage()._cdata
+    if storage != handle.buffer.untyped_storage()._cdata:
+        return None
+    start = tensor.storage_offset()
+    return next(
+        (
+            index
+            for index, span in enumerate(handle.layout.spans)
+            if span.start == start and span.shape == tuple(tensor.shape)
+        ),
+        None,
+    )
+
+
+# ---------------------------------------------------------------- summon_full_params
 
 
 @dataclass(frozen=True)
@@ -28,9 +121,9 @@ class Request:
 
     Attributes:
         writeback: keep what is written.
-        rank0_only: other ranks than rank 0 keep their sharded parameters.
-        offload_to_cpu: the whole tensors lie in CPU memory.
-        with_grads: show the whole reduced gradients too.
+        rank0_only: ranks other than rank 0 keep their sharded parameters.
+        offload_to_cpu: the full tensors lie in CPU memory.
+        with_grads: show the full reduced gradients too.
     """
 
     writeback: bool = True
@@ -48,20 +141,19 @@ def _present_grads(handle: FlatParamHandle) -> list[bool]:
 
 def _grad_shard(handle: FlatParamHandle) -> Tensor:
     """This rank's part of the gradients, ``(shard_numel,)``; zero where there is none."""
-    flat = torch.zeros_like(handle.shard)
     with torch._C.DisableTorchFunctionSubclass():
-        if not handle.params.use_orig_params:
-            grad = handle.sharded[0].grad
-            return flat.copy_(local_range(grad))  # type: ignore[arg-type]
-        for param, spec, local in zip(
-            handle.sharded, handle.params.specs, handle.local_spans, strict=True
-        ):
-            if param.grad is not None:
-                # A plain one is whole: the user's own.
-                grad = param.grad
-                part = grad.local if isinstance(grad, FlatShardTensor) else spec.slice(grad)
-                flat[local.start : local.end].copy_(part)
-    return flat
+        grads = [param.grad for param in handle.sharded]
+    if not handle.params.use_orig_params:
+        assert grads[0] is not None, "only asked for where there is one"
+        return local_range(grads[0]).to(handle.shard, copy=True)
+    parts = []
+    for index, grad in enumerate(grads):
+        if grad is not None:
+            # A plain one is full: the user's own.
+            is_full = not isinstance(grad, FlatShardTensor)
+            spec = handle.params.specs[index]
+            parts.append((index, spec.slice(grad) if is_full else local_range(grad)))
+    return join(handle, parts, handle.shard.dtype)
 
 
 def _check_request(handle: FlatParamHandle, request: Request) -> None:
@@ -129,7 +221,7 @@ def _grad_facts(handle: FlatParamHandle) -> list[tuple[bool, bool, bool]]:
 
 @contextlib.contextmanager
 def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[None]:
-    """Let the modules of ``handles`` hold whole plain parameters.
+    """Let the modules of ``handles`` hold full plain parameters.
 
     Collective: all ranks, at entry; one handle is gathered at a time.
 
@@ -148,7 +240,7 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
             opened.append(Summoned(handle, request))
         yield
     finally:
-        # After an exception too: what was written up to it is kept, as in a plain model.
+        # After an exception too: what was written up to it is kept, as in an unwrapped model.
         for one in reversed(opened):
             problems += one.close()
     if problems:
@@ -156,11 +248,11 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
 
 
 class Summoned:
-    """The whole parameters of one handle, in its modules from construction to ``close``.
+    """The full parameters of one handle, in its modules from construction to ``close``.
 
     Attributes:
         request: what was asked for.
-        is_held: whether this rank's modules hold whole parameters.
+        is_held: whether this rank's modules hold full parameters.
         params: what the modules hold, in the order of ``layout.spans``; empty where the sharded
             parameters stay in place.
     """
@@ -186,7 +278,7 @@ class Summoned:
         handle.summoned = self
 
     def _is_shown_already(self) -> bool:
-        """Whether the sharded parameters are whole, plain, and what is to be edited."""
+        """Whether the sharded parameters are full, plain, and what is to be edited."""
         moves = self.request.offload_to_cpu and self._handle.shard.device.type != "cpu"
         return self._handle.params.are_full and self.request.writeback and not moves
 
@@ -213,8 +305,8 @@ class Summoned:
         if request.with_grads and any(present):
             flat = gather_flat(handle, _grad_shard(handle))
             if self.is_held:
-                whole = split(handle, flat, device)
-                grads = [g if there else None for g, there in zip(whole, present, strict=True)]
+                full = split(handle, flat, device)
+                grads = [g if there else None for g, there in zip(full, present, strict=True)]
         if self.is_held:
             self._show(values, grads)
 
@@ -257,9 +349,9 @@ class Summoned:
             return replaced
         if was_edited:
             return [
-                f"unit {handle.unit_name!r}: its sharded parameters were written while whole ones "
+                f"unit {handle.unit_name!r}: its sharded parameters were written while full ones "
                 "were shown (an optimizer step, or parameters from before the context), so the "
-                "whole ones are dropped. Edit what the modules hold, or pass writeback=False"
+                "full ones are dropped. Edit what the modules hold, or pass writeback=False"
             ]
         if replaced:
             return replaced
@@ -304,11 +396,11 @@ class Summoned:
                     place.copy_(handle.params.specs[index].slice(param))
             if self.request.with_grads:
                 self._write_grads()
-        handle.rest()
+        handle.page_out()
         return []
 
     def _misfits(self) -> list[str]:
-        """What of the whole parameters cannot be put into the shard; nothing is written then."""
+        """What of the full parameters cannot be put into the shard; nothing is written then."""
         problems = []
         handle = self._handle
         requires_grad = handle.params.requires_grad()
@@ -349,11 +441,11 @@ class Summoned:
             return
         flat = handle.sharded[0]
         flat.grad = None
-        if any(grad is not None for grad in grads):
-            merged = torch.zeros_like(handle.shard)
-            for spec, local, grad in zip(
-                handle.params.specs, handle.local_spans, grads, strict=True
-            ):
-                if grad is not None:
-                    merged[local.start : local.end].copy_(spec.slice(grad))
+        present = [
+            (index, spec.slice(grad))
+            for index, (spec, grad) in enumerate(zip(handle.params.specs, grads, strict=True))
+            if grad is not None
+        ]
+        if present:
+            merged = join(handle, present, handle.shard.dtype)
             flat.grad = FlatShardTensor(merged, handle.params.flat_spec)

@@ -9,20 +9,37 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flatshard.diagnostics.state_dict_writes import StateDictWrites
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-from flatshard.state import full_tensors
-from flatshard.state.state_dict_options import StateDictOptions
+from flatshard.state.full_params import gather_full, index_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
-_DDP_PREFIX = "module."
+DDP_PREFIX = "module."
+"""What DistributedDataParallel adds to names."""
+
+
+@dataclass(frozen=True)
+class StateDictOptions:
+    """Where state dicts lie and who gets them, as FSDP1's configs say it.
+
+    Attributes:
+        offload_to_cpu: the model's lie in CPU memory, copied there unit by unit.
+        rank0_only: ranks other than rank 0 have none of the model's.
+        optim_offload_to_cpu: the same for the optimizer's.
+        optim_rank0_only: likewise.
+    """
+
+    offload_to_cpu: bool = False
+    rank0_only: bool = False
+    optim_offload_to_cpu: bool = True
+    optim_rank0_only: bool = False
 
 
 class UnitStateDict:
@@ -59,31 +76,26 @@ class UnitStateDict:
     ) -> None:
         if not self._leave():
             return
-        state_dict_writes = self._unit.context.state_dict_writes
-        state_dict_writes.check()
         options = self.options
         is_saving = not options.rank0_only or self._unit.topology.world.rank == 0
         for handle in self._unit.handles:
-            _replace_by_full(handle, state_dict, options, is_saving, state_dict_writes)
+            _replace_by_full(handle, state_dict, options, is_saving)
         for key in [key for key in state_dict if key.startswith(prefix)]:
-            _settle_rest(state_dict, key, options, is_saving)
+            _treat_rest(state_dict, key, options, is_saving)
 
     def _before_load(
         self, module: nn.Module, _: Any, prefix: str, metadata: dict[str, Any], *rest: Any
     ) -> None:
         if metadata.get("assign_to_params_buffers", False):
             raise ValueError(
-                "load_state_dict(assign=True) would put whole tensors where shards are. Load "
+                "load_state_dict(assign=True) would put full tensors where shards are. Load "
                 "without assign: values are copied into the shards and cast to their dtype."
             )
         self._enter(module)
 
     def _after_load(self, *_: Any) -> None:
         if self._leave():
-            self._unit.context.num_loads += 1
-            for handle in self._unit.handles:
-                names = (spec.name for spec in handle.params.specs)
-                self._unit.context.state_dict_writes.forget(names)
+            self._unit.num_loads += 1
 
     def _enter(self, module: nn.Module) -> None:
         if module in self._unit.modules:
@@ -107,7 +119,6 @@ def _replace_by_full(
     state_dict: dict[str, Any],
     options: StateDictOptions,
     is_saving: bool,
-    state_dict_writes: StateDictWrites,
 ) -> None:
     """Put full copies where the flat parameter's originals stand; drop them if not ``is_saving``.
 
@@ -117,25 +128,24 @@ def _replace_by_full(
     for key, value in state_dict.items():
         # With keep_vars=True users want the parameters themselves.
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            index = full_tensors.index_of(handle, value)
+            index = index_of(handle, value)
             if index is not None:
                 places.append((key, index))
     if not places:
         return
     device = torch.device("cpu") if options.offload_to_cpu else handle.device
-    full = full_tensors.gather_full(handle, device, is_kept=is_saving)
+    full = gather_full(handle, device, is_kept=is_saving)
     for key, index in places:
         if is_saving:
             state_dict[key] = full[index]
-            state_dict_writes.give(handle.params.specs[index].name, full[index])
         else:
             del state_dict[key]
 
 
-def _settle_rest(
+def _treat_rest(
     state_dict: dict[str, Any], key: str, options: StateDictOptions, is_saving: bool
 ) -> None:
-    """Do with buffers, extra state and ignored parameters as with a unit's parameters.
+    """Treat buffers, extra state and ignored parameters as a unit's parameters.
 
     Parts of other units stay: every rank has to see them to take part in their gathers.
     """
@@ -192,7 +202,7 @@ def load(
     own = without_ddp_prefix(dict(state_dict), children)
     missing_and_unexpected = module.load_state_dict(own, strict=strict, assign=assign)
     for handle in handles:
-        handle.rest()
+        handle.page_out()
     return missing_and_unexpected
 
 
@@ -201,7 +211,66 @@ def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> d
 
     A model with a child of that name is left alone: there the prefix is its own.
     """
-    prefixed = all(key.startswith(_DDP_PREFIX) for key in state_dict)
-    if prefixed and _DDP_PREFIX.removesuffix(".") not in children:
-        return {key.removeprefix(_DDP_PREFIX): value for key, value in state_dict.items()}
+    prefixed = all(key.startswith(DDP_PREFIX) for key in state_dict)
+    if prefixed and DDP_PREFIX.removesuffix(".") not in children:
+        return {key.removeprefix(DDP_PREFIX): value for key, value in state_dict.items()}
     return state_dict
+
+
+# ---------------------------------------------------------------- torch's configs
+
+
+def read_options(
+    state_dict_type: Any, state_dict_config: Any, optim_state_dict_config: Any
+) -> StateDictOptions:
+    """Read torch's enum and configs.
+
+    Raises:
+        NotImplementedError: state dicts that are not full are asked for.
+        TypeError: a config is none of full state dicts, or of the other kind.
+    """
+    name = getattr(state_dict_type, "name", state_dict_type)
+    if name != "FULL_STATE_DICT":
+        raise NotImplementedError(
+            f"state_dict_type: expected FULL_STATE_DICT, got {name}: state dicts hold full "
+            "tensors under the unwrapped model's names. To save without a full model everywhere: "
+            "FULL_STATE_DICT with FullStateDictConfig(offload_to_cpu=True, rank0_only=True), which "
+            "holds one unit at a time on the device."
+        )
+    options: dict[str, bool] = {}
+    for keyword, config, prefix, kind in (
+        ("state_dict_config", state_dict_config, "", "FullStateDictConfig"),
+        ("optim_state_dict_config", optim_state_dict_config, "optim_", "FullOptimStateDictConfig"),
+    ):
+        if config is not None:
+            _check_kind(keyword, config, kind)
+            options[f"{prefix}offload_to_cpu"] = config.offload_to_cpu
+            options[f"{prefix}rank0_only"] = config.rank0_only
+    return StateDictOptions(**options)
+
+
+def _check_kind(keyword: str, config: Any, kind: str) -> None:
+    if kind not in (base.__name__ for base in type(config).__mro__):
+        raise TypeError(
+            f"state_dict_type: {keyword}: expected torch's {kind}, which goes with "
+            f"FULL_STATE_DICT, got {config!r}"
+        )
+
+
+def as_torch(options: StateDictOptions) -> Any:
+    """The same as torch's ``StateDictSettings``."""
+    # Here, as the package is slow to load.
+    from torch.distributed.fsdp import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        StateDictType,
+    )
+    from torch.distributed.fsdp.api import StateDictSettings
+
+    return StateDictSettings(
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(offload_to_cpu=options.offload_to_cpu, rank0_only=options.rank0_only),
+        FullOptimStateDictConfig(
+            offload_to_cpu=options.optim_offload_to_cpu, rank0_only=options.optim_rank0_only
+        ),
+    )

@@ -24,12 +24,12 @@ class OptimParam:
     """What one parameter of an optimizer is in the unwrapped model.
 
     Attributes:
-        names: of the original parameters in it.
+        fqns: of the original parameters in it.
         handle: the flat parameter that they are parts of; None: nothing of it is sharded.
         indices: which parts, one for each name.
     """
 
-    names: tuple[str, ...]
+    fqns: tuple[str, ...]
     handle: FlatParamHandle | None = None
     indices: tuple[int, ...] = ()
 
@@ -53,7 +53,7 @@ class OptimParams:
     """The parameters of an optimizer, found in a model.
 
     Attributes:
-        groups: one place per parameter, as ``optimizer.param_groups`` has them.
+        groups: one entry per parameter, as ``optimizer.param_groups`` has them.
         order: the position of every name in the unwrapped model.
     """
 
@@ -72,16 +72,15 @@ class OptimParams:
         for module, prefix in prefixes.items():
             for attribute in module._parameters:
                 self.order.setdefault(prefix + attribute, len(self.order))
-        found = dict(_places_of_units(prefixes, units))
+        found = dict(_params_of_units(prefixes, units))
         for name, param in model.named_parameters():
             found.setdefault(id(param), OptimParam((unwrapped(name),)))
         self.groups: list[list[OptimParam]] = []
         for number, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
-                place = found.get(id(param))
-                if place is None or (
-                    place.handle is None and isinstance(param, FlatShardTensor | FlatParameter)
-                ):
+                known = found.get(id(param))
+                is_sharded = isinstance(param, FlatShardTensor | FlatParameter)
+                if known is None or (known.handle is None and is_sharded):
                     raise ValueError(
                         f"parameter {position} of the optimizer's group {number}, of shape "
                         f"{tuple(param.shape)}, is not in the given model. Pass the outermost "
@@ -91,48 +90,47 @@ class OptimParams:
             self.groups.append([found[id(param)] for param in group["params"]])
 
     def __iter__(self) -> Iterator[OptimParam]:
-        """All places, in the optimizer's order."""
+        """All of them, in the optimizer's order."""
         return chain.from_iterable(self.groups)
 
-    def names(self, group: int) -> list[str]:
+    def fqns(self, group: int) -> list[str]:
         """The original parameters of a group, as an optimizer of the unwrapped model has them."""
-        names = [name for place in self.groups[group] for name in place.names]
-        if any(place.is_flat for place in self.groups[group]):
-            names.sort(key=self.order.__getitem__)
-        return names
+        fqns = [fqn for param in self.groups[group] for fqn in param.fqns]
+        if any(param.is_flat for param in self.groups[group]):
+            fqns.sort(key=self.order.__getitem__)
+        return fqns
+
+    def by_key(self, state_dict: dict[str, Any]) -> dict[Any, OptimParam]:
+        """The parameters by the keys that a state dict of this very optimizer has for them."""
+        keys = [list(group["params"]) for group in state_dict["param_groups"]]
+        expected = [len(group) for group in self.groups]
+        if [len(group) for group in keys] != expected:
+            raise ValueError(
+                f"optim_state_dict: expected groups of {expected} parameters, as the optimizer "
+                f"has, got {[len(group) for group in keys]}. Pass optimizer.state_dict(), or None."
+            )
+        return dict(zip(chain.from_iterable(keys), self, strict=True))
 
 
-def _places_of_units(
+def _params_of_units(
     prefixes: dict[nn.Module, str], units: Sequence[Unit]
 ) -> Iterable[tuple[int, OptimParam]]:
-    """The places of all that units own, by the id of what the optimizer may hold."""
+    """All that units own, by the id of what the optimizer may hold."""
     for handle in chain.from_iterable(unit.handles for unit in units):
         indices = tuple(range(len(handle.layout.spans)))
-        names = tuple(
+        fqns = tuple(
             next(
-                prefixes[site.module] + site.attribute
-                for site in handle.params.locations(index)
-                if site.module in prefixes
+                prefixes[place.module] + place.attribute
+                for place in handle.params.locations(index)
+                if place.module in prefixes
             )
             for index in indices
         )
         if isinstance(handle.sharded[0], FlatParameter):
-            yield id(handle.sharded[0]), OptimParam(names, handle, indices)
+            yield id(handle.sharded[0]), OptimParam(fqns, handle, indices)
         else:
             for index, param in enumerate(handle.sharded):
-                yield id(param), OptimParam((names[index],), handle, (index,))
-
-
-def by_place(state_dict: dict[str, Any], places: OptimParams) -> dict[Any, OptimParam]:
-    """The places by the keys that a state dict of this very optimizer has for them."""
-    keys = [list(group["params"]) for group in state_dict["param_groups"]]
-    expected = [len(group) for group in places.groups]
-    if [len(group) for group in keys] != expected:
-        raise ValueError(
-            f"optim_state_dict: expected groups of {expected} parameters, as the optimizer has, "
-            f"got {[len(group) for group in keys]}. Pass optimizer.state_dict(), or None."
-        )
-    return dict(zip(chain.from_iterable(keys), places, strict=True))
+                yield id(param), OptimParam((fqns[index],), handle, (index,))
 
 
 def unwrapped(name: str) -> str:

@@ -1,16 +1,16 @@
-"""Optimizer state by parameter name: whole tensors, whatever the sharding.
+"""Optimizer state by parameter name: full tensors, whatever the sharding.
 
 [Note: what state looks like]
 State is *per element* (a momentum, say: a number for each element of the parameter) or *one per
 parameter* (``step``, text, whatever else). On a rank, state per element has one of four forms:
 
-    whole, in the parameter's shape     from before wrapping or from a plain optimizer, not yet
+    full, in the parameter's shape      from before wrapping or from a plain optimizer, not yet
                                         stepped on; or this rank holds all of the parameter
-    this rank's part, 1-D               of an optimizer that works on twins, see ``optim``
+    this rank's part, 1-D               of an optimizer that steps on local ranges
     ``FlatShardTensor``                 of one that works on sharded parameters
     as long as the shard, 1-D           with ``use_orig_params=False``
 
-In a state dict it is always whole. State that is one per parameter goes as it is.
+In a state dict it is always full. State that is one per parameter goes as it is.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from flatshard.engine.unit import Unit
 from flatshard.optimizer import local_state_guard
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.buckets import ONE_PER_PARAMETER
-from flatshard.state.full_tensors import gather_flat
-from flatshard.state.optim_fqns import OptimParam, OptimParams, by_place, unwrapped
+from flatshard.state.full_params import gather_flat, join
+from flatshard.state.model_state import DDP_PREFIX
+from flatshard.state.optim_fqns import OptimParam, OptimParams, unwrapped
 from flatshard.tensor.flat_parameter import view_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 StateDict = dict[str, Any]
 
-_DDP_PREFIX = "module."
 _REMEDY = "Every rank must step the same optimizer and load the same state."
 
 
@@ -51,25 +51,37 @@ class _Entry:
     """The state of one parameter of the optimizer on this rank.
 
     Attributes:
-        place: whose state.
+        param: whose state.
         keys: the state's keys in the optimizer's order.
         parts: this rank's part of what is per element, 1-D.
         others: what is one per parameter.
     """
 
-    place: OptimParam
+    param: OptimParam
     keys: list[str]
     parts: dict[str, Tensor] = field(default_factory=dict)
     others: StateDict = field(default_factory=dict)
 
+    @classmethod
+    def read(cls, param: OptimParam, state: StateDict) -> _Entry:
+        """Tell what is per element from what is not."""
+        entry = cls(param, list(state))
+        for key, value in state.items():
+            part = _part(param, key, value)
+            if part is None:
+                entry.others[key] = value
+            else:
+                entry.parts[key] = part
+        return entry
+
     def facts(self) -> Iterable[tuple[str, str]]:
         """What must be the same on all ranks."""
-        name = self.place.names[0]
-        yield f"state of {name!r}", "there"
+        fqn = self.param.fqns[0]
+        yield f"state of {fqn!r}", "there"
         for key, part in self.parts.items():
-            yield f"state {key!r} of {name!r}", f"{part.dtype} per element"
+            yield f"state {key!r} of {fqn!r}", f"{part.dtype} per element"
         for key, value in self.others.items():
-            yield f"state {key!r} of {name!r}", _fact(value)
+            yield f"state {key!r} of {fqn!r}", _fact(value)
 
 
 def full_state(
@@ -81,7 +93,7 @@ def full_state(
     rank0_only: bool,
     offload_to_cpu: bool,
 ) -> StateDict:
-    """An optimizer's state by name, whole; see ``ShardedWrapper.optim_state_dict``.
+    """An optimizer's state by name, full; see ``ShardedWrapper.optim_state_dict``.
 
     Collective: all ranks that train ``units``.
 
@@ -99,24 +111,27 @@ def full_state(
         own = local_state_guard.parts(optimizer) if state_dict is None else state_dict
         _check_form(own)
         own = local_state_guard.unstamped(optimizer, own)
-        places = by_place(own, OptimParams(model, optimizer, units))
+        params = OptimParams(model, optimizer, units).by_key(own)
         entries = {
-            key: _read(places[key], state) for key, state in own["state"].items() if key in places
+            key: _Entry.read(params[key], state)
+            for key, state in own["state"].items()
+            if key in params
         }
         facts = chain.from_iterable(entry.facts() for entry in entries.values())
-        return (_rekeyed(own, places), entries), dict(facts)
+        return (_with_fqns(own, params), entries), dict(facts)
 
+    # Errors of one rank are raised on all, before the first gather.
     own, entries = agreed(prepare, _worlds(units), "optim_state_dict", _REMEDY)
     is_saving = not rank0_only or not units or units[0].topology.world.rank == 0
     device = torch.device("cpu") if offload_to_cpu else None
     full = {
-        name: {key: _copied(entry.others.get(key), device) for key in entry.keys}
+        fqn: {key: _copied(entry.others.get(key), device) for key in entry.keys}
         for entry in entries.values()
-        for name in entry.place.names
+        for fqn in entry.param.fqns
     }
     with torch.inference_mode(False), torch.no_grad():
         for handle in chain.from_iterable(unit.handles for unit in units):
-            mine = [entry for entry in entries.values() if entry.place.handle is handle]
+            mine = [entry for entry in entries.values() if entry.param.handle is handle]
             _gather(handle, mine, full if is_saving else None, device)
     if not is_saving:
         return {}
@@ -135,52 +150,41 @@ def _check_form(state_dict: Any) -> None:
     )
 
 
-def _rekeyed(own: StateDict, places: dict[Any, OptimParam]) -> StateDict:
+def _with_fqns(own: StateDict, params: dict[Any, OptimParam]) -> StateDict:
     """The same state, with groups that list names."""
     groups = []
     for group in own["param_groups"]:
-        names = [name for key in group["params"] for name in places[key].names]
+        fqns = [fqn for key in group["params"] for fqn in params[key].fqns]
         options = {key: v for key, v in group.items() if key not in ("params", "param_names")}
-        groups.append({**options, "params": names})
+        groups.append({**options, "params": fqns})
     return {"state": own["state"], "param_groups": groups}
 
 
-def _read(place: OptimParam, state: StateDict) -> _Entry:
-    entry = _Entry(place, list(state))
-    for key, value in state.items():
-        part = _part(place, key, value)
-        if part is None:
-            entry.others[key] = value
-        else:
-            entry.parts[key] = part
-    return entry
-
-
-def _part(place: OptimParam, key: str, value: Any) -> Tensor | None:
+def _part(param: OptimParam, key: str, value: Any) -> Tensor | None:
     """This rank's part of state per element, 1-D; None for what is one per parameter.
 
     Raises:
         ValueError: neither; nobody would know how to put the ranks' parts together.
     """
-    handle = place.handle
+    handle = param.handle
     if handle is None or key in ONE_PER_PARAMETER:
         return None
     if isinstance(value, FlatShardTensor):
         return value.local
     if isinstance(value, Tensor):
-        if place.is_flat:
+        if param.is_flat:
             if value.shape == handle.shard.shape:
                 return value
         else:
-            spec = handle.params.specs[place.indices[0]]
-            if place.is_divided and tuple(value.shape) == (spec.numel,):
+            spec = handle.params.specs[param.indices[0]]
+            if param.is_divided and tuple(value.shape) == (spec.numel,):
                 return value
             if tuple(value.shape) == spec.shape:
                 return spec.slice(value)
     shapes = {tuple(leaf.shape) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
-    if place.is_divided and shapes - {()}:
+    if param.is_divided and shapes - {()}:
         raise ValueError(
-            f"state {key!r} of parameter {place.names[0]!r} (unit {handle.unit_name!r}) has "
+            f"state {key!r} of parameter {param.fqns[0]!r} (unit {handle.unit_name!r}) has "
             f"tensors of shape {sorted(shapes)}: only numbers, and tensors with one value per "
             "element of the parameter, can be put together from the ranks' parts."
         )
@@ -193,7 +197,7 @@ def _gather(
     full: dict[str, StateDict] | None,
     device: torch.device | None,
 ) -> None:
-    """Put what is per element into ``full``, whole: one gather per key and dtype.
+    """Put what is per element into ``full``: one all-gather per key and dtype.
 
     Collective: all ranks of the shard group.
 
@@ -205,30 +209,19 @@ def _gather(
     """
     kinds = {(key, part.dtype) for entry in entries for key, part in entry.parts.items()}
     for key, dtype in sorted(kinds, key=str):  # in one order on all ranks
-        some = [
-            entry for entry in entries if key in entry.parts and entry.parts[key].dtype == dtype
-        ]
-        flat = gather_flat(handle, _join(handle, [(e.place, e.parts[key]) for e in some], dtype))
+        some = [e for e in entries if key in e.parts and e.parts[key].dtype == dtype]
+        if some[0].param.is_flat:
+            shard = some[0].parts[key].to(handle.shard.device)
+        else:
+            parts = ((entry.param.indices[0], entry.parts[key]) for entry in some)
+            shard = join(handle, parts, dtype)
+        flat = gather_flat(handle, shard)
         if full is None:
             continue
-        for place in [entry.place for entry in some]:
-            for name, index in zip(place.names, place.indices, strict=True):
+        for param in [entry.param for entry in some]:
+            for fqn, index in zip(param.fqns, param.indices, strict=True):
                 view = view_of(flat, handle.layout.spans[index])
-                full[name][key] = view.to(device or view.device, copy=True)
-
-
-def _join(
-    handle: FlatParamHandle, parts: Sequence[tuple[OptimParam, Tensor]], dtype: torch.dtype
-) -> Tensor:
-    """Parts of original parameters, each at its place in something as long as the shard."""
-    place, part = parts[0]
-    if place.is_flat:
-        return part.to(handle.shard.device)
-    shard = torch.zeros_like(handle.shard, dtype=dtype)
-    for place, part in parts:
-        local = handle.local_spans[place.indices[0]]
-        shard[local.start : local.end].copy_(part)
-    return shard
+                full[fqn][key] = view.to(device or view.device, copy=True)
 
 
 def _copied(value: Any, device: torch.device | None) -> Any:
@@ -253,7 +246,7 @@ def state_to_load(
     *,
     by_name: bool,
 ) -> StateDict:
-    """What this rank's ``optimizer.load_state_dict`` takes of whole state.
+    """This rank's part of full state, for ``optimizer.load_state_dict``.
 
     See ``ShardedWrapper.optim_state_dict_to_load``.
 
@@ -270,21 +263,21 @@ def state_to_load(
     def prepare() -> tuple[StateDict, Facts]:
         local_state_guard.watch(optimizer)
         _check_form(state_dict)
-        places = OptimParams(model, optimizer, units)
-        saved = _named(state_dict, places)
+        params = OptimParams(model, optimizer, units)
+        saved = _named(state_dict, params)
         group_of = {n: i for i, g in enumerate(saved["param_groups"]) for n in g["params"]}
-        _check_names(group_of, [name for place in places for name in place.names])
+        _check_names(group_of, [fqn for param in params for fqn in param.fqns])
         keys = _keys(model, optimizer, by_name)
         loaded: StateDict = {"state": {}, "param_groups": []}
         facts: Facts = {}
-        for number, group in enumerate(places.groups):
-            loaded["param_groups"].append(_group(places, number, saved, group_of, optimizer))
-            loaded["param_groups"][-1]["params"] = keys[number]
-            for key, place in zip(keys[number], group, strict=True):
-                state = _loaded(place, saved["state"], optimizer)
-                if state is not None:
-                    loaded["state"][key] = state
-                    facts.update(_saved_facts(place, saved["state"]))
+        for number, group in enumerate(params.groups):
+            options = _options_of_group(params, number, saved, group_of, optimizer)
+            loaded["param_groups"].append({**options, "params": keys[number]})
+            for key, param in zip(keys[number], group, strict=True):
+                states = {fqn: saved["state"][fqn] for fqn in param.fqns if fqn in saved["state"]}
+                if states:
+                    loaded["state"][key] = _loaded(param, states, optimizer)
+                    facts.update(_saved_facts(states))
         for key, value in saved["state"].items():
             if key not in group_of:
                 loaded["state"][key] = _copied(value, None)
@@ -306,38 +299,43 @@ def _keys(model: nn.Module, optimizer: torch.optim.Optimizer, by_name: bool) -> 
     return keys
 
 
-def _named(state_dict: StateDict, places: OptimParams) -> StateDict:
+def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
     """The same with names for positions; what wrappers add to names is taken off."""
     if local_state_guard.is_stamped(state_dict):
         raise ValueError(
             "an optimizer.state_dict() of a sharded model holds one rank's parts alone. Save "
             "ShardedWrapper.optim_state_dict(model, optimizer) and pass that."
         )
-    groups = [dict(group) for group in state_dict["param_groups"]]
     name_of: dict[Any, Any] = {}
-    for number, group in enumerate(groups):
-        keys = group["params"]
-        names = list(keys)
-        if "param_names" in group:
-            names = group["param_names"]
-        elif not all(isinstance(key, str) for key in keys):
-            names = places.names(number) if number < len(places.groups) else []
-            if len(names) != len(keys):
-                raise ValueError(
-                    f"group {number} of the state has {len(keys)} parameters without names, the "
-                    f"optimizer's has {len(names)}. Make the groups alike, or give the state "
-                    "names: ShardedWrapper.optim_state_dict(plain_model, plain_optimizer)."
-                )
-        name_of.update(zip(keys, names, strict=True))
-    own = {name for place in places for name in place.names}
-    wrapped = all(name.startswith(_DDP_PREFIX) for name in name_of.values())
-    if wrapped and not any(name.startswith(_DDP_PREFIX) for name in own):
-        name_of = {key: name.removeprefix(_DDP_PREFIX) for key, name in name_of.items()}
+    for number, group in enumerate(state_dict["param_groups"]):
+        name_of.update(zip(group["params"], _names(number, group, params), strict=True))
+    is_prefixed = all(name.startswith(DDP_PREFIX) for name in name_of.values())
+    if is_prefixed and not any(fqn.startswith(DDP_PREFIX) for p in params for fqn in p.fqns):
+        name_of = {key: name.removeprefix(DDP_PREFIX) for key, name in name_of.items()}
     name_of = {key: unwrapped(name) for key, name in name_of.items()}
-    for group in groups:
-        group["params"] = [name_of[key] for key in group["params"]]
+    groups = [
+        {**group, "params": [name_of[key] for key in group["params"]]}
+        for group in state_dict["param_groups"]
+    ]
     state = {name_of.get(key, key): value for key, value in state_dict["state"].items()}
     return {"state": state, "param_groups": groups}
+
+
+def _names(number: int, group: StateDict, params: OptimParams) -> Sequence[str]:
+    """The parameters of a saved group, by name or else by the optimizer's order."""
+    keys = group["params"]
+    if "param_names" in group:
+        return group["param_names"]  # type: ignore[no-any-return]
+    if all(isinstance(key, str) for key in keys):
+        return keys  # type: ignore[no-any-return]
+    fqns = params.fqns(number) if number < len(params.groups) else []
+    if len(fqns) != len(keys):
+        raise ValueError(
+            f"group {number} of the state has {len(keys)} parameters without names, the "
+            f"optimizer's has {len(fqns)}. Make the groups alike, or give the state names: "
+            "ShardedWrapper.optim_state_dict(plain_model, plain_optimizer)."
+        )
+    return fqns
 
 
 def _check_names(saved: Iterable[str], own: Sequence[str]) -> None:
@@ -354,8 +352,8 @@ def _check_names(saved: Iterable[str], own: Sequence[str]) -> None:
         )
 
 
-def _group(
-    places: OptimParams,
+def _options_of_group(
+    params: OptimParams,
     number: int,
     saved: StateDict,
     group_of: dict[str, int],
@@ -363,8 +361,8 @@ def _group(
 ) -> StateDict:
     """The options for one of the optimizer's groups, from where its parameters were."""
     sources: dict[int, str] = {}
-    for name in places.names(number):
-        sources.setdefault(group_of[name], name)
+    for fqn in params.fqns(number):
+        sources.setdefault(group_of[fqn], fqn)
     if not sources:
         return _options(optimizer.param_groups[number])
     (first, first_name), *others = sources.items()
@@ -376,7 +374,7 @@ def _group(
             raise ValueError(
                 f"parameters {first_name!r} and {name!r} are in one group of the optimizer, but "
                 f"were saved in groups of different {', '.join(different)}. Make the groups as "
-                "they were; a flat parameter is in one group as a whole."
+                "they were; all of a flat parameter is in one group."
             )
     return options
 
@@ -385,106 +383,94 @@ def _options(group: StateDict) -> StateDict:
     return {k: _copied(v, None) for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def _saved_facts(place: OptimParam, saved: dict[str, StateDict]) -> Iterable[tuple[str, str]]:
-    for name in place.names:
-        for key, value in saved.get(name, {}).items():
-            yield f"state {key!r} of {name!r}", _fact(value)
-
-
 def _loaded(
-    place: OptimParam, saved: dict[str, StateDict], optimizer: torch.optim.Optimizer
-) -> StateDict | None:
-    """This rank's state of one parameter of the optimizer; None where there is none."""
-    states = {name: saved[name] for name in place.names if name in saved}
-    if not states:
-        return None
-    first, keys = next((name, list(state)) for name, state in states.items())
-    for name, state in states.items():
+    param: OptimParam, states: dict[str, StateDict], optimizer: torch.optim.Optimizer
+) -> StateDict:
+    """This rank's state of one parameter of the optimizer, from that of its originals."""
+    first, keys = next((fqn, list(state)) for fqn, state in states.items())
+    for fqn, state in states.items():
         if set(state) != set(keys):
-            raise _cannot_join(place, first, name, f"state {keys} and {list(state)}")
+            raise _cannot_join(param, first, fqn, f"state {keys} and {list(state)}")
     elementwise = optimizer_step.is_elementwise(optimizer)
     loaded: StateDict = {}
     for key in keys:
-        values = {name: state[key] for name, state in states.items()}
-        if not _is_per_element(place, key, values, elementwise):
-            loaded[key] = _the_one(place, key, values)
-        elif place.is_flat:
-            loaded[key] = _flat(place, values)
+        values = {fqn: state[key] for fqn, state in states.items()}
+        if not _is_per_element(param, key, values, elementwise):
+            loaded[key] = _the_one(param, key, values)
+        elif param.is_flat:
+            loaded[key] = _flat(param, values)
         else:
-            loaded[key] = _sliced(place, values[first], elementwise)
+            loaded[key] = _sliced(param, values[first], elementwise)
     return loaded
 
 
-def _is_per_element(place: OptimParam, key: str, values: dict[str, Any], elementwise: bool) -> bool:
+def _is_per_element(param: OptimParam, key: str, values: dict[str, Any], elementwise: bool) -> bool:
     """Whether state has one value per element of the parameters it is of.
 
     Raises:
         ValueError: a tensor of another shape than its parameter, which is no number either.
     """
-    if place.handle is None or key in ONE_PER_PARAMETER:
+    if param.handle is None or key in ONE_PER_PARAMETER:
         return False
-    shapes = {
-        name: place.shape(index) for name, index in zip(place.names, place.indices, strict=True)
-    }
-    for name, value in values.items():
-        if not isinstance(value, Tensor) or (value.dim() == 0 and shapes[name]):
+    shapes = {fqn: param.shape(index) for fqn, index in zip(param.fqns, param.indices, strict=True)}
+    for fqn, value in values.items():
+        if not isinstance(value, Tensor) or (value.dim() == 0 and shapes[fqn]):
             return False
-        if tuple(value.shape) == shapes[name]:
+        if tuple(value.shape) == shapes[fqn]:
             continue
-        if place.handle.is_whole and not place.is_flat and not elementwise:
-            return False  # the optimizer's own business, as in a plain model
+        if param.handle.is_whole and not param.is_flat and not elementwise:
+            return False  # the optimizer's own business, as in an unwrapped model
         raise ValueError(
-            f"state {key!r} of parameter {name!r} (unit {place.handle.unit_name!r}): expected "
-            f"shape {shapes[name]}, the parameter's, got {tuple(value.shape)}. Is the state of "
+            f"state {key!r} of parameter {fqn!r} (unit {param.handle.unit_name!r}): expected "
+            f"shape {shapes[fqn]}, the parameter's, got {tuple(value.shape)}. Is the state of "
             "another model?"
         )
     return True
 
 
-def _the_one(place: OptimParam, key: str, values: dict[str, Any]) -> Any:
+def _the_one(param: OptimParam, key: str, values: dict[str, Any]) -> Any:
     """State that is one per parameter; of a flat parameter's originals it must be the same."""
     first, *others = values
-    for name in others:
-        if _fact(values[name]) != _fact(values[first]):
-            facts = f"{key!r} of {_fact(values[first])} and {_fact(values[name])}"
-            raise _cannot_join(place, first, name, facts)
+    for fqn in others:
+        if _fact(values[fqn]) != _fact(values[first]):
+            facts = f"{key!r} of {_fact(values[first])} and {_fact(values[fqn])}"
+            raise _cannot_join(param, first, fqn, facts)
     return _copied(values[first], None)
 
 
-def _cannot_join(place: OptimParam, first: str, second: str, what: str) -> ValueError:
-    assert place.handle is not None, "only flat parameters join originals"
+def _cannot_join(param: OptimParam, first: str, second: str, differences: str) -> ValueError:
+    assert param.handle is not None, "only flat parameters join originals"
     return ValueError(
-        f"parameters {first!r} and {second!r} have {what}, but are parts of one flat parameter of "
-        f"unit {place.handle.unit_name!r}, which has one state. Wrap with use_orig_params=True."
+        f"parameters {first!r} and {second!r} have {differences}, but are parts of one flat "
+        f"parameter of unit {param.handle.unit_name!r}, which has one state. Wrap with "
+        "use_orig_params=True."
     )
 
 
-def _flat(place: OptimParam, values: dict[str, Tensor]) -> Tensor:
+def _flat(param: OptimParam, values: dict[str, Tensor]) -> Tensor:
     """This rank's part of a flat parameter's state, ``(shard_numel,)``.
 
     Zero for originals without state: they were never used, so nothing was added up for them.
     """
-    handle = place.handle
+    handle = param.handle
     assert handle is not None, "it is flat"
-    dtype = next(iter(values.values())).dtype
-    shard = torch.zeros_like(handle.shard, dtype=dtype)
-    for name, index in zip(place.names, place.indices, strict=True):
-        if name in values:
-            local = handle.local_spans[index]
-            shard[local.start : local.end].copy_(handle.params.specs[index].slice(values[name]))
-    return shard
+    parts = (
+        (index, handle.params.specs[index].slice(values[fqn]))
+        for fqn, index in zip(param.fqns, param.indices, strict=True)
+        if fqn in values
+    )
+    return join(handle, parts, next(iter(values.values())).dtype)
 
 
-def _sliced(place: OptimParam, value: Tensor, elementwise: bool) -> Tensor:
+def _sliced(param: OptimParam, value: Tensor, elementwise: bool) -> Tensor:
     """This rank's part of an original parameter's state, as the optimizer has it."""
-    handle, (index,) = place.handle, place.indices
+    handle, (index,) = param.handle, param.indices
     assert handle is not None, "it is a part of a flat parameter"
     spec, device = handle.params.specs[index], handle.shard.device
     if handle.is_whole:
         # In the parameter's strides, which optimizers' fast paths compare.
-        return torch.empty_strided(
-            spec.shape, spec.strides, dtype=value.dtype, device=device
-        ).copy_(value)
+        full = torch.empty_strided(spec.shape, spec.strides, dtype=value.dtype, device=device)
+        return full.copy_(value)
     part = spec.slice(value.detach()).to(device, copy=True)
     return part if elementwise else FlatShardTensor(part, spec)
 
@@ -495,6 +481,12 @@ def _sliced(place: OptimParam, value: Tensor, elementwise: bool) -> Tensor:
 def _worlds(units: Sequence[Unit]) -> list[Communicator]:
     """The ranks that train the units; mostly the same for all."""
     return list({tuple(u.topology.world.ranks): u.topology.world for u in units}.values())
+
+
+def _saved_facts(states: dict[str, StateDict]) -> Iterable[tuple[str, str]]:
+    for fqn, state in states.items():
+        for key, value in state.items():
+            yield f"state {key!r} of {fqn!r}", _fact(value)
 
 
 def _fact(value: Any) -> str:

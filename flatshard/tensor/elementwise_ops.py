@@ -1,22 +1,19 @@
 """Operations on sharded tensors that each rank does alone: element by element, draws, shapes.
 
-On import they enter themselves into ``shard_tensor``'s table.
+On import they enter themselves into ``sharded_tensor``'s table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatshard.tensor.sharded_tensor import (
-    HANDLERS,
-    FlatShardTensor,
-    ShardSpec,
-    first_sharded,
-    tensors_in,
-)
+from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.tensor.sharded_tensor import HANDLERS, FlatShardTensor, first_sharded, tensors_in
 
 aten = torch.ops.aten
 
@@ -38,7 +35,7 @@ _STATE_MAKERS = frozenset(
 
 
 def _local(value: Any, spec: ShardSpec) -> Any:
-    """The operand that meets the local range of ``spec``."""
+    """What of an operand meets the local range of ``spec``."""
     if isinstance(value, FlatShardTensor):
         if value.spec.place != spec.place:
             raise RuntimeError(
@@ -71,16 +68,16 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if in_place:
         torch.autograd.graph.increment_version(args[0].local)
         return args[0]
-    makes_state = func in _STATE_MAKERS and result.device == like.local.device
-    if spec.state_home is not None and makes_state:
-        result = spec.state_home.take_in(result)
+    home = spec.state_home
+    if home is not None and func in _STATE_MAKERS and result.device == like.local.device:
+        result = home.take_in(result)
     return FlatShardTensor(result, spec)
 
 
 def _check_memory_format(
     func: Any, tensor: FlatShardTensor, memory_format: torch.memory_format | None
 ) -> None:
-    """What is computed here keeps the order of the parameter; another one takes all ranks."""
+    """Refuse another order of elements than the parameter's: that would take all ranks."""
     if memory_format is None or memory_format is torch.preserve_format:
         return
     if not tensor.is_contiguous(memory_format=memory_format):
@@ -94,14 +91,9 @@ def _check_memory_format(
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lists of tensors, matched by position; plain entries stay plain."""
+    """Run on lists of tensors, matched by position; plain entries stay plain."""
     lists = [value for value in args if isinstance(value, list | tuple)]
-    length = max(len(values) for values in lists)
-    specs: list[ShardSpec | None] = [None] * length
-    for values in lists:
-        for position, value in enumerate(values):
-            if specs[position] is None and isinstance(value, FlatShardTensor):
-                specs[position] = value.spec
+    specs = [_spec_among(values) for values in zip_longest(*lists)]
 
     def local(values: Any) -> Any:
         if not isinstance(values, list | tuple) or not any(isinstance(v, Tensor) for v in values):
@@ -111,23 +103,31 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             for value, spec in zip(values, specs, strict=False)
         ]
 
-    in_place = func._schema.is_mutable
-    if in_place:
+    if func._schema.is_mutable:
         for value, spec in zip(args[0], specs, strict=True):
             if spec is not None and not isinstance(value, FlatShardTensor):
                 spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
     result = func(*(local(value) for value in args), **{key: local(v) for key, v in kwargs.items()})
-    if in_place:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in tensors_in((value,)):
-                    if isinstance(tensor, FlatShardTensor):
-                        torch.autograd.graph.increment_version(tensor.local)
+    if func._schema.is_mutable:
+        _note_writes(func, args)
         return None
     return [
         value if spec is None else FlatShardTensor(value, spec)
         for value, spec in zip(result, specs, strict=True)
     ]
+
+
+def _spec_among(values: Iterable[Any]) -> ShardSpec | None:
+    return next((value.spec for value in values if isinstance(value, FlatShardTensor)), None)
+
+
+def _note_writes(func: Any, args: tuple[Any, ...]) -> None:
+    """Move the version counters of what ``func`` wrote; see [Note: versions]."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for tensor in tensors_in((value,)):
+                if isinstance(tensor, FlatShardTensor):
+                    torch.autograd.graph.increment_version(tensor.local)
 
 
 # ---------------------------------------------------------------- random numbers, shapes
@@ -147,9 +147,8 @@ def _random_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
     tensor: FlatShardTensor = args[0]
     _check_memory_format(func, tensor, kwargs.get("memory_format"))
-    local = tensor.local
-    full = tensor.spec.empty(local)
-    drawn = func(full, *args[1:], **kwargs)
+    drawn = func(tensor.spec.empty(tensor.local), *args[1:], **kwargs)
+    # A clone, as the range alone would keep the full tensor alive.
     return FlatShardTensor(tensor.spec.slice(drawn).clone(), tensor.spec)
 
 

@@ -1,13 +1,15 @@
 """``FlatParameter``: one rank's shard of a unit's parameters, as one 1-D parameter.
 
-And ``view_of`` and ``part_of``: an original parameter in a flat tensor, and a shard's part of it.
+``FlatParameterPart`` stands where an original parameter was. ``view_of`` finds an original in a
+flat tensor, ``part_of`` a shard's part in an original.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -15,10 +17,12 @@ from torch import Tensor, nn
 from torch.utils import hooks as torch_hooks
 
 from flatshard.plan.layout import FlatLayout, LocalSpan, ParamSpan
+from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 
 def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
-    """The part of a whole flat tensor that ``span`` names, in the original's shape and strides.
+    """The part of a full flat tensor that ``span`` names, in the original's shape and strides.
 
     Args:
         flat: ``(padded_numel,)``.
@@ -28,7 +32,7 @@ def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
 
 
 def part_of(tensor: Tensor, span: ParamSpan, local: LocalSpan) -> Tensor:
-    """The range ``local`` of a whole original parameter, ``(local.numel,)``; a view if it can be.
+    """The range ``local`` of a full original parameter, ``(local.numel,)``; a view if it can be.
 
     Args:
         tensor: of the parameter's shape, with any strides.
@@ -39,9 +43,9 @@ def part_of(tensor: Tensor, span: ParamSpan, local: LocalSpan) -> Tensor:
 
 
 class FlatParameter(nn.Parameter):
-    """What ``parameters()`` yields per segment with ``use_orig_params=False``.
+    """What ``parameters()`` yields with ``use_orig_params=False``.
 
-    A plain 1-D tensor, ``(flat_layout.shard_numel,)``. Carries a layout and nothing else.
+    A plain 1-D tensor, ``(flat_layout.shard_numel,)``.
 
     Attributes:
         flat_layout: where the original parameters lie in the concatenation of all shards.
@@ -125,3 +129,61 @@ class FlatParameter(nn.Parameter):
             f"FlatParameter(rank {self.rank} of {self.flat_layout.world_size}, {self.numel()} of "
             f"{self.flat_layout.padded_numel} elements, {self.dtype}: {names})"
         )
+
+
+class FlatParameterPart(FlatShardTensor):
+    """What a module shows where an original parameter was that is in a ``FlatParameter`` now.
+
+    It is frozen or trained with that, and gets no gradient itself.
+    """
+
+    @staticmethod
+    def __new__(cls, local: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatParameterPart:
+        """Wrap ``local``, ``(spec.numel,)``, without copying."""
+        differentiable = local.is_floating_point() or local.is_complex()
+        self = FlatShardTensor.__new__(cls, local, spec, differentiable)
+        if differentiable:
+            with torch._C.DisableTorchFunctionSubclass():
+                # First, as a frozen tensor refuses hooks, and it may be unfrozen later.
+                Tensor.register_hook(self, partial(_refuse_gradient, spec))
+                self.requires_grad_(requires_grad)
+        return self  # type: ignore[return-value]
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> NoReturn:
+        """Not available. Raises RuntimeError."""
+        _refuse_gradient(self.spec)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> NoReturn:
+        """Not available. Raises RuntimeError."""
+        _refuse_gradient(self.spec)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Refuse to freeze or unfreeze one part of a flat parameter."""
+        if func in _SETS_REQUIRES_GRAD and isinstance(args[0], FlatParameterPart):
+            spec = args[0].spec
+            raise RuntimeError(
+                f"parameter {spec.name!r} (unit {spec.unit!r}) is a part of a flat parameter and "
+                "cannot be frozen or unfrozen alone. Wrap with use_orig_params=True, freeze it "
+                "before wrapping, or call requires_grad_() on the unit's ShardedWrapper."
+            )
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+_SETS_REQUIRES_GRAD = frozenset(
+    {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+)
+
+
+def _refuse_gradient(spec: ShardSpec, *_: Tensor) -> NoReturn:
+    raise RuntimeError(
+        f"parameter {spec.name!r} (unit {spec.unit!r}) is a part of a flat parameter, and gets "
+        "gradients from the forward of its unit alone: those of a penalty outside of it, and "
+        "hooks, would be lost. Wrap with use_orig_params=True, or compute it in forward."
+    )

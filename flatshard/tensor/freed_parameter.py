@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatshard.tensor.sharded_tensor import ShardSpec
+from flatshard.tensor.shard_spec import ShardSpec
 
 _NAMES = (
     "__hash__",

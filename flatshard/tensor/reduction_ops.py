@@ -1,7 +1,7 @@
 """Reductions of sharded tensors over all their elements: local part, one collective, result.
 
 Sums, norms, extremes, ``GradScaler``'s search for overflows, and what autograd needs of them. On
-import they enter themselves into ``shard_tensor``'s tables.
+import they enter themselves into ``sharded_tensor``'s tables.
 
 [Note: padding]
 A flat parameter's gradient has zeros between the originals and behind them. They add nothing to a
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
+from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import (
     DIFFERENTIABLE,
     HANDLERS,
@@ -45,7 +46,7 @@ def _part(tensor: FlatShardTensor, *, with_padding: bool) -> Tensor:
         RuntimeError: a gradient of which every rank still has its own.
     """
     spec = tensor.spec
-    unit = getattr(tensor, "_unreduced_of", None)
+    unit = getattr(tensor, "unreduced_of", None)
     if unit is not None:
         raise RuntimeError(
             f"unit {unit!r}, {spec.name!r}, rank {spec.comm.rank}: a norm or sum of a gradient "
@@ -57,8 +58,8 @@ def _part(tensor: FlatShardTensor, *, with_padding: bool) -> Tensor:
     return torch.cat([tensor.local[span.start : span.end] for span in spec.originals])
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype | None:
-    """In which dtype to add up elements of ``dtype``; None for their own."""
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype | None:
+    """In which dtype to add up elements of ``dtype``; None: their own."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
 
 
@@ -74,7 +75,7 @@ def _bind(
     return tuple(values.values())
 
 
-def _only_whole(tensor: FlatShardTensor, func: Any, dim: Any, keepdim: Any) -> None:
+def _check_no_dim(tensor: FlatShardTensor, func: Any, dim: Any, keepdim: Any) -> None:
     if keepdim or (dim is not None and len(dim) > 0):
         tensor.spec.refuse(f"{func._schema.name} along a dimension")
 
@@ -97,30 +98,24 @@ def norms(
     Returns:
         0-dimensional tensors, each with the dtype and device that torch would give it.
     """
-    results = [torch.empty(0)] * len(tensors)
-    plain: list[int] = []
-    sharded: dict[Communicator, list[int]] = {}
+    results: dict[int, Tensor] = {}
+    positions_of: dict[Communicator | None, list[int]] = {}
     for position, tensor in enumerate(tensors):
-        if isinstance(tensor, FlatShardTensor):
-            sharded.setdefault(tensor.spec.comm, []).append(position)
+        comm = tensor.spec.comm if isinstance(tensor, FlatShardTensor) else None
+        positions_of.setdefault(comm, []).append(position)
+    for comm, positions in positions_of.items():
+        some: list[Any] = [tensors[position] for position in positions]
+        if comm is None:
+            found = list(torch._foreach_norm(some, order, dtype))
         else:
-            plain.append(position)
-    for comm, positions in sharded.items():
-        found = _sharded_norms([tensors[p] for p in positions], order, dtype, comm)  # type: ignore[misc]
-        for position, norm in zip(positions, _like(found, tensors, positions, dtype), strict=True):
-            results[position] = norm
-    if plain:
-        found_plain = torch._foreach_norm([tensors[p] for p in plain], order, dtype)
-        for position, norm in zip(plain, found_plain, strict=True):
-            results[position] = norm
-    return results
+            found = _like(_sharded_norms(some, order, dtype, comm), some, dtype)
+        results.update(zip(positions, found, strict=True))
+    return [results[position] for position in range(len(tensors))]
 
 
-def _like(
-    found: Tensor, tensors: Sequence[Tensor], positions: Sequence[int], dtype: torch.dtype | None
-) -> list[Tensor]:
+def _like(found: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
     """One norm each, with the device and dtype that torch would give it; cast all at once."""
-    kinds = [(tensors[p].device, (dtype or tensors[p].dtype).to_real()) for p in positions]
+    kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in tensors]
     cast = {kind: found.to(*kind).unbind() for kind in dict.fromkeys(kinds)}
     return [cast[kind][number] for number, kind in enumerate(kinds)]
 
@@ -157,7 +152,7 @@ def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Ten
         if part.numel() > 0:
             by_dtype.setdefault(part.dtype, []).append(position)
     for dtype, positions in by_dtype.items():
-        computed = torch._foreach_norm([parts[p] for p in positions], order, _wide(dtype))
+        computed = torch._foreach_norm([parts[p] for p in positions], order, _sum_dtype(dtype))
         for position, norm in zip(positions, computed, strict=True):
             found[position] = norm.to(device)
     return torch.stack(found).to(torch.float64)
@@ -167,7 +162,7 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     tensor, order, dim, keepdim, dtype = _bind(
         args, kwargs, ("self", "ord", "dim", "keepdim", "dtype"), (None, 2, None, False, None)
     )
-    _only_whole(tensor, func, dim, keepdim)
+    _check_no_dim(tensor, func, dim, keepdim)
     return norms([tensor], float(order), dtype)[0]
 
 
@@ -185,22 +180,22 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     names = ("self", "dim", "keepdim", "dtype") if along_dimensions else ("self", "dtype")
     bound = dict(zip(names, _bind(args, kwargs, names, (None,) * len(names)), strict=True))
     tensor: FlatShardTensor = bound["self"]
-    _only_whole(tensor, func, bound.get("dim"), bound.get("keepdim"))
+    _check_no_dim(tensor, func, bound.get("dim"), bound.get("keepdim"))
     spec, part = tensor.spec, _part(tensor, with_padding=True)
     if bound["dtype"] is not None:
         part = part.to(bound["dtype"])
-    total = part.sum(dtype=_wide(part.dtype))
+    total = part.sum(dtype=_sum_dtype(part.dtype))
     spec.comm.reduce_scalars(total, "SUM", op_name=spec.name)
     if func._schema.name == "aten::mean":
         total = total / spec.total_numel
-    return total if _wide(part.dtype) is None else total.to(part.dtype)
+    return total if _sum_dtype(part.dtype) is None else total.to(part.dtype)
 
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor = args[0]
     name = func._schema.name.removeprefix("aten::")
-    whole = len(args) == 1 or (len(args) == 2 and name in ("amax", "amin") and args[1] == [])
-    if not whole or kwargs:
+    is_full = len(args) == 1 or (len(args) == 2 and name in ("amax", "amin") and args[1] == [])
+    if not is_full or kwargs:
         tensor.spec.refuse(f"{name} along a dimension")
     part = _part(tensor, with_padding=False)
     is_logical = name in ("any", "all") or part.dtype is torch.bool
@@ -210,18 +205,17 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     if part.numel() > 0:
         value = part.amax() if largest else part.amin()
     else:
-        value = part.new_full((), _least(part.dtype) if largest else _greatest(part.dtype))
+        least, greatest = _bounds(part.dtype)
+        value = part.new_full((), least if largest else greatest)
     comm, op_name = tensor.spec.comm, tensor.spec.name
     value = _extremes(value.view(1), comm, largest=largest, op_name=op_name)[0]
     return value.to(torch.bool) if is_logical else value
 
 
-def _least(dtype: torch.dtype) -> float:
-    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
-def _greatest(dtype: torch.dtype) -> float:
-    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+def _bounds(dtype: torch.dtype) -> tuple[float, float]:
+    if dtype.is_floating_point:
+        return -math.inf, math.inf
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
 
 
 def _extremes(values: Tensor, comm: Communicator, *, largest: bool, op_name: str) -> Tensor:
@@ -276,6 +270,13 @@ class OutsideUses:
     count = 0
 
 
+def _average(value: Tensor, spec: ShardSpec) -> Tensor:
+    """The mean of a small tensor over all ranks, as a new one. Collective: both groups."""
+    total = spec.comm.reduce_scalars(value.clone(), "SUM", op_name=spec.name)
+    total = spec.replicas.reduce_scalars(total, "SUM", op_name=spec.name)
+    return total / (spec.comm.size * spec.replicas.size)
+
+
 class _Sum(torch.autograd.Function):
     """The sum of all elements."""
 
@@ -288,7 +289,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> FlatShardTensor:  # type: ignore[override]
         ctx.spec.on_outside_grad()
-        local = ctx.like.new_empty(ctx.spec.numel).copy_(ctx.spec.average(gradient))
+        local = ctx.like.new_empty(ctx.spec.numel).copy_(_average(gradient, ctx.spec))
         return FlatShardTensor(local, ctx.spec)
 
 
@@ -310,7 +311,7 @@ class _Norm(torch.autograd.Function):
         # x |x|^(p-2) / norm^(p-1), without 1 / 0.
         slope = local.sgn() * local.abs().pow(ctx.order - 1).masked_fill(local == 0, 0)
         scale = norm.pow(1 - ctx.order).masked_fill(norm == 0, 0)
-        return FlatShardTensor(slope * (scale * ctx.spec.average(gradient)), ctx.spec), None
+        return FlatShardTensor(slope * (scale * _average(gradient, ctx.spec)), ctx.spec), None
 
 
 def _differentiable_sum(input: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -13,22 +13,17 @@ they do it here.
 
 from __future__ import annotations
 
-import copy
 import importlib
-import math
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils import hooks as torch_hooks
 
-from flatshard.comm.communicator import ALONE, Communicator
-from flatshard.memory.disk import DiskMemory, is_on_disk
-from flatshard.plan.layout import LocalSpan, strides_of
+from flatshard.comm.flat_chunks import as_bytes
+from flatshard.memory.disk import is_on_disk
+from flatshard.tensor.shard_spec import ShardSpec
 
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 """What runs an operation, by its name; ``_foreach`` is for all on lists that are not named.
@@ -39,119 +34,6 @@ can do alone, ``reductions`` what takes a collective.
 
 DIFFERENTIABLE: dict[Any, Callable[..., Tensor]] = {}
 """What stands in for torch's functions above autograd; ``reductions`` enters it."""
-
-
-class ShardSpec:
-    """What a ``FlatShardTensor`` knows about its place; shared by a parameter and its gradients.
-
-    Attributes:
-        name: the parameter's name in the unwrapped model.
-        unit: the unit's name.
-        shape: the parameter's shape.
-        offset: index, among the parameter's elements in memory order, of this rank's first one.
-        numel: elements that this rank holds.
-        start: where they begin in this rank's shard of the flat parameter.
-        comm: the ranks that hold the rest.
-        replicas: the ranks that hold the same.
-        order: the order of the parameter's dimensions in memory, outermost first.
-        strides: the parameter's strides, in elements.
-        originals: for a flat parameter, whose shape is that of one shard: which ranges of the
-            shard are not padding. None for an original parameter.
-        number: for a flat parameter: which of the shards this rank's is, in their concatenation.
-        total_numel: elements that all ranks hold together, without padding.
-        on_outside_grad: called before autograd adds to the parameter's gradient what came of its
-            use outside of forward.
-        bring_back: called where the values of ``full`` are asked for while it has no memory;
-            whether it has some then.
-        state_home: where optimizers keep what has this shape; None: in memory.
-        full: the parameter that computes while the unit is gathered; hooks for it go there.
-        post_accumulate_hooks: run with the sharded parameter once its gradient is published.
-        aliases: by id, tensors that share the memory of one with this place; see ``let_go``.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        unit: str,
-        shape: Sequence[int],
-        *,
-        offset: int,
-        numel: int,
-        start: int = 0,
-        comm: Communicator,
-        replicas: Communicator = ALONE,
-        order: Sequence[int] | None = None,
-        originals: Sequence[LocalSpan] | None = None,
-        number: int = 0,
-        total_numel: int | None = None,
-        on_outside_grad: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.name = name
-        self.unit = unit
-        self.shape = tuple(shape)
-        self.offset = offset
-        self.numel = numel
-        self.start = start
-        self.comm = comm
-        self.replicas = replicas
-        self.order = tuple(range(len(self.shape)) if order is None else order)
-        self.strides = strides_of(self.shape, self.order)
-        self.originals = originals
-        self.number = number
-        self.total_numel = math.prod(shape) if total_numel is None else total_numel
-        self.on_outside_grad = on_outside_grad
-        self.bring_back: Callable[[], bool] = _stay_away
-        self.state_home: DiskMemory | None = None
-        self.full: nn.Parameter | None = None
-        self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
-        self.aliases: weakref.WeakValueDictionary[int, FlatShardTensor] = (
-            weakref.WeakValueDictionary()
-        )
-
-    @property
-    def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-        """Two tensors can meet in an element-wise operation when this is equal."""
-        return self.shape, self.strides, self.offset, self.numel
-
-    def average(self, value: Tensor) -> Tensor:
-        """The mean of a small tensor over all ranks, as a new one. Collective: both groups."""
-        total = self.comm.reduce_scalars(value.clone(), "SUM", op_name=self.name)
-        total = self.replicas.reduce_scalars(total, "SUM", op_name=self.name)
-        return total / (self.comm.size * self.replicas.size)
-
-    def slice(self, tensor: Tensor) -> Tensor:
-        """This rank's range of a full tensor of any strides, 1-D; smaller shapes broadcast.
-
-        Raises:
-            RuntimeError: ``tensor`` does not broadcast to the parameter's shape.
-        """
-        if tuple(tensor.shape) != self.shape:
-            try:
-                tensor = tensor.expand(self.shape)
-            except RuntimeError:
-                raise RuntimeError(
-                    f"parameter {self.name!r}: expected a tensor of shape {self.shape} or one "
-                    f"that broadcasts to it, got {tuple(tensor.shape)}"
-                ) from None
-        in_memory_order = tensor.permute(self.order).reshape(-1)
-        return in_memory_order[self.offset : self.offset + self.numel]
-
-    def empty(self, like: Tensor) -> Tensor:
-        """A plain tensor of the parameter's shape and strides, dtype and device of ``like``."""
-        return like.new_empty_strided(self.shape, self.strides)
-
-    def refuse(self, operation: object) -> NoReturn:
-        """Raise for an operation that this rank's part cannot do alone."""
-        raise RuntimeError(
-            f"parameter {self.name!r} (unit {self.unit!r}, rank {self.comm.global_rank}) is "
-            f"sharded: {operation} needs the whole tensor. Use it inside the forward of the module "
-            "that owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor(). "
-            "(For an optimizer that treats every element alike: flatshard.declare_elementwise.)"
-        )
-
-
-def _stay_away() -> bool:
-    return False
 
 
 OWN_ATTRIBUTES = frozenset({"local", "spec", "flat"})
@@ -166,11 +48,10 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
 class FlatShardTensor(torch.Tensor):
     """A parameter, or its gradient, of which this rank holds a 1-D range.
 
-    Shape, strides, dtype and device are those of the whole parameter, the range is one of its
-    elements in memory order.
+    Shape, strides, dtype and device are those of the full parameter.
 
     Attributes:
-        local: this rank's range, ``(spec.numel,)``.
+        local: this rank's range of the elements in memory order, ``(spec.numel,)``.
         spec: which range of which parameter that is.
         flat: the shard, or its gradient, of which ``local`` is the range from ``spec.start`` on;
             None: ``local`` has memory of its own.
@@ -180,7 +61,6 @@ class FlatShardTensor(torch.Tensor):
     local: Tensor
     spec: ShardSpec
     flat: Tensor | None
-    _is_placeholder: bool = False
 
     @staticmethod
     def __new__(
@@ -216,18 +96,6 @@ class FlatShardTensor(torch.Tensor):
         self._is_param = True
         return self
 
-    @classmethod
-    def placeholder(cls, local: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
-        """The same, where a part of a ``FlatParameter`` was; it is frozen or trained with that."""
-        differentiable = local.is_floating_point() or local.is_complex()
-        self = cls(local, spec, differentiable)
-        self._is_placeholder = True
-        if differentiable:  # a frozen tensor refuses hooks; it may be unfrozen later
-            with torch._C.DisableTorchFunctionSubclass():
-                torch.Tensor.register_hook(self, partial(_refuse_gradient, spec))
-                self.requires_grad_(requires_grad)
-        return self
-
     def to_local(self) -> Tensor:
         """This rank's range in memory order, ``(numel held here,)``; shares memory.
 
@@ -242,19 +110,20 @@ class FlatShardTensor(torch.Tensor):
         self.spec.aliases[id(twin)] = twin
         return twin
 
-    def let_go(self) -> None:
+    def detach_aliases(self) -> None:
         """Give this tensor's aliases memory of their own, with the values of now.
 
-        In a plain model ``kept = p.data; p.data = other`` puts the old values away. Here a new
-        value is copied in, and would reach what was kept.
+        In an unwrapped model ``kept = p.data; p.data = other`` puts the old values away. Here a
+        new value is copied in, and would reach what was kept.
         """
         storage = self.local.untyped_storage()._cdata
         for alias in list(self.spec.aliases.values()):
+            assert isinstance(alias, FlatShardTensor), "made by alias()"
             if alias.local.untyped_storage()._cdata == storage:
                 alias.local = alias.local.clone()
 
     def full_tensor(self) -> Tensor:
-        """A plain copy of the whole tensor, with its shape and strides.
+        """A plain copy of the full tensor, with its shape and strides.
 
         Of a flat parameter's gradient: all shards one after the other, ``(padded_numel,)``. Of a
         gradient that was accumulated under ``no_sync``: from every rank what it has there.
@@ -266,15 +135,15 @@ class FlatShardTensor(torch.Tensor):
         start = spec.number * spec.numel if is_flat else spec.offset
         flat = local.new_zeros(spec.comm.size * spec.numel if is_flat else self.numel())
         # Bytes of zero add nothing, so this sum only puts the ranges beside one another.
-        full_bytes = _bytes(flat)
+        full_bytes = as_bytes(flat)
         size = local.element_size()
-        full_bytes[start * size : (start + spec.numel) * size] = _bytes(local.contiguous())
+        full_bytes[start * size : (start + spec.numel) * size] = as_bytes(local.contiguous())
         spec.comm.reduce_scalars(full_bytes, "SUM", op_name=spec.name)
         return flat if is_flat else flat.as_strided(spec.shape, spec.strides)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The values without autograd. Assigning copies into the shard, see ``let_go``."""
+        """The values without autograd. Assigning copies into the shard, see ``detach_aliases``."""
         return self.detach()
 
     @data.setter
@@ -291,7 +160,7 @@ class FlatShardTensor(torch.Tensor):
                 f"got {tuple(value.shape)}"
             )
         with torch.no_grad():
-            self.let_go()
+            self.detach_aliases()
             self.copy_(value)
 
     def data_ptr(self) -> int:
@@ -301,15 +170,10 @@ class FlatShardTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShardTensor:
         """A copy of this rank's range, with memory of its own; no communication."""
         if id(self) not in memo:
-            place = copy.copy(self.spec)
-            # The copy takes part in no forward until a copied unit takes it over.
-            place.full, place.on_outside_grad = None, lambda: None
-            place.bring_back = _stay_away
-            place.post_accumulate_hooks = OrderedDict()
-            place.aliases = weakref.WeakValueDictionary()
-            held, home = self.local.detach(), place.state_home
-            copied = home.copy(held) if home and is_on_disk(held) else held.clone()
-            twin = type(self)(copied, place, self.requires_grad)
+            spec, local = self.spec.detached(), self.local.detach()
+            home = spec.state_home
+            copied = home.copy(local) if home and is_on_disk(local) else local.clone()
+            twin = type(self)(copied, spec, self.requires_grad)
             twin.__dict__.update(attributes_of(self))
             memo[id(self)] = twin
         return memo[id(self)]  # type: ignore[return-value]
@@ -331,27 +195,24 @@ class FlatShardTensor(torch.Tensor):
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call ``hook`` with this rank's full gradient, before it is reduced."""
-        if self._is_placeholder:
-            _refuse_gradient(self.spec)
-        if self._is_computing_elsewhere():
-            assert self.spec.full is not None
-            if self.requires_grad:  # unfrozen since the unit was last gathered
-                self.spec.full.requires_grad_(True)
-            return self.spec.full.register_hook(hook)
-        return super().register_hook(hook)
+        full = self._full()
+        if full is None:
+            return super().register_hook(hook)
+        if self.requires_grad:  # unfrozen since the unit was last unsharded
+            full.requires_grad_(True)
+        return full.register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Call ``hook`` with this parameter once its reduced gradient is in ``.grad``."""
-        if self._is_placeholder:
-            _refuse_gradient(self.spec)
-        if not self._is_computing_elsewhere():
+        if self._full() is None:
             return super().register_post_accumulate_grad_hook(hook)
         handle = torch_hooks.RemovableHandle(self.spec.post_accumulate_hooks)
         self.spec.post_accumulate_hooks[handle.id] = hook
         return handle
 
-    def _is_computing_elsewhere(self) -> bool:
-        return getattr(self, "_is_param", False) and self.spec.full is not None
+    def _full(self) -> nn.Parameter | None:
+        """What computes in this parameter's place; None for a gradient."""
+        return self.spec.full if getattr(self, "_is_param", False) else None
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Shapes and range; never communicates."""
@@ -372,18 +233,13 @@ class FlatShardTensor(torch.Tensor):
     ) -> Any:
         """Catch, above autograd, what autograd would differentiate wrongly."""
         kwargs = kwargs or {}
-        if func not in DIFFERENTIABLE and func not in _WATCHED:  # `.grad`, say, of each parameter
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         if torch.is_grad_enabled():
-            if func in DIFFERENTIABLE:
-                source = args[0] if args else kwargs.get("input", kwargs.get("x"))
-                if isinstance(source, cls) and source.requires_grad:
-                    return DIFFERENTIABLE[func](*args, **kwargs)
-            elif func in _TAKES_GRADIENTS:
+            if func in _TAKES_GRADIENTS:
                 _refuse_gradients_of(args, kwargs)
-        if func in _SETS_REQUIRES_GRAD and getattr(args[0], "_is_placeholder", False):
-            _refuse_requires_grad(args[0])
+            elif func in DIFFERENTIABLE:
+                source = args[0] if args else kwargs.get("input", kwargs.get("x"))
+                if isinstance(source, FlatShardTensor) and source.requires_grad:
+                    return DIFFERENTIABLE[func](*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -409,12 +265,6 @@ class FlatShardTensor(torch.Tensor):
 def local_range(tensor: Tensor) -> Tensor:
     """This rank's range of a sharded tensor; a plain tensor is its own."""
     return tensor.local if isinstance(tensor, FlatShardTensor) else tensor
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return (
-        (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1).view(torch.uint8)
-    )
 
 
 def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
@@ -446,31 +296,6 @@ def _refuse_gradients_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 "cannot be asked of autograd. Call loss.backward() and read p.grad, or work "
                 "under ShardedWrapper.summon_full_params(model)."
             )
-
-
-_SETS_REQUIRES_GRAD = frozenset(
-    {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
-)
-
-
-_WATCHED = _TAKES_GRADIENTS | _SETS_REQUIRES_GRAD
-
-
-def _refuse_requires_grad(tensor: FlatShardTensor) -> NoReturn:
-    spec = tensor.spec
-    raise RuntimeError(
-        f"parameter {spec.name!r} (unit {spec.unit!r}) is a part of a flat parameter and cannot "
-        "be frozen or unfrozen alone. Wrap with use_orig_params=True, freeze it before wrapping, "
-        "or call requires_grad_() on the unit's ShardedWrapper."
-    )
-
-
-def _refuse_gradient(spec: ShardSpec, *_: Tensor) -> NoReturn:
-    raise RuntimeError(
-        f"parameter {spec.name!r} (unit {spec.unit!r}) is a part of a flat parameter, and gets "
-        "gradients from the forward of its unit alone: those of a penalty outside of it, and "
-        "hooks, would be lost. Wrap with use_orig_params=True, or compute it in forward."
-    )
 
 
 def _register_with_torch() -> None:

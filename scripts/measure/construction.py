@@ -1,11 +1,11 @@
-"""Measures what it takes to build a sharded model: time and peak memory of each rank.
+"""Measures the time and the peak memory of building a sharded model.
 
     python scripts/measure/construction.py --layers 24 --width 1792 --world-size 2
 
 A decoder of transformer blocks is made on the meta device and wrapped, a unit per block, by
 flatshard and by torch's FSDP1 and FSDP2, each in fresh processes on this machine's CPU (gloo).
-Prints the seconds from the meta model to one that could train, and the peak of resident memory
-above that before, beside what there must be: the shards, and one unit.
+Prints the seconds from the meta model to a model that can train, and the peak RSS above the RSS
+before. The shards and one unit are the least that any way needs.
 """
 
 import argparse

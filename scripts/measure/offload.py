@@ -1,4 +1,4 @@
-"""Measures what disk offload saves in memory and costs in time.
+"""Measures the memory that disk offload saves and the time that it costs.
 
     python scripts/measure/offload.py --layers 16 --width 768 --world-size 2
 
@@ -10,10 +10,10 @@ by AdamW on this machine's CPU (gloo), each way in fresh processes:
     all     shards, gradients and optimizer state in files
     early   the same, and every unit is stepped in backward
 
-Prints the resident memory of the rank that took most, above that before the model was made: at its
-peak in training, and between two steps. Beside it what must live somewhere: 16 bytes a parameter
-over the ranks (4 for it, 4 for its gradient, 8 for Adam). `allowed` is a third of that: the script
-fails where `all` or `early` take more at their peak and `--check` is given.
+Prints the RSS of the rank with the highest, above its RSS before the model was made: the peak, and
+between two steps. The state is 16 bytes per parameter over the ranks (4 for it, 4 for its gradient,
+8 for Adam). `allowed` is a third of that: with `--check` the script fails if the peak of `all` or
+`early` is higher.
 """
 
 import argparse
@@ -156,7 +156,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--rows", type=int, default=2, help="of a batch (2)")
     add("--length", type=int, default=32, help="of a row (32)")
     add("--steps", type=int, default=3, help="to time (3)")
-    add("--check", action="store_true", help="fail where the peak is more than allowed")
+    add("--check", action="store_true", help="fail if the peak is more than allowed")
     add("--json", type=Path, metavar="PATH", help="write all figures there, in bytes")
     args = parser.parse_args(arguments)
     args.offload = measuring.choose(parser, "--offload", args.offload, WAYS)
@@ -180,4 +180,4 @@ if __name__ == "__main__":
     measuring.write_json(args, rows)
     over = [r["way"] for r in rows if r["way"] in WAYS[2:] and r["peak"] > r["formula"] / 3]
     if args.check and over:
-        sys.exit(f"error: more than allowed was resident: {', '.join(over)}")
+        sys.exit(f"error: the peak RSS is more than allowed: {', '.join(over)}")

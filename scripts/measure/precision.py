@@ -1,12 +1,12 @@
-"""Measures what gathering parameters and reducing gradients in bf16 costs in accuracy and saves.
+"""Measures the accuracy and the bytes of all-gathers and reduce-scatters in bf16.
 
     python scripts/measure/precision.py --world-sizes 2,3,4 --steps 30 --json figures.json
 
 Starts its own ranks on this machine's CPU (gloo) and trains a small transformer, from the same
-weights and on the same batches, in several precisions: plain fp32 in one process on all ranks'
-rows, flatshard in fp32 and with bf16 policies, torch's FSDP2 with the same policies. Prints how far
-the losses of each are from the plain model's; the bytes that a step gathers and reduces; and
-whether two runs with `reduce_mode="fixed_order"`, and runs by other transports, end bit-equal.
+weights and on the same batches, in several precisions: the unwrapped fp32 model in one process on
+all ranks' rows, flatshard in fp32 and with bf16 policies, torch's FSDP2 with the same policies.
+Prints the difference of each loss from the unwrapped model's; the bytes that a step all-gathers and
+reduces; and whether two runs, and runs over different transports, end bitwise equal.
 Nothing is timed.
 """
 
@@ -59,7 +59,7 @@ POLICIES = {
     "bf16, reduced in fp32": (BF16, FP32),
     "bf16": (BF16, BF16),
 }
-"""By name: the dtypes of gathered parameters and of gradients on their way."""
+"""By name: ``param_dtype`` and ``reduce_dtype``."""
 
 
 def flatshard(
@@ -128,7 +128,7 @@ def measure_losses(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure_bytes(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What a step gathers and reduces, as the recorder counts it."""
+    """Bytes that a step all-gathers and reduces, as the recorder counts them."""
     rows = []
     for policy in POLICIES:
         model = flatshard(args, policy)
@@ -170,7 +170,7 @@ def digest(args: argparse.Namespace, model: ShardedWrapper) -> str:
 def losses_table(figures: dict[str, Any]) -> Table:
     steps = len(figures["losses"][0]["losses"])
     made = table(
-        f"Loss over {steps} steps, {figures['world_size']} ranks; difference from plain fp32",
+        f"Loss over {steps} steps, {figures['world_size']} ranks; difference from unwrapped fp32",
         *("Implementation", "Policy", "First", "Last", "Largest", "Mean", "Of the last"),
     )
     for row in figures["losses"]:
@@ -185,7 +185,7 @@ def losses_table(figures: dict[str, Any]) -> Table:
 def bytes_table(figures: dict[str, Any]) -> Table:
     made = table(
         f"Bytes of the collectives of a step, {figures['world_size']} ranks",
-        *("Policy", "Gathered", "Of fp32's", "Reduced", "Of fp32's"),
+        *("Policy", "All-gathered", "Of fp32", "Reduced", "Of fp32"),
     )
     full = figures["bytes"][0]
     for row in figures["bytes"]:

@@ -1,11 +1,11 @@
-"""Measures what each sharding strategy sends and holds, beside what the formulas say.
+"""Measures communication volume and memory of each sharding strategy, beside the formulas.
 
     python scripts/measure/strategies.py --world-size 4 --ranks-per-node 2 --json figures.json
 
-Starts its own ranks on this machine's CPU (gloo) and pretends that so many of them are a node.
-Prints, for every strategy: the collectives of a step and the volume that they move; the bytes that
-a rank holds between steps, during one, and while gradients accumulate; and how far 20 steps are
-from the unwrapped model's on the concatenated batch. Nothing is timed.
+Starts its own ranks on this machine's CPU (gloo) and treats every `--ranks-per-node` of them as a
+node. Prints, for every strategy: the collectives of a step and their volume; persistent memory,
+peak memory, and memory while gradients accumulate; and the difference from the unwrapped model on
+the concatenated batch after 20 steps. Nothing is timed.
 """
 
 import argparse
@@ -64,17 +64,17 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Way:
-    """A strategy, and in the words of the formulas what it does.
+    """A strategy, in the terms of the formulas.
 
     Attributes:
         name: for the tables.
         keywords: of ``ShardedWrapper``.
         shards: the group over which parameters, gradients and optimizer state are split.
-        forward: the group that gathers parameters for forward; None: they are there.
+        forward: the group of the all-gathers in forward; None: there are none.
         backward: the same for backward.
-        across: the kind of collective that takes gradients from node to node.
-        once: parameters are gathered (between nodes, if there is an ``across``) only when the
-            optimizer has changed them.
+        across: the kind of collective that reduces gradients across nodes.
+        once: parameters are all-gathered (between nodes, if there is an ``across``) once after
+            each optimizer step.
     """
 
     name: str
@@ -110,11 +110,11 @@ def _way(name: str, shards: str, forward: str | None, backward: str | None, **mo
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the formulas are made of, in bytes where it is no count.
+    """The variables of the formulas: bytes, except for counts.
 
     Attributes:
         psi: all parameters.
-        root: those of the root unit, which stays gathered between forward and backward.
+        root: those of the root unit, which stays unsharded between forward and backward.
         block: those of every other unit.
         num_units: units, the root included.
         num_ranks: N.
@@ -143,7 +143,7 @@ class Sizes:
 
 
 WEIGHTS = {"gather": 1, "reduce": 1, "all_reduce": 2}
-"""Volume as the ZeRO paper counts it: an all-reduce is a reduce-scatter and a gather."""
+"""Volume as in the ZeRO paper: an all-reduce is a reduce-scatter and an all-gather."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ Flow = dict[tuple[str, str], Traffic]
 
 
 def expected_traffic(way: Way, sizes: Sizes, micro_batches: int, mode: str) -> Flow:
-    """What ``micro_batches`` forwards and backwards and one optimizer step send.
+    """The collectives of ``micro_batches`` iterations and one optimizer step.
 
     ``mode``: "each" micro-batch reduces gradients, "last" only the last one does, or
     "replicas": each reduces them within its group, the last one across nodes.
@@ -193,7 +193,7 @@ def expected_traffic(way: Way, sizes: Sizes, micro_batches: int, mode: str) -> F
 
 
 def expected_between_steps(way: Way, sizes: Sizes) -> dict[str, float]:
-    """Bytes that a rank holds between optimizer steps, AdamW's two tensors among them."""
+    """Persistent memory of a rank in bytes, including AdamW's two tensors."""
     shard = sizes.psi / sizes.of_group(way.shards)
     stays = sizes.psi if way.once and not way.across else 0
     node_part = sizes.psi / sizes.per_node if way.across and way.once else 0
@@ -207,7 +207,7 @@ def expected_between_steps(way: Way, sizes: Sizes) -> dict[str, float]:
 
 
 def expected_peaks(way: Way, sizes: Sizes) -> dict[str, float]:
-    """The most that a rank holds at any moment of a step, of each kind; gradients at most so."""
+    """Peak memory of each kind in a step; an upper bound for gradients."""
     if way.shards == "none":
         return {"gathered": 0, "gradients": sizes.psi, "secondary": 0}
     # Backward of one block ends, that of the next begins, and the one after is on its way.
@@ -292,7 +292,7 @@ class Job:
 
 
 def measured_traffic(job: Job, micro_batches: int, mode: str) -> tuple[Flow, list[Event]]:
-    """What one step sends; the second result is what serves to agree, not to move tensors."""
+    """The collectives of one step; second, those that carry no tensors."""
     with record() as events:
         job.accumulate(micro_batches, mode)
     flow: Flow = {}
@@ -335,7 +335,7 @@ def tensors_in(thing: Any) -> Iterator[Tensor]:
 
 
 def held(job: Job) -> dict[str, int]:
-    """Bytes that this rank holds now."""
+    """Bytes in this rank's memory now."""
     handles = handles_in(job.model)
     gradients = [tensor for handle in handles for tensor in tensors_in(handle.grad_buffer)]
     published = [p.grad for p in job.model.parameters() if p.grad is not None]
@@ -365,10 +365,10 @@ def all_tensors() -> int:
 
 
 class Peaks(TorchDispatchMode):
-    """Looks at what this rank holds after every operation, and keeps the largest figures.
+    """Measures this rank's memory after every operation, and keeps the peaks.
 
-    A buffer on its way through a reduction may be known to nobody but a local variable: gradients
-    are therefore counted as the flat tensors that appear in backward and are alive.
+    Only a local variable may hold a buffer that is being reduced. So gradients are counted as the
+    flat tensors that appear in backward and are alive.
     """
 
     def __init__(self, job: Job) -> None:
@@ -408,7 +408,7 @@ def key_of(tensor: Tensor) -> int:
 
 
 def measured_peaks(job: Job) -> dict[str, int]:
-    """The most of each kind in a step; the largest of all ranks. Collective."""
+    """Peak memory of each kind in a step, on the rank with the highest. Collective."""
     with Peaks(job) as peaks:
         loss = job.loss()
         peaks.begin_backward()
@@ -488,7 +488,7 @@ def measure_step(job: Job, way: Way, sizes: Sizes, micro_batches: int, mode: str
 
 
 def padding(model: ShardedWrapper) -> int:
-    """Bytes that alignment and equal shards add to the whole parameters."""
+    """Bytes that alignment and equal shards add to the parameters."""
     return 4 * sum(handle.layout.padding_numel for handle in handles_in(model))
 
 
@@ -549,7 +549,7 @@ def measure_parity(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 # ------------------------------------------------------------------------------------------ tables
 
-KINDS = {"gather": "Gathers", "reduce": "Reduce-scatters", "all_reduce": "All-reduces"}
+KINDS = {"gather": "All-gathers", "reduce": "Reduce-scatters", "all_reduce": "All-reduces"}
 MODES = {
     "each": "reduced each time",
     "last": "no_sync()",
@@ -567,7 +567,7 @@ def deviation(measured: float, expected: float) -> str:
 def traffic_table(figures: dict[str, Any]) -> Table:
     psi = figures["sizes"]["psi"]
     made = table(
-        "Collectives of a step, and the volume that they move per rank, in Psi: measured / formula",
+        "Collectives of a step, and their volume per rank, in Psi: measured / formula",
         *("Strategy", "Micro-batches", *KINDS.values()),
         *("Volume: all", "Node", "Across nodes", "Deviation %"),
     )
@@ -610,7 +610,7 @@ def between_table(figures: dict[str, Any]) -> Table:
     psi = figures["sizes"]["psi"]
     kinds = ("parameters", "gradients", "optimizer", "gathered", "secondary")
     made = table(
-        "Held per rank between steps, in Psi",
+        "Persistent memory per rank, in Psi",
         *("Strategy", *(kind.capitalize() for kind in kinds)),
         *("Sum", "Formula", "Deviation %", "All tensors", "Padding %"),
     )
@@ -632,9 +632,9 @@ def between_table(figures: dict[str, Any]) -> Table:
 def peaks_table(figures: dict[str, Any]) -> Table:
     psi = figures["sizes"]["psi"]
     made = table(
-        "The most held at any moment of a step, in Psi (gradients: formula is an upper bound)",
-        *("Strategy", "Gathered", "Formula", "Deviation %"),
-        *("Secondary", "Formula", "Deviation %", "Gradients", "At most"),
+        "Peak memory in a step, in Psi (gradients: the formula is an upper bound)",
+        *("Strategy", "Unsharded", "Formula", "Deviation %"),
+        *("Secondary", "Formula", "Deviation %", "Gradients", "Bound"),
     )
     for one in figures["strategies"]:
         cells = []
@@ -649,7 +649,7 @@ def peaks_table(figures: dict[str, Any]) -> Table:
 def accumulated_table(figures: dict[str, Any]) -> Table:
     psi = figures["sizes"]["psi"]
     made = table(
-        "Gradients held while they accumulate, in Psi: measured / formula (deviation %)",
+        "Memory of gradients while they accumulate, in Psi: measured / formula (deviation %)",
         *("Strategy", *MODES.values()),
     )
     for one in figures["strategies"]:

@@ -2,8 +2,10 @@
 
 import datetime
 import itertools
+import os
 import time
 from collections import Counter
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,10 +20,12 @@ from flatshard.comm.process_groups import control_of, new_group
 from flatshard.comm.topology import communicator
 from flatshard.comm.transports import sockets
 from flatshard.comm.work import AsyncWork, PendingSends
-from flatshard.options.strategy import Collectives, TransportOptions
+from flatshard.options.collectives import Collectives, TransportOptions
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import run_ranks
+from tests.harness import naming, run_ranks
+from tests.models import CASES
+from tests.oracle import OPTIMIZERS, assert_same_state, snapshot, train, train_steps, trainable
 
 SOCKETS = TransportOptions(Collectives.SOCKETS)
 LAYERS = ("0", "1", "2")
@@ -450,6 +454,41 @@ def _train_narrow(rank: int, world_size: int) -> list[Tensor]:
     torch.testing.assert_close(narrow[0], plain[0], rtol=0.0, atol=2e-2)
     assert torch.isfinite(narrow[0]).all()
     return [narrow[0], narrow[1]]
+
+
+NARROW_WAYS: list[dict[str, Any]] = [
+    {"sharding_strategy": "SHARD_GRAD_OP"},
+    {"sharding_strategy": "SHARD_OP"},
+    {"sharding_strategy": "HYBRID_SHARD_OP"},
+    {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": 2},
+    {"sharding_strategy": "SHARD_GRAD_OP", "use_orig_params": False},
+]
+
+
+def _train_narrow_ways(
+    rank: int, world_size: int, expected: dict[str, Tensor]
+) -> list[dict[str, Tensor]]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    case, ends = CASES["transformer"], []
+    for keywords in NARROW_WAYS:
+        with naming(keywords):
+            model = case.wrap(case.model(torch.float32), wire_dtype=torch.bfloat16, **keywords)
+            assert "sockets, bfloat16" in model.unit_report()
+            optimizer = OPTIMIZERS["sgd"](trainable(model))
+            train_steps(model, optimizer, case, rank, world_size, dtype=torch.float32)
+            ends.append(snapshot(model))
+            # bfloat16 keeps 8 bits; what is sent is rounded in every step, sums are not.
+            assert_same_state(ends[-1], expected, 0.0, 3e-2)
+            assert any(not torch.equal(ends[-1][name], one) for name, one in expected.items())
+    return ends
+
+
+def test_strategies_with_a_wire_dtype() -> None:
+    """Close to the unwrapped model, and the same on all ranks."""
+    expected = train(CASES["transformer"], 4, dtype=torch.float32).state
+    first, *others = run_ranks(_train_narrow_ways, 4, expected)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
 
 
 def test_transports_that_cannot_be_had() -> None:

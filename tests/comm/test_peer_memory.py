@@ -24,12 +24,12 @@ from flatshard import CollectiveError, CPUOffload, ShardedWrapper
 from flatshard.comm.transports import peer_memory, shared_memory, sockets
 from flatshard.engine import grad_buffer
 from flatshard.memory import mapped_files, page_pool
-from flatshard.plan import layout
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Case, Mlp, vectors
 from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
+from tests.shared_memory import mapping
 
 _TELL_ADDRESS = (
     "import ctypes; b = ctypes.c_int64(1); print(ctypes.addressof(b), flush=True); input()"
@@ -84,30 +84,7 @@ def counting_reads() -> Iterator[list[int]]:
         yield sizes
 
 
-@contextmanager
-def mapping(kind: type = shared_memory.MappedShards) -> Iterator[list[Any]]:
-    """Small shards are mapped, and small gradients read in place; yields what was mapped.
-
-    Over sockets that is this rank's own, in a ``PooledBuffer``; other small buffers are such, too.
-    """
-    made: list[Any] = []
-    init = kind.__init__
-
-    def counted(self: Any, *args: Any, **keywords: Any) -> None:
-        init(self, *args, **keywords)
-        if self.shard is not None:
-            made.append(type(self))
-
-    with (
-        mock.patch.object(layout, "PAGED_BYTES", 1),
-        mock.patch.object(page_pool, "PAGED_BYTES", 1),
-        mock.patch.object(grad_buffer, "_IN_PLACE_BYTES", 0),
-        mock.patch.object(kind, "__init__", counted),
-    ):
-        yield made
-
-
-WAYS = {"peer memory": {}, "sockets": {"collectives": "sockets"}}
+TRANSPORTS = {"peer memory": {}, "sockets": {"collectives": "sockets"}}
 
 
 def mapping_for(way: str) -> Any:
@@ -215,14 +192,14 @@ def edited_after_forward(rank: int, world_size: int, maps: bool, way: str) -> No
     with torch.no_grad(), mapping_for(way) if maps else nullcontext():
         expected = case.model()(x)
         with counting_reads():
-            model = case.wrap(case.model(), **WAYS[way])
+            model = case.wrap(case.model(), **TRANSPORTS[way])
             actual = model(x)
             for param in model.parameters():
                 param.fill_(float("nan"))  # while the late rank computes
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TRANSPORTS)
 @pytest.mark.parametrize("maps", [False, True])
 def test_parameters_stay_until_all_have_them(maps: bool, way: str) -> None:
     run_ranks(edited_after_forward, 2, maps, way)
@@ -247,7 +224,7 @@ def _halve(module: nn.Module, _: Any) -> None:
 
 
 def mapped_for_long(rank: int, world_size: int, way: str) -> None:
-    case, keywords = Case("writing", Writing, vectors, (nn.Linear,)), WAYS[way]
+    case, keywords = Case("writing", Writing, vectors, (nn.Linear,)), TRANSPORTS[way]
     with mapping_for(way) as made:
         # What a module writes into gathered parameters is gone with them, and told.
         model = case.wrap(case.model(), **keywords)
@@ -331,7 +308,7 @@ def test_more_units_than_open_files(where: str, tmp_path: Path) -> None:
     run_ranks(many_units, 2, tmp_path / where, fresh=True)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TRANSPORTS)
 def test_mapped_shards(way: str) -> None:
     run_ranks(mapped_for_long, 2, way, fresh=True)
 
@@ -353,7 +330,7 @@ class Forces(Mlp):
 def backward_inside_forward(rank: int, world_size: int) -> None:
     case = Case("forces", Forces, vectors, (nn.Linear,))
     expected = trained(case, rank, world_size, collectives="sockets")
-    for way, keywords in WAYS.items():
+    for way, keywords in TRANSPORTS.items():
         with mapping_for(way) as made:
             actual = trained(case, rank, world_size, **keywords)
         assert made
@@ -369,7 +346,7 @@ def kept_for_a_second_backward(rank: int, world_size: int, way: str) -> None:
     case = CASES["mlp"]
     x = case.batch(rank, world_size)[0].requires_grad_()
     with mapping_for(way):
-        model, plain = case.wrap(case.model(), **WAYS[way]), case.model()
+        model, plain = case.wrap(case.model(), **TRANSPORTS[way]), case.model()
         for one in (plain, model):
             (grad,) = torch.autograd.grad(one(x).sum(), x, create_graph=True)
             grad.pow(2).sum().backward()
@@ -382,7 +359,7 @@ def kept_for_a_second_backward(rank: int, world_size: int, way: str) -> None:
             torch.testing.assert_close(param.grad.full_tensor(), average)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TRANSPORTS)
 def test_kept_for_a_second_backward(way: str) -> None:
     run_ranks(kept_for_a_second_backward, 2, way)
 

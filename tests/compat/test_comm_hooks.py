@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
 from flatshard import MixedPrecision, ShardedWrapper, collectives
-from tests.engine.test_training import WAYS, Run
+from tests.comm_hooks import Averaging
 from tests.harness import allow_warnings, run_ranks
 from tests.models import CASES, Case
 from tests.oracle import (
@@ -31,28 +31,12 @@ from tests.oracle import (
     train_steps,
     trainable,
 )
+from tests.side import Run
+from tests.ways import BASIC, WAYS
 
 MLP = CASES["mlp"]
 
 # ---------------------------------------------------------------- hooks of a user
-
-
-class Averaging:
-    """A hook for sharded and for whole units, which averages by hand and notes its calls."""
-
-    def __init__(self, noise: float = 0.0) -> None:
-        self.noise = noise
-        self.calls: list[tuple[torch.dtype, int, int | None]] = []
-
-    def __call__(self, state: str, full: Tensor, out: Tensor | None = None) -> None:
-        assert state == "state"
-        self.calls.append((full.dtype, full.numel(), None if out is None else out.numel()))
-        assert out is None or bool(out.isnan().all())
-        dist.all_reduce(full)
-        full /= dist.get_world_size()
-        full[full == 0] = self.noise
-        if out is not None:
-            out.copy_(full.chunk(dist.get_world_size())[dist.get_rank()])
 
 
 def _registered(case: Case, hook: Callable[..., Any], **keywords: Any) -> ShardedWrapper:
@@ -67,14 +51,12 @@ def test_a_hook_reduces(world_size: int) -> None:
 
 
 def _reduces(rank: int, world_size: int) -> None:
-    for name, ways in (("mlp", list(WAYS)), ("unused", ["full", "no_shard"])):
+    for name, ways in (("mlp", list(BASIC)), ("unused", ["full", "no_shard"])):
         case = CASES[name]
         expected = train(case, world_size, steps=3)
-        for strategy, use_orig_params in map(WAYS.__getitem__, ways):
+        for way in map(WAYS.__getitem__, ways):
             hook = Averaging()
-            model = _registered(
-                case, hook, sharding_strategy=strategy, use_orig_params=use_orig_params
-            )
+            model = _registered(case, hook, **way.keywords)
             optimizer = OPTIMIZERS["sgd"](trainable(model))
             with collectives.record() as events:
                 train_steps(model, optimizer, case, rank, world_size, steps=3)
@@ -82,7 +64,7 @@ def _reduces(rank: int, world_size: int) -> None:
             assert {event.kind for event in events} <= {"gather", "scalars", "broadcast"}
             # What no rank uses is not reduced.
             used = [u for u in _layouts(model) if u[0] != "idle"]
-            sharded = strategy != "NO_SHARD"
+            sharded = way.strategy != "NO_SHARD"
             assert sorted(hook.calls) == sorted(
                 (torch.float64, padded, shard if sharded else None) for _, padded, shard in used * 3
             )
@@ -103,9 +85,9 @@ def test_with_other_features() -> None:
 
 def _with_other_features(rank: int, world_size: int) -> None:
     """Norms, accumulation, conversions, copies, units of their own; reduce dtype of the unit."""
-    for strategy, use_orig_params in (WAYS["full-flat"], WAYS["no_shard"]):
+    for way in (WAYS["full-flat"], WAYS["no_shard"]):
         hook = Averaging(noise=7.0)  # only padding is exactly zero, and must stay it
-        model = _registered(MLP, hook, sharding_strategy=strategy, use_orig_params=use_orig_params)
+        model = _registered(MLP, hook, **way.keywords)
         sharded = Run(model, MLP, rank, world_size)
         plain = Run(MLP.model(), MLP, rank, world_size)
         for run in (sharded, plain):

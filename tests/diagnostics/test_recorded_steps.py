@@ -14,7 +14,8 @@ from torch import nn
 
 from flatshard import ShardedWrapper, collectives, sharded_modules
 from flatshard.collectives import Event
-from flatshard.diagnostics.step_report import Kind, Range, StepReport
+from flatshard.diagnostics.step_report import Range, StepReport
+from flatshard.engine.events import Kind
 from tests.harness import run_ranks
 from tests.models import CASES, loss_of
 

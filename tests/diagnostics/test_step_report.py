@@ -9,12 +9,12 @@ import pytest
 from flatshard.diagnostics.chrome_trace import chrome_trace
 from flatshard.diagnostics.memory_timeline import MemorySample, MemoryTimeline
 from flatshard.diagnostics.step_report import (
-    Kind,
     Range,
     StepRecord,
     StepReport,
     sum_up,
 )
+from flatshard.engine.events import Kind
 
 MIB = 2**20
 

@@ -13,8 +13,8 @@ from flatshard.diagnostics.unit_report import (
     UnitRow,
     UnitSize,
     describe,
-    judge_one_unit,
     lint,
+    lint_one_unit,
 )
 from tests.models import CASES
 
@@ -69,7 +69,7 @@ def sizes(**numels: int) -> list[UnitSize]:
 def test_a_large_model_in_one_unit(depth: int) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(_large_block() for _ in range(depth)))
-    (remark,) = judge_one_unit(model)
+    (remark,) = lint_one_unit(model)
     assert f"each of {depth} repeated blocks" in remark
     assert 'auto_wrap_policy="auto"' in remark
 
@@ -82,18 +82,18 @@ def test_a_small_model_in_one_unit_is_fine() -> None:
     with torch.device("meta"):
         model = nn.Sequential(_large_block())
         assert sum(p.numel() for p in model.parameters()) < LARGE_MODEL_NUMEL
-        assert judge_one_unit(model) == []
+        assert lint_one_unit(model) == []
 
 
 def test_a_large_layer_in_one_unit_may_be_wrapped_by_hand() -> None:
     with torch.device("meta"):
-        assert judge_one_unit(nn.Linear(10_000, 10_000)) == []
-        assert judge_one_unit(nn.TransformerEncoderLayer(2048, 8, batch_first=True)) == []
+        assert lint_one_unit(nn.Linear(10_000, 10_000)) == []
+        assert lint_one_unit(nn.TransformerEncoderLayer(2048, 8, batch_first=True)) == []
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_no_false_alarm_for_test_models(case: object) -> None:
-    assert judge_one_unit(case.build()) == []
+    assert lint_one_unit(case.build()) == []
 
 
 # ---------------------------------------------------------------- several units

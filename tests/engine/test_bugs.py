@@ -17,32 +17,17 @@ from torch.utils.checkpoint import checkpoint
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy, always_wrap_policy
-from tests.engine.test_training import TRUE_SHAPE_WAYS, WAYS, Run
 from tests.harness import allow_warnings, run_ranks
 from tests.models import CASES, Case, vectors
-from tests.oracle import OPTIMIZERS, assert_same_state, snapshot
+from tests.oracle import OPTIMIZERS, assert_same
 from tests.scripts import torchrun
+from tests.side import Run, pair
+from tests.ways import BASIC, TRUE_SHAPE, WAYS
 
 MLP = CASES["mlp"]
 
-each_way = pytest.mark.parametrize("way", WAYS)
-each_strategy = pytest.mark.parametrize("way", TRUE_SHAPE_WAYS)
-
-
-def _keywords(way: str) -> dict[str, Any]:
-    strategy, use_orig_params = WAYS[way]
-    return {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-
-
-def _pair(rank: int, world_size: int, way: str, case: Case = MLP) -> tuple[Run, Run]:
-    """The same model sharded and plain."""
-    sharded = case.wrap(case.model(), **_keywords(way))
-    return Run(sharded, case, rank, world_size), Run(case.model(), case, rank, world_size)
-
-
-def _assert_same(sharded: Run, plain: Run) -> None:
-    states = snapshot(sharded.model), snapshot(plain.model)
-    assert_same_state(*states, rtol=1e-12, atol=1e-12)
+each_way = pytest.mark.parametrize("way", BASIC)
+each_strategy = pytest.mark.parametrize("way", TRUE_SHAPE)
 
 
 class _Failing(torch.autograd.Function):
@@ -73,7 +58,7 @@ def test_gradient_penalty_with_a_backward_of_its_own(way: str) -> None:
 
 
 def _penalty(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):
         for step in range(3):
             x = run.inputs(step)
@@ -83,7 +68,7 @@ def _penalty(rank: int, world_size: int, way: str) -> None:
             run.model(x).mean().backward()
             (slope.norm(dim=1) - 1).pow(2).mean().backward()
             run.step()
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -94,7 +79,7 @@ def test_zero_grad_after_no_sync(way: str, set_to_none: bool) -> None:
 
 
 def _zeroed(rank: int, world_size: int, way: str, set_to_none: bool) -> None:
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):
         for first in (0, 10):
             with run.no_sync():
@@ -112,7 +97,7 @@ def _zeroed(rank: int, world_size: int, way: str, set_to_none: bool) -> None:
             run.optimizer.zero_grad(set_to_none)
             run.loss(first + 6).backward()
             run.step()
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 @each_way
@@ -122,7 +107,7 @@ def test_step_under_no_sync_is_refused(way: str) -> None:
 
 
 def _stepped_without_sync(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
     with sharded.no_sync():
         sharded.loss(0).backward()
     with pytest.raises(RuntimeError, match="no_sync"):
@@ -130,7 +115,7 @@ def _stepped_without_sync(rank: int, world_size: int, way: str) -> None:
     sharded.optimizer.zero_grad()
     for run in (sharded, plain):
         run.train()
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 @each_way
@@ -140,7 +125,7 @@ def test_step_on_the_reduced_part_alone_is_refused(way: str) -> None:
 
 
 def _stepped_on_a_part(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):
         run.loss(0).backward()
         with run.no_sync():
@@ -150,7 +135,7 @@ def _stepped_on_a_part(rank: int, world_size: int, way: str) -> None:
     for run in (sharded, plain):
         run.loss(2).backward()
         run.step()
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
     sharded.loss(3).backward()
     with sharded.no_sync():
         sharded.loss(4).backward()
@@ -170,7 +155,7 @@ def _optimizer_in_backward(rank: int, world_size: int, before_wrapping: bool) ->
     model = MLP.model()
     if before_wrapping:
         _step_in_backward(model)
-    model = MLP.wrap(model, **_keywords("no_shard"))
+    model = MLP.wrap(model, **WAYS["no_shard"].keywords)
     if not before_wrapping:
         _step_in_backward(model)
     sharded = Run(model, MLP, rank, world_size)
@@ -179,7 +164,7 @@ def _optimizer_in_backward(rank: int, world_size: int, before_wrapping: bool) ->
     for step in range(3):
         sharded.loss(step).backward()
     plain.train(0, 3)
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 def _step_in_backward(model: nn.Module) -> None:
@@ -197,7 +182,7 @@ def test_second_backward_after_a_failed_one(way: str) -> None:
 
 
 def _second_backward(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
     good = sharded.loss(0)
     with _failing_backward(sharded.model.fc2):
         bad = sharded.loss(1)
@@ -206,7 +191,7 @@ def _second_backward(rank: int, world_size: int, way: str) -> None:
     good.backward()
     sharded.step()
     plain.train(0, 1)
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 def test_failed_backward_tells_of_lost_gradients() -> None:
@@ -215,7 +200,7 @@ def test_failed_backward_tells_of_lost_gradients() -> None:
 
 
 def _lost(rank: int, world_size: int) -> None:
-    sharded, plain = _pair(rank, world_size, "full")
+    sharded, plain = pair(rank, world_size, "full")
     with sharded.no_sync():
         sharded.loss(0).backward()
     with _failing_backward(sharded.model.fc2):
@@ -227,7 +212,7 @@ def _lost(rank: int, world_size: int) -> None:
     sharded.optimizer.zero_grad()
     for run in (sharded, plain):
         run.train()
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 @each_strategy
@@ -237,7 +222,7 @@ def test_frozen_for_another_forward(way: str) -> None:
 
 
 def _frozen_between(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):
         loss = run.loss(0)
         run.model.requires_grad_(False)
@@ -245,7 +230,7 @@ def _frozen_between(rank: int, world_size: int, way: str) -> None:
         run.model.requires_grad_(True)
         loss.backward()
         run.step()
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 def test_leaf_input_gains_no_hooks() -> None:
@@ -254,7 +239,7 @@ def test_leaf_input_gains_no_hooks() -> None:
 
 
 def _leaf_input(rank: int, world_size: int) -> None:
-    run, _ = _pair(rank, world_size, "full")
+    run, _ = pair(rank, world_size, "full")
     x = run.inputs(0).requires_grad_()
     for _ in range(5):
         run.model(x).sum().backward()
@@ -272,11 +257,11 @@ def _converted_hooks(rank: int, world_size: int, way: str) -> None:
     models = MLP.model(torch.float32), MLP.model(torch.float32)
     for model in models:
         model.fc1.weight.register_hook(lambda grad: 3 * grad)
-    for model in (MLP.wrap(models[0], **_keywords(way)), models[1]):
+    for model in (MLP.wrap(models[0], **WAYS[way].keywords), models[1]):
         model.fc2.weight.register_hook(lambda grad: 2 * grad)
         runs.append(Run(model.double(), MLP, rank, world_size))
         runs[-1].train()
-    _assert_same(*runs)
+    assert_same(*(run.model for run in runs), 1e-12)
 
 
 # ---------------------------------------------------------------- wrapping and optimizers
@@ -290,13 +275,13 @@ def test_units_nested_by_hand(way: str) -> None:
 
 def _nested_by_hand(rank: int, world_size: int, way: str) -> None:
     model = MLP.model()
-    model.fc1 = ShardedWrapper(model.fc1, **_keywords(way))
-    model.fc3 = ShardedWrapper(model.fc3, **_keywords(way))
-    sharded = Run(ShardedWrapper(model, **_keywords(way)), MLP, rank, world_size)
+    model.fc1 = ShardedWrapper(model.fc1, **WAYS[way].keywords)
+    model.fc3 = ShardedWrapper(model.fc3, **WAYS[way].keywords)
+    sharded = Run(ShardedWrapper(model, **WAYS[way].keywords), MLP, rank, world_size)
     plain = Run(MLP.model(), MLP, rank, world_size)
     for run in (sharded, plain):
         run.train(0, 3)
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
     sharded.model.load_state_dict(plain.model.state_dict())
 
 
@@ -312,11 +297,11 @@ def _stepped_before(rank: int, world_size: int, name: str) -> None:
         run.optimizer = OPTIMIZERS[name](run.model.parameters())
         run.train(0, 2)
     begun, plain = runs
-    sharded = Run(MLP.wrap(begun.model, **_keywords("full")), MLP, rank, world_size)
+    sharded = Run(MLP.wrap(begun.model, **WAYS["full"].keywords), MLP, rank, world_size)
     sharded.optimizer = begun.optimizer
     for run in (sharded, plain):
         run.train(2, 5)
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 def test_clipping_in_a_step_hook() -> None:
@@ -328,11 +313,11 @@ def _clipped_in_hook(rank: int, world_size: int) -> None:
     def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
 
-    sharded, plain = _pair(rank, world_size, "full")
+    sharded, plain = pair(rank, world_size, "full")
     for run in (sharded, plain):
         run.optimizer.register_step_pre_hook(clip)
         run.train(0, 3)
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 # ---------------------------------------------------------------- buffers and edits
@@ -398,13 +383,13 @@ def test_data_edited_between_two_forwards(way: str) -> None:
 
 
 def _edited_data(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):
         run.evaluate()
         for param in run.model.parameters():
             param.data.mul_(0.5)
     torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=1e-12, atol=1e-12)
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 @pytest.mark.parametrize("way", ["full-flat", "grad_op-flat"])
@@ -414,16 +399,16 @@ def test_data_assigned_to_flat_parameters(way: str) -> None:
 
 
 def _assigned_data(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):
         run.evaluate()
         for param in run.model.parameters():
             param.data = param.data * 0.5
     torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=1e-12, atol=1e-12)
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
     for run in (sharded, plain):
         run.train()
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 def test_nested_summons_keep_the_outer_edits() -> None:
@@ -432,7 +417,7 @@ def test_nested_summons_keep_the_outer_edits() -> None:
 
 
 def _nested_summons(rank: int, world_size: int) -> None:
-    sharded, plain = _pair(rank, world_size, "full")
+    sharded, plain = pair(rank, world_size, "full")
     with ShardedWrapper.summon_full_params(sharded.model), torch.no_grad():
         sharded.submodule("fc1").weight.fill_(2)
         with ShardedWrapper.summon_full_params(sharded.model):
@@ -443,7 +428,7 @@ def _nested_summons(rank: int, world_size: int) -> None:
     with torch.no_grad():
         for value, name in enumerate(("fc1", "fc2", "fc3"), start=2):
             plain.submodule(name).weight.fill_(value)
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 def test_forward_under_summon_is_refused() -> None:
@@ -452,7 +437,7 @@ def test_forward_under_summon_is_refused() -> None:
 
 
 def _forward_under_summon(rank: int, world_size: int) -> None:
-    sharded, plain = _pair(rank, world_size, "full")
+    sharded, plain = pair(rank, world_size, "full")
     with (
         ShardedWrapper.summon_full_params(sharded.model),
         pytest.raises(RuntimeError, match="summon_full_params"),
@@ -460,7 +445,7 @@ def _forward_under_summon(rank: int, world_size: int) -> None:
         sharded.evaluate()
     for run in (sharded, plain):
         run.train()
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 @each_way
@@ -470,7 +455,7 @@ def test_moving_to_meta_is_refused(way: str) -> None:
 
 
 def _to_meta(rank: int, world_size: int, way: str) -> None:
-    run, _ = _pair(rank, world_size, way)
+    run, _ = pair(rank, world_size, way)
     with pytest.raises(RuntimeError, match="meta"):
         run.model.to("meta")
 
@@ -498,10 +483,10 @@ def test_integer_parameter(way: str) -> None:
 
 
 def _integers(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = _pair(rank, world_size, way, Case("quantized", _Quantized, vectors))
+    sharded, plain = pair(rank, world_size, way, Case("quantized", _Quantized, vectors))
     for run in (sharded, plain):
         run.train(0, 3)
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 class _Box:
@@ -552,10 +537,10 @@ def test_checkpoint_in_a_unit_that_returns_an_object(way: str, kind: type) -> No
 
 def _boxed(rank: int, world_size: int, way: str, kind: type) -> None:
     case = Case("boxes", functools.partial(_Boxes, kind), vectors, (_Boxing,))
-    sharded, plain = _pair(rank, world_size, way, case)
+    sharded, plain = pair(rank, world_size, way, case)
     for run in (sharded, plain):
         run.train(0, 3)
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 class _Giver(nn.Module):
@@ -587,10 +572,10 @@ def test_unit_returns_a_view_of_its_weight(way: str) -> None:
 
 
 def _returned_view(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = _pair(rank, world_size, way, Case("taker", _Taker, vectors, (_Giver,)))
+    sharded, plain = pair(rank, world_size, way, Case("taker", _Taker, vectors, (_Giver,)))
     for run in (sharded, plain):
         run.train(0, 3)
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 class _Keeper(nn.Sequential):
@@ -698,7 +683,7 @@ def test_compiled(whole: bool) -> None:
 
 
 def _compiled(rank: int, world_size: int, whole: bool) -> None:
-    sharded, plain = _pair(rank, world_size, "full")
+    sharded, plain = pair(rank, world_size, "full")
     with allow_warnings():
         if whole:
             forward = torch.compile(sharded.model, backend="eager")
@@ -712,7 +697,7 @@ def _compiled(rank: int, world_size: int, whole: bool) -> None:
             plain.model(plain.inputs(step)).pow(2).mean().backward()
             plain.step()
             sharded.step()
-            _assert_same(sharded, plain)
+            assert_same(sharded.model, plain.model, 1e-12)
 
 
 @pytest.mark.parametrize("collectives", ["auto", "sockets", "native"])

@@ -22,10 +22,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from flatshard import ShardedWrapper, ShardingStrategy, collectives
+from flatshard import ShardedWrapper, collectives
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.engine.test_training import WAYS, Run
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import Case, vectors
 from tests.oracle import (
@@ -35,6 +34,8 @@ from tests.oracle import (
     snapshot,
     train_rank_by_rank,
 )
+from tests.side import Run
+from tests.ways import BASIC, WAYS
 
 Checkpoint = Callable[..., Tensor]
 
@@ -121,7 +122,7 @@ KINDS: dict[str, Checkpoint] = {
 }
 
 both_kinds = pytest.mark.parametrize("kind", ["reentrant", "saved"])
-each_way = pytest.mark.parametrize("way", WAYS)
+each_way = pytest.mark.parametrize("way", BASIC)
 
 
 def _places(kind: str) -> dict[str, Callable[[], nn.Module]]:
@@ -138,7 +139,7 @@ def _places(kind: str) -> dict[str, Callable[[], nn.Module]]:
 
 @pytest.mark.parametrize(
     ("kind", "way"),
-    [*itertools.product(["reentrant", "saved"], WAYS), ("saved-to-the-end", "full")],
+    [*itertools.product(["reentrant", "saved"], BASIC), ("saved-to-the-end", "full")],
 )
 def test_same_numbers_and_no_gather_too_many(kind: str, way: str) -> None:
     run_ranks(_train_and_count, 2, kind, way)
@@ -150,7 +151,7 @@ def _nth(way: str) -> int:
 
 
 def _train_and_count(rank: int, world_size: int, kind: str, way: str) -> None:
-    for place, build in every(_nth(way), _places(kind).items(), start=list(WAYS).index(way)):
+    for place, build in every(_nth(way), _places(kind).items(), start=list(BASIC).index(way)):
         case = Case(place, build, vectors, (Layer,), row_wise=False)
         with naming(place), _no_input_gradients():
             expected = train_rank_by_rank(case, world_size, steps=3)
@@ -165,11 +166,9 @@ def _train_and_count(rank: int, world_size: int, kind: str, way: str) -> None:
 
 
 def _wrap(case: Case, way: str) -> ShardedWrapper:
-    strategy, use_orig_params = WAYS[way]
     return case.wrap(
         case.model(),
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=use_orig_params,
+        **WAYS[way].keywords,
     )
 
 
@@ -296,11 +295,9 @@ def _checkpoint_modules(model: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def _shard(model: nn.Module, way: str, unit: type[nn.Module]) -> ShardedWrapper:
-    strategy, use_orig_params = WAYS[way]
     return ShardedWrapper(
         model,
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=use_orig_params,
+        **WAYS[way].keywords,
         auto_wrap_policy=ModuleWrapPolicy({unit}),
     )
 
@@ -335,7 +332,7 @@ def _wrapper_modules(
 # ---------------------------------------------------------------- with other idioms
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "grad_op-flat"])
+@pytest.mark.parametrize("way", [way for way in BASIC if way != "grad_op-flat"])
 @both_kinds
 def test_scripts(kind: str, way: str) -> None:
     run_ranks(_run_scripts, 2, kind, way)
@@ -343,7 +340,7 @@ def test_scripts(kind: str, way: str) -> None:
 
 def _run_scripts(rank: int, world_size: int, kind: str, way: str) -> None:
     scripts = (_accumulate, _two_forwards, _evaluate_between, _fail_in_recomputation)
-    for script in every(_nth(way), scripts, start=list(WAYS).index(way)):
+    for script in every(_nth(way), scripts, start=list(BASIC).index(way)):
         with naming(script.__name__), _no_input_gradients():
             build = functools.partial(Layers, inner=KINDS[kind], outer=KINDS[kind])
             case = Case("layers", build, vectors, (Layer,))

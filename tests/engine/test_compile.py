@@ -9,10 +9,11 @@ from torch._dynamo.utils import counters
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import usual_and_every
-from tests.engine.test_training import WAYS, Run
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import Case, vectors
 from tests.oracle import assert_same_state, snapshot
+from tests.side import Run
+from tests.ways import WAYS
 
 BACKEND = "aot_eager"
 """Traces forward and backward, with all guards, and generates no code."""
@@ -87,11 +88,9 @@ def _whole_inside(case: Case, way: str) -> nn.Module:
 
 
 def _wrap(model: nn.Module, way: str) -> ShardedWrapper:
-    strategy, use_orig_params = WAYS[way]
     return ShardedWrapper(
         model,
-        sharding_strategy=strategy,
-        use_orig_params=use_orig_params,
+        **WAYS[way].keywords,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
     )
 

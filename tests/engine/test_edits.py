@@ -11,13 +11,13 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from flatshard import MixedPrecision
 from flatshard.engine.handle import FlatParamHandle
 from tests.combinations import every
-from tests.engine.test_training import WAYS, Run, Script
 from tests.harness import naming, run_ranks
-from tests.models import CASES
-from tests.oracle import assert_same_state, snapshot
+from tests.oracle import assert_same
+from tests.side import Run, Script, pair
+from tests.ways import BASIC, TRUE_SHAPE
 
-TRUE_SHAPES = {way for way, (_, use_orig_params) in WAYS.items() if use_orig_params}
-SHARDED = {way for way, (strategy, _) in WAYS.items() if strategy != "NO_SHARD"}
+TRUE_SHAPES = set(TRUE_SHAPE)
+SHARDED = set(BASIC) - {"no_shard"}
 
 
 def _weights(run: Run) -> list[Tensor]:
@@ -199,7 +199,7 @@ def gradients_from_outside(run: Run) -> None:
 
 SCRIPTS: list[tuple[Script, set[str]]] = [
     *(
-        (script, set(WAYS))
+        (script, set(BASIC))
         for script in (
             copied,
             copied_through_data,
@@ -222,19 +222,6 @@ SCRIPTS: list[tuple[Script, set[str]]] = [
 ]
 
 
-def _assert_same(sharded: Run, plain: Run) -> None:
-    assert_same_state(sharded.model.state_dict(), snapshot(plain.model), 1e-12, 1e-12)
-
-
-def _pair(rank: int, world_size: int, way: str, **keywords: Any) -> tuple[Run, Run]:
-    case = CASES["mlp"]
-    strategy, use_orig_params = WAYS[way]
-    sharded = case.wrap(
-        case.model(), sharding_strategy=strategy, use_orig_params=use_orig_params, **keywords
-    )
-    return Run(sharded, case, rank, world_size), Run(case.model(), case, rank, world_size)
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("script", "ways"), SCRIPTS, ids=lambda value: getattr(value, "__name__", "")
@@ -247,21 +234,21 @@ def test_script(script: Script, ways: set[str], world_size: int) -> None:
 
 
 def _run_script(rank: int, world_size: int, script: Script, ways: set[str]) -> None:
-    for way in WAYS:
+    for way in BASIC:
         if way not in ways:
             continue
         with naming(way):
-            sharded, plain = _pair(rank, world_size, way)
+            sharded, plain = pair(rank, world_size, way)
             results = []
             for run in (sharded, plain):
                 run.train(20, 21)
                 results.append(script(run))
             torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
-            _assert_same(sharded, plain)
+            assert_same(sharded.model, plain.model, 1e-12)
             torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=1e-9, atol=1e-12)
             for run in (sharded, plain):
                 run.train(5, 7)
-            _assert_same(sharded, plain)
+            assert_same(sharded.model, plain.model, 1e-12)
 
 
 @pytest.mark.parametrize("script", [assigned_to_data, put_away_and_back, exchanged])
@@ -272,11 +259,11 @@ def test_script_in_mixed_precision(script: Script) -> None:
 def _mixed_precision(rank: int, world_size: int, script: Script) -> None:
     """Where plain parameters do not compute themselves: the edits must reach what does."""
     precision = MixedPrecision(param_dtype=torch.float32)
-    sharded, plain = _pair(rank, world_size, "no_shard", mixed_precision=precision)
+    sharded, plain = pair(rank, world_size, "no_shard", mixed_precision=precision)
     for run in (sharded, plain):
         script(run)
         assert run.evaluate().abs().sum() > 0
-    _assert_same(sharded, plain)
+    assert_same(sharded.model, plain.model, 1e-12)
     torch.testing.assert_close(sharded.evaluate().double(), plain.evaluate(), rtol=1e-5, atol=1e-5)
 
 
@@ -291,7 +278,7 @@ def _needs_whole(rank: int, world_size: int) -> None:
     """A named error, and nothing changed on any rank."""
     for way in SHARDED:
         with naming(way):
-            sharded, plain = _pair(rank, world_size, way)
+            sharded, plain = pair(rank, world_size, way)
             weight = sharded.submodule("fc2").weight
             like = torch.zeros(weight.shape, dtype=weight.dtype)
             attempts: list[Callable[[], Any]] = [
@@ -321,7 +308,7 @@ def _needs_whole(rank: int, world_size: int) -> None:
                     pytest.raises((RuntimeError, TypeError), match=r"fc2\.weight"),
                 ):
                     attempt()
-            _assert_same(sharded, plain)
+            assert_same(sharded.model, plain.model, 1e-12)
 
 
 def test_replaced_parameter() -> None:
@@ -330,9 +317,9 @@ def test_replaced_parameter() -> None:
 
 def _replaced(rank: int, world_size: int) -> None:
     """Without sharding the new parameter computed, and nobody averaged its gradient."""
-    for way in WAYS:
+    for way in BASIC:
         with naming(way):
-            sharded, _ = _pair(rank, world_size, way)
+            sharded, _ = pair(rank, world_size, way)
             module = sharded.submodule("fc2")
             module.weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
             with pytest.raises(RuntimeError, match=r"'fc2\.weight'.*replaced after wrapping"):
@@ -345,8 +332,8 @@ def test_construction_leaves_no_graph() -> None:
 
 def _no_graph(rank: int, world_size: int) -> None:
     """The shard was copied from the originals under autograd, whose graph kept these alive."""
-    for way in WAYS:
-        sharded, _ = _pair(rank, world_size, way)
+    for way in BASIC:
+        sharded, _ = pair(rank, world_size, way)
         for handle in _handles(sharded):
             assert handle.shard.grad_fn is None
             assert handle.buffer.grad_fn is None

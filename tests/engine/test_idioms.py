@@ -17,59 +17,12 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flatshard import ShardedWrapper
-from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import usual_and_every
-from tests.engine.test_training import TRUE_SHAPE_WAYS, WAYS
 from tests.harness import naming, run_ranks
 from tests.models import Mlp
-from tests.oracle import ROWS, assert_same_state, snapshot
-
-
-class Side:
-    """Where a script runs: plain with all rows, or sharded (``way``) with one rank's.
-
-    Attributes:
-        way: a key of ``WAYS``; None on the plain side.
-    """
-
-    def __init__(self, rank: int, world_size: int, way: str | None) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.way = way
-
-    def wrap(self, module: nn.Module, *units: type[nn.Module]) -> nn.Module:
-        """The module in float64; sharded, with ``units`` (linear layers), on the sharded side."""
-        module = module.double()
-        if self.way is None:
-            return module
-        strategy, use_orig_params = WAYS[self.way]
-        return ShardedWrapper(
-            module,
-            sharding_strategy=strategy,
-            use_orig_params=use_orig_params,
-            auto_wrap_policy=ModuleWrapPolicy(units or (nn.Linear,)),
-        )
-
-    def rows(self, tensor: Tensor) -> Tensor:
-        """This side's rows of a batch."""
-        return tensor if self.way is None else tensor.chunk(self.world_size)[self.rank]
-
-    def draw(self, step: int, *shape: int) -> Tensor:
-        """Random rows, the same ones on both sides."""
-        generator = torch.Generator().manual_seed(step)
-        rows = ROWS * self.world_size
-        return self.rows(torch.randn(rows, *shape, generator=generator, dtype=torch.float64))
-
-    def loss(self, model: nn.Module, step: int) -> Tensor:
-        return F.mse_loss(model(self.draw(step, 7)), self.draw(1000 + step, 3))
-
-    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.way is None else model.no_sync()
-
-    def by_rank(self, values: list[float]) -> float:
-        """Another number on each rank; their mean on the plain side."""
-        return sum(values) / len(values) if self.way is None else values[self.rank]
-
+from tests.oracle import assert_same, snapshot
+from tests.side import Side
+from tests.ways import BASIC, TRUE_SHAPE, WAYS
 
 Script = Callable[[Side], list[Any]]
 
@@ -90,19 +43,12 @@ def _run_both(rank: int, world_size: int, script: Script, ways: list[str]) -> No
         with naming(way):
             actual = _run_one(script, Side(rank, world_size, way))
             for mine, theirs in zip(actual, expected, strict=True):
-                _assert_same(mine, theirs)
+                assert_same(mine, theirs)
 
 
 def _run_one(script: Script, side: Side) -> list[Any]:
     torch.manual_seed(3)
     return [snapshot(value) if isinstance(value, nn.Module) else value for value in script(side)]
-
-
-def _assert_same(actual: Any, expected: Any) -> None:
-    if isinstance(expected, dict):
-        assert_same_state(actual, expected, 1e-9, 1e-12)
-    else:
-        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 # ---------------------------------------------------------------- several models
@@ -724,12 +670,12 @@ TRUE_SHAPES: list[Script] = [
 
 @pytest.mark.parametrize("script", EVERYWHERE, ids=lambda script: script.__name__)
 def test_script(script: Script) -> None:
-    run_ranks(_run_both, 2, script, usual_and_every(2, WAYS, EVERYWHERE.index(script)))
+    run_ranks(_run_both, 2, script, usual_and_every(2, BASIC, EVERYWHERE.index(script)))
 
 
 @pytest.mark.parametrize("script", TRUE_SHAPES, ids=lambda script: script.__name__)
 def test_script_on_true_shapes(script: Script) -> None:
-    run_ranks(_run_both, 2, script, TRUE_SHAPE_WAYS)
+    run_ranks(_run_both, 2, script, TRUE_SHAPE)
 
 
 # ---------------------------------------------------------------- what wrapping leaves behind
@@ -739,7 +685,7 @@ class _Memory(bytearray):
     """Bytes that a tensor can lie in and a weak reference can watch."""
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", BASIC)
 def test_originals_are_given_back(way: str) -> None:
     """A graph over the flattening, and the list of originals, kept a whole model on each rank."""
     run_ranks(_originals, 2, way)
@@ -751,7 +697,6 @@ def _originals(rank: int, world_size: int, way: str) -> None:
     watched = weakref.ref(memory)
     model.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(5, 7).fill_(1)
     del memory
-    strategy, use_orig_params = WAYS[way]
-    wrapped = ShardedWrapper(model, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    wrapped = ShardedWrapper(model, **WAYS[way].keywords)
     assert watched() is None
     assert torch.equal(wrapped.state_dict()["weight"], torch.ones(5, 7))

@@ -19,7 +19,16 @@ from flatshard.memory import disk
 from flatshard.options.offload import OffloadError, as_cpu_offload
 from tests.harness import naming, run_ranks
 from tests.models import CASES
-from tests.oracle import OPTIMIZERS, local_loss, snapshot, trainable
+from tests.oracle import (
+    OPTIMIZERS,
+    Trained,
+    assert_same_state,
+    local_loss,
+    snapshot,
+    train,
+    train_steps,
+    trainable,
+)
 
 Figures = tuple[dict[str, Tensor], list[float], dict[str, Any]]
 
@@ -84,6 +93,35 @@ def _train_both(rank: int, size: int, folder: str) -> None:
 def test_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
     run_ranks(_train_both, 2, str(tmp_path))
     assert not list(tmp_path.iterdir()), "files have a name"
+
+
+HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OP")
+
+
+def _train_hybrid(rank: int, size: int, folder: str, expected: dict[str, Trained]) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    modes = (
+        CPUOffload(offload_params=True, path=folder),
+        CPUOffload(path=folder),
+        CPUOffload(offload_optimizer=True, path=folder),
+    )
+    for strategy, mode, name in zip(HYBRID, modes, expected, strict=True):
+        with naming(f"{strategy}, {mode}, {name}"):
+            case, figures = CASES[name], []
+            for offload in (None, mode):
+                model = case.wrap(case.model(), cpu_offload=offload, sharding_strategy=strategy)
+                optimizer = OPTIMIZERS["sgd"](trainable(model))
+                train_steps(model, optimizer, case, rank, size)
+                figures.append(snapshot(model))
+                if offload is not None:
+                    assert all(map(disk.is_on_disk, _tensors(optimizer)))
+            _assert_equal(figures[1], figures[0])
+            assert_same_state(figures[1], expected[name].state, 1e-9, 1e-9)
+
+
+def test_hybrid_equals_the_unwrapped_model(tmp_path: Path) -> None:
+    expected = {name: train(CASES[name], 4) for name in ("transformer", "mlp", "tied-across-units")}
+    run_ranks(_train_hybrid, 4, str(tmp_path), expected)
 
 
 # ---------------------------------------------------------------- large enough to be mapped

@@ -34,7 +34,7 @@ from tests.oracle import (
 Strides = dict[str, tuple[int, ...]]
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-WAYS = list(itertools.product(STRATEGIES, [True, False], [1, 2, 3]))
+EVERY_WAY = list(itertools.product(STRATEGIES, [True, False], [1, 2, 3]))
 
 # Part of the model is in float32.
 TOLERANCE = 1e-6
@@ -137,7 +137,7 @@ def _train_zoo(
     return Trained(state, losses), strides_of_parameters(model)
 
 
-@pytest.mark.parametrize(("strategy", "use_orig_params", "world_size"), WAYS)
+@pytest.mark.parametrize(("strategy", "use_orig_params", "world_size"), EVERY_WAY)
 def test_same_numbers_and_strides(strategy: str, use_orig_params: bool, world_size: int) -> None:
     expected = train(ZOO, world_size, dtype=DTYPE)
     results = run_ranks(_train_zoo, world_size, strategy, use_orig_params)
@@ -242,7 +242,7 @@ def _summon_copy_convert(rank: int, world_size: int, strategy: str, use_orig_par
         assert_same_state(snapshot(one), snapshot(copy.deepcopy(plain).float()), rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize(("strategy", "use_orig_params", "world_size"), WAYS[2::2])
+@pytest.mark.parametrize(("strategy", "use_orig_params", "world_size"), EVERY_WAY[2::2])
 def test_summon_copy_convert(strategy: str, use_orig_params: bool, world_size: int) -> None:
     run_ranks(_summon_copy_convert, world_size, strategy, use_orig_params)
 
@@ -417,7 +417,7 @@ def _gradient_memory(rank: int, world_size: int, strategy: str, use_orig_params:
     assert held <= trained / share + padding
 
 
-@pytest.mark.parametrize(("strategy", "use_orig_params", "world_size"), WAYS)
+@pytest.mark.parametrize(("strategy", "use_orig_params", "world_size"), EVERY_WAY)
 def test_gradient_memory_is_that_of_what_is_trained(
     strategy: str, use_orig_params: bool, world_size: int
 ) -> None:

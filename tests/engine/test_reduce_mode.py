@@ -127,7 +127,7 @@ def test_gradients_are_alike_by_any_transport(world_size: int) -> None:
     run_ranks(_by_any_transport, world_size)
 
 
-WAYS = [
+MODES = [
     *[
         (mode, "fixed_order", strategy)
         for mode in ("auto", "sockets", "native")
@@ -143,7 +143,7 @@ def _by_any_transport(rank: int, world_size: int) -> None:
     local = [_local(one) for one in range(world_size)]
     for dtype in (torch.float32, BF16):
         expected = _average(local, dtype)
-        ways = [*WAYS, *[(m, "auto", "NO_SHARD") for m in ("auto", "sockets") if dtype is BF16]]
+        ways = [*MODES, *[(m, "auto", "NO_SHARD") for m in ("auto", "sockets") if dtype is BF16]]
         for mode, reduce_mode, strategy in ways:
             with naming((dtype, mode, reduce_mode, strategy)), _small_limits():
                 model = _wrap(mode, strategy, reduce_dtype=dtype, reduce_mode=reduce_mode)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.engine import reduce_buckets
-from tests.comm.test_peer_memory import mapping
-from tests.compat.test_comm_hooks import Averaging
-from tests.engine.test_training import Run, _assert_same_model
+from tests.comm_hooks import Averaging
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Case, vectors
 from tests.oracle import ROWS, local_loss
+from tests.shared_memory import mapping
+from tests.side import Run, assert_same_model
 
 
 def test_a_backward_under_no_sync_on_one_rank_alone() -> None:
@@ -46,7 +46,7 @@ def _lonely_backward(rank: int, world_size: int) -> None:
                 (local_loss(plain.model, case, 2, 0, world_size) / world_size).backward()
                 plain.loss(3).backward()
                 plain.train(4, 6)
-                _assert_same_model(sharded, plain)
+                assert_same_model(sharded, plain)
 
 
 def test_accumulated_gradients_edited_where_a_rank_has_no_part() -> None:
@@ -76,7 +76,7 @@ def _edited_elsewhere(rank: int, world_size: int) -> None:
     sharded.optimizer.zero_grad()  # takes the edit along
     for run in (sharded, plain):
         run.train(3 if run is sharded else 2, 5)
-    _assert_same_model(sharded, plain)
+    assert_same_model(sharded, plain)
 
 
 class _Pair(nn.Module):
@@ -139,7 +139,7 @@ def _in_part(rank: int, world_size: int) -> None:
                     with _counting_stalls() as counted:
                         _unlike_step(run, step, halved)
                     stalls.append(len(counted))
-            _assert_same_model(sharded, plain)
+            assert_same_model(sharded, plain)
             assert len(hook.calls) == (20 if has_hook else 0)
             if not has_hook and rank == 0:
                 assert stalls[6] > 0, "the case is no case"
@@ -163,7 +163,7 @@ def _two_models(rank: int, world_size: int) -> None:
                 for runs in (plain, sharded):
                     _step_of_two(runs, step)
             for one, other in zip(sharded, plain, strict=True):
-                _assert_same_model(one, other)
+                assert_same_model(one, other)
 
 
 def _step_of_two(runs: list[Run], step: int) -> None:
@@ -228,4 +228,4 @@ def _over_early(rank: int, world_size: int) -> None:
                 loss = run.model(inputs, number != 1).pow(2).mean()
                 (loss if run.is_sharded else loss / world_size).backward()
             run.step()
-    _assert_same_model(sharded, plain)
+    assert_same_model(sharded, plain)

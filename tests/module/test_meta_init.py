@@ -5,7 +5,6 @@ The oracle is the same model built on the CPU from the same seed: the same numbe
 
 import contextlib
 import gc
-import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 from tests.oracle import assert_same_state, snapshot
+from tests.ways import WAYS, Way
 
 SEED = 5
 
@@ -87,28 +87,28 @@ def same(model: nn.Module, expected: nn.Module, tolerance: float = 0.0) -> None:
     assert_same_state(model.state_dict(), snapshot(expected), rtol=0.0, atol=tolerance)
 
 
-# Policy, keywords, ranks, ranks per node.
 POLICY = ModuleWrapPolicy({Attending, nn.LSTM, nn.Conv1d, Scale})
-WAYS: dict[str, tuple[Any, dict[str, Any], int, int]] = {
-    "units": (POLICY, {}, 2, 2),
-    "one-unit": (None, {}, 3, 3),
-    "flat": (POLICY, {"use_orig_params": False}, 2, 2),
-    "replicated": (POLICY, {"sharding_strategy": "NO_SHARD"}, 2, 2),
-    "replicated-flat": (None, {"sharding_strategy": "NO_SHARD", "use_orig_params": False}, 2, 2),
-    "alone": (POLICY, {}, 1, 1),
-    "hybrid": (POLICY, {"sharding_strategy": "HYBRID_SHARD"}, 4, 2),
-    "hybrid-op": (POLICY, {"sharding_strategy": "HYBRID_SHARD_OP"}, 4, 2),
+# Policy and way.
+SETTINGS: dict[str, tuple[Any, Way]] = {
+    "units": (POLICY, WAYS["full"]),
+    "one-unit": (None, WAYS["full-3"]),
+    "flat": (POLICY, WAYS["full-flat"]),
+    "replicated": (POLICY, WAYS["no_shard"]),
+    "replicated-flat": (None, WAYS["no_shard-flat"]),
+    "alone": (POLICY, Way({}, world_size=1)),
+    "hybrid": (POLICY, WAYS["hybrid"]),
+    "hybrid-op": (POLICY, WAYS["hybrid-op"]),
 }
 
 
-def same_as_built(rank: int, world_size: int, way: str, ranks_per_node: int) -> None:
-    policy, keywords, _, _ = WAYS[way]
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
+def same_as_built(rank: int, world_size: int, name: str) -> None:
+    policy, way = SETTINGS[name]
+    way.set_nodes()
     expected = on_cpu(Zoo)
     state = torch.get_rng_state()
 
     def wrap(model: nn.Module, **more: Any) -> ShardedWrapper:
-        return ShardedWrapper(model, auto_wrap_policy=policy, **keywords, **more)
+        return ShardedWrapper(model, auto_wrap_policy=policy, **way.keywords, **more)
 
     with naming("every rank for itself, nothing sent"):
         torch.manual_seed(SEED)
@@ -151,10 +151,9 @@ def same_as_built(rank: int, world_size: int, way: str, ranks_per_node: int) -> 
         same(received, expected, 1e-6)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_same_numbers_as_built_on_the_device(way: str) -> None:
-    _, _, ranks, per_node = WAYS[way]
-    run_ranks(same_as_built, ranks, way, per_node)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_same_numbers_as_built_on_the_device(name: str) -> None:
+    run_ranks(same_as_built, SETTINGS[name][1].world_size, name)
 
 
 # ---------------------------------------------------------------- param_init_fn, sync=False

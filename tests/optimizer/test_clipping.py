@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from flatshard import FlatShardTensor, ShardedWrapper, collectives
 from flatshard.comm.topology import communicator
 from flatshard.tensor import reduction_ops
-from flatshard.tensor.sharded_tensor import ShardSpec
+from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.wrap import ModuleWrapPolicy
-from tests.engine.test_training import WAYS
 from tests.harness import naming, run_ranks
+from tests.ways import BASIC, WAYS
 
 INF = math.inf
 ORDERS = (2.0, 1.0, 3.0, 0.5, INF, -INF, 0.0, -1.0)
 
-each_way = pytest.mark.parametrize("way", WAYS)
+each_way = pytest.mark.parametrize("way", BASIC)
 
 
 class Part(nn.Module):
@@ -60,15 +60,13 @@ class Pair:
     """The same model, plain and wrapped in one of the ways, on the same rows."""
 
     def __init__(self, rank: int, world_size: int, way: str) -> None:
-        strategy, use_orig_params = WAYS[way]
         self.rank, self.world_size = rank, world_size
         self.plain = Parts()
         model = Parts()
         self.wrapped = ShardedWrapper(
             model,
             auto_wrap_policy=ModuleWrapPolicy((Part,)),
-            sharding_strategy=strategy,
-            use_orig_params=use_orig_params,
+            **WAYS[way].keywords,
         )
         for root in (self.plain, model):  # as a user may add one that no unit owns
             param = nn.Parameter(torch.ones(3), requires_grad=False)
@@ -116,19 +114,20 @@ def _assert_close(actual: Tensor, expected: Tensor, rounded: torch.dtype = torch
 
 def _rounded(way: str) -> torch.dtype:
     """What torch's functions round norms to: flat parameters' own, not their originals'."""
-    return torch.float32 if WAYS[way][1] else torch.bfloat16
+    return torch.float32 if WAYS[way].is_true_shape else torch.bfloat16
 
 
 def _orders(way: str) -> tuple[float, ...]:
     """torch's norm of order 0 counts tensors, and flat parameters are fewer."""
-    return ORDERS if WAYS[way][1] else tuple(order for order in ORDERS if order != 0)
+    return ORDERS if WAYS[way].is_true_shape else tuple(order for order in ORDERS if order != 0)
 
 
 # ---------------------------------------------------------------- the numbers
 
 
 @pytest.mark.parametrize(
-    ("way", "world_size"), [*((way, 2) for way in WAYS), ("full", 1), ("full-flat", 3), ("full", 4)]
+    ("way", "world_size"),
+    [*((way, 2) for way in BASIC), ("full", 1), ("full-flat", 3), ("full", 4)],
 )
 def test_method(way: str, world_size: int) -> None:
     run_ranks(_method, world_size, way)
@@ -136,7 +135,7 @@ def test_method(way: str, world_size: int) -> None:
 
 def _method(rank: int, world_size: int, way: str) -> None:
     pair = Pair(rank, world_size, way)
-    is_sharded = world_size > 1 and WAYS[way][0] != "NO_SHARD"
+    is_sharded = world_size > 1 and WAYS[way].strategy != "NO_SHARD"
     for order in ORDERS:
         with naming(f"order {order}"):
             pair.backward()
@@ -301,8 +300,7 @@ def _not_reduced(rank: int, world_size: int, way: str) -> None:
     model = ShardedWrapper(
         Parts(),
         auto_wrap_policy=ModuleWrapPolicy((Part,)),
-        sharding_strategy=WAYS[way][0],
-        use_orig_params=WAYS[way][1],
+        **WAYS[way].keywords,
     )
     x = torch.ones(2, dtype=torch.float64)
     with model.no_sync():

@@ -15,32 +15,12 @@ from flatshard import CollectiveError, ShardedWrapper, ShardingStrategy
 from flatshard.collectives import record
 from flatshard.wrap import CustomPolicy
 from tests.combinations import every
-from tests.engine.test_training import (
-    EVERYWHERE,
-    TOLERANCE,
-    TRUE_SHAPES,
-    Run,
-    _assert_same_model,
-)
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Mlp
 from tests.oracle import assert_same_state, snapshot
-
-Keywords = dict[str, Any]
-
-# Keywords, ranks, ranks per node.
-WAYS: dict[str, tuple[Keywords, int, int]] = {
-    "op": ({"sharding_strategy": "SHARD_OP"}, 3, 3),
-    "hybrid": ({"sharding_strategy": "HYBRID_SHARD"}, 4, 2),
-    "hybrid-zero2": ({"sharding_strategy": "HYBRID_SHARD_ZERO2"}, 4, 2),
-    "hybrid-op": ({"sharding_strategy": "HYBRID_SHARD_OP"}, 4, 2),
-    "hybrid-op-nodes-of-one": ({"sharding_strategy": "HYBRID_SHARD_OP"}, 2, 1),
-    "hybrid-nodes-of-one": ({"sharding_strategy": "HYBRID_SHARD"}, 2, 1),
-    "regather": ({"reshard_after_forward": 2}, 4, 4),
-    "keep": ({"reshard_after_forward": False}, 2, 2),
-    "native-hybrid": ({"sharding_strategy": "HYBRID_SHARD", "collectives": "native"}, 4, 2),
-    "native-hybrid-op": ({"sharding_strategy": "HYBRID_SHARD_OP", "collectives": "native"}, 4, 2),
-}
+from tests.side import TOLERANCE, Run, assert_same_model
+from tests.training_scripts import EVERYWHERE, TRUE_SHAPES
+from tests.ways import TOPOLOGIES, WAYS, Keywords
 
 SAME_IN_ANY_ORDER = 1e-9
 
@@ -51,7 +31,7 @@ IN_SHORT = ["hybrid-zero2", "native-hybrid"]
 
 
 def _ways(*more: str) -> Iterator[Any]:
-    for way in (*more, *(way for way in WAYS if way not in IN_SHORT)):
+    for way in (*more, *(way for way in TOPOLOGIES if way not in IN_SHORT)):
         yield pytest.param(way, True, id=way)
         if way in FLAT_TOO:
             yield pytest.param(way, False, id=f"{way}-flat")
@@ -65,15 +45,14 @@ NOT_IN_FULL = ["hybrid-op-flat", "regather-flat", "hybrid-nodes-of-one", "keep"]
     ("way", "use_orig_params"), [way for way in _ways() if way.id not in NOT_IN_FULL]
 )
 def test_scripts(way: str, use_orig_params: bool) -> None:
-    keywords, world_size, per_node = WAYS[way]
-    keywords = {**keywords, "use_orig_params": use_orig_params}
-    number = list(WAYS).index(way)
-    run_ranks(_scripts, world_size, keywords, per_node, number, timeout=120)
+    number = list(TOPOLOGIES).index(way)
+    run_ranks(_scripts, WAYS[way].world_size, way, use_orig_params, number, timeout=120)
 
 
-def _scripts(rank: int, world_size: int, keywords: Keywords, per_node: int, number: int) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
-    scripts = EVERYWHERE + (TRUE_SHAPES if keywords["use_orig_params"] else [])
+def _scripts(rank: int, world_size: int, way: str, use_orig_params: bool, number: int) -> None:
+    WAYS[way].set_nodes()
+    keywords = {**WAYS[way].keywords, "use_orig_params": use_orig_params}
+    scripts = EVERYWHERE + (TRUE_SHAPES if use_orig_params else [])
     for script, name in every(4, scripts, start=number):
         with naming(f"{script.__name__}, {name}"):
             case = CASES[name]
@@ -83,10 +62,10 @@ def _scripts(rank: int, world_size: int, keywords: Keywords, per_node: int, numb
             torch.testing.assert_close(
                 script(sharded), expected, rtol=SAME_IN_ANY_ORDER, atol=TOLERANCE
             )
-            _assert_same_model(sharded, plain)
+            assert_same_model(sharded, plain)
             sharded.train(10, 12)
             plain.train(10, 12)
-            _assert_same_model(sharded, plain)
+            assert_same_model(sharded, plain)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +79,12 @@ def _scripts(rank: int, world_size: int, keywords: Keywords, per_node: int, numb
     ],
 )
 def test_models(way: str, name: str) -> None:
-    keywords, world_size, per_node = WAYS[way]
-    run_ranks(_models, world_size, name, keywords, per_node)
+    run_ranks(_models, WAYS[way].world_size, name, way)
 
 
-def _models(rank: int, world_size: int, name: str, keywords: Keywords, per_node: int) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+def _models(rank: int, world_size: int, name: str, way: str) -> None:
+    WAYS[way].set_nodes()
+    keywords = WAYS[way].keywords
     _train_and_compare(rank, world_size, name, lambda case: case.wrap(case.model(), **keywords))
 
 
@@ -117,7 +96,7 @@ def _train_and_compare(
     plain = Run(case.model(), case, rank, world_size)
     for run in (sharded, plain):
         run.train(0, steps)
-    _assert_same_model(sharded, plain)
+    assert_same_model(sharded, plain)
     state = sharded.model.state_dict()
     bare = case.model()
     bare.load_state_dict(state)
@@ -190,7 +169,7 @@ def _pair_within_part(rank: int, world_size: int) -> None:
     plain = Run(case.model(), case, rank // 2, 2)
     for run in (sharded, plain):
         run.train(0, 3)
-    _assert_same_model(sharded, plain)
+    assert_same_model(sharded, plain)
 
 
 # ---------------------------------------------------------------- a strategy for each unit
@@ -320,19 +299,15 @@ ACCUMULATIONS: dict[str, Keywords] = {
 
 @pytest.mark.parametrize(("way", "use_orig_params"), list(_ways("full", "no_shard")))
 def test_accumulation(way: str, use_orig_params: bool) -> None:
-    strategies = {"full": "FULL_SHARD", "no_shard": "NO_SHARD"}
-    keywords, world_size, per_node = WAYS.get(
-        way, ({"sharding_strategy": strategies.get(way)}, 2, 2)
-    )
-    keywords = {**keywords, "use_orig_params": use_orig_params}
-    number = list(WAYS).index(way) if way in WAYS else None
-    run_ranks(_accumulation, world_size, keywords, per_node, number)
+    number = list(TOPOLOGIES).index(way) if way in TOPOLOGIES else None
+    run_ranks(_accumulation, WAYS[way].world_size, way, use_orig_params, number)
 
 
 def _accumulation(
-    rank: int, world_size: int, keywords: Keywords, per_node: int, number: int | None
+    rank: int, world_size: int, way: str, use_orig_params: bool, number: int | None
 ) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    WAYS[way].set_nodes()
+    keywords = {**WAYS[way].keywords, "use_orig_params": use_orig_params}
     some = every(2, ACCUMULATIONS.items(), start=number or 0)
     for mode, accumulation in some if number is not None else ACCUMULATIONS.items():
         case = CASES["mlp"]
@@ -341,7 +316,7 @@ def _accumulation(
         with naming(mode):
             for run in (sharded, plain):
                 _accumulate(run, accumulation)
-            _assert_same_model(sharded, plain)
+            assert_same_model(sharded, plain)
 
 
 def _accumulate(run: Run, accumulation: Keywords) -> None:

@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flatshard import declare_elementwise
-from tests.engine.test_training import Run, Script, _assert_same_model
 from tests.harness import allow_warnings, run_ranks
 from tests.models import CASES, Case, loss_of, vectors
 from tests.oracle import OPTIMIZERS, ROWS, assert_same_state, snapshot, trainable
-from tests.parity.test_strategies import WAYS
-
-ALL_WAYS = {**WAYS, "full": ({}, 2, 2), "no_shard": ({"sharding_strategy": "NO_SHARD"}, 2, 2)}
+from tests.side import Run, Script, assert_same_model
+from tests.ways import WAYS
 
 
 class _Branches(nn.Module):
@@ -206,20 +204,17 @@ def _combinations() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("script", "name", "way"), list(_combinations()))
 def test_script(script: Script, name: str, way: str) -> None:
-    keywords, world_size, per_node = ALL_WAYS[way]
-    run_ranks(_run_both, world_size, script, name, keywords, per_node)
+    run_ranks(_run_both, WAYS[way].world_size, script, name, way)
 
 
-def _run_both(
-    rank: int, world_size: int, script: Script, name: str, keywords: dict[str, Any], per_node: int
-) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+def _run_both(rank: int, world_size: int, script: Script, name: str, way: str) -> None:
+    WAYS[way].set_nodes()
     case = _CASES[name]
     plain = Run(case.model(), case, rank, world_size)
-    sharded = Run(case.wrap(case.model(), **keywords), case, rank, world_size)
+    sharded = Run(case.wrap(case.model(), **WAYS[way].keywords), case, rank, world_size)
     for run in (plain, sharded):
         script(run)
-    _assert_same_model(sharded, plain)
+    assert_same_model(sharded, plain)
 
 
 @pytest.mark.parametrize("way", ["full", "no_shard", "hybrid-replicas"])

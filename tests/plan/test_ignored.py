@@ -5,7 +5,6 @@ the gradients of everything that is not ignored are averaged over the copies.
 """
 
 import copy
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,21 +20,14 @@ from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.combinations import every
 from tests.harness import naming, run_ranks
 from tests.models import loss_of, vectors
-from tests.oracle import ROWS, assert_same_state, snapshot
+from tests.oracle import ROWS, assert_same, assert_same_state, snapshot
+from tests.ways import WAYS
 
 LINEARS = ModuleWrapPolicy({nn.Linear})
 TOLERANCE = 1e-11
 
-# Strategy, ranks, ranks per node.
-WAYS = {
-    "full-2": ("FULL_SHARD", 2, 2),
-    "full-3": ("FULL_SHARD", 3, 3),
-    "replicated-2": ("NO_SHARD", 2, 2),
-    "replicated-3": ("NO_SHARD", 3, 3),
-    "hybrid-nodes-of-one": ("HYBRID_SHARD", 2, 1),
-    "hybrid-4": ("HYBRID_SHARD", 4, 2),
-}
-each_way = pytest.mark.parametrize("way", WAYS)
+CHOSEN = ("full", "full-3", "no_shard", "no_shard-3", "hybrid-nodes-of-one", "hybrid")
+each_way = pytest.mark.parametrize("way", CHOSEN)
 each_form = pytest.mark.parametrize("use_orig_params", [True, False], ids=["", "flat"])
 
 
@@ -128,10 +120,6 @@ def _loss(model: nn.Module, rank: int, world_size: int, step: int) -> Tensor:
     return loss_of(model(inputs), target)
 
 
-def _assert_same(model: nn.Module, plain: nn.Module) -> None:
-    assert_same_state(model.state_dict(), snapshot(plain), TOLERANCE, TOLERANCE)
-
-
 def _check_trains_like(copies: Copies, model: ShardedWrapper, rank: int, num_steps: int) -> None:
     """Train the model on this rank's rows, the copies on all ranks', and compare."""
     optimizer = _sgd(model)
@@ -140,7 +128,7 @@ def _check_trains_like(copies: Copies, model: ShardedWrapper, rank: int, num_ste
         optimizer.step()
         optimizer.zero_grad()
         copies.step([step])
-    _assert_same(model, copies.models[rank])
+    assert_same(model, copies.models[rank], TOLERANCE, TOLERANCE)
 
 
 # ---------------------------------------------------------------- training
@@ -149,20 +137,17 @@ def _check_trains_like(copies: Copies, model: ShardedWrapper, rank: int, num_ste
 @each_form
 @each_way
 def test_training(way: str, use_orig_params: bool) -> None:
-    strategy, world_size, per_node = WAYS[way]
-    run_ranks(_training, world_size, strategy, per_node, use_orig_params)
+    run_ranks(_training, WAYS[way].world_size, way, use_orig_params)
 
 
-def _training(
-    rank: int, world_size: int, strategy: str, per_node: int, use_orig_params: bool
-) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+def _training(rank: int, world_size: int, way: str, use_orig_params: bool) -> None:
+    WAYS[way].set_nodes()
     for how in every(2, ("modules", "parameters", "states", "names"), start=use_orig_params):
         with naming(how):
             model, keywords, ignored = _build(rank, how)
             wrapped = ShardedWrapper(
                 model,
-                sharding_strategy=strategy,
+                sharding_strategy=WAYS[way].strategy,
                 use_orig_params=use_orig_params,
                 auto_wrap_policy=LINEARS,
                 **keywords,
@@ -173,19 +158,18 @@ def _training(
 
 @each_way
 def test_accumulation(way: str) -> None:
-    strategy, world_size, per_node = WAYS[way]
-    run_ranks(_accumulation, world_size, strategy, per_node)
+    run_ranks(_accumulation, WAYS[way].world_size, way)
 
 
-def _accumulation(rank: int, world_size: int, strategy: str, per_node: int) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+def _accumulation(rank: int, world_size: int, way: str) -> None:
+    WAYS[way].set_nodes()
     model, keywords, ignored = _build(rank, "parameters")
     model.norm, model.local = nn.Identity(), nn.Identity()  # whose buffers no_sync leaves alone
     copies = Copies([copy.deepcopy(model) for _ in range(world_size)], ignored)
     for r, plain in enumerate(copies.models):
         plain.load_state_dict(_build(r, "parameters")[0].state_dict(), strict=False)
     wrapped = ShardedWrapper(
-        model, sharding_strategy=strategy, auto_wrap_policy=LINEARS, **keywords
+        model, sharding_strategy=WAYS[way].strategy, auto_wrap_policy=LINEARS, **keywords
     )
     optimizer = _sgd(wrapped)
     for step in range(0, 6, 2):
@@ -195,27 +179,24 @@ def _accumulation(rank: int, world_size: int, strategy: str, per_node: int) -> N
         optimizer.step()
         optimizer.zero_grad()
         copies.step([step, step + 1])
-    _assert_same(wrapped, copies.models[rank])
+    assert_same(wrapped, copies.models[rank], TOLERANCE, TOLERANCE)
 
 
 @each_form
 @each_way
 def test_clipping(way: str, use_orig_params: bool) -> None:
-    strategy, world_size, per_node = WAYS[way]
-    run_ranks(_clipping, world_size, strategy, per_node, use_orig_params)
+    run_ranks(_clipping, WAYS[way].world_size, way, use_orig_params)
 
 
-def _clipping(
-    rank: int, world_size: int, strategy: str, per_node: int, use_orig_params: bool
-) -> None:
+def _clipping(rank: int, world_size: int, way: str, use_orig_params: bool) -> None:
     """All ranks have the same rows, so that their ignored gradients are one model's."""
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    WAYS[way].set_nodes()
     for order in (2.0, float("inf")):
         plain = _build(0, "states")[0]
         model, keywords, _ = _build(0, "states")
         wrapped = ShardedWrapper(
             model,
-            sharding_strategy=strategy,
+            sharding_strategy=WAYS[way].strategy,
             use_orig_params=use_orig_params,
             auto_wrap_policy=LINEARS,
             **keywords,
@@ -236,7 +217,7 @@ def _clipping(
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        _assert_same(wrapped, plain)
+        assert_same(wrapped, plain, TOLERANCE, TOLERANCE)
 
 
 # ---------------------------------------------------------------- what they are
@@ -276,16 +257,15 @@ def _they_stay_plain(rank: int, world_size: int, use_orig_params: bool) -> None:
 
 @each_way
 def test_copies(way: str) -> None:
-    strategy, world_size, per_node = WAYS[way]
-    run_ranks(_copies, world_size, strategy, per_node)
+    run_ranks(_copies, WAYS[way].world_size, way)
 
 
-def _copies(rank: int, world_size: int, strategy: str, per_node: int) -> None:
+def _copies(rank: int, world_size: int, way: str) -> None:
     """A deep copy trains alike and apart, inner units can be copied, buffers stay each rank's."""
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    WAYS[way].set_nodes()
     model, keywords, ignored = _build(rank, "states")
     wrapped = ShardedWrapper(
-        model, sharding_strategy=strategy, auto_wrap_policy=LINEARS, **keywords
+        model, sharding_strategy=WAYS[way].strategy, auto_wrap_policy=LINEARS, **keywords
     )
     before = snapshot(wrapped)
     twin = copy.deepcopy(wrapped)

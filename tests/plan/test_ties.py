@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from flatshard import ShardedWrapper
 from flatshard.plan.wrap import Policy, always_wrap_policy, size_based_auto_wrap_policy
 from tests.combinations import every
-from tests.engine.test_training import TRUE_SHAPE_WAYS, WAYS, Run
 from tests.harness import naming, run_ranks
 from tests.models import Case, Mlp, Transformer, tokens, vectors
 from tests.oracle import assert_same_state, snapshot
+from tests.side import Run
+from tests.ways import BASIC, TRUE_SHAPE, WAYS
 
 # ---------------------------------------------------------------- models
 
@@ -270,16 +271,14 @@ _TIES = [
 
 TIES = {tie.name: tie for tie in _TIES}
 
-each_way = pytest.mark.parametrize("way", WAYS)
+each_way = pytest.mark.parametrize("way", BASIC)
 
 
 def _runs(rank: int, world_size: int, tie: Tie, way: str) -> tuple[Run, Run]:
     """The same model sharded and plain."""
-    strategy, use_orig_params = WAYS[way]
     model = ShardedWrapper(
         tie.case.model(),
-        sharding_strategy=strategy,
-        use_orig_params=use_orig_params,
+        **WAYS[way].keywords,
         auto_wrap_policy=tie.policy,
     )
     return Run(model, tie.case, rank, world_size), Run(tie.case.model(), tie.case, rank, world_size)
@@ -315,7 +314,7 @@ def _owner(rank: int, world_size: int, way: str) -> None:
             assert {name: spans[name][0] for name in tie.owners} == tie.owners
 
 
-@pytest.mark.parametrize("way", TRUE_SHAPE_WAYS)
+@pytest.mark.parametrize("way", TRUE_SHAPE)
 def test_parameters_are_the_same_object(way: str) -> None:
     run_ranks(_same_object, 2, way)
 
@@ -350,7 +349,7 @@ def test_training_and_state_dicts(way: str) -> None:
 
 
 def _train_and_load_all(rank: int, world_size: int, way: str) -> None:
-    for tie in every(1 if way == "full" else 2, TIES.values(), start=list(WAYS).index(way)):
+    for tie in every(1 if way == "full" else 2, TIES.values(), start=list(BASIC).index(way)):
         with naming(tie.name):
             _train_and_load(rank, world_size, tie, way)
 

@@ -19,10 +19,10 @@ from torch.func import functional_call
 from flatshard import MixedPrecision, ShardedWrapper, collectives
 from flatshard.options.precision import FLOAT8
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.engine.test_training import WAYS
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Case, MixedTypes, Mlp, loss_of, vectors
 from tests.oracle import ROWS, assert_same_state, snapshot
+from tests.ways import BASIC, WAYS
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -140,7 +140,7 @@ def trained(
     return snapshot(model), output
 
 
-def assert_same(actual: tuple[Any, Tensor], expected: tuple[Any, Tensor]) -> None:
+def assert_bitwise(actual: tuple[Any, Tensor], expected: tuple[Any, Tensor]) -> None:
     assert_same_state(actual[0], expected[0], rtol=0, atol=0)
     torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=0)
 
@@ -165,13 +165,12 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", BASIC)
 def test_like_casts_by_hand(way: str) -> None:
     run_ranks(_like_casts_by_hand, 2, way)
 
 
 def _like_casts_by_hand(rank: int, world_size: int, way: str) -> None:
-    strategy, use_orig_params = WAYS[way]
     for name, policy in [*SMALL, *(LARGE if way.startswith("full") else [])]:
         case, compute = CASES[name], policy.param_dtype or FP32
         reduce = policy.reduce_dtype or compute
@@ -181,14 +180,13 @@ def _like_casts_by_hand(rank: int, world_size: int, way: str) -> None:
         )
         model = case.wrap(
             case.model(FP32),
-            sharding_strategy=strategy,
-            use_orig_params=use_orig_params,
+            **WAYS[way].keywords,
             mixed_precision=policy,
         )
         with naming((way, name, policy)):
             actual = trained(case, model, rank, world_size, steps=3)
             assert actual[1].dtype == compute
-            assert_same(actual, expected)
+            assert_bitwise(actual, expected)
             # Evaluation of the masters themselves: what the optimizer steps, whole and uncast.
             with ShardedWrapper.summon_full_params(model, writeback=False):
                 whole = {name: p.clone() for name, p in model.named_parameters()}
@@ -269,32 +267,31 @@ def _norms_and_routers(rank: int, world_size: int) -> None:
     for layer in by_hand.layers:
         layer.by_hand = True
     expected = trained_by_hand(ROUTED, by_hand, dtype_of, dtype_of, steps=3)
-    for strategy, use_orig_params in WAYS.values():
+    for name, way in BASIC.items():
         plain = ROUTED.model(FP32)
         called_with: list[torch.dtype] = []
         norm = plain.layers[0].norm
         norm.register_forward_hook(lambda _, args, output, to=called_with: to.append(output.dtype))
         model = ROUTED.wrap(
             plain,
-            sharding_strategy=strategy,
-            use_orig_params=use_orig_params,
+            **way.keywords,
             mixed_precision=POLICY,
         )
         assert list(model.state_dict()) == list(by_hand.state_dict())
         # One flat parameter for what is in bfloat16, one for all that is not.
         assert [h.compute_dtype for h in model.layers[0]._sharding.unit.handles] == [FP32, BF16]
-        twin = copy.deepcopy(model) if use_orig_params else model
-        with naming((strategy, use_orig_params)):
-            assert_same(trained(ROUTED, model, rank, world_size, steps=3), expected)
+        twin = copy.deepcopy(model) if way.is_true_shape else model
+        with naming(name):
+            assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
             assert set(called_with) == {BF16}  # a user's hook sees what the caller sees
             if twin is not model:
-                assert_same(trained(ROUTED, twin, rank, world_size, steps=3), expected)
+                assert_bitwise(trained(ROUTED, twin, rank, world_size, steps=3), expected)
     compiled = ROUTED.model(FP32)
     layer = compiled.layers[0]
     layer.forward = torch.compile(layer.forward, backend="eager", fullgraph=True)
     model = ROUTED.wrap(compiled, mixed_precision=POLICY)
     with allow_warnings():  # torch's own
-        assert_same(trained(ROUTED, model, rank, world_size, steps=3), expected)
+        assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
 
     # A unit of its own that is to be ignored, and one with a policy of its own.
     units = CustomPolicy(
@@ -305,7 +302,7 @@ def _norms_and_routers(rank: int, world_size: int) -> None:
         )
     )
     model = ShardedWrapper(ROUTED.model(FP32), auto_wrap_policy=units, mixed_precision=POLICY)
-    assert_same(trained(ROUTED, model, rank, world_size, steps=3), expected)
+    assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
 
     # By a function of the parameter, as torch spells it; modules cast for themselves.
     full = {id(p) for name, p in by_hand.named_parameters() if dtype_of(name) is FP32}
@@ -315,7 +312,7 @@ def _norms_and_routers(rank: int, world_size: int) -> None:
     by_hand.zero_grad()
     by_hand.load_state_dict(ROUTED.model(FP32).state_dict())
     model = ROUTED.wrap(by_hand.train(), mixed_precision=policy)
-    assert_same(trained(ROUTED, model, rank, world_size, steps=3), expected)
+    assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
 
 
 # ---------------------------------------------------------------- autocast
@@ -344,13 +341,12 @@ def _autocast(rank: int, world_size: int) -> None:
             for way in ("full", "grad_op-flat"):
                 model = case.wrap(
                     case.model(FP32),
-                    sharding_strategy=WAYS[way][0],
-                    use_orig_params=WAYS[way][1],
+                    **WAYS[way].keywords,
                     mixed_precision=policy,
                 )
                 with naming((name, way, policy)):
                     actual = trained(case, model, rank, world_size, steps=2, autocast=True)
-                    assert_same(actual, expected)
+                    assert_bitwise(actual, expected)
 
 
 # ---------------------------------------------------------------- inputs, outputs, buffers
@@ -461,7 +457,7 @@ REFUSES_LOW: list[OptimizerOf] = [
 
 def _low_precision_gradients(rank: int, world_size: int) -> None:
     case, policy = CASES["mlp"], MixedPrecision(BF16, keep_low_precision_grads=True)
-    for way, (strategy, use_orig_params) in WAYS.items():
+    for name, way in BASIC.items():
         for optimizer_of in TAKES_LOW:
             expected = trained_by_hand(
                 case,
@@ -474,11 +470,10 @@ def _low_precision_gradients(rank: int, world_size: int) -> None:
             )
             model = case.wrap(
                 case.model(FP32),
-                sharding_strategy=strategy,
-                use_orig_params=use_orig_params,
+                **way.keywords,
                 mixed_precision=policy,
             )
-            with naming((way, optimizer_of)):
+            with naming((name, optimizer_of)):
                 actual = trained(
                     case,
                     model,
@@ -488,7 +483,7 @@ def _low_precision_gradients(rank: int, world_size: int) -> None:
                     optimizer_of=optimizer_of,
                     grad_dtype=BF16,
                 )
-                assert_same(actual, expected)
+                assert_bitwise(actual, expected)
 
         model.train()
         for optimizer_of in REFUSES_LOW:

@@ -28,8 +28,8 @@ from flatshard.engine import grad_reduce, offload, reduce_buckets
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.module import inspection
+from flatshard.options.collectives import Collectives, TransportOptions
 from flatshard.options.precision import GradDtypes
-from flatshard.options.strategy import Collectives, TransportOptions
 from flatshard.plan import coalescing
 from flatshard.plan.layout import FlatLayout
 from tests.harness import naming, run_ranks
@@ -75,9 +75,10 @@ class _Reduce:
 def test_a_reduction_on_a_device_is_waited_for_by_the_host(
     reduce: _Reduce, is_reduced: bool
 ) -> None:
-    handle = SimpleNamespace(device=torch.device("cuda", 0), grad_reduce=reduce)
+    handle: Any = SimpleNamespace(device=torch.device("cuda", 0), grad_reduce=reduce)
+    unit: Any = None
     with mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0.05):
-        assert reduce_buckets.ReduceBucket(None, [handle], {}).wait_until_reduced() is is_reduced
+        assert reduce_buckets.ReduceBucket(unit, [handle], 0).wait_until_reduced() is is_reduced
 
 
 class _Late:
@@ -349,14 +350,14 @@ def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
         for unit in units:
             reduced = torch.empty(4, device="meta")
             on_device.append(weakref.ref(reduced))
-            unit.land(reduced)
+            unit.copy(reduced)
             Tensor.copy_.reset_mock()  # type: ignore[attr-defined]
             del reduced
             assert on_device[-1]() is not None, "it is still to be read"
             passed.add(0)
         assert [one() is None for one in on_device] == [True, False, False]
         for unit in units:
-            unit.settle()
+            unit.wait()
         assert [one() is None for one in on_device] == [True, True, True]
 
 
@@ -431,7 +432,7 @@ def _without_host_memory(rank: int, world_size: int) -> None:
     assert operations.names.count("_to_copy") < 5, "norms are cast together"
     _one_rank_casts_as_it_copies()
     with (
-        mock.patch.object(model._sharding.context, "_device", torch.device("cuda", 1)),
+        mock.patch.object(model._sharding.context.state, "device", torch.device("cuda", 1)),
         mock.patch.object(torch.cuda, "current_device", return_value=1),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
         pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"),
@@ -457,8 +458,8 @@ def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
         handle.device = torch.device("cuda", 0)
         sizes.append(handle.layout.padded_numel * handle.reduce_dtype.itemsize)
     context.refresh()
-    assert len(context.root.buckets) > 1, "the root's large parameters are apart"
-    assert context._budget == 2 * max(sizes)
+    assert len(reduce_buckets.split([context.root])) > 1, "the root's large parameters are apart"
+    assert context._backward.max_bytes_in_flight == 2 * max(sizes)
     for handle in _handles(model):
         handle.device = torch.device("cpu")
     context.refresh()

@@ -16,6 +16,7 @@ from flatshard.optimizer import local_state_guard
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Case, images, loss_of
 from tests.oracle import OPTIMIZERS, snapshot, trainable
+from tests.ways import select
 
 ROWS = 12
 """Of all ranks together: one, two, three or four of them."""
@@ -70,7 +71,7 @@ def _train(
         optimizer.zero_grad()
 
 
-def _assert_same(actual: StateDict, expected: StateDict, tolerance: float = 1e-10) -> None:
+def _assert_alike(actual: StateDict, expected: StateDict, tolerance: float = 1e-10) -> None:
     """The same state of the same parameters, in any order of these, and the same groups."""
     assert set(actual["state"]) == set(expected["state"])
     for name, state in expected["state"].items():
@@ -138,7 +139,7 @@ def test_goes_on_anywhere(kind: str) -> None:
             _train(plain, optimizer, range(2 * number, 2 * number + 2))
             model_state, optim_state = saved
             torch.testing.assert_close(model_state, snapshot(plain), rtol=0.0, atol=1e-10)
-            _assert_same(optim_state, _by_name(plain, optimizer))
+            _assert_alike(optim_state, _by_name(plain, optimizer))
 
 
 def _stage(
@@ -157,7 +158,7 @@ def _stage(
         model.load_state_dict(saved[0])
         state = ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved[1])
         optimizer.load_state_dict(state)
-        _assert_same(ShardedWrapper.optim_state_dict(model, optimizer), saved[1], 0.0)
+        _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), saved[1], 0.0)
     steps = range(2 * number, 2 * number + 2)
     _train(model, optimizer, steps, CASE, rank, world_size)
     result = snapshot(model), ShardedWrapper.optim_state_dict(model, optimizer)
@@ -178,13 +179,8 @@ def _plain_stage(
 
 # ---------------------------------------------------------------- all kinds of optimizers
 
-WAYS: dict[str, Keywords] = {
-    "full": {},
-    "flat": {"use_orig_params": False},
-    "no_shard": {"sharding_strategy": "NO_SHARD"},
-    "no_shard-flat": {"sharding_strategy": "NO_SHARD", "use_orig_params": False},
-}
-each_way = pytest.mark.parametrize("way", WAYS)
+CHOSEN = select("full", "full-flat", "no_shard", "no_shard-flat")
+each_way = pytest.mark.parametrize("way", CHOSEN)
 
 
 class Signed(torch.optim.Optimizer):
@@ -223,7 +219,7 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @each_way
 def test_optimizers(way: str) -> None:
-    run_ranks(_optimizers, 2, WAYS[way])
+    run_ranks(_optimizers, 2, CHOSEN[way].keywords)
 
 
 def _optimizers(rank: int, world_size: int, keywords: Keywords) -> None:
@@ -240,7 +236,7 @@ def _optimizers(rank: int, world_size: int, keywords: Keywords) -> None:
             optimizer = make(model.parameters())
             _train(model, optimizer, range(2), case, rank, world_size)
             saved = ShardedWrapper.optim_state_dict(model, optimizer)
-            _assert_same(saved, _by_name(plain, expected), 1e-9)
+            _assert_alike(saved, _by_name(plain, expected), 1e-9)
 
             given = [saved, copy.deepcopy(expected.state_dict())]
             _train(plain, expected, range(2, 4), case)
@@ -255,7 +251,7 @@ def _optimizers(rank: int, world_size: int, keywords: Keywords) -> None:
 
 @each_way
 def test_state_from_construction(way: str) -> None:
-    run_ranks(_from_construction, 2, WAYS[way])
+    run_ranks(_from_construction, 2, CHOSEN[way].keywords)
 
 
 def _from_construction(rank: int, world_size: int, keywords: Keywords) -> None:
@@ -267,7 +263,7 @@ def _from_construction(rank: int, world_size: int, keywords: Keywords) -> None:
     ]
     for _ in range(2):
         plain_state, state = (ShardedWrapper.optim_state_dict(*one) for one in both)
-        _assert_same(state, plain_state, 0.0)
+        _assert_alike(state, plain_state, 0.0)
         for one in both:
             ShardedWrapper.optim_state_dict_to_load(*one, state, load_directly=True)
     for one, ours in zip(both, ((0, 1), (rank, world_size)), strict=True):
@@ -286,10 +282,10 @@ def _made_before_wrapping(rank: int, world_size: int) -> None:
         _train(one, its, range(2))
     model = CASE.wrap(model)
     with naming("state from before wrapping"):
-        _assert_same(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(plain, expected))
+        _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(plain, expected))
     _train(plain, expected, range(2, 4))
     _train(model, optimizer, range(2, 4), CASE, rank, world_size)
-    _assert_same(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(plain, expected))
+    _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(plain, expected))
 
     flat, old = CASE.model(), None
     old = OPTIMIZERS["adamw"](trainable(flat))
@@ -327,7 +323,7 @@ def _groups(rank: int, world_size: int) -> None:
             _train(one, optimizer, range(step, step + 1), CASE, *ours)
             scheduler.step()
         saved[one] = ShardedWrapper.optim_state_dict(one, optimizer)
-    _assert_same(saved[model], saved[plain])
+    _assert_alike(saved[model], saved[plain])
     assert saved[model]["param_groups"][0]["initial_lr"] == 0.01
     assert saved[model]["param_groups"][1]["lr"] == 0.002 / 8
 
@@ -337,7 +333,7 @@ def _groups(rank: int, world_size: int) -> None:
     optimizer = _grouped(model)
     ShardedWrapper.optim_state_dict_to_load(model, optimizer, backwards, load_directly=True)
     assert [group.get("tag") for group in optimizer.param_groups] == ["matrices", None]
-    _assert_same(ShardedWrapper.optim_state_dict(model, optimizer), saved[model], 0.0)
+    _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), saved[model], 0.0)
 
     # A flat parameter has one group's options, as has an optimizer with one group.
     for other in (CASE.wrap(CASE.model(), use_orig_params=False), CASE.wrap(CASE.model())):
@@ -375,7 +371,7 @@ def _container(rank: int, world_size: int) -> None:
         "mine",
     }
     for state in states[1:]:
-        _assert_same(state, states[0], 0.0)
+        _assert_alike(state, states[0], 0.0)
 
 
 def test_ignored_modules() -> None:
@@ -396,7 +392,7 @@ def _ignored(rank: int, world_size: int) -> None:
         assert set(saved["state"]) == {name for name, _ in case.model().named_parameters()}
         again = OPTIMIZERS["adamw"](model.parameters())
         ShardedWrapper.optim_state_dict_to_load(model, again, saved, load_directly=True)
-        _assert_same(ShardedWrapper.optim_state_dict(model, again), saved, 0.0)
+        _assert_alike(ShardedWrapper.optim_state_dict(model, again), saved, 0.0)
         with pytest.raises(RuntimeError, match="gradients of sharded parameters are dense"):
             torch.optim.SparseAdam(list(model.parameters())).step()
 
@@ -421,13 +417,13 @@ def _names_for_positions(rank: int, world_size: int) -> None:
             for group in expected["param_groups"]
         ],
     }
-    for keywords in WAYS.values():
-        model = case.wrap(case.model(), **keywords)
+    for way in CHOSEN.values():
+        model = case.wrap(case.model(), **way.keywords)
         for given in (named.state_dict(), expected, under_ddp):
             optimizer = torch.optim.AdamW(model.named_parameters())
             ShardedWrapper.optim_state_dict_to_load(model, optimizer, given, load_directly=True)
             assert "param_names" in optimizer.param_groups[0]
-            _assert_same(ShardedWrapper.optim_state_dict(model, optimizer), expected, 0.0)
+            _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), expected, 0.0)
         by_name = ShardedWrapper.optim_state_dict_to_load(
             model, optimizer, expected, is_named_optimizer=True
         )
@@ -435,7 +431,7 @@ def _names_for_positions(rank: int, world_size: int) -> None:
         assert by_name["param_groups"][0]["params"] == names
         assert list(by_name["state"]) == names
         again = ShardedWrapper.optim_state_dict(model, optimizer, by_name)
-        _assert_same(again, expected, 0.0)
+        _assert_alike(again, expected, 0.0)
 
 
 def test_parameters_without_state() -> None:
@@ -460,7 +456,7 @@ def _without_state(rank: int, world_size: int) -> None:
             zeros = back["state"].pop("fc3.idle")
             assert zeros["exp_avg"].tolist() == [0.0] * 3
             assert zeros["step"] == 2
-        _assert_same(back, saved, 0.0)
+        _assert_alike(back, saved, 0.0)
 
 
 def test_result_is_whole_and_apart() -> None:
@@ -484,11 +480,11 @@ def _whole_and_apart(rank: int, world_size: int) -> None:
     )
     assert len(file.getvalue()) < 12_000 + 2 * numbers
     file.seek(0)
-    _assert_same(torch.load(file, weights_only=True), saved, 0.0)
+    _assert_alike(torch.load(file, weights_only=True), saved, 0.0)
 
     with naming("between forward and backward"):
         loss = _loss(model, case, 0, rank, world_size)
-        _assert_same(ShardedWrapper.optim_state_dict(model, optimizer), saved, 0.0)
+        _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), saved, 0.0)
         loss.backward()
         optimizer.zero_grad()
 
@@ -496,9 +492,9 @@ def _whole_and_apart(rank: int, world_size: int) -> None:
     before = ShardedWrapper.optim_state_dict(model, optimizer)
     ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
     _train(model, optimizer, range(2, 3), case, rank, world_size)
-    _assert_same(saved, before, 0.0)
+    _assert_alike(saved, before, 0.0)
     with pytest.raises(AssertionError):
-        _assert_same(ShardedWrapper.optim_state_dict(model, optimizer), before)
+        _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), before)
 
     only = ShardedWrapper.optim_state_dict(model, optimizer, rank0_only=True, offload_to_cpu=False)
     assert (only == {}) == (rank > 0)
@@ -518,11 +514,11 @@ def _dtypes(rank: int, world_size: int) -> None:
     other = case.model(torch.bfloat16).bfloat16()
     cast = torch.optim.AdamW(other.parameters())
     cast.load_state_dict(expected.state_dict())
-    for keywords in WAYS.values():
-        model = case.wrap(case.model().bfloat16(), **keywords)
+    for way in CHOSEN.values():
+        model = case.wrap(case.model().bfloat16(), **way.keywords)
         optimizer = torch.optim.AdamW(model.parameters())
         ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
-        _assert_same(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(other, cast), 0.0)
+        _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(other, cast), 0.0)
 
 
 def test_sharded_optimizers_get_sharded_state() -> None:
@@ -600,7 +596,7 @@ def _errors(rank: int, world_size: int) -> None:
     with ShardedWrapper.summon_full_params(model):
         with pytest.raises(RuntimeError, match="under summon_full_params"):
             save(model, optimizer)
-    _assert_same(save(model, optimizer), saved, 0.0)
+    _assert_alike(save(model, optimizer), saved, 0.0)
     _train(model, optimizer, range(2, 3), case, rank, world_size)
 
 

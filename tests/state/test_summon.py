@@ -15,11 +15,11 @@ from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper, collectiv
 from flatshard.comm.communicator import Communicator
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.engine.test_training import WAYS, Run
 from tests.harness import naming, run_ranks
 from tests.models import CASES
-from tests.oracle import assert_same_state, snapshot
-from tests.tensor.test_objects import _assert_same, _pair
+from tests.oracle import assert_same, assert_same_state, snapshot
+from tests.side import Run, pair
+from tests.ways import BASIC, WAYS
 
 summon = ShardedWrapper.summon_full_params
 both_sizes = pytest.mark.parametrize("world_size", [2, 3])
@@ -27,16 +27,16 @@ both_sizes = pytest.mark.parametrize("world_size", [2, 3])
 
 def _each_way(rank: int, world_size: int, script: Callable[..., None], *args: Any) -> None:
     """One launch for all strategies; a failure says which."""
-    for way in WAYS:
+    for way in BASIC:
         with naming(way):
             script(rank, world_size, way, *args)
 
 
 def _assert_trains_alike(sharded: Run, plain: Run) -> None:
-    _assert_same(sharded.model, plain.model)
+    assert_same(sharded.model, plain.model)
     for run in (sharded, plain):
         run.train(5, 7)
-    _assert_same(sharded.model, plain.model)
+    assert_same(sharded.model, plain.model)
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
@@ -55,7 +55,7 @@ def test_shows_the_unwrapped_model(world_size: int) -> None:
 
 def _shows(rank: int, world_size: int, way: str, name: str) -> None:
     """Names, order, shapes, dtypes, values; afterwards everything is what it was."""
-    sharded, plain = _pair(rank, world_size, way, name)
+    sharded, plain = pair(rank, world_size, way, name)
     before = list(sharded.model.named_parameters())
     for options in ({}, {"writeback": False}, {"offload_to_cpu": True, "with_grads": True}):
         with summon(sharded.model, **options):
@@ -78,14 +78,10 @@ def test_container_of_units(kind: type[nn.Module]) -> None:
 
 
 def _container(rank: int, world_size: int, way: str, sequential: bool) -> None:
-    strategy, use_orig_params = WAYS[way]
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 2)))
     expected = _whole(plain)
-    units = [
-        ShardedWrapper(part, sharding_strategy=strategy, use_orig_params=use_orig_params)
-        for part in plain
-    ]
+    units = [ShardedWrapper(part, **WAYS[way].keywords) for part in plain]
     container = nn.Sequential(*units) if sequential else nn.ModuleList(units)
     with summon(container), torch.no_grad():
         assert_same_state(_whole(container), expected, 0.0, 0.0)
@@ -102,7 +98,7 @@ def test_without_recursion() -> None:
 
 def _without_recursion(rank: int, world_size: int, way: str) -> None:
     """Only the given unit's own parameters, not those of the units inside it."""
-    sharded, plain = _pair(rank, world_size, way, "nested")
+    sharded, plain = pair(rank, world_size, way, "nested")
     with collectives_of("gather") as gathered, summon(sharded.model, recurse=False):
         pass
     assert set(gathered) == (set() if way == "no_shard" else {""})
@@ -110,7 +106,7 @@ def _without_recursion(rank: int, world_size: int, way: str) -> None:
         for run in (sharded, plain):
             run.submodule("head").weight.fill_(0.5)
         inner = sharded.submodule("outer").shift
-        assert type(inner) is (nn.Parameter if way == "no_shard" else FlatShardTensor)
+        assert isinstance(inner, nn.Parameter if way == "no_shard" else FlatShardTensor)
     _assert_trains_alike(sharded, plain)
 
 
@@ -133,7 +129,7 @@ def test_edits(world_size: int) -> None:
 
 def _edits(rank: int, world_size: int, way: str) -> None:
     """Kept with writeback, undone without, for every way to write."""
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
 
     def edit(run: Run) -> None:
         with torch.no_grad():
@@ -148,7 +144,7 @@ def _edits(rank: int, world_size: int, way: str) -> None:
     with summon(sharded.model, writeback=False):
         edit(sharded)
     _assert_trains_alike(sharded, plain)
-    if not WAYS[way][1]:
+    if not WAYS[way].is_true_shape:
         with (
             pytest.raises(RuntimeError, match=r"'fc3.bias'.*use_orig_params"),
             summon(sharded.model),
@@ -177,12 +173,10 @@ def test_edits_in_mixed_precision() -> None:
 def _mixed_precision(rank: int, world_size: int, way: str) -> None:
     """Shown in the parameters' own dtype, and written where forwards then gather from."""
     case = CASES["mlp"]
-    strategy, use_orig_params = WAYS[way]
     plain = case.model()
     sharded = case.wrap(
         case.model(),
-        sharding_strategy=strategy,
-        use_orig_params=use_orig_params,
+        **WAYS[way].keywords,
         mixed_precision=MixedPrecision(param_dtype=torch.float32),
     )
     run = Run(sharded, case, rank, world_size)
@@ -195,7 +189,7 @@ def _mixed_precision(rank: int, world_size: int, way: str) -> None:
     with torch.no_grad():
         for param in plain.parameters():
             param.mul_(2)
-    _assert_same(sharded, plain)
+    assert_same(sharded, plain)
     inputs = case.batch(100, 3)[0]
     torch.testing.assert_close(sharded(inputs).double(), plain(inputs), rtol=1e-5, atol=1e-5)
 
@@ -206,7 +200,7 @@ def test_each_rank_keeps_its_slice() -> None:
 
 def _slices(rank: int, world_size: int, way: str) -> None:
     """Ranks that write different values: as documented, each keeps what it wrote of its part."""
-    sharded, _ = _pair(rank, world_size, way)
+    sharded, _ = pair(rank, world_size, way)
     with summon(sharded.model), torch.no_grad():
         sharded.submodule("fc1").weight.fill_(rank)
     full = sharded.model.state_dict()["fc1.weight"]
@@ -223,7 +217,7 @@ def _exception(rank: int, world_size: int, way: str) -> None:
 
     The exception is the user's own, also where the summon has something to complain about.
     """
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
 
     def zero(module: nn.Module) -> None:
         module.weight.data.zero_()
@@ -249,7 +243,7 @@ def test_nested() -> None:
 
 def _nested(rank: int, world_size: int, way: str) -> None:
     """What the inner one undoes is only what was written in it."""
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
     with summon(sharded.model), torch.no_grad():
         sharded.submodule("fc1").weight.fill_(2)
         with summon(sharded.model, writeback=False):
@@ -280,7 +274,7 @@ def test_rank0_only(world_size: int) -> None:
 
 
 def _rank0_only(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):
         run.loss(0).backward()
     before = list(sharded.model.named_parameters())
@@ -314,7 +308,7 @@ def test_rank0_only_with_writeback() -> None:
 
 
 def _rank0_writeback(rank: int, world_size: int) -> None:
-    sharded, _ = _pair(rank, world_size, "full")
+    sharded, _ = pair(rank, world_size, "full")
     for kind in ("gather", "scalars"):
         with collectives_of(kind) as issued:
             with pytest.raises(ValueError, match="needs writeback=False"):
@@ -328,7 +322,7 @@ def test_rank0_only_edits_on_other_ranks() -> None:
 
 def _rank0_edits(rank: int, world_size: int) -> None:
     """Rank 0's edit is undone and the other's would stay: a mixture."""
-    sharded, _ = _pair(rank, world_size, "full")
+    sharded, _ = pair(rank, world_size, "full")
     refused = pytest.raises(RuntimeError, match=r"rank 1.*rank0_only=False")
     with (
         refused if rank == 1 else contextlib.nullcontext(),
@@ -380,9 +374,9 @@ def test_gradients(name: str, world_size: int) -> None:
 
 def _gradients(rank: int, world_size: int, way: str, name: str) -> None:
     """Shown whole; edited, dropped and added ones are what the optimizer then sees."""
-    if name == "unused" and not WAYS[way][1]:
+    if name == "unused" and not WAYS[way].is_true_shape:
         return  # a flat parameter's gradient is all or nothing
-    sharded, plain = _pair(rank, world_size, way, name)
+    sharded, plain = pair(rank, world_size, way, name)
     with summon(sharded.model, with_grads=True):
         assert all(param.grad is None for param in sharded.model.parameters())
     for run in (sharded, plain):
@@ -418,7 +412,7 @@ def test_gradients_dropped_and_added() -> None:
 
 
 def _dropped_and_added(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
 
     def drop(run: Run) -> None:
         run.submodule("fc1").weight.grad = None
@@ -439,7 +433,7 @@ def _dropped_and_added(rank: int, world_size: int, way: str) -> None:
         assert all(present) is (change is add)
         for run in (sharded, plain):
             run.step()
-        _assert_same(sharded.model, plain.model)
+        assert_same(sharded.model, plain.model)
     with summon(sharded.model, with_grads=True):
         assert all(param.grad is None for param in sharded.model.parameters())
         add(sharded)
@@ -455,7 +449,7 @@ def test_gradients_that_are_not_reduced() -> None:
 
 def _unreduced(rank: int, world_size: int, way: str) -> None:
     """Refused, also beside gradients that are; the accumulated ones are not lost by asking."""
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
     plain.loss(0).backward()
     plain.loss(1).backward()
     plain.loss(2).backward()
@@ -482,7 +476,7 @@ def test_gradient_on_some_ranks(way: str) -> None:
 
 def _some_ranks(rank: int, world_size: int, way: str) -> None:
     """The error comes on all ranks, before one waits for another."""
-    sharded, _ = _pair(rank, world_size, way)
+    sharded, _ = pair(rank, world_size, way)
     sharded.loss(0).backward()
     if rank == 1:
         sharded.model.fc1.weight.grad = None
@@ -501,7 +495,7 @@ def test_refused_inside() -> None:
 
 
 def _refused_inside(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
     attempts: list[Callable[[], object]] = [
         sharded.evaluate,
         lambda: copy.deepcopy(sharded.model),
@@ -519,7 +513,7 @@ def test_refused_in_forward_and_backward() -> None:
 
 
 def _while_running(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
 
     def ask(*_: Any) -> None:
         summon(sharded.model).__enter__()
@@ -541,7 +535,7 @@ def test_what_cannot_be_kept() -> None:
 
 def _cannot_be_kept(rank: int, world_size: int, way: str) -> None:
     """A named error at the end, and the model is what it was; nothing of that unit is kept."""
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
     sharded.loss(0).backward()
     sharded.optimizer.zero_grad()
 
@@ -579,13 +573,13 @@ def test_step_inside() -> None:
 
 def _step_inside(rank: int, world_size: int, way: str) -> None:
     """A step under writeback was lost at the end; without writeback it stays."""
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):
         run.loss(0).backward()
     with summon(sharded.model, writeback=False):
         sharded.step()
     plain.step()
-    _assert_same(sharded.model, plain.model)
+    assert_same(sharded.model, plain.model)
     for run in (sharded, plain):
         run.loss(1).backward()
     refused = pytest.raises(RuntimeError, match="an optimizer step")
@@ -602,7 +596,7 @@ def test_part_of_a_unit(way: str) -> None:
 
 def _part(rank: int, world_size: int, way: str) -> None:
     """It did nothing, and left the parameters sharded."""
-    sharded, _ = _pair(rank, world_size, way, "mlp-one-unit")
+    sharded, _ = pair(rank, world_size, way, "mlp-one-unit")
     with pytest.raises(RuntimeError, match=r"'fc1.weight' belongs to unit ''"):
         summon(sharded.model.fc1).__enter__()
 
@@ -614,7 +608,7 @@ def test_replaced_before(way: str) -> None:
 
 def _replaced_before(rank: int, world_size: int, way: str) -> None:
     """The new parameter was overwritten without a word."""
-    sharded, _ = _pair(rank, world_size, way)
+    sharded, _ = pair(rank, world_size, way)
     sharded.submodule("fc1").weight = nn.Parameter(torch.zeros(5, 7, dtype=torch.float64))
     with pytest.raises(RuntimeError, match=r"'fc1.weight'.*replaced after wrapping"):
         summon(sharded.model).__enter__()
@@ -625,14 +619,13 @@ def test_in_inference_mode() -> None:
 
 
 def _inference(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
     with torch.inference_mode(), summon(sharded.model):
         sharded.submodule("fc2").weight.mul_(2)
     plain.model.fc2.weight.data.mul_(2)
     with torch.inference_mode(), summon(sharded.model, writeback=False):
         sharded.submodule("fc2").weight.mul_(2)
-    assert (
-        not isinstance(sharded.submodule("fc2")._parameters["weight"], FlatShardTensor)
-        or (WAYS[way][1])
+    assert not isinstance(sharded.submodule("fc2")._parameters["weight"], FlatShardTensor) or (
+        WAYS[way].is_true_shape
     )
     _assert_trains_alike(sharded, plain)

@@ -24,24 +24,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.engine.test_training import WAYS, Run
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Case
-from tests.oracle import ROWS, assert_same_state, local_loss, snapshot
+from tests.oracle import ROWS, assert_same, assert_same_state, local_loss, snapshot
+from tests.side import Run, pair
+from tests.ways import BASIC
 
-each_way = pytest.mark.parametrize("way", WAYS)
-
-
-def _pair(rank: int, world_size: int, way: str, name: str = "mlp") -> tuple[Run, Run]:
-    """The same model sharded and plain."""
-    case = CASES[name]
-    strategy, use_orig_params = WAYS[way]
-    sharded = case.wrap(case.model(), sharding_strategy=strategy, use_orig_params=use_orig_params)
-    return Run(sharded, case, rank, world_size), Run(case.model(), case, rank, world_size)
-
-
-def _assert_same(sharded: nn.Module, plain: nn.Module) -> None:
-    assert_same_state(snapshot(sharded), snapshot(plain), rtol=1e-12, atol=1e-12)
+each_way = pytest.mark.parametrize("way", BASIC)
 
 
 @each_way
@@ -51,25 +40,25 @@ def test_deepcopy(way: str) -> None:
 
 def _deepcopy(rank: int, world_size: int, way: str) -> None:
     """The copy trains on by itself, and so does the original."""
-    pairs = _pair(rank, world_size, way)
+    pairs = pair(rank, world_size, way)
     copies = []
     for run in pairs:
         run.train(0, 2)
         twin = copy.deepcopy(run.model)
         copies.append(Run(twin, run.case, rank, world_size))
-    _assert_same(copies[0].model, copies[1].model)
+    assert_same(copies[0].model, copies[1].model)
     for one, other in zip(pairs, copies, strict=True):
         one.train(2, 4)
         other.train(5, 8)
-    _assert_same(pairs[0].model, pairs[1].model)
-    _assert_same(copies[0].model, copies[1].model)
+    assert_same(pairs[0].model, pairs[1].model)
+    assert_same(copies[0].model, copies[1].model)
     names = [[name for name, _ in run.model.named_parameters()] for run in (pairs[0], copies[0])]
     assert names[0] == names[1]
     kept = copy.deepcopy(copies[0].model) if rank == 0 else None  # alone, and never run
-    later = _pair(rank, world_size, way)
+    later = pair(rank, world_size, way)
     for run in later:
         run.train(0, 1)
-    _assert_same(later[0].model, later[1].model)
+    assert_same(later[0].model, later[1].model)
     del kept
 
 
@@ -79,7 +68,7 @@ def test_copy_of_one_unit(way: str) -> None:
 
 
 def _copy_of_one_unit(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = _pair(rank, world_size, way)
+    sharded, plain = pair(rank, world_size, way)
     part = copy.deepcopy(sharded.model.fc1)
     inputs = sharded.inputs(0)
     assert torch.equal(part(inputs), plain.model.fc1(inputs))
@@ -97,13 +86,13 @@ def _averaged(rank: int, world_size: int, kind: str) -> None:
         "all": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
     }[kind]
     averages = []
-    for run in _pair(rank, world_size, "full"):
+    for run in pair(rank, world_size, "full"):
         average = AveragedModel(run.model, **keywords)
         for step in range(3):
             run.train(step, step + 1)
             average.update_parameters(run.model)
         averages.append(average.module)
-    _assert_same(*averages)
+    assert_same(*averages)
 
 
 def test_pickling_is_refused() -> None:
@@ -111,7 +100,7 @@ def test_pickling_is_refused() -> None:
 
 
 def _pickling(rank: int, world_size: int) -> None:
-    model = _pair(rank, world_size, "full")[0].model
+    model = pair(rank, world_size, "full")[0].model
     attempts: list[Callable[[], object]] = [
         lambda: pickle.dumps(model),
         lambda: torch.save(model, io.BytesIO()),
@@ -130,7 +119,7 @@ def test_scaler_agrees_on_overflow() -> None:
 
 def _scaler(rank: int, world_size: int) -> None:
     """An overflow on one rank skips the step on all, with torch's own scaler."""
-    run, _ = _pair(rank, world_size, "full")
+    run, _ = pair(rank, world_size, "full")
     run.model.float()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     before = snapshot(run.model)
@@ -240,7 +229,7 @@ def test_flat_parameters_refuse_tensor_hooks() -> None:
 
 
 def _flat_hooks(rank: int, world_size: int) -> None:
-    run, plain = _pair(rank, world_size, "full-flat")
+    run, plain = pair(rank, world_size, "full-flat")
     flat = next(run.model.parameters())
     with pytest.raises(RuntimeError, match="use_orig_params=True"):
         flat.register_hook(lambda grad: grad)
@@ -256,7 +245,7 @@ def _flat_hooks(rank: int, world_size: int) -> None:
         other.zero_grad()
         plain.loss(step).backward()
         other.step()
-    _assert_same(run.model, plain.model)
+    assert_same(run.model, plain.model)
 
 
 def test_penalties_weighted_differently_on_each_rank() -> None:
@@ -264,14 +253,14 @@ def test_penalties_weighted_differently_on_each_rank() -> None:
 
 
 def _penalties(rank: int, world_size: int) -> None:
-    sharded, plain = _pair(rank, world_size, "full")
+    sharded, plain = pair(rank, world_size, "full")
     for run, weight in ((sharded, 0.1 * (rank + 1)), (plain, 0.15)):
         for step in range(3):
             params = list(run.model.parameters())
             penalty = sum(p.pow(2).sum() + torch.norm(p) + p.abs().mean() for p in params)
             (run.loss(step) + weight * penalty).backward()
             run.step()
-    _assert_same(sharded.model, plain.model)
+    assert_same(sharded.model, plain.model)
 
 
 def test_gradients_for_chosen_parameters_are_refused() -> None:
@@ -279,7 +268,7 @@ def test_gradients_for_chosen_parameters_are_refused() -> None:
 
 
 def _chosen(rank: int, world_size: int) -> None:
-    run, _ = _pair(rank, world_size, "full")
+    run, _ = pair(rank, world_size, "full")
     params = list(run.model.parameters())
     loss = run.loss(0)
     for ask in (
@@ -310,7 +299,7 @@ def test_editing_between_forward_and_backward_is_noticed() -> None:
 
 
 def _edited(rank: int, world_size: int) -> None:
-    run, _ = _pair(rank, world_size, "full")
+    run, _ = pair(rank, world_size, "full")
     loss = run.loss(0)
     with torch.no_grad():
         run.model.fc2.weight.mul_(2)
@@ -324,7 +313,7 @@ def test_parameters_look_like_parameters() -> None:
 
 
 def _looks(rank: int, world_size: int) -> None:
-    run, plain = _pair(rank, world_size, "full")
+    run, plain = pair(rank, world_size, "full")
     for (name, mine), (other_name, theirs) in zip(
         run.model.named_parameters(), plain.model.named_parameters(), strict=True
     ):
@@ -353,7 +342,7 @@ def test_initialised_after_wrapping(init: str) -> None:
 def _initialised(rank: int, world_size: int, init: str) -> None:
     """The same numbers as the unwrapped model draws, bit for bit."""
     values = []
-    for run in _pair(rank, world_size, "full"):
+    for run in pair(rank, world_size, "full"):
         torch.manual_seed(5)
         for param in run.model.parameters():
             if param.dim() > 1:
@@ -368,20 +357,20 @@ def test_summoned_edits_are_kept(way: str) -> None:
 
 
 def _summoned(rank: int, world_size: int, way: str) -> None:
-    run, plain = _pair(rank, world_size, way)
+    run, plain = pair(rank, world_size, way)
     with ShardedWrapper.summon_full_params(run.model), torch.no_grad():
         weight = run.submodule("fc2").weight
         assert type(weight) is nn.Parameter
         assert torch.equal(weight, plain.model.fc2.weight)
         weight.t().mul_(2)
         plain.model.fc2.weight.mul_(2)
-    _assert_same(run.model, plain.model)
+    assert_same(run.model, plain.model)
     if way != "no_shard":
         with ShardedWrapper.summon_full_params(run.model, writeback=False), torch.no_grad():
             run.submodule("fc2").weight.zero_()
     for each in (run, plain):
         each.train()
-    _assert_same(run.model, plain.model)
+    assert_same(run.model, plain.model)
 
 
 # ---------------------------------------------------------------- a module like the wrapped one

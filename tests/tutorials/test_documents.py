@@ -433,6 +433,26 @@ def test_links_lead_somewhere() -> None:
                 assert anchor in anchors, f"{path.name}: {target}"
 
 
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_paths_exist(page: str) -> None:
+    """Every path of this repository that a page names, in backquotes or in a block."""
+    named = re.findall(
+        r"(?<![\w./])((?:flatshard|tests|scripts|tutorials|docs)/[\w./*]*)",
+        (ROOT / page).read_text(),
+    )
+    assert len(named) > 20
+    missing = {path for path in named if not list(ROOT.glob(path.rstrip("./")))}
+    assert not missing
+
+
+def test_each_journey_is_a_list_of_files() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for journey, most in {"parameter": 6, "gradient": 7, "optimizer step": 3}.items():
+        section = re.split(rf"^## The life of an? {journey}$", text, flags=re.MULTILINE)[1]
+        files = re.findall(r"^\d+\. `(flatshard/[^`]+\.py)`: ", section.partition("\n## ")[0], re.M)
+        assert 2 <= len(files) == len(set(files)) <= most, journey
+
+
 def test_glossary_is_short() -> None:
     words = re.findall(r"^\| (?!word|-)", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
     assert 10 < len(words) <= 25

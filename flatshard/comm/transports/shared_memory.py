@@ -42,8 +42,8 @@ from flatshard.memory import mapped_files
 from flatshard.memory.buffers import AllocatedBuffer, BufferMemory
 from flatshard.memory.mapped_files import Files
 from flatshard.memory.page_pool import allocate, fills_pages
+from flatshard.options.collectives import TransportOptions
 from flatshard.options.offload import OffloadError
-from flatshard.options.strategy import TransportOptions
 
 _REDUCING = peer_memory.TAGS // 2
 """Added to the tags of reductions: half of a mailbox's places are for gathers, half for these."""

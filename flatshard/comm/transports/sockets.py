@@ -46,7 +46,7 @@ from flatshard.comm.work import AsyncWork
 from flatshard.memory.buffers import BufferMemory
 from flatshard.memory.mapped_files import Files
 from flatshard.memory.page_pool import PooledBuffer, allocate, fills_pages
-from flatshard.options.strategy import Collectives
+from flatshard.options.collectives import Collectives
 
 PIECE_BYTES = 2 << 20
 """Averages are received and added in pieces of so many bytes, while the next are on their way."""

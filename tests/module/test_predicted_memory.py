@@ -28,7 +28,7 @@ def build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(7, WIDTH), *(Block() for _ in range(5)), nn.Linear(WIDTH, 3))
 
 
-WAYS: list[dict[str, Any]] = [
+SETTINGS: list[dict[str, Any]] = [
     {"sharding_strategy": "NO_SHARD"},
     {"sharding_strategy": "SHARD_OP"},
     {"sharding_strategy": "SHARD_GRAD_OP"},
@@ -51,7 +51,7 @@ def _bytes(tensors: Any) -> int:
 def _measure(rank: int, world_size: int) -> None:
     mp = pytest.MonkeyPatch()
     mp.setenv("LOCAL_WORLD_SIZE", "2")
-    for way in WAYS:
+    for way in SETTINGS:
         torch.manual_seed(0)
         policy = ModuleWrapPolicy({Block})
         with torch.device("meta"):

@@ -14,28 +14,27 @@ others were reduced to. Ranks on one host that map one another's shards hold les
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from flatshard.comm.communicator import ALONE
+from flatshard.comm.topology import Ranks
 from flatshard.diagnostics.unit_report import show_bytes, tabulate
+from flatshard.module.model_plan import ModelPlan, PlannedUnit
+from flatshard.module.settings import Settings, read_strategy
+from flatshard.options.collectives import TransportOptions, as_coalesce_bytes
+from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
-from flatshard.options.strategy import (
-    Placement,
-    ShardingStrategy,
-    as_coalesce_bytes,
-    as_strategy,
-    resharding,
-)
-from flatshard.plan.coalescing import coalesce, is_apart
-from flatshard.plan.layout import FlatLayout
-from flatshard.plan.module_tree import name_of
-from flatshard.plan.param_info import ParamInfo, find_owners
-from flatshard.plan.wrap import Policy, UnitPlan, find_units
+from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
+from flatshard.plan.ignored import Ignored
+from flatshard.plan.param_info import layout_of
+from flatshard.plan.wrap import Policy
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 
@@ -227,139 +226,98 @@ def predict(
         raise ValueError(f"predict: world_size must be at least 1, got {world_size}")
     if any(isinstance(param, FlatShardTensor) for param in model.parameters()):
         raise ValueError("predict: the model is sharded already. Pass the unwrapped model.")
-    plans = [] if auto_wrap_policy is None else find_units(model, auto_wrap_policy)
-    owners = find_owners(model, [plan.module for plan in plans])
-    ours = {
-        "sharding_strategy": sharding_strategy,
-        "reshard_after_forward": reshard_after_forward,
-        "mixed_precision": mixed_precision,
-    }
-    units = []
-    together = coalesce(
-        plans, owners, as_coalesce_bytes(coalesce_bytes), kind=lambda plan: plan.overrides
+    ranks = Ranks(ALONE, None, ranks_per_node, TransportOptions())
+    strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
+    settings = Settings(
+        ranks=ranks,
+        strategy=strategy,
+        placement=placement,
+        precision=as_mixed_precision(mixed_precision),
+        offload=CPUOffload(),
+        backward_prefetch=BackwardPrefetch.AUTO,
+        forward_prefetch=True,
+        use_orig_params=True,
+        coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
+        broadcast_buffers=True,
+        device=torch.device("meta"),
     )
-    for members in (*together, [UnitPlan("", model)]):
-        plan = members[0]
-        # An override of the strategy alone has its own default of what is freed.
-        inherited = {**ours, "reshard_after_forward": None} if plan.overrides else ours
-        settings = {**inherited, **plan.overrides}
-        strategy, placement = resharding(
-            as_strategy(settings["sharding_strategy"]), settings["reshard_after_forward"]
-        )
-        group = _Group.of(placement, strategy, world_size, ranks_per_node)
-        units.append(
-            _plan_unit(
-                name_of([member.name for member in members]),
-                _segments(
-                    [one for member in members for one in owners[member.module]],
-                    may_part=plan.name == "" and bool(together),
-                ),
-                strategy=strategy,
-                placement=placement,
-                group=group,
-                precision=as_mixed_precision(settings["mixed_precision"]),
-                optimizer_bytes=optimizer_bytes,
-            )
-        )
+    plan = ModelPlan(model, auto_wrap_policy, settings, Ignored(), set())
+    units = [
+        _unit_memory(unit, _Shares.of(unit.settings, world_size), optimizer_bytes)
+        for unit in plan.units
+    ]
     buffers = {id(one): one for one in model.buffers()}.values()
-    return MemoryPlan(tuple(units), sum(one.numel() * one.element_size() for one in buffers))
+    return MemoryPlan(tuple(units), sum(one.nbytes for one in buffers))
 
 
-@dataclass(frozen=True)
-class _Group:
+class _Shares(NamedTuple):
     """How many ranks share what.
 
     Attributes:
         shard: ranks that split parameters, gradients and optimizer state.
-        inner: ranks that gather from one another: of a node with HYBRID strategies.
+        intra: ranks that gather from one another: of a node with HYBRID strategies.
     """
 
     shard: int
-    inner: int
+    intra: int
 
     @classmethod
-    def of(
-        cls,
-        placement: Placement,
-        strategy: ShardingStrategy,
-        world_size: int,
-        ranks_per_node: int | None,
-    ) -> _Group:
+    def of(cls, settings: Settings, world_size: int) -> _Shares:
+        placement, per_node = settings.placement, settings.ranks.ranks_per_node
         if not placement.sharded:
             return cls(1, 1)
         if not placement.hybrid:
             return cls(world_size, world_size)
-        if ranks_per_node is None or ranks_per_node < 1 or world_size % ranks_per_node:
+        if per_node is None or per_node < 1 or world_size % per_node:
             raise ValueError(
-                f"predict: {strategy.name} needs ranks_per_node, a divisor of world_size="
-                f"{world_size}, got {ranks_per_node}"
+                f"predict: {settings.strategy.name} needs ranks_per_node, a divisor of "
+                f"world_size={world_size}, got {per_node}"
             )
-        return cls(world_size if placement.over_all else ranks_per_node, ranks_per_node)
+        return cls(world_size if placement.over_all else per_node, per_node)
 
 
-def _segments(owned: Iterable[ParamInfo], *, may_part: bool) -> list[list[ParamInfo]]:
-    """A unit's parameters by flat parameter."""
-    found: dict[tuple[torch.dtype, bool, int], list[ParamInfo]] = {}
-    for one in owned:
-        param = one.param
-        apart = id(param) if may_part and is_apart(param) else 0
-        found.setdefault((param.dtype, param.requires_grad, apart), []).append(one)
-    return list(found.values())
-
-
-def _plan_unit(
-    name: str,
-    segments: Sequence[Sequence[ParamInfo]],
-    *,
-    strategy: ShardingStrategy,
-    placement: Placement,
-    group: _Group,
-    precision: MixedPrecision,
-    optimizer_bytes: float | None,
-) -> UnitMemory:
-    kinds = ("parameter", "gradient", "optimizer", "kept", "gathered")
-    total = dict.fromkeys((*kinds, "whole_gradient", "crossing", "reduced"), 0)
-    secondary = 0
-    is_freed = placement.sharded and placement.reshard_after_forward and name != ""
-    for owned in segments:
-        param = owned[0].param
-        layout = FlatLayout.build(
-            ((one.name, one.param.shape) for one in owned),
-            world_size=group.shard,
-            itemsize=param.element_size(),
-        )
-        computes = _lowered(param.dtype, precision.param_dtype)
-        reduces = _lowered(param.dtype, precision.reduce_dtype or precision.param_dtype)
-        shard = layout.shard_numel
-        whole = layout.padded_numel * computes.itemsize
-        total["parameter"] += shard * param.element_size()
-        aliased = group.shard == 1 and computes == param.dtype
-        total["gathered"] += 0 if aliased else whole
+def _unit_memory(unit: PlannedUnit, shares: _Shares, optimizer_bytes: float | None) -> UnitMemory:
+    placement = unit.settings.placement
+    is_freed = placement.sharded and placement.reshard_after_forward and unit.name != ""
+    total: Counter[str] = Counter()
+    for kind, owned in unit.flat_params.items():
+        layout = layout_of(owned, shares.shard)
+        shard_numel, itemsize = layout.shard_numel, kind.dtype.itemsize
+        compute_dtype = kind.precision.unsharded_dtype(kind.dtype)
+        unsharded = layout.padded_numel * compute_dtype.itemsize
+        # Where one rank holds all, uncast, the shard is what computes.
+        is_gathered = shares.shard > 1 or compute_dtype != kind.dtype
+        total["parameter"] += shard_numel * itemsize
+        total["gathered"] += unsharded * is_gathered
         if placement.over_all:
-            total["kept"] += whole // group.inner
-        elif not placement.reshard_after_backward and not aliased:
-            total["kept"] += whole
+            total["kept"] += unsharded // shares.intra
+        elif not placement.reshard_after_backward:
+            total["kept"] += unsharded * is_gathered
         if placement.regather_size and is_freed:
-            secondary += whole // placement.regather_size
-        if param.requires_grad:
-            each = 2 * param.element_size() if optimizer_bytes is None else optimizer_bytes
-            total["gradient"] += shard * param.element_size()
-            total["optimizer"] += math.ceil(shard * each)
-            total["whole_gradient"] += layout.padded_numel * reduces.itemsize
-            total["crossing"] += layout.padded_numel * reduces.itemsize // group.inner
-            total["reduced"] += shard * reduces.itemsize
+            total["secondary"] += unsharded // placement.regather_size
+        if kind.requires_grad:
+            reduced_itemsize = kind.precision.reduced_dtype(kind.dtype).itemsize
+            each = 2 * itemsize if optimizer_bytes is None else optimizer_bytes
+            total["gradient"] += shard_numel * itemsize
+            total["optimizer"] += math.ceil(shard_numel * each)
+            total["whole_gradient"] += layout.padded_numel * reduced_itemsize
+            total["crossing"] += layout.padded_numel * reduced_itemsize // shares.intra
+            total["reduced"] += shard_numel * reduced_itemsize
+    if placement.over_all:
+        total["secondary"] += total["kept"]
     return UnitMemory(
-        name=name,
-        strategy=strategy.name,
-        numel=sum(one.param.numel() for owned in segments for one in owned),
+        name=unit.name,
+        strategy=unit.settings.strategy.name,
+        numel=sum(one.param.numel() for one in unit.owned),
         is_freed=is_freed,
-        secondary_bytes=secondary + (total["kept"] if placement.over_all else 0),
-        **{f"{kind}_bytes": count for kind, count in total.items()},
+        **{f"{kind}_bytes": total[kind] for kind in _KINDS},
     )
 
 
-def _lowered(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
-    return to if to is not None and dtype.is_floating_point else dtype
+_KINDS = (
+    *("parameter", "gradient", "optimizer", "kept", "gathered"),
+    *("whole_gradient", "crossing", "reduced", "secondary"),
+)
 
 
 def _names_around(name: str) -> Iterator[str]:

@@ -1,0 +1,231 @@
+"""``Forward``: the order of a forward, from the outermost module's call to its return.
+
+1.  ``enter``: the unit is unsharded, unless a prefetch began that already, and its modules hold
+    unsharded parameters; the next unit starts to be unsharded.
+2.  The module computes.
+3.  ``leave``: the modules hold sharded parameters again, and the unit is resharded if the
+    strategy says so.
+
+[Note: recomputation]
+Checkpointing runs forwards inside backward. Such a forward unshards, but reshards nothing and
+records no order: backward goes on to use what it saved. It may be left by an exception, which is
+how non-reentrant checkpointing stops early; so it starts no prefetch, unless a reentrant
+checkpoint computes the whole model again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flatshard.comm.work import CollectiveError
+from flatshard.engine.backward import Backward
+from flatshard.engine.buffer_sync import broadcast_buffers
+from flatshard.engine.events import Kind
+from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.prefetch import Prefetch
+from flatshard.engine.saved_tensors import SavedTensors
+from flatshard.engine.step_state import StepState
+from flatshard.engine.unit import Call, Phase, Unit
+from flatshard.memory.page_pool import POOL
+
+
+class Forward:
+    """The forwards of one model.
+
+    Attributes:
+        has_run: whether one has begun.
+        saved: what autograd saves of unsharded parameters.
+    """
+
+    def __init__(self, state: StepState, backward: Backward, prefetch: Prefetch) -> None:
+        """None has run; ``refresh`` comes before the first."""
+        self._state, self._observers = state, state.observers
+        self._backward, self._prefetch = backward, prefetch
+        self.has_run = False
+
+    def refresh(self, buffers: Sequence[Tensor]) -> None:
+        """Look at the units again, after their buffers were made anew.
+
+        Args:
+            buffers: the modules' buffers that rank 0 broadcasts. The objects of now, as in
+                DistributedDataParallel: a buffer that some forward replaces may then have another
+                size on each rank.
+        """
+        units = self._state.units
+        self._buffers = buffers
+        self.saved = SavedTensors(units, self._backward)
+        self._of_several = [unit for unit in units if len(unit.modules) > 1]
+        crossing = [unit for unit in units if unit.topology.inter_group.size > 1]
+        self._crossing = [handle for unit in crossing for handle in unit.handles]
+
+    # ------------------------------------------------------------ one unit
+
+    def enter(self, unit: Unit) -> Call:
+        """Before a module's forward: unshard the unit and wait for it. Collective."""
+        state, backward = self._state, self._backward
+        if state.depth == 0 and not backward.is_running:
+            # A recomputation of the whole model begins its backward here.
+            self._prefetch.recomputes_whole = self._begins_recomputation()
+            if not self._prefetch.recomputes_whole:
+                self._begin(unit)
+        recomputes = backward.is_running
+        for hear in self._observers.enter_forward:
+            hear(unit, recomputes)
+        self.saved.push()
+        state.depth += 1
+        call = Call()
+        unit.running.append(call)
+        if recomputes:
+            backward.unshard(unit)
+            backward.unshard_again(unit)
+            self._prefetch.in_recomputation(unit)
+            return call
+        unit.outstanding_backwards += state.expects_backward
+        if not unit.is_open:
+            self._prefetch.order.record(unit.index)
+            state.unshard(unit, "forward")
+            state.wait_unshard(unit, "forward")
+            unit.begin_forward()
+            if len(unit.running) == 1:
+                for begun in self._observers.unsharded:
+                    begun(unit)
+            # After the wait: this unit's all-gather has the wires to itself, and the next one's
+            # overlaps its computation.
+            self._prefetch.in_forward()
+        return call
+
+    def check(self, unit: Unit, module: nn.Module) -> None:
+        """A module's forward has returned, and its unit is still unsharded."""
+        if unit.phase is Phase.FORWARD and not unit.running:
+            for hear in self._observers.check_forward:
+                hear(unit, module)
+
+    def leave(self, unit: Unit, *, has_output: bool, failed: bool) -> None:
+        """After a module's forward, also one that raised: reshard what the strategy reshards."""
+        state = self._state
+        if unit.phase is Phase.FORWARD and not unit.running:
+            # Under a reentrant checkpoint gradients are disabled here, and a backward follows.
+            follows = has_output and (torch.is_grad_enabled() or state.expects_backward)
+            if unit.end_call(backward_follows=follows) or not has_output:
+                unit.end_forward(is_needed_soon=self._is_needed_soon(unit))
+        if state.depth == 0:
+            return
+        state.depth -= 1
+        self.saved.pop()
+        for hear in self._observers.leave_forward:
+            hear(unit)
+        if self._backward.is_running:
+            self._prefetch.recomputes_whole &= state.depth > 0
+            return
+        if state.expects_backward and not failed:
+            self._prefetch.after_forward()
+        if state.depth == 0:
+            self._end(failed)
+
+    def _is_needed_soon(self, unit: Unit) -> bool:
+        """Whether backward begins with the unit, so that freeing it would only cost a gather."""
+        if unit is self._state.root:
+            return True
+        return self._state.expects_backward and self._prefetch.keeps_for_backward(unit)
+
+    # ------------------------------------------------------------ the outermost one
+
+    def _begins_recomputation(self) -> bool:
+        """Whether a reentrant checkpoint around the whole model computes it again.
+
+        Then nothing of the model's backward has run yet, and its own forward had no gradients.
+        """
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+            return False
+        self._state.plan_syncs()
+        return self._backward.begin()
+
+    def _begin(self, outermost: Unit) -> None:
+        state = self._state
+        if state.device is not None:
+            _check_not_captured(state.device)
+        self.recover()
+        for hear in self._observers.begin_forward:
+            hear()
+        self.has_run = True  # after the observers: some look at the first forward alone
+        for unit in state.units:
+            unit.begin_iteration()
+        self._prefetch.order.begin_forward()
+        state.expects_backward = torch.is_grad_enabled()
+        if state.expects_backward:
+            state.plan_syncs()
+        else:
+            # Evaluation makes no gradients, and its batches are often larger.
+            self.give_back()
+        is_accumulating = any(sync is not Sync.ALL for sync in state.syncs)
+        if outermost is state.root and not is_accumulating:
+            with self._observers.waiting(Kind.RANKS_WAIT):
+                name = f"{state.root.name or 'the model'}'s buffers"
+                broadcast_buffers(self._buffers, state.world, name)
+        # All-gathers across nodes are slow: all units' overlap the forward.
+        with self._observers.starting("forward", None):
+            for handle in self._crossing:
+                handle.begin_refresh()
+
+    def _end(self, failed: bool) -> None:
+        """The outermost module has returned or raised."""
+        for unit in self._of_several:
+            unit.end_forward(is_needed_soon=self._is_needed_soon(unit))
+        # Where all ran as recorded, a gather under way is backward's first.
+        if failed or not self._prefetch.order.is_complete:
+            self._drop_prefetched(failed)
+        # The optimizer may write shards next: no other rank may still be reading them.
+        with self._observers.waiting(Kind.RANKS_WAIT):
+            for handle in self._crossing:
+                handle.finish_refresh()
+            if not failed:  # else the error on its way is the one to see
+                self._state.pending_sends.wait_sends()
+        for hear in self._observers.end_forward:
+            hear()
+
+    def _drop_prefetched(self, failed: bool) -> None:
+        """Wait for all-gathers of units that did not run, and reshard those."""
+        for unit in self._state.units:
+            while unit.is_prefetched:
+                try:
+                    with self._observers.waiting(Kind.GATHER_WAIT, unit):
+                        unit.reshard()
+                except CollectiveError:
+                    if not failed:  # else the error on its way is the one to see
+                        raise
+
+    # ------------------------------------------------------------ between steps
+
+    def recover(self) -> None:
+        """Return to a state to start from, after a step that was left by an exception."""
+        for hear in self._observers.recover:
+            hear()
+        self._backward.recover()
+
+    def give_back(self) -> None:
+        """Free memory that is kept for the next step."""
+        for unit in self._state.units:
+            for handle in unit.handles:
+                handle.reduce_plan.give_back()
+        POOL.give_back()
+
+
+def _check_not_captured(device: torch.device) -> None:
+    """Refuse to gather or reduce while a CUDA graph captures the current stream.
+
+    What the host does in a step would run once, at the capture, and never again.
+
+    Raises:
+        RuntimeError: it is captured.
+    """
+    # Asked of another device than the current one, torch would begin to use that.
+    is_current = device.type == "cuda" and torch.cuda.current_device() == device.index
+    if is_current and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "ShardedWrapper: the forward of a sharded model cannot be captured in a CUDA graph: "
+            "replays would neither gather parameters nor reduce gradients. Train without the "
+            "graph; torch.compile(block) before wrapping makes a block's kernels fewer."
+        )

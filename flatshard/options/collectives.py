@@ -1,0 +1,117 @@
+"""How ranks move tensors, as the user chose: the transport, and what goes together."""
+
+from __future__ import annotations
+
+import enum
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+class Collectives(enum.Enum):
+    """How ranks move tensors."""
+
+    AUTO = "auto"
+    """What fits best: on gloo, ranks on one host read one another's memory, others use sockets."""
+    SOCKETS = "sockets"
+    """On gloo, sockets even on one host."""
+    NATIVE = "native"
+    """The backend's own collectives, one per unit and purpose."""
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """How ranks move tensors, as the user chose.
+
+    Attributes:
+        collectives: which way.
+        wire_dtype: what wider floating point values are rounded to before they are sent; None:
+            they are sent as they are.
+    """
+
+    collectives: Collectives = Collectives.AUTO
+    wire_dtype: torch.dtype | None = None
+
+    def describe(self) -> str:
+        """What must be the same on every rank."""
+        return f"collectives={self.collectives.value}, wire_dtype={self.wire_dtype}"
+
+    def check_without_gloo(self, backend: str, rank: int) -> None:
+        """Can a process group of another backend do this?
+
+        Raises:
+            ValueError: it cannot.
+        """
+        asked = f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""
+        if self.collectives is Collectives.SOCKETS:
+            asked = 'collectives="sockets"'
+        if asked:
+            raise ValueError(
+                f"ShardedWrapper, rank {rank}: {asked} is for process groups whose backend is "
+                f"gloo, this one's is {backend}. Leave it out, or make the group with "
+                'backend="gloo".'
+            )
+
+
+COALESCE_BYTES = 4 << 20
+"""What the parameters of small units that go together take at most, unless the user says it."""
+
+
+def as_coalesce_bytes(value: object) -> int:
+    """Read ``coalesce_bytes``.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: negative.
+    """
+    if value is None:
+        return COALESCE_BYTES
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"coalesce_bytes: expected an int of bytes or None, got {value!r}")
+    if value < 0:
+        raise ValueError(f"coalesce_bytes: expected 0 or more bytes, got {value}")
+    return value
+
+
+def as_transport(collectives: object, wire_dtype: object) -> TransportOptions:
+    """Read ``collectives`` and ``wire_dtype``.
+
+    Raises:
+        TypeError: ``wire_dtype`` is neither a dtype nor None.
+        ValueError: a value that is not known, or a wire dtype for the backend's own collectives.
+    """
+    try:
+        chosen = Collectives(collectives)
+    except ValueError:
+        choices = ", ".join(f'"{one.value}"' for one in Collectives)
+        raise ValueError(f"collectives: expected one of {choices}, got {collectives!r}") from None
+    if wire_dtype is None:
+        return TransportOptions(chosen)
+    if not isinstance(wire_dtype, torch.dtype):
+        raise TypeError(f"wire_dtype: expected torch.bfloat16 or None, got {wire_dtype!r}")
+    if wire_dtype is not torch.bfloat16:
+        raise ValueError(
+            f"wire_dtype: expected torch.bfloat16, which has the range of float32, or None; "
+            f"got {wire_dtype}"
+        )
+    if chosen is Collectives.NATIVE:
+        raise ValueError(
+            'wire_dtype: the backend\'s own collectives (collectives="native") send what they are '
+            "given. Use MixedPrecision(param_dtype, reduce_dtype) for them."
+        )
+    return TransportOptions(chosen, wire_dtype)
+
+
+def check_launch_without_group() -> None:
+    """Refuse to run alone where a launcher started several ranks.
+
+    Raises:
+        RuntimeError: ``WORLD_SIZE`` says that there are other ranks.
+    """
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size.isdigit() and int(world_size) > 1:
+        raise RuntimeError(
+            f"ShardedWrapper: {world_size} ranks were started (WORLD_SIZE), but there is no "
+            "process group. Call torch.distributed.init_process_group() before wrapping."
+        )

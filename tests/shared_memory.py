@@ -1,0 +1,34 @@
+"""`mapping`: ranks map one another's shards, small as these are."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from flatshard.comm.transports import shared_memory
+from flatshard.engine import grad_buffer
+from flatshard.memory import page_pool
+from flatshard.plan import layout
+
+
+@contextmanager
+def mapping(kind: type = shared_memory.MappedShards) -> Iterator[list[Any]]:
+    """Small shards are mapped, and small gradients read in place; yields what was mapped.
+
+    Over sockets that is this rank's own, in a ``PooledBuffer``; other small buffers are such, too.
+    """
+    made: list[Any] = []
+    init = kind.__init__
+
+    def counted(self: Any, *args: Any, **keywords: Any) -> None:
+        init(self, *args, **keywords)
+        if self.shard is not None:
+            made.append(type(self))
+
+    with (
+        mock.patch.object(layout, "PAGED_BYTES", 1),
+        mock.patch.object(page_pool, "PAGED_BYTES", 1),
+        mock.patch.object(grad_buffer, "_IN_PLACE_BYTES", 0),
+        mock.patch.object(kind, "__init__", counted),
+    ):
+        yield made

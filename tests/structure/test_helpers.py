@@ -1,0 +1,29 @@
+"""What tests share is in modules of its own: no test file imports another one."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+FILES = sorted(TESTS.rglob("*.py"))
+
+
+def _imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(TESTS)))
+def test_no_test_file_is_imported(path: Path) -> None:
+    modules = [name.split(".") for name in _imported(path) if name.startswith("tests.")]
+    assert not [name for name in modules if any(part.startswith("test_") for part in name)]
+
+
+def test_names_of_test_files_are_unique() -> None:
+    names = [path.name for path in FILES if path.name.startswith("test_")]
+    assert len(names) == len(set(names))

@@ -1,0 +1,85 @@
+"""`WAYS`: the named ways to wrap a model that tests are crossed with."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+Keywords = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is wrapped, and by how many ranks.
+
+    Attributes:
+        keywords: those of `flatshard.ShardedWrapper`.
+        world_size: the number of ranks.
+        ranks_per_node: how many of them say that they share a node; 0 for all.
+    """
+
+    keywords: Keywords
+    world_size: int = 2
+    ranks_per_node: int = 0
+
+    @property
+    def strategy(self) -> str:
+        return self.keywords.get("sharding_strategy", "FULL_SHARD")
+
+    @property
+    def is_true_shape(self) -> bool:
+        return self.keywords.get("use_orig_params", True)
+
+    def set_nodes(self) -> None:
+        """Make this process one of a node's ranks."""
+        os.environ["LOCAL_WORLD_SIZE"] = str(self.ranks_per_node or self.world_size)
+
+
+def _way(
+    sharding_strategy: str, world_size: int = 2, ranks_per_node: int = 0, **keywords: Any
+) -> Way:
+    return Way({"sharding_strategy": sharding_strategy, **keywords}, world_size, ranks_per_node)
+
+
+WAYS = {
+    "full": _way("FULL_SHARD"),
+    "full-flat": _way("FULL_SHARD", use_orig_params=False),
+    "full-3": _way("FULL_SHARD", 3),
+    "grad_op": _way("SHARD_GRAD_OP"),
+    "grad_op-flat": _way("SHARD_GRAD_OP", use_orig_params=False),
+    "no_shard": _way("NO_SHARD"),
+    "no_shard-flat": _way("NO_SHARD", use_orig_params=False),
+    "no_shard-3": _way("NO_SHARD", 3),
+    "op": _way("SHARD_OP", 3),
+    "hybrid": _way("HYBRID_SHARD", 4, 2),
+    "hybrid-zero2": _way("HYBRID_SHARD_ZERO2", 4, 2),
+    "hybrid-op": _way("HYBRID_SHARD_OP", 4, 2),
+    "hybrid-op-nodes-of-one": _way("HYBRID_SHARD_OP", 2, 1),
+    "hybrid-nodes-of-one": _way("HYBRID_SHARD", 2, 1),
+    "regather": Way({"reshard_after_forward": 2}, 4),
+    "keep": Way({"reshard_after_forward": False}),
+    "native-hybrid": _way("HYBRID_SHARD", 4, 2, collectives="native"),
+    "native-hybrid-op": _way("HYBRID_SHARD_OP", 4, 2, collectives="native"),
+}
+
+
+def select(*names: str) -> dict[str, Way]:
+    return {name: WAYS[name] for name in names}
+
+
+def true_shapes(ways: Iterable[str]) -> list[str]:
+    """Those of the ways that keep parameters in their true shapes."""
+    return [name for name in ways if WAYS[name].is_true_shape]
+
+
+BASIC = select("full", "full-flat", "grad_op", "grad_op-flat", "no_shard")
+"""What is told apart on any two ranks."""
+
+TRUE_SHAPE = true_shapes(BASIC)
+
+TOPOLOGIES = {
+    name: way
+    for name, way in WAYS.items()
+    if name not in (*BASIC, "no_shard-flat", "full-3", "no_shard-3")
+}
+"""What else there is: other world sizes, nodes, and units that stay unsharded in other ways."""
