@@ -9,6 +9,8 @@ constant, a thread) needs ``fresh=True``; ``FRESH_RANKS=1`` in the environment m
 fresh, to tell whether a failure comes from an earlier test. Ranks meet through a file, never a
 port.
 
+How much is coalesced by default is for the ranks what it is for the test that calls.
+
 The first failure is the one shown, with its traceback. A rank that has reported stays alive until
 the parent lets it go, so that its closed sockets don't make the others fail too. When time is up,
 every rank that is still running shows where it is, and is killed: a hang is a failure.
@@ -54,7 +56,6 @@ PRELOAD = [
     "torch._dynamo",  # torch loads it, in more than a second, when it makes the first optimizer
 ]
 ROOT = Path(__file__).resolve().parents[1]
-collective_options.COALESCE_BYTES = 0  # the tests' models are so small that each would be one unit
 CALLS_PER_PROCESS = 60
 """After so many calls a process is replaced, which bounds what tests may leave behind."""
 THREADS_PER_PROCESS = 40
@@ -78,6 +79,7 @@ class _Setup:
     group_timeout: float
     init_group: bool
     expendable: bool
+    coalesce_bytes: int
 
 
 class _State(enum.Enum):
@@ -163,7 +165,13 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         setups = [
             _Setup(
-                rank, world_size, f"{folder}/store", group_timeout, init_group, rank in expendable
+                rank,
+                world_size,
+                f"{folder}/store",
+                group_timeout,
+                init_group,
+                rank in expendable,
+                collective_options.COALESCE_BYTES,
             )
             for rank in range(world_size)
         ]
@@ -375,7 +383,11 @@ def _isolated(setup: _Setup) -> Iterator[None]:
         "LOCAL_RANK": str(setup.rank),
         "LOCAL_WORLD_SIZE": str(setup.world_size),
     }
-    with mock.patch.dict(os.environ, ranks), warnings.catch_warnings():
+    with (
+        mock.patch.dict(os.environ, ranks),
+        mock.patch.object(collective_options, "COALESCE_BYTES", setup.coalesce_bytes),
+        warnings.catch_warnings(),
+    ):
         warnings.resetwarnings()
         warnings.simplefilter("error")
         try:

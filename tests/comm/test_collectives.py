@@ -27,6 +27,8 @@ from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, assert_same_state, snapshot, train, train_steps, trainable
 
+pytestmark = pytest.mark.uncoalesced
+
 SOCKETS = TransportOptions(Collectives.SOCKETS)
 LAYERS = ("0", "1", "2")
 

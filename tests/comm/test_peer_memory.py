@@ -5,11 +5,13 @@ import ctypes
 import errno
 import gc
 import os
+import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,15 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatshard import CollectiveError
+from flatshard import CollectiveError, CPUOffload, ShardedWrapper
 from flatshard.comm.transports import peer_memory, shared_memory, sockets
 from flatshard.engine import grad_buffer
 from flatshard.memory import mapped_files, page_pool
+from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Case, Mlp, vectors
 from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
 from tests.shared_memory import mapping
+
+pytestmark = pytest.mark.uncoalesced
 
 _TELL_ADDRESS = (
     "import ctypes; b = ctypes.c_int64(1); print(ctypes.addressof(b), flush=True); input()"
@@ -137,7 +142,6 @@ def same_as_sockets(rank: int, world_size: int, settings: dict[str, Any], names:
                 with mapping() as made, counting_reads():
                     actual = trained(case, rank, world_size, **keywords)
                     assert made or what in ON_NODES, "nothing was mapped"
-                    expected = expected if made else actual
                 torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     assert most_parts > 1, "nothing was sent from where it was"
 
@@ -235,8 +239,13 @@ def mapped_for_long(rank: int, world_size: int, way: str) -> None:
         case = CASES["mlp"]
         expected = trained(case, rank, world_size, **keywords)
         last = "move_pages" if way == "sockets" else "open_of"
-        for rank_without, name in ((0, "create"), (1, "map_privately"), (1, last)):
-            fails = mock.Mock(return_value=None) if rank == rank_without else None
+        none, no_memory = mock.Mock(return_value=None), mock.Mock(side_effect=OSError(12, "none"))
+        for rank_without, name, failing in (
+            *((0, "create", none), (1, "map_privately", none), (1, last, none)),
+            (1, "reserve_range", no_memory),  # `ulimit -v`
+        ):
+            fails = failing if rank == rank_without else None
+            none.reset_mock()
             original = getattr(mapped_files, name)
             with mock.patch.object(mapped_files, name, fails or original):
                 actual = trained(case, rank, world_size, **keywords)
@@ -264,6 +273,40 @@ def mapped_for_long(rank: int, world_size: int, way: str) -> None:
 
 def _files() -> list[str]:
     return [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+
+
+def many_units(rank: int, world_size: int, folder: Path) -> None:
+    """More than a process may have open files, of which the harness has some already."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = max(map(int, os.listdir("/proc/self/fd"))) + 24
+    offload = {"cpu_offload": CPUOffload(path=folder)} if folder.name == "disk" else {}
+    with mapping() as made:
+        model = ShardedWrapper(nn.Sequential(*(nn.Linear(7, 7) for _ in range(31))))
+        del model
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+        try:
+            model = ShardedWrapper(
+                nn.Sequential(*(nn.Linear(7, 7) for _ in range(31))),
+                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+                coalesce_bytes=0,
+                **offload,
+            )
+            with torch.no_grad():
+                model(torch.ones(3, 7))
+            model(torch.ones(3, 7)).sum().backward()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(made) >= 30
+    kind = shared_memory.MappedShards
+    memories = [one for one in gc.get_objects() if isinstance(one, kind)]
+    assert all(len(memory._mapped) == world_size for memory in memories if memory._has_met)
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_more_units_than_open_files(where: str, tmp_path: Path) -> None:
+    """Each unit had a file open until its second gather: 1,000 of them exceed `ulimit -n`."""
+    (tmp_path / where).mkdir()
+    run_ranks(many_units, 2, tmp_path / where, fresh=True)
 
 
 @pytest.mark.parametrize("way", TRANSPORTS)

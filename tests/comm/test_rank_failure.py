@@ -16,6 +16,8 @@ from tests.harness import RankError, run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, local_loss, trainable
 
+pytestmark = pytest.mark.uncoalesced
+
 GROUP_TIMEOUT = 2.0
 SLACK = 8.0
 """Seconds more that a loaded machine may take; far less than the default timeouts."""

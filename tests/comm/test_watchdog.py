@@ -20,6 +20,8 @@ from flatshard.comm.deadlock import detector, watchdog
 from tests.harness import ROOT, run_ranks
 from tests.models import CASES
 
+pytestmark = pytest.mark.uncoalesced
+
 
 def test_long_waits_are_logged() -> None:
     run_ranks(_long_wait, 3, fresh=True)

@@ -46,6 +46,7 @@ def _registered(case: Case, hook: Callable[..., Any], **keywords: Any) -> Sharde
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.uncoalesced
 def test_a_hook_reduces(world_size: int) -> None:
     run_ranks(_reduces, world_size)
 
@@ -79,6 +80,7 @@ def _layouts(model: ShardedWrapper) -> list[tuple[str, int, int]]:
     ]
 
 
+@pytest.mark.uncoalesced
 def test_with_other_features() -> None:
     run_ranks(_with_other_features, 2)
 
@@ -237,6 +239,7 @@ def _buckets(state: Any, bucket: Any) -> None: ...
         ),
     ],
 )
+@pytest.mark.uncoalesced
 def test_refused(strategy: str, hook: Any, error: type[Exception], message: str) -> None:
     """Alone, so the shapes of hooks go by the strategy and not by the number of ranks."""
     with allow_warnings(UserWarning, "ShardedWrapper: no process group"):
@@ -255,6 +258,7 @@ def test_refused(strategy: str, hook: Any, error: type[Exception], message: str)
         model.register_comm_hook(None, ddp_hooks.bf16_compress_hook)
 
 
+@pytest.mark.uncoalesced
 def test_refused_while_gradients_wait() -> None:
     with allow_warnings(UserWarning, "ShardedWrapper: no process group"):
         model = MLP.wrap(MLP.model())
@@ -285,6 +289,7 @@ def _register_unlike(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.uncoalesced
 def test_a_hook_raises(strategy: str) -> None:
     run_ranks(_raises, 2, strategy)
 
@@ -325,6 +330,7 @@ def _raises(rank: int, world_size: int, strategy: str) -> None:
     assert_same_state(snapshot(sharded.model), snapshot(plain.model), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.uncoalesced
 def test_a_hook_raises_on_one_rank() -> None:
     run_ranks(_raises_on_one_rank, 2, group_timeout=2.0)
 

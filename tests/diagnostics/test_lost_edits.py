@@ -13,6 +13,8 @@ from flatshard.diagnostics import late_modules
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 
+pytestmark = pytest.mark.uncoalesced
+
 
 class _Renormed(nn.Linear):
     """Edits its weight in every forward."""

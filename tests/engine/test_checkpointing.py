@@ -141,6 +141,7 @@ def _places(kind: str) -> dict[str, Callable[[], nn.Module]]:
     ("kind", "way"),
     [*itertools.product(["reentrant", "saved"], BASIC), ("saved-to-the-end", "full")],
 )
+@pytest.mark.uncoalesced
 def test_same_numbers_and_no_gather_too_many(kind: str, way: str) -> None:
     run_ranks(_train_and_count, 2, kind, way)
 
@@ -207,6 +208,7 @@ def _check_gathers(way: str, forward: Counter[str], backward: Counter[str]) -> N
 
 @each_way
 @both_kinds
+@pytest.mark.uncoalesced
 def test_around_the_whole_wrapper(kind: str, way: str) -> None:
     run_ranks(_whole, 2, kind, way)
 
@@ -304,6 +306,7 @@ def _shard(model: nn.Module, way: str, unit: type[nn.Module]) -> ShardedWrapper:
 
 @pytest.mark.parametrize("build", [_wrapped_before, _wrapped_before_class_inside, _wrapped_after])
 @each_way
+@pytest.mark.uncoalesced
 def test_checkpoint_wrappers(way: str, build: Callable[[str, Case], ShardedWrapper]) -> None:
     run_ranks(_wrapper_modules, 2, way, build)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -14,6 +15,8 @@ from tests.models import Case, vectors
 from tests.oracle import assert_same_state, snapshot
 from tests.side import Run
 from tests.ways import WAYS
+
+pytestmark = pytest.mark.uncoalesced
 
 BACKEND = "aot_eager"
 """Traces forward and backward, with all guards, and generates no code."""

@@ -24,6 +24,8 @@ from tests.oracle import assert_same, snapshot
 from tests.side import Side
 from tests.ways import BASIC, TRUE_SHAPE, WAYS
 
+pytestmark = pytest.mark.uncoalesced
+
 Script = Callable[[Side], list[Any]]
 
 

@@ -31,6 +31,8 @@ from tests.oracle import (
     trainable,
 )
 
+pytestmark = pytest.mark.uncoalesced
+
 Strides = dict[str, tuple[int, ...]]
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]

@@ -15,6 +15,8 @@ from flatshard.engine import grad_buffer, reduce_buckets
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 
+pytestmark = pytest.mark.uncoalesced
+
 BF16 = torch.bfloat16
 WIDTH = 600
 

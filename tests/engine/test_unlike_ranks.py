@@ -17,6 +17,8 @@ from tests.oracle import ROWS, local_loss
 from tests.shared_memory import mapping
 from tests.side import Run, assert_same_model
 
+pytestmark = pytest.mark.uncoalesced
+
 
 def test_a_backward_under_no_sync_on_one_rank_alone() -> None:
     """Where units stay gathered between forward and backward, nothing is needed from others."""

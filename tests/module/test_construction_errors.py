@@ -17,6 +17,8 @@ from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Mlp
 from tests.oracle import OPTIMIZERS, assert_same_state, snapshot, train, train_steps, trainable
 
+pytestmark = pytest.mark.uncoalesced
+
 LINEARS = ModuleWrapPolicy({nn.Linear})
 
 

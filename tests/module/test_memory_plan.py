@@ -10,6 +10,8 @@ from flatshard import MixedPrecision
 from flatshard.memory_plan import predict
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
+pytestmark = pytest.mark.uncoalesced
+
 WIDTH = 256
 BLOCK = WIDTH * WIDTH
 PSI = 5 * BLOCK

@@ -22,6 +22,8 @@ from tests.harness import naming, run_ranks
 from tests.oracle import assert_same_state, snapshot
 from tests.ways import WAYS, Way
 
+pytestmark = pytest.mark.uncoalesced
+
 SEED = 5
 
 

@@ -12,6 +12,8 @@ from flatshard.memory_plan import predict
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 
+pytestmark = pytest.mark.uncoalesced
+
 WIDTH = 96
 
 

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -13,6 +14,8 @@ from flatshard.optimizer import buckets, local_state_guard, offload
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, snapshot, train_steps, trainable
+
+pytestmark = pytest.mark.uncoalesced
 
 KINDS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),

@@ -17,6 +17,8 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 from tests.ways import BASIC, WAYS
 
+pytestmark = pytest.mark.uncoalesced
+
 INF = math.inf
 ORDERS = (2.0, 1.0, 3.0, 0.5, INF, -INF, 0.0, -1.0)
 

@@ -499,6 +499,7 @@ def _left_in_the_middle(rank: int, world_size: int) -> None:
         run.model.state_dict()
 
 
+@pytest.mark.uncoalesced
 def test_errors() -> None:
     run_ranks(_refused, 2)
     run_ranks(_left_in_the_middle, 2)

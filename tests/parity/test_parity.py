@@ -25,6 +25,8 @@ from tests.oracle import (
     trainable,
 )
 
+pytestmark = pytest.mark.uncoalesced
+
 # Hybrid ones on one node are the same; test_strategies has nodes.
 STRATEGIES = [strategy.name for strategy in ShardingStrategy if not strategy.placement.hybrid]
 FORMS = (True, False)  # original parameters, or flat ones

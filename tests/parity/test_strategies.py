@@ -224,6 +224,7 @@ def _gathers(action: Callable[[], Any]) -> int:
     return sum(event.kind == "gather" for event in events)
 
 
+@pytest.mark.uncoalesced
 def test_shard_op_gathers_once_per_step() -> None:
     run_ranks(_shard_op_gathers, 2)
 
@@ -266,6 +267,7 @@ def _secondary_group(rank: int, world_size: int) -> None:
     assert all(handle.gather.secondary_bytes == 0 for handle in handles)
 
 
+@pytest.mark.uncoalesced
 def test_nodes_exchange_parameters_once_per_step() -> None:
     run_ranks(_once_across_nodes, 4)
 
@@ -338,6 +340,7 @@ def _accumulate(run: Run, accumulation: Keywords) -> None:
     run.step()
 
 
+@pytest.mark.uncoalesced
 def test_accumulation_reduces_what_it_says() -> None:
     run_ranks(_reductions, 4)
 

@@ -23,6 +23,8 @@ from tests.models import loss_of, vectors
 from tests.oracle import ROWS, assert_same, assert_same_state, snapshot
 from tests.ways import WAYS
 
+pytestmark = pytest.mark.uncoalesced
+
 LINEARS = ModuleWrapPolicy({nn.Linear})
 TOLERANCE = 1e-11
 

@@ -20,6 +20,8 @@ from tests.oracle import assert_same_state, snapshot
 from tests.side import Run
 from tests.ways import BASIC, TRUE_SHAPE, WAYS
 
+pytestmark = pytest.mark.uncoalesced
+
 # ---------------------------------------------------------------- models
 
 

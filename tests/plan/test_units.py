@@ -17,6 +17,8 @@ from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Block, Case, Mlp, Transformer, vectors
 from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
 
+pytestmark = pytest.mark.uncoalesced
+
 
 class Layer(nn.Module):
     def __init__(self) -> None:

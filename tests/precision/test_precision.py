@@ -166,6 +166,7 @@ LARGE = [
 
 
 @pytest.mark.parametrize("way", BASIC)
+@pytest.mark.uncoalesced
 def test_like_casts_by_hand(way: str) -> None:
     run_ranks(_like_casts_by_hand, 2, way)
 
@@ -255,6 +256,7 @@ POLICY = MixedPrecision(
 )
 
 
+@pytest.mark.uncoalesced
 def test_norms_and_routers_in_full_precision() -> None:
     run_ranks(_norms_and_routers, 2)
 
@@ -318,6 +320,7 @@ def _norms_and_routers(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- autocast
 
 
+@pytest.mark.uncoalesced
 def test_autocast() -> None:
     run_ranks(_autocast, 2)
 
@@ -437,6 +440,7 @@ def _inputs_outputs_and_buffers(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch lacks grad_dtype")
+@pytest.mark.uncoalesced
 def test_low_precision_gradients() -> None:
     run_ranks(_low_precision_gradients, 2)
 

@@ -4,9 +4,9 @@
 stays real: its caching allocator, streams and events, `ProcessGroupNCCL` with its watchdog,
 autograd's thread for the device. What kernels would compute, `kernels.py` computes on the CPU when
 their stream comes to them, which may be much later: streams beside the one that computes can be
-told to take their time (``SIMULATED_SIDE_DELAY``, microseconds for all that is put into them). A
-wait that lacks, or memory that is given away too early, shows as wrong numbers. What a kernel or a
-collective costs, it cannot tell.
+told to take their time (``SIMULATED_SIDE_DELAY``, microseconds for all that is put into them), and
+so can that one (``SIMULATED_MAIN_DELAY``). A wait that lacks, or memory that is given away too
+early, shows as wrong numbers. What a kernel or a collective costs, it cannot tell.
 
 Needs a C++ compiler, and a torch for CUDA with the headers that its packages bring.
 """

@@ -126,6 +126,8 @@ void reduce(void* out, const Parts& parts, size_t offset, size_t count, ncclRedO
 void reduce(
     void* out, const Parts& parts, size_t offset, size_t count, ncclDataType_t type,
     ncclRedOp_t op) {
+  if (op != ncclSum && op != ncclAvg && op != ncclMax && op != ncclMin)
+    fail("no reduction by operation " + std::to_string(op));
   switch (type) {
     case ncclFloat64: return reduce<double, double>(out, parts, offset, count, op);
     case ncclFloat32: return reduce<float, float>(out, parts, offset, count, op);

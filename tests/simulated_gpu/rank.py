@@ -3,7 +3,8 @@
     python -m tests.simulated_gpu.rank RANK WORLD_SIZE STORE CASE...
 
 A case is a strategy, a precision and a variant, with commas between. A line of JSON for each. With
-SIMULATED_WITHOUT_WAITS in the environment no stream waits for another one where flatshard says so.
+SIMULATED_WITHOUT_WAIT=FUNCTION in the environment no stream waits for another one where that
+function of flatshard's says so; nowhere with ``every``, for a collective with ``work``.
 """
 
 import dataclasses
@@ -19,10 +20,23 @@ from gpu_checks import equality
 from tests.simulated_gpu.kernels import Kernels
 
 
+def leave_out(site: str) -> None:
+    """Leave out the wait of a function, or those for collectives."""
+    if site == "work":
+        dist.Work.wait = lambda *_: True
+    elif site:
+        wait_stream = torch.cuda.Stream.wait_stream
+
+        def wait_elsewhere(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+            if site not in ("every", sys._getframe(1).f_code.co_name):
+                wait_stream(stream, other)
+
+        torch.cuda.Stream.wait_stream = wait_elsewhere
+
+
 def main(rank: int, world_size: int, store: str, cases: list[str]) -> None:
     torch.set_num_threads(1)
-    if os.environ.get("SIMULATED_WITHOUT_WAITS"):
-        torch.cuda.Stream.wait_stream = lambda *_: None
+    leave_out(os.environ.get("SIMULATED_WITHOUT_WAIT", ""))
     dist.init_process_group(
         "nccl",
         store=dist.FileStore(store, world_size),

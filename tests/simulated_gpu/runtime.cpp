@@ -124,7 +124,7 @@ struct Event {
 auto& mutex = *new std::mutex;
 auto& on_device = *new std::map<uintptr_t, size_t>;
 auto& on_host = *new std::map<uintptr_t, size_t>;
-auto& default_stream = *new Stream(0, 0);
+auto& default_stream = *new Stream(0, microseconds("SIMULATED_MAIN_DELAY"));
 auto& streams = *new std::vector<Stream*>{&default_stream};
 
 Stream& stream_of(cudaStream_t stream) {

@@ -18,6 +18,8 @@ from tests.models import CASES, Case, images, loss_of
 from tests.oracle import OPTIMIZERS, snapshot, trainable
 from tests.ways import select
 
+pytestmark = pytest.mark.uncoalesced
+
 ROWS = 12
 """Of all ranks together: one, two, three or four of them."""
 

@@ -36,6 +36,8 @@ from tests.oracle import (
 )
 from tests.ways import WAYS
 
+pytestmark = pytest.mark.uncoalesced
+
 CHOSEN = ("full", "full-flat", "grad_op", "no_shard")
 each_way = pytest.mark.parametrize("way", CHOSEN)
 

@@ -21,6 +21,8 @@ from tests.oracle import assert_same, assert_same_state, snapshot
 from tests.side import Run, pair
 from tests.ways import BASIC, WAYS
 
+pytestmark = pytest.mark.uncoalesced
+
 summon = ShardedWrapper.summon_full_params
 both_sizes = pytest.mark.parametrize("world_size", [2, 3])
 

@@ -30,6 +30,8 @@ from tests.oracle import ROWS, assert_same, assert_same_state, local_loss, snaps
 from tests.side import Run, pair
 from tests.ways import BASIC
 
+pytestmark = pytest.mark.uncoalesced
+
 each_way = pytest.mark.parametrize("way", BASIC)
 
 

@@ -19,6 +19,7 @@ cannot have such a file, or cannot map that of another, copies instead; the othe
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -38,10 +39,11 @@ from flatshard.comm.transports.base import Members, Transport
 from flatshard.comm.transports.peer_memory import Awaited, Mailbox, PeerMemory
 from flatshard.comm.work import AsyncWork
 from flatshard.memory import mapped_files
-from flatshard.memory.buffers import BufferMemory
+from flatshard.memory.buffers import AllocatedBuffer, BufferMemory
 from flatshard.memory.mapped_files import Files
 from flatshard.memory.page_pool import allocate, fills_pages
 from flatshard.options.collectives import TransportOptions
+from flatshard.options.offload import OffloadError
 
 _REDUCING = peer_memory.TAGS // 2
 """Added to the tags of reductions: half of a mailbox's places are for gathers, half for these."""
@@ -65,6 +67,7 @@ class SharedMemoryTransport(Transport):
         self.members, self.memory, self._mailbox = members, memory, mailbox
         self.reason = reason
         self._published: dict[int, Publication] = {}
+        self._open_files: list[tuple[int, Publication]] = []
 
     @classmethod
     def connect(cls, members: Members) -> SharedMemoryTransport | str:
@@ -193,6 +196,18 @@ class SharedMemoryTransport(Transport):
         else:
             divide(total, len(addresses), out)
 
+    def close_when_taken(self, number: int, publication: Publication) -> None:
+        """Close an open file, if ``number`` is one, when all ranks have mapped it."""
+        if number >= 0:
+            self._open_files.append((number, publication))
+
+    def close_taken_files(self) -> None:
+        """Close what all ranks have mapped."""
+        for one in list(self._open_files):
+            if all(taken.is_completed() for taken in one[1].taken):
+                os.close(one[0])
+                self._open_files.remove(one)
+
     def publish(self, address: int, tag: int, op_name: str) -> Publication:
         """Tell the others an address under a tag, and begin to wait for theirs.
 
@@ -300,29 +315,53 @@ class MappedShards(BufferMemory):
             tags: for gathers, and for telling where the file is.
             files: makes this rank's file: in memory, or on a disk.
         """
-        self._transport, self._tags = transport, tags
+        self._transport, self._tags, self._files = transport, tags, files
         self._nbytes = numel * dtype.itemsize
-        self._file = files.create(self._nbytes, reserve=True)
-        own = None
-        if self._file is not None:
-            own = files.mapped(self._file, self._nbytes, write=True)
-        # Where the file could not be had, memory that others copy from.
-        self.shard = torch.frombuffer(own or mmap.mmap(-1, self._nbytes), dtype=dtype)
-        everything = mapped_files.reserve_range(self._nbytes * transport.members.size)
-        self.buffer = torch.frombuffer(everything, dtype=dtype)
-        self._address = self.buffer.data_ptr()
-        self._mapped: set[int] | None = None
+        own = self._new_file()
+        # Where no file can be had, memory that others copy from.
+        self.shard = torch.zeros(numel, dtype=dtype) if own is None else _values(own[1], dtype)
+        if own is not None:
+            os.close(own[0])
+        self._mapped: set[int] = set()  # the ranks whose shards the buffer shows
+        self._has_met = False  # mapped what can be mapped of the others
         self._introduction: Publication | None = None
         self._publication: Publication | None = None
         self._is_copy = False
+        self._allocated: AllocatedBuffer | None = None
+        try:
+            everything = mapped_files.reserve_range(self._nbytes * transport.members.size)
+        except OSError:  # no addresses left on this rank, which has to copy then
+            device = torch.device("cpu")
+            self._allocated = AllocatedBuffer(numel * transport.members.size, dtype, device)
+            self.buffer = self._allocated.buffer
+        else:
+            self.buffer = _values(everything, dtype)
+
+    def _new_file(self) -> tuple[int, mmap.mmap] | None:
+        """An open file for the shard, and where it is mapped."""
+        with contextlib.suppress(OSError, OffloadError):  # too many open files; the disk is full
+            number = self._files.create(self._nbytes, reserve=True)
+            if number is not None:
+                found = self._files.mapped(number, self._nbytes, write=True)
+                if found is not None:
+                    return number, found
+                os.close(number)
+        return None
 
     @property
     def held_bytes(self) -> int:
         """Of the buffer, what is a copy: all after ``snapshot``, else what could not be mapped."""
+        if self._allocated is not None:
+            return self._allocated.held_bytes
         if self._is_copy:
             return self._transport.members.size * self._nbytes
-        num_mapped = self._transport.members.size if self._mapped is None else len(self._mapped)
-        return (self._transport.members.size - num_mapped) * self._nbytes
+        num_copied = self._transport.members.size - len(self._mapped) if self._has_met else 0
+        return num_copied * self._nbytes
+
+    def take(self) -> None:
+        """Have the addresses, unless they are there."""
+        if self._allocated is not None:
+            self._allocated.take()
 
     def begin(self, op_name: str) -> AsyncWork:
         """Say that this rank's shard is final until ``free`` and begin to wait for the others'.
@@ -330,22 +369,46 @@ class MappedShards(BufferMemory):
         Collective: all ranks of the group.
         """
         tag, map_tag = self._tags
+        self._transport.close_taken_files()
         if self._introduction is None:
-            number = -1 if self._file is None else self._file
+            number = self._share()
             self._introduction = self._transport.publish(number, map_tag, op_name)
-        elif self._file is not None and all(t.is_completed() for t in self._introduction.taken):
-            os.close(self._file)
-            self._file = None
+            self._transport.close_when_taken(number, self._introduction)
         publication = self._transport.publish(self.shard.data_ptr(), tag, op_name)
         self._publication = publication
         return self._transport.work(
             publication, op_name, lambda: self._fill(publication), self.shard, self.buffer
         )
 
+    def _share(self) -> int:
+        """Move the shard to a file that is open for the others to map; its number, or -1.
+
+        At the first gather, not before: until all ranks come here, each unit of a model would have
+        a file open, and a process may open 1,024 by default.
+        """
+        new = self._new_file()
+        if new is None:
+            return -1
+        number, found = new
+        with torch.no_grad():
+            _values(found, self.shard.dtype).copy_(self.shard)
+        # The shard keeps its addresses: tensors and views of them exist.
+        if not mapped_files.map_shared(number, self.shard.data_ptr(), self._nbytes):
+            os.close(number)
+            return -1
+        self._map(self._transport.members.rank, number)
+        return number
+
+    def _map(self, rank: int, number: int) -> None:
+        """Show the open file of a rank at its place in the buffer, if that is possible."""
+        place = self.buffer.data_ptr() + rank * self._nbytes
+        if self._allocated is None and mapped_files.map_privately(number, place, self._nbytes):
+            self._mapped.add(rank)
+
     def _fill(self, publication: Publication) -> None:
         """Let the buffer show all shards; all are final now."""
-        if self._mapped is None:
-            self._mapped = self._map_all()
+        if not self._has_met:
+            self._map_others()
         members = self._transport.members
         for rank, part in enumerate(self.buffer.chunk(members.size)):
             if rank in self._mapped:
@@ -355,27 +418,17 @@ class MappedShards(BufferMemory):
             else:
                 self._transport.memory.read(rank, publication.records[rank].address, part)
 
-    def _map_all(self) -> set[int]:
-        """Map the ranks' files, each at its place; returns the ranks for which that worked."""
+    def _map_others(self) -> None:
+        """Map the other ranks' files, each at its place."""
         assert self._introduction is not None, "begin() comes first"
-        mapped, members = set(), self._transport.members
-        for rank in range(members.size):
-            file = self._file_of(rank, self._introduction)
-            if file is not None:
-                place = self._address + rank * self._nbytes
-                if mapped_files.map_privately(file, place, self._nbytes):
-                    mapped.add(rank)
-                if rank != members.rank:
-                    os.close(file)
+        for rank, record in self._introduction.records.items():
+            record.wait()
+            number = mapped_files.open_of(self._transport.memory.pid(rank), record.address)
+            if number is not None:
+                self._map(rank, number)
+                os.close(number)
         self._introduction.take()
-        return mapped
-
-    def _file_of(self, rank: int, introduction: Publication) -> int | None:
-        if rank == self._transport.members.rank:
-            return self._file
-        record = introduction.records[rank]
-        record.wait()
-        return mapped_files.open_of(self._transport.memory.pid(rank), record.address)
+        self._has_met = True
 
     def renew(self) -> None:
         """What was gathered is stale: let other ranks write their shards."""
@@ -387,7 +440,10 @@ class MappedShards(BufferMemory):
             self._publication.take()
             self._publication = None
         self._is_copy = False
-        mapped_files.drop_pages(self._address, self.buffer.nbytes)
+        if self._allocated is not None:
+            self._allocated.free()
+        else:
+            mapped_files.drop_pages(self.buffer.data_ptr(), self.buffer.nbytes)
 
     def snapshot(self) -> None:
         """Turn the buffer into a copy, which outlives changes of the shards."""
@@ -399,7 +455,6 @@ class MappedShards(BufferMemory):
             self._publication = None
             self._is_copy = True
 
-    def __del__(self) -> None:
-        """Close the file where no second gather did."""
-        if self.__dict__.get("_file") is not None:
-            os.close(self._file)  # type: ignore[arg-type]
+
+def _values(found: mmap.mmap, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(found, dtype=dtype)
