@@ -1,4 +1,4 @@
-"""State dicts; see ``flatshard.state.model_state``."""
+"""Options of state dicts; see ``flatshard.state.model_state``."""
 
 from flatshard.state.model_state import options_of, options_set, without_ddp_prefix
 

@@ -1,4 +1,4 @@
-"""Recording of the collectives that a rank starts; see ``flatshard.comm.communicator``."""
+"""Records the collectives that a rank starts; see ``flatshard.comm.communicator``."""
 
 from flatshard.comm.communicator import Event, record
 

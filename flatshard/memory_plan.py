@@ -1,4 +1,4 @@
-"""What a model takes in memory, from its shapes; see ``flatshard.module.memory_plan``."""
+"""Predicts the memory of a model from its shapes; see ``flatshard.module.memory_plan``."""
 
 from flatshard.module.memory_plan import MemoryPlan, UnitMemory, predict
 

@@ -1,7 +1,7 @@
-"""``ShardedWrapper``: the module that users meet. It says what they may ask for, and passes it on.
+"""``ShardedWrapper``: the public API. Each method checks its arguments and delegates.
 
 Like every ``ModuleProxy`` it shows the attributes of the module inside. Its own state is a
-``Sharding``, made by ``construction``: the unit, the settings, and the run of the whole model.
+``Sharding``, made by ``construction``: the unit, the settings, and the run of the model.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ from flatshard.state.model_state import as_torch, read_options
 class ShardedWrapper(ModuleProxy):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
-    Parameters are gathered unit by unit just before they are needed and freed just after.
-    ``auto_wrap_policy`` chooses the units; what it leaves over belongs to the outermost one.
-    Optimizers, losses, schedulers and data loaders stay what they were, and names, shapes and
-    state dicts are those of the unwrapped module.
+    Parameters are unsharded (all-gathered) unit by unit just before they are needed, and resharded
+    just after. ``auto_wrap_policy`` chooses the units; parameters outside of them belong to the
+    outermost one. Optimizers, losses, schedulers and data loaders need no change, and names, shapes
+    and state dicts are those of the unwrapped module.
 
     Collective: all ranks of the process group construct, run forward and backward, and take state
     dicts together.
@@ -70,67 +70,65 @@ class ShardedWrapper(ModuleProxy):
         module: any module; it is changed in place and stays available as ``.module``.
         process_group: the ranks that train this model, or for HYBRID strategies a pair (shard
             group, replicate group). None: the default group; without one, and with no other rank
-            started, the wrapper runs as a plain module and warns once.
-        sharding_strategy: see ``ShardingStrategy``; torch's enum and names are understood. None:
+            started, the wrapper runs like the unwrapped module and warns once.
+        sharding_strategy: see ``ShardingStrategy``; torch's enum and names are accepted. None:
             ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. HYBRID
             without either shards within each node, as ``LOCAL_WORLD_SIZE`` says.
         cpu_offload: see ``CPUOffload``.
         auto_wrap_policy: which submodules become units: ``"auto"`` or a policy of
             ``flatshard.wrap``. None: one unit.
-        backward_prefetch: when the next unit's gather starts in backward, see
-            ``BackwardPrefetch``; None: never early.
+        backward_prefetch: when the next unit's all-gather starts in backward, see
+            ``BackwardPrefetch``; None: when the unit needs it.
         mixed_precision: see ``MixedPrecision``.
         device_mesh: instead of ``process_group``: a 1-D mesh, or a 2-D one for HYBRID strategies,
             (replicate, shard) unless the names of its dimensions say the opposite.
-        reshard_after_forward: None: as the strategy says. True or False: free parameters between
-            forward and backward, or keep them. An int k, a divisor of the shard group's size:
-            keep one part in k on each rank, so that backward gathers from k ranks only.
+        reshard_after_forward: None: as the strategy says. True or False: reshard parameters between
+            forward and backward, or keep them unsharded. An int k, a divisor of the shard group's
+            size: keep a secondary shard of 1/k, so that backward all-gathers from k ranks only.
         device_id: where to put and train the parameters; an accelerator's index or a device.
             None: where they are, or the current accelerator if the process group has no CPU
             backend.
-        param_init_fn: gives modules on the meta device memory and values: called with every module
-            of a unit in which something is there, from the unit's root down; it is to treat the
+        param_init_fn: gives modules on the meta device memory and values. It is called with every
+            module of a unit that has tensors there, from the unit's root down, and initialises the
             module's own parameters and buffers (``module.to_empty(device=..., recurse=False)``,
-            then initialise). Or ``flatshard.leave_empty``. None: modules' ``reset_parameters()``,
-            in the order in which constructors call it. Either way, no more than one unit is whole
-            at any time.
+            then values). Or ``flatshard.leave_empty``. None: modules' ``reset_parameters()``,
+            in the order in which constructors call it. Either way, at most one unit has full
+            parameters at any time.
         sync_module_states: whether all ranks take rank 0's weights; then the other ranks' may be
-            on the meta device, and each is sent its part. None: if they differ, with a
+            on the meta device, and rank 0 sends each its part. None: if they differ, with a
             warning. False: never, with a warning if they differ.
-        forward_prefetch: begin the next unit's gather before this unit computes, in the order of
-            the last forward. None: yes.
+        forward_prefetch: start the next unit's all-gather before this unit computes, in the order
+            of the last forward. None: yes.
         limit_all_gathers: accepted; buffers in flight are always bounded.
         use_orig_params: True: ``parameters()`` are the original objects, in their true shapes.
             False: one 1-D ``FlatParameter`` per unit (and dtype, and ``requires_grad``), which
-            is frozen or trained as a whole.
-        coalesce_bytes: neighbours among a policy's units are gathered and reduced together, as one
-            unit, while their parameters take no more than this many bytes: a collective of less
-            is mostly waiting. 0: each by itself, as always with ``use_orig_params=False``. None:
-            4 MiB.
+            is frozen or trained in one piece.
+        coalesce_bytes: coalesce neighbours among a policy's units while their parameters together
+            have at most this many bytes: small collectives are latency-bound. 0: never, as always
+            with ``use_orig_params=False``. None: 4 MiB.
         broadcast_buffers: give all ranks rank 0's buffers before each forward, as
             DistributedDataParallel does.
-        collectives: ``"auto"``: what fits the backend best; ``"sockets"``: on gloo, send and
-            receive even where ranks on one host could read each other's memory; ``"native"``: one
-            collective of the backend per unit and purpose, for comparison.
+        collectives: the transport. ``"auto"``: the best one for the backend; ``"sockets"``: on
+            gloo, send and receive even if ranks on one host could read each other's memory;
+            ``"native"``: one collective of the backend per unit and purpose, for comparison.
         wire_dtype: ``torch.bfloat16``: over gloo's sockets, wider floating point parameters are
-            rounded to it before forward and backward gather them, alike on all ranks, and
-            gradients before they are sent; shards, computation and sums stay in their own dtypes,
-            and state dicts are exact. Ranks on one host then use sockets too. None: nothing is
-            rounded.
-        ignored_modules: modules to leave alone: their parameters stay plain ones that are neither
-            sharded nor moved, compared or synchronised between ranks, and their gradients are this
-            rank's own. So are their buffers. A parameter that also stands elsewhere is ignored
-            there too. What the attribute ``_ddp_params_and_buffers_to_ignore``, as set by
-            DistributedDataParallel, names (under all its names) is ignored likewise.
+            rounded to it before an all-gather, alike on all ranks, and gradients before they are
+            sent; shards, computation and sums stay in their own dtypes, and state dicts are exact.
+            Ranks on one host then use sockets too. None: nothing is rounded.
+        ignored_modules: modules whose parameters and buffers are neither sharded nor moved,
+            compared or synchronised between ranks; their gradients are this rank's own. A
+            parameter that another module shares is ignored there too. So are the tensors that
+            DistributedDataParallel's attribute ``_ddp_params_and_buffers_to_ignore`` names (under
+            all their names).
         ignored_states: the same for parameters or modules; not together with ``ignored_modules``.
-        extra: DistributedDataParallel's other keywords: read where they mean something, ignored
-            with one warning or refused where not; see docs/migration.md.
+        extra: other keywords of DistributedDataParallel: accepted if they have a meaning here,
+            otherwise ignored with one warning, or they raise; see docs/migration.md.
 
     Raises:
         TypeError: an argument of the wrong type, or an unknown keyword.
         ValueError: parameters on several devices, ranks that build different models, an
-            ``auto_wrap_policy`` over a model that already contains units, something to ignore
-            that is not in the model or sharded already.
+            ``auto_wrap_policy`` over a model that already contains units, a module or parameter
+            to ignore that is not in the model or is sharded already.
         RuntimeError: several ranks were started, but there is no process group.
         OffloadError: on all ranks, before anything is changed: the disk of ``cpu_offload`` is full.
     """
@@ -235,16 +233,16 @@ class ShardedWrapper(ModuleProxy):
     ) -> Iterator[None]:
         """Accumulate gradients locally: backwards of forwards begun inside reduce nothing.
 
-        The first backward after it reduces the sum. Until then every rank holds whole gradients,
-        ``padded_numel`` elements of every unit; from the second backward on in the parameters' own
-        dtype where the reduce dtype is narrower: sums are rounded only to be sent. Two arguments
-        bound that:
+        The first backward after it reduces the sum. Until then every rank holds unsharded
+        gradients, ``padded_numel`` elements of every unit; from the second backward on in the
+        parameters' own dtype if the reduce dtype is narrower: sums are rounded only to be sent.
+        Two arguments bound that memory:
 
         Args:
-            max_bytes: keep whole gradients of the smallest units, so many bytes of them together;
-                the others reduce in every backward, and accumulate in their shards.
-            replicas_only: where shards have replicas on other nodes, reduce within the shard
-                group in every backward, and hold back only what crosses nodes. Units without
+            max_bytes: accumulate unsharded gradients only of the smallest units, at most so many
+                bytes together; the others reduce in every backward, and accumulate in their shards.
+            replicas_only: if shards have replicas on other nodes, reduce-scatter within the shard
+                group in every backward, and omit only the all-reduce between nodes. Units without
                 replicas reduce as usual, units that are only replicated not at all.
 
         Raises:
@@ -256,10 +254,10 @@ class ShardedWrapper(ModuleProxy):
             yield
 
     def free_buffers(self) -> None:
-        """Give back memory that is kept for the next step.
+        """Release the memory that is cached for the next step.
 
-        Pages for gathered parameters, that is, and gradients that nobody holds. A forward without
-        gradients does the same when it begins. No communication.
+        These are pages for unsharded parameters, and buffers of gradients that nothing refers to.
+        A forward without gradients does the same when it begins. No communication.
         """
         self._sharding.context.give_back()
 
@@ -267,24 +265,25 @@ class ShardedWrapper(ModuleProxy):
     def record_steps(
         self, *, trace: recording.PathLike = None, memory: recording.PathLike = None
     ) -> Iterator[list[StepReport]]:
-        """Record the steps of the model, all units of it, inside the context.
+        """Record the steps of the model, all its units, inside the context.
 
-        Gives the list of their reports, which grows as steps end: a step ends when the next one
-        begins, or with the context. Everything is kept until then: record a few steps.
+        Yields the list of their reports, which grows as steps end: a step ends when the next one
+        begins, or with the context. All reports are kept until then: record a few steps.
 
-        Files are written at the end, unless it is by an exception, by the first rank, about all
-        ranks; or, with ``{rank}`` in their name, by every rank about itself.
+        When the context ends without an exception, the first rank writes the files, about all
+        ranks; with ``{rank}`` in their name, every rank writes its own.
 
         Collective: all ranks that train the model, at entry, and at the end to write a file.
 
         Args:
-            trace: write what chrome://tracing and Perfetto read, JSON, there.
-            memory: draw bytes held over the last step there, at most 8 ranks; needs matplotlib.
+            trace: file for a JSON trace that chrome://tracing and Perfetto read.
+            memory: file for a plot of memory over the last step, of at most 8 ranks; needs
+                matplotlib.
 
         Raises:
-            ValueError: a file cannot be written, or ranks were given others; at entry, on all
+            ValueError: a file cannot be written, or ranks passed different ones; at entry, on all
                 ranks.
-            ImportError: matplotlib is not installed; likewise.
+            ImportError: matplotlib is not installed; at entry, on all ranks.
             RuntimeError: steps are being recorded already, or a forward or backward is running.
         """
         context = self._sharding.check_between_steps("record_steps()")
@@ -295,25 +294,25 @@ class ShardedWrapper(ModuleProxy):
             yield reports
 
     def step_report(self) -> StepReport:
-        """Of the last recorded step, this rank's: ``print`` it for a table. No communication.
+        """Report of this rank's last recorded step; ``print`` it for a table. No communication.
 
-        Inside ``record_steps`` of the step under way, as far as it got.
+        Inside ``record_steps``: of the current step, so far.
 
         Raises:
-            RuntimeError: none was recorded.
+            RuntimeError: no step was recorded.
         """
         return recording.last_report(self._sharding.context)
 
     def warn_non_finite(self, enabled: bool = True) -> None:
-        """Warn, once, at the first gradient that is inf or NaN; of an inner wrapper: of the model.
+        """Warn once, at the first gradient of the model that is inf or NaN.
 
-        Looks at what autograd gives this rank, before it is averaged, so the rank that warns is
-        one that it comes from. Costs a reading of each gradient, and on an accelerator a wait for
-        it at the end of each backward; nothing any more after the warning. Under ``GradScaler``
-        overflows are ordinary. No communication.
+        It checks the gradients that autograd gives this rank, before they are averaged, so the
+        rank that warns is one where the value arose. It reads each gradient, and on an accelerator
+        waits at the end of each backward; after the warning it costs nothing. Overflows under
+        ``GradScaler`` are normal. On an inner wrapper it acts on the whole model. No communication.
 
         Args:
-            enabled: False: no more.
+            enabled: False: stop checking.
         """
         rank = self._sharding.settings.ranks.world.global_rank
         watch_non_finite(self._sharding.context.observers, rank if enabled else None)
@@ -326,25 +325,25 @@ class ShardedWrapper(ModuleProxy):
         the averaging itself, with collectives of its own that are over when it returns. In a
         backward under ``no_sync`` it is not called: what that accumulates is in the next ``full``.
 
-        - ``hook(state, full, out)`` where the unit is sharded. ``full``: this rank's gradients,
-          ``(shard_numel * ranks,)`` in the reduce dtype, zero where there is none; free to write
-          on. ``out``: this rank's part of the average, ``(shard_numel,)``, to be filled: elements
-          ``[rank * shard_numel, (rank + 1) * shard_numel)``. It is NaN before.
-        - ``hook(state, grad)`` with ``NO_SHARD``: ``(padded_numel,)``, to be averaged in place.
+        - ``hook(state, full, out)`` if the unit is sharded. ``full``: this rank's gradients,
+          ``(shard_numel * ranks,)`` in the reduce dtype, zero for parameters without one; the hook
+          may overwrite it. ``out``: this rank's part of the average, ``(shard_numel,)``, which the
+          hook fills: elements ``[rank * shard_numel, (rank + 1) * shard_numel)``. It is NaN before.
+        - ``hook(state, grad)`` with ``NO_SHARD``: ``(padded_numel,)``, averaged in place.
 
-        Padding in them, whatever the hook makes of it, counts as zero. What a hook raises comes
-        out of that rank's backward, with a note that names the unit; the other ranks wait for it
-        until the timeout of their own collective. Where ranks use different parameters of a unit
+        Padding in them counts as zero, whatever the hook writes there. An exception of the hook
+        leaves that rank's backward, with a note that names the unit; the other ranks wait for it
+        until the timeout of their own collective. If ranks use different parameters of a unit
         in a backward, its hook and those after it are called at the end of backward.
 
-        torch's own hooks are not called: ``allreduce_hook`` and ``reduce_scatter_hook`` mean what
-        is done anyway, ``fp16_compress_hook`` and ``bf16_compress_hook`` (DistributedDataParallel's
-        and FullyShardedDataParallel's, and ``fp16_compress_wrapper(allreduce_hook)``) that
+        torch's own hooks are not called. ``allreduce_hook`` and ``reduce_scatter_hook`` change
+        nothing. ``fp16_compress_hook`` and ``bf16_compress_hook`` (DistributedDataParallel's
+        and FullyShardedDataParallel's, and ``fp16_compress_wrapper(allreduce_hook)``) mean that
         gradients of floating point parameters are reduced in that dtype, as with
         ``MixedPrecision(reduce_dtype=...)``, with any strategy.
 
-        ``copy.deepcopy`` gives a model without hooks, as of DistributedDataParallel: register
-        again. ``.double()`` and its kin keep them.
+        ``copy.deepcopy`` gives a model without hooks, as with DistributedDataParallel: register
+        again. ``.double()`` and the like keep them.
 
         Collective: all ranks that train the model; the same kind of hook for the same units.
 
@@ -353,7 +352,7 @@ class ShardedWrapper(ModuleProxy):
             hook: see above.
 
         Raises:
-            TypeError: ``hook`` is not callable, or not with these arguments.
+            TypeError: ``hook`` is not callable, or does not accept these arguments.
             ValueError: a dtype other than that of ``MixedPrecision(reduce_dtype=...)``; a state
                 for other ranks than the model's; ranks register different hooks.
             NotImplementedError: ``hook`` takes DistributedDataParallel's buckets (PowerSGD,
@@ -374,44 +373,45 @@ class ShardedWrapper(ModuleProxy):
     ) -> StepInBackward:
         """Let ``optimizer`` step in each backward, every unit once its gradients are reduced.
 
-        The same numbers, to the bit, as ``optimizer.step()`` and ``zero_grad()`` after backward.
-        The gradients of the whole model never exist together, which saves up to the size of the
-        shards. Every backward that reduces steps, and a backward under ``no_sync`` does not: what
-        it accumulates is in the step of the first backward after. Learning rates and other options
+        The results are bitwise those of ``optimizer.step()`` and ``zero_grad()`` after backward.
+        The gradients of all units never exist together, which saves up to the size of the
+        shards. Every backward that reduces steps; a backward under ``no_sync`` does not: its
+        gradients are in the step of the first backward after. Learning rates and other options
         are those in ``optimizer.param_groups`` when backward begins.
 
-        A training loop can stay as it is. ``optimizer.step()`` steps what backward did not: other
-        models' parameters, ignored ones. Until it, ``zero_grad()`` or the next forward, ``.grad``
-        of what was stepped holds a stand-in that raises when it is used: there is nothing to clip
-        by a norm, to unscale or to log. A parameter's post-accumulate hooks run before its step,
-        the optimizer's own step hooks only in ``optimizer.step()``.
+        The training loop needs no change. ``optimizer.step()`` steps the parameters that backward
+        did not: other models' and ignored ones. Until ``optimizer.step()``, ``zero_grad()`` or the
+        next forward, ``.grad`` of a stepped parameter is a consumed gradient, which raises when it
+        is used: there is nothing to clip by a norm, to unscale or to log. A parameter's
+        post-accumulate hooks run before its step, the optimizer's step hooks only in
+        ``optimizer.step()``.
 
-        Units are stepped at the end of backward, exactly as well but without the saving, where
-        more may come of them or they may still be needed: the root, and units none of whose
-        inputs has a gradient; those with parameters that this rank did not use, or that have
-        post-accumulate hooks; all in a backward over checkpoints with ``use_reentrant=True`` or a
-        penalty on parameters outside of forward, and often in the first backward, which finds the
-        order of units. A backward that fails may leave some units stepped and others not; the
+        Some units are stepped only at the end of backward, with the same result but without the
+        saving, since they may get more gradients or be needed again: the root, and units none of
+        whose inputs has a gradient; units with parameters that this rank did not use, or that have
+        post-accumulate hooks; all units in a backward over checkpoints with ``use_reentrant=True``
+        or a penalty on parameters outside of forward, and often in the first backward, which finds
+        the order of units. A backward that fails may leave some units stepped and others not; the
         next step warns.
 
-        Of an inner wrapper: for the whole model. ``copy.deepcopy`` gives a model without it.
+        On an inner wrapper it acts on the whole model. ``copy.deepcopy`` gives a model without it.
 
         Collective: all ranks that train the model; the same optimizer on each.
 
         Args:
-            optimizer: over any of the model's parameters, made before or after wrapping; one that
-                updates every element from that element's own gradient and state: torch's own that
-                do, and those given to ``declare_elementwise``.
-            scaler: the one that scales the loss, to be checked: gradients cannot be unscaled here.
+            optimizer: over any of the model's parameters, made before or after wrapping. It must be
+                element-wise: update every element from that element's own gradient and state, as
+                most of torch's do, and those given to ``declare_elementwise``.
+            scaler: the scaler of the loss; it must be disabled, since gradients cannot be unscaled.
 
         Returns:
-            Its ``remove()`` undoes this.
+            A handle; its ``remove()`` undoes this.
 
         Raises:
             TypeError: not an optimizer.
             ValueError: ``scaler`` is enabled; the optimizer is not element-wise, or holds no
                 parameter of the model, or some that are stepped in backward already; ranks pass
-                different ones.
+                different optimizers.
             RuntimeError: a forward or backward of the model is running.
         """
         context = self._sharding.check_between_steps("step_in_backward()")
@@ -427,9 +427,9 @@ class ShardedWrapper(ModuleProxy):
         """Scale all gradients so that their total norm is at most ``max_norm``.
 
         The same numbers as ``torch.nn.utils.clip_grad_norm_`` on the unwrapped model, from one
-        reduction per process group. Of an inner wrapper: the gradients below it.
-        Ignored parameters count with this rank's gradients: where those of ranks differ, so does
-        the norm; then clip them apart.
+        all-reduce per process group. On an inner wrapper: the gradients below it.
+        Ignored parameters count with this rank's gradients: if those differ between ranks, so does
+        the norm; then clip them separately.
 
         Collective: all ranks.
 
@@ -438,11 +438,11 @@ class ShardedWrapper(ModuleProxy):
             norm_type: the order of the norm; any number, ``inf`` and ``-inf`` too.
             error_if_nonfinite: raise when the norm is infinite or not a number; otherwise the
                 gradients are scaled by it.
-            foreach: one kernel for many tensors: True, False, or None for where it is supported.
+            foreach: one kernel for many tensors; None: if it is supported.
 
         Returns:
-            The total norm before; 0-dimensional, in the dtype to which the gradients' promote, or
-            0 when there are none.
+            The total norm before clipping; 0-dimensional, in the dtype to which the gradients'
+            dtypes promote; 0 if there are no gradients.
 
         Raises:
             RuntimeError: gradients accumulated under ``no_sync`` are not reduced yet; the norm is
@@ -468,26 +468,26 @@ class ShardedWrapper(ModuleProxy):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Let the modules of ``module`` hold whole plain parameters, under the unwrapped names.
+        """Let the modules of ``module`` hold full plain parameters, under the unwrapped names.
 
-        At the end, also one by an exception, each rank keeps its own slice of what it wrote
-        itself: ranks write the same, or the model is a mixture. Values and ``requires_grad`` are
-        kept, and gradients with ``with_grads``; hooks and other attributes are not. One summon
-        inside another shows what the outer one shows. Forwards and copies of the model are
-        refused inside.
+        At the end, also after an exception, each rank keeps its own slice of its own values:
+        all ranks must write the same, or the model is a mixture. Values and ``requires_grad`` are
+        kept, and gradients with ``with_grads``; hooks and other attributes are not. A summon
+        inside another shows the parameters of the outer one. Forwards and copies of the model
+        raise inside.
 
         Collective: all ranks, at entry.
 
         Args:
             module: a wrapper, or any module that contains some.
             recurse: nested units too. False: only the outermost ones.
-            writeback: keep what is written. False: it is undone, for every strategy.
-            rank0_only: only rank 0 holds whole parameters, the others keep their sharded ones and
-                at most one whole unit in memory; needs ``writeback=False``. Inside, nothing that
-                is collective may be called.
-            offload_to_cpu: the whole parameters lie in CPU memory, copied there unit by unit.
-            with_grads: ``p.grad`` is the whole reduced gradient, None where there is none. Setting
-                it to None drops it, assigning one where there was none adds it.
+            writeback: keep edits. False: edits are undone, for every strategy.
+            rank0_only: only rank 0 holds full parameters; the others keep their sharded ones, and
+                at most one unsharded unit in memory. Needs ``writeback=False``. Call nothing
+                collective inside.
+            offload_to_cpu: the full parameters are in CPU memory, copied there unit by unit.
+            with_grads: ``p.grad`` is the full reduced gradient, None if there is none. Setting
+                it to None drops it, assigning one adds or replaces it.
 
         Raises:
             ValueError: ``rank0_only`` with ``writeback``.
@@ -502,11 +502,11 @@ class ShardedWrapper(ModuleProxy):
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` on the modules of the unwrapped module, children first, and not on wrappers.
 
-        It sees whole plain parameters, and what it writes is kept, also when it raises. It has to
-        write the same on all ranks: seed them alike before it draws random numbers. Whole at one
-        time are a unit and those around it; units further in are sharded again when ``fn`` is
-        called on what contains them, and edits of them through ``parameters()`` are right or
-        raise. With ``use_orig_params=False``, all units below are whole until the end.
+        It sees full plain parameters, and its edits are kept, also when it raises. It must
+        write the same on all ranks: seed them alike before it draws random numbers. A unit and
+        those around it are unsharded at one time; units further in are resharded when ``fn`` is
+        called on the module that contains them, and edits of them through ``parameters()`` are
+        right or raise. With ``use_orig_params=False``, all units below are unsharded until the end.
 
         Collective: all ranks.
 
@@ -531,9 +531,9 @@ class ShardedWrapper(ModuleProxy):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the unwrapped module; each rank keeps its part.
 
-        Dtypes are cast. DistributedDataParallel's ``module.`` prefix is understood. No
-        communication: every rank passes the same dict. That some ranks did not load at all is an
-        error at the end of the next backward.
+        Dtypes are cast. DistributedDataParallel's ``module.`` prefix is accepted. No
+        communication: every rank passes the same dict. If some ranks did not load at all, the end
+        of the next backward raises.
 
         Returns:
             Missing and unexpected keys.
@@ -555,29 +555,29 @@ class ShardedWrapper(ModuleProxy):
         rank0_only: bool | None = None,
         offload_to_cpu: bool | None = None,
     ) -> dict[str, Any]:
-        """The optimizer's state, whole, by the names of the unwrapped model.
+        """The optimizer's full state, by the names of the unwrapped model.
 
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: tensors with one
         value per element of a parameter have its shape, strides and the state's dtype; ``step``,
-        options and what else there is are kept. A tied parameter has its first name. Says nothing
-        of ranks, units or ``use_orig_params``, so it loads into any of them, and into a plain
-        optimizer: see ``optim_state_dict_to_load``.
+        options and other entries are kept. A tied parameter has its first name. The result does
+        not depend on ranks, units or ``use_orig_params``, so it loads into any of them, and into
+        an optimizer of the unwrapped model: see ``optim_state_dict_to_load``.
 
-        Collective: all ranks, unless there is no wrapper in ``model``. Gathers unit by unit.
+        Collective: all ranks, unless ``model`` contains no wrapper. All-gathers unit by unit.
 
         Args:
-            model: a wrapper, or any module that contains some; or a plain one.
+            model: a wrapper, a module that contains some, or an unwrapped model.
             optim: an optimizer over its parameters, made before or after wrapping.
-            optim_state_dict: what ``optim.state_dict()`` gave; None: asks for it.
+            optim_state_dict: the result of ``optim.state_dict()``; None: calls it.
             group: accepted; units know their ranks.
             rank0_only: only rank 0 gets the state, other ranks an empty dict. None: as
                 ``set_state_dict_type`` said, otherwise False.
-            offload_to_cpu: its tensors lie in CPU memory, copied there unit by unit. None: as
+            offload_to_cpu: its tensors are in CPU memory, copied there unit by unit. None: as
                 ``set_state_dict_type`` said, otherwise True.
 
         Raises:
-            ValueError: on all ranks: the optimizer has a parameter that ``model`` has not, state
-                that is neither one value per element nor a number, or other state on each rank.
+            ValueError: on all ranks: the optimizer has a parameter that ``model`` lacks, state
+                that is neither one value per element nor a number, or ranks have different state.
             RuntimeError: a forward or backward of the model is running; ``optim_state_dict`` is
                 another rank's.
         """
@@ -605,22 +605,22 @@ class ShardedWrapper(ModuleProxy):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """What ``optim.load_state_dict`` takes on this rank of an ``optim_state_dict``.
+        """Convert an ``optim_state_dict`` for ``optim.load_state_dict`` on this rank.
 
-        ``optim_state_dict`` is from ``optim_state_dict()``, or a plain optimizer's own
-        ``state_dict()``, whose positions count the parameters in the order of ``optim``'s groups.
-        Dtypes are cast by ``optim.load_state_dict``, as for plain optimizers. Without a wrapper
-        in ``model`` the names only become positions.
+        ``optim_state_dict`` is from ``optim_state_dict()``, or the ``state_dict()`` of an optimizer
+        of the unwrapped model, whose positions count the parameters in the order of ``optim``'s
+        groups. ``optim.load_state_dict`` casts dtypes as usual. If ``model`` contains no wrapper,
+        names only become positions.
 
-        With ``use_orig_params=False``, an original without state beside others in a flat
-        parameter gets zeros; those with state must agree on ``step``.
+        With ``use_orig_params=False``, an original parameter without state gets zeros if others
+        in its flat parameter have state; those must agree on ``step``.
 
-        Collective: all ranks, unless there is no wrapper in ``model``; compares what they load.
+        Collective: all ranks, unless ``model`` contains no wrapper; compares what they load.
 
         Args:
-            model: a wrapper, or any module that contains some; or a plain one.
+            model: a wrapper, a module that contains some, or an unwrapped model.
             optim: an optimizer over its parameters.
-            optim_state_dict: the same on every rank; left as it is.
+            optim_state_dict: the same on every rank; it is not changed.
             is_named_optimizer: ``optim.load_state_dict`` takes names instead of positions.
             load_directly: also load the result.
             group: accepted; units know their ranks.
@@ -649,27 +649,27 @@ class ShardedWrapper(ModuleProxy):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> Any:
-        """Say what ``state_dict()`` and ``optim_state_dict()`` give, from now on.
+        """Set what ``state_dict()`` and ``optim_state_dict()`` return from now on.
 
-        No communication; on all ranks alike.
+        No communication; call it on all ranks alike.
 
         Args:
-            module: a wrapper, or any module that contains some; all of them are set.
+            module: a wrapper, or any module that contains some; it sets all of them.
             state_dict_type: ``FULL_STATE_DICT``; torch's enum or its name.
             state_dict_config: torch's ``FullStateDictConfig``. ``rank0_only``: ``state_dict()``,
-                which all ranks call, is empty on other ranks. ``offload_to_cpu``: tensors lie in
+                which all ranks call, is empty on other ranks. ``offload_to_cpu``: tensors are in
                 CPU memory, copied there unit by unit. None: on every rank and device.
             optim_state_dict_config: torch's ``FullOptimStateDictConfig``, the default of
                 ``optim_state_dict``'s keywords of the same names. None: on every rank, in CPU
                 memory.
 
         Returns:
-            What it was: torch's ``StateDictSettings``.
+            The previous setting: torch's ``StateDictSettings``.
 
         Raises:
             NotImplementedError: another type.
             TypeError: a config that does not belong to it.
-            RuntimeError: units inside differ in what they were.
+            RuntimeError: units inside had different settings.
         """
         options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
         before = ShardedWrapper.get_state_dict_type(module)
@@ -679,7 +679,7 @@ class ShardedWrapper(ModuleProxy):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> Any:
-        """What ``set_state_dict_type`` said: torch's ``StateDictSettings``.
+        """The setting of ``set_state_dict_type``: torch's ``StateDictSettings``.
 
         Raises:
             RuntimeError: units inside differ.
@@ -694,12 +694,12 @@ class ShardedWrapper(ModuleProxy):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> Iterator[None]:
-        """``set_state_dict_type`` for a while; then every unit is as it was."""
+        """``set_state_dict_type`` inside the context; then every unit has its own setting back."""
         options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
         with model_state.options_set(state_dicts_in(module), options):
             yield
 
-    # ------------------------------------------------------------ what it is
+    # ------------------------------------------------------------ inspection
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
@@ -708,11 +708,11 @@ class ShardedWrapper(ModuleProxy):
 
     @sharding_strategy.setter
     def sharding_strategy(self, value: ShardingStrategy | str) -> None:
-        """Take another strategy over the same shards, before the first forward.
+        """Choose another strategy with the same shards, before the first forward.
 
         Raises:
-            RuntimeError: a forward has run; or it is a small one that shares a unit.
-            ValueError: the other strategy shards otherwise, or is none.
+            RuntimeError: a forward has run; or this unit is coalesced with others.
+            ValueError: the other strategy shards differently, or is not a strategy.
         """
         self._sharding.change_strategy(value)
 
@@ -728,9 +728,9 @@ class ShardedWrapper(ModuleProxy):
     def unit_report(self) -> str:
         """A table of the units from this one down, outermost first. No communication.
 
-        A line has the unit's name and class, elements of its parameters and of padding, dtype and
-        whether frozen of each flat parameter, bytes that a gather fills on every rank, strategy,
-        ranks that share it, what moves its tensors between them, and why it is a unit.
+        Its columns: the unit's name and class, elements of its parameters and of padding, its flat
+        parameters (dtype, and whether frozen), bytes of its unsharded parameters on every rank,
+        strategy, number of ranks that share it, transport, and why it is a unit.
         """
         return self._sharding.report()
 
@@ -739,7 +739,7 @@ class ShardedWrapper(ModuleProxy):
         return self._sharding.context.root is self._sharding.unit
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether a forward that begins now gives all ranks rank 0's buffers."""
+        """Whether a forward that begins now broadcasts rank 0's buffers."""
         sharding = self._sharding
         return (
             sharding.settings.broadcast_buffers
@@ -761,10 +761,11 @@ class ShardedWrapper(ModuleProxy):
     # ------------------------------------------------------------ as a module
 
     def __getattr__(self, name: str) -> Any:
-        """What neither wrapper nor module has, another wrapper may have had."""
+        """DistributedDataParallel's attributes, and why methods of torch's wrappers are missing."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
+            # Without `_sharding` the wrapper is still being built or copied.
             if name in torch_names.DDP_ATTRIBUTES and "_sharding" in self.__dict__:
                 _, value = torch_names.DDP_ATTRIBUTES[name]
                 return value(self._sharding)
@@ -772,7 +773,7 @@ class ShardedWrapper(ModuleProxy):
             raise (error if reason is None else AttributeError(reason)) from None
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Convert shards instead of parameters: ``.to()``, ``.double()`` and their kin."""
+        """Convert shards instead of parameters: ``.to()``, ``.double()`` and the like."""
         apply = super()._apply
         convert(self._sharding, fn, lambda: apply(fn, recurse), recurse=recurse)
         return self
@@ -780,12 +781,12 @@ class ShardedWrapper(ModuleProxy):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """An independent model on the same ranks, with shards of its own; no communication.
 
-        Ranks that train or gather the copy make it all, in one order of copies.
+        All ranks that train or unshard the copy must make it, in the same order of copies.
         """
         return copy_model(self._sharding, memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Not available: a shard means nothing in another process.
+        """Raises: a shard is useless in another process.
 
         Raises:
             RuntimeError: always.
@@ -796,13 +797,11 @@ class ShardedWrapper(ModuleProxy):
         )
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Of which child ``torch.distributed.checkpoint.state_dict`` leaves out the name.
-
-        Its functions ask for this first, on all ranks.
+        """Tells ``torch.distributed.checkpoint.state_dict`` to omit the child's name from FQNs.
 
         Raises:
-            RuntimeError: there is a flat parameter, which they would take for one of the model's,
-                so that some ranks fail while others wait for them.
+            RuntimeError: there is a flat parameter. torch would treat it as one of the model's, and
+                some ranks would fail while others wait for them; it asks here first, on all ranks.
         """
         if self._parameters:
             name = self._sharding.unit.name
@@ -817,5 +816,5 @@ class ShardedWrapper(ModuleProxy):
 
 
 def sharded_modules(module: nn.Module) -> list[ShardedWrapper]:
-    """Every wrapper in a model, outermost first; empty for a plain model."""
+    """Every wrapper in a model, outermost first; empty for an unwrapped model."""
     return [found for found in module.modules() if isinstance(found, ShardedWrapper)]

@@ -1,9 +1,9 @@
-"""Communication hooks: what ``register_comm_hook`` is given, read, checked and put in place.
+"""``register_comm_hook``: reads and checks a communication hook, and gives it to flat parameters.
 
 [Note: two kinds]
-torch's own averaging and compressing hooks are known by identity and never called: they only say
-in which dtype gradients are reduced. Any other hook is called in the place of a reduction, which is
-over when it returns; see ``hook_turns`` for when.
+torch's own averaging and compressing hooks are recognised by identity and never called: they only
+choose the reduce dtype. Any other hook is called instead of a reduction, which is over when the
+hook returns; ``engine.comm_hook_order`` says when it is called.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def register(
     Args:
         units: the units, outermost first, each with the precision that it was wrapped with.
         state: passed to the hook.
-        hook: as the user passed it.
+        hook: the user's hook.
         is_late: whether they are inside a model that has run a forward.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: see ``ShardedWrapper``; on every
-            rank, also where only some ranks have a reason. No unit has the hook then.
+            rank, even if only some ranks have a reason. Then no unit has the hook.
     """
     outermost, _ = units[0]
     world = outermost.topology.world
@@ -76,6 +76,7 @@ def register(
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error
     kinds = [(one.unit_name, its.reduce_dtype, its.reduce is None) for one, its in planned]
+    # Nothing changes before all ranks agree: a hook on some ranks only would deadlock.
     _agree(kinds, problem, world)
     for handle, its in planned:
         handle.set_comm_hook(its)
@@ -84,7 +85,7 @@ def register(
 
 
 def _agree(kinds: list[Any], problem: Exception | None, world: Communicator) -> None:
-    """Raise on every rank what one has to raise, or where ``kinds`` differ. Collective."""
+    """Raise on every rank if one has a problem, or if ``kinds`` differ. Collective."""
     everyone = world.gather_objects((kinds, problem), op_name="comparing communication hooks")
     if problem is not None:
         raise problem
@@ -103,8 +104,8 @@ def _check_can_register(units: list[Unit]) -> None:
         for handle in unit.handles:
             if handle.comm_hook is not None:
                 raise RuntimeError(
-                    f"register_comm_hook: {_describe(unit.name)} has a hook already, and takes one "
-                    "in its life. Registering on a wrapper is for all units inside it."
+                    f"register_comm_hook: {_describe(unit.name)} has a hook already, which cannot "
+                    "be replaced. Registering on a wrapper gives the hook to all units inside it."
                 )
             if handle.grad_publish.holds_gradients:
                 raise RuntimeError(
@@ -135,7 +136,7 @@ def _plan(
         _check_callable_for(unit, hook, signature)
         for handle in unit.handles:
             shard_numel = handle.layout.shard_numel if unit.placement.sharded else None
-            called = _UserReduction(state, hook, shard_numel=shard_numel, rank=world.global_rank)
+            called = _UserHook(state, hook, shard_numel=shard_numel, rank=world.global_rank)
             planned.append((handle, CommHook(reduce=called)))
     return planned
 
@@ -144,14 +145,14 @@ def _plan(
 
 
 def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
-    """Whether a hook is one of torch's that average, and in which dtype they do; None: as is."""
+    """Whether a hook is one of torch's that average, and its reduce dtype; None: unchanged."""
     for module in (_DDP_HOOKS, _FSDP_HOOKS):
         for name, dtype in _AVERAGING.items():
             if hook is _of_torch(module, name):
                 return True, dtype
     for name, dtype in _WRAPPERS.items():
         wrapper = _of_torch(_DDP_HOOKS, name)
-        # What the wrapper returns is a new function each time, but always of this code.
+        # The wrapper returns a new function each time, but always with the same code object.
         made_here = () if wrapper is None else wrapper.__code__.co_consts
         if any(getattr(hook, "__code__", None) is code for code in made_here):
             wrapped = inspect.getclosurevars(hook).nonlocals["hook"]
@@ -160,15 +161,13 @@ def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
 
 
 def _of_torch(module: str, name: str) -> Any:
-    """A function of torch; None where nobody imported its module, and so has none of its hooks.
-
-    Importing it here would need numpy.
-    """
+    """A function of torch; None if its module is not imported: then the hook is not from there."""
+    # Importing the module here would need numpy.
     return getattr(sys.modules.get(module), name, None)
 
 
 def _check_averages_over(world: Communicator, state: Any, hook: Any) -> None:
-    """Refuse a state that asks for something else than the average over all ranks."""
+    """Raise if the hook's state asks for anything but the average over all ranks."""
     group = state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", None)
     if isinstance(group, dist.ProcessGroup):
         ranks = sorted(dist.get_process_group_ranks(group))
@@ -182,7 +181,7 @@ def _check_averages_over(world: Communicator, state: Any, hook: Any) -> None:
     if before * after != world.size:
         raise ValueError(
             f"register_comm_hook: the state of {_name(hook)} divides by {before} and {after}, "
-            f"which is not the average over {world.size} ranks that the hook stands for here. "
+            f"which is not the average over {world.size} ranks that the hook means here. "
             "Scale the loss instead, or write a hook of your own."
         )
 
@@ -217,7 +216,7 @@ def _signature(hook: Any) -> inspect.Signature | None:
 
 
 def _check_callable_for(unit: Unit, hook: Any, signature: inspect.Signature | None) -> None:
-    """Refuse what can only be called with buckets, for hybrid strategies, or otherwise."""
+    """Raise if a hook needs buckets, if the unit is HYBRID, or if the arguments do not fit."""
     takes = [] if signature is None else list(signature.parameters.values())
     if any(one.name == "bucket" or "GradBucket" in str(one.annotation) for one in takes):
         raise NotImplementedError(
@@ -246,13 +245,13 @@ def _expected(unit: Unit) -> str:
             "this rank's part, with the average of full over the ranks"
         )
     return (
-        f"hook(state, grad) for {_describe(unit.name)}, which is whole on every rank: it averages "
+        f"hook(state, grad) for {_describe(unit.name)}, which is not sharded: it averages "
         "grad over the ranks, in place"
     )
 
 
-class _UserReduction:
-    """A user's hook in the place of one flat parameter's reduction."""
+class _UserHook:
+    """A user's hook as the reduction of one flat parameter."""
 
     def __init__(
         self,
@@ -267,7 +266,7 @@ class _UserReduction:
         self._shard_numel, self._rank = shard_numel, rank
 
     def __call__(self, buffer: Tensor, unit_fqn: str) -> Tensor:
-        """Reduce; see ``CommHook``. What the hook raises passes, with a note that says where."""
+        """Reduce; see ``CommHook``. Adds a note with unit and rank to the hook's exceptions."""
         where = f"{_describe(unit_fqn)}, rank {self._rank}: communication hook {_name(self._hook)}"
         try:
             with watched(lambda: where):
@@ -281,7 +280,7 @@ class _UserReduction:
             out, shape = buffer, buffer.shape
             returned = self._hook(self._state, buffer)
         else:
-            # What the hook does not fill shows as what it is.
+            # NaN, so that elements that the hook does not fill are noticed.
             out = buffer.new_full((self._shard_numel,), math.nan)
             shape = out.shape
             returned = self._hook(self._state, buffer, out)

@@ -1,8 +1,7 @@
 """Names of torch's own wrappers (DistributedDataParallel, FullyShardedDataParallel) and their fate.
 
-``KEYWORDS`` and ``METHODS`` are the whole story: the constructor reads them, the tables of
-docs/migration.md are compared with them, and tests compare them with the installed torch, so that
-a new name there is noticed.
+``KEYWORDS`` and ``METHODS`` are the single source: the constructor reads them, and tests compare
+them with the tables of docs/migration.md and with the installed torch, to notice new names.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from flatshard.module.sharding import Sharding
 
 
 class Fate(enum.Enum):
-    """What happens to a name of another wrapper."""
+    """What happens to a name of torch's wrappers."""
 
     SAME = "same"
     """It means the same here."""
     OTHER_NAME = "other name"
-    """It is read, and means what another name says here."""
+    """It is accepted, and has another name here."""
     IGNORED = "ignored"
-    """It has no effect, and a warning says so where it was set."""
+    """It has no effect, and setting it warns."""
     RAISES = "raises"
     """It raises, with the reason."""
 
 
 class Entry(NamedTuple):
-    """One name: what becomes of it, and why or how."""
+    """The fate of a name, and how or why."""
 
     fate: Fate
     text: str
     default: Any = None
-    """The other wrapper's default, which may be passed without a warning."""
+    """torch's default, which may be passed without a warning."""
 
 
 def _same(text: str) -> Entry:
@@ -94,7 +93,7 @@ KEYWORDS: dict[str, Entry] = {
     "limit_all_gathers": _same("buffers in flight are always bounded"),
     "use_orig_params": _same("True by default here"),
 }
-"""Of their constructors."""
+"""Keywords of their constructors."""
 
 _GIVE_ALL_RANKS_BATCHES = (
     "a rank that has finished cannot serve the others' all-gathers: give every rank equally many "
@@ -159,13 +158,8 @@ DDP_ATTRIBUTES: dict[str, tuple[str, Callable[[Sharding], Any]]] = {
 """DistributedDataParallel's attributes, read-only here: in words, and as values."""
 
 
-def row(name: str, entry: Entry) -> str:
-    """A name's row in the tables of docs/migration.md."""
-    return f"| `{name}` | {entry.fate.value} | {entry.text} |"
-
-
 def why_missing(name: str) -> str | None:
-    """Why a method of another wrapper is not here; None for one that is, or is nobody's."""
+    """Why a method of torch's wrappers is missing here; None if it is not, or is unknown."""
     entry = METHODS.get(name)
     if entry is None or entry.fate is not Fate.RAISES:
         return None
@@ -173,17 +167,17 @@ def why_missing(name: str) -> str | None:
 
 
 class Read(NamedTuple):
-    """Keywords of another wrapper, as ours."""
+    """Keywords of torch's wrappers, translated to ours."""
 
     ours: dict[str, Any]
     notes: list[str]
     """One line per keyword that was set and has no effect."""
 
     def check_against(self, **given: Any) -> None:
-        """Compare with what was said under our own names; None is nothing.
+        """Compare with the values given under our own names; None: not given.
 
         Raises:
-            ValueError: something else was said there.
+            ValueError: they differ.
         """
         for name, value in self.ours.items():
             if given[name] is not None and given[name] != value:
@@ -197,12 +191,12 @@ def read_keywords(extra: dict[str, Any], known: Iterable[str]) -> Read:
     """Translate the keywords that the constructor does not know by name.
 
     Args:
-        extra: what was passed beside the constructor's own keywords.
-        known: the constructor's own.
+        extra: the keywords beside the constructor's own, with their values.
+        known: the constructor's own keywords.
 
     Raises:
         TypeError: a keyword is unknown; names the nearest known one.
-        ValueError: a value that means nothing here.
+        ValueError: a value that has no meaning here.
         NotImplementedError: a keyword that raises.
     """
     ours: dict[str, Any] = {}
@@ -231,7 +225,7 @@ def read_keywords(extra: dict[str, Any], known: Iterable[str]) -> Read:
 
 
 def _is_same_device(one: Any, other: Any) -> bool:
-    """Whether they name the same, as 0, "cuda:0" and ``torch.device("cuda", 0)`` do."""
+    """Whether both mean the same device, as 0, "cuda:0" and ``torch.device("cuda", 0)`` do."""
     return str(one).rpartition(":")[2] == str(other).rpartition(":")[2]
 
 

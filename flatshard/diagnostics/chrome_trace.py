@@ -9,10 +9,10 @@ from flatshard.diagnostics.step_report import StepReport
 from flatshard.engine.events import Kind
 
 _TRACKS = ("steps", "passes", *(kind.value for kind in Kind))
-"""Threads of a trace, from top to bottom."""
+"""Tracks of a trace, from top to bottom; Chrome calls them threads."""
 
 _LANES = 100
-"""Numbers kept free for further lanes of a track, where some of its ranges overlap."""
+"""Thread ids reserved per track: ranges that overlap get a lane each."""
 
 
 def chrome_trace(reports: Iterable[StepReport]) -> dict[str, Any]:
@@ -31,9 +31,9 @@ def chrome_trace(reports: Iterable[StepReport]) -> dict[str, Any]:
             place = {"ph": "X", "pid": report.rank, "tid": tid}
             events.append({**place, **times, "name": unit, "cat": kind})
         for seconds, gathered, gradients in report.memory.totals():
-            held = {"gathered": gathered, "gradients": gradients}
+            held = {"unsharded": gathered, "gradients": gradients}
             place = {"ph": "C", "pid": report.rank, "ts": 1e6 * (since + seconds)}
-            events.append({**place, "name": "bytes held", "args": held})
+            events.append({**place, "name": "memory in bytes", "args": held})
     return {"traceEvents": [*_metadata(names), *events], "displayTimeUnit": "ms"}
 
 

@@ -1,7 +1,7 @@
-"""``ForwardEdits``: finds what a module's forward writes into its unsharded parameters.
+"""``ForwardEdits``: raises if a module's forward writes to its unsharded parameters.
 
-That would be lost with the buffer they lie in, on every rank. Autograd counts operations on
-parameters; those on ``p.data`` it does not, and they go unseen.
+The edit would be lost when the unit reshards. Autograd's version counter shows it; writes to
+``p.data`` do not count there, and go undetected.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from flatshard.engine.unit import Unit
 
 
 class ForwardEdits(StepObserver):
-    """Of one model."""
+    """Watches the forwards of one model."""
 
     def __init__(self) -> None:
-        """Nothing has run."""
-        self._versions: dict[FlatParamHandle, int] = {}  # of buffers when their forward began
+        """No forward has begun."""
+        # Version counters of unsharded buffers when a forward of their unit began.
+        self._versions: dict[FlatParamHandle, int] = {}
 
     def unsharded(self, unit: Unit) -> None:
         """See ``StepObserver``."""
         for handle in unit.handles:
-            # What full parameters are written to stays.
+            # The memory of parameters that are always full is the shard: edits of it stay.
             if not handle.params.are_full:
                 self._versions[handle] = handle.buffer._version
 
@@ -48,7 +49,7 @@ def _edited(handle: FlatParamHandle) -> RuntimeError:
     return RuntimeError(
         f"unit {handle.unit_name!r}: its forward edited parameters in place ({names}"
         f"{', or others' if len(specs) > 3 else ''}), which are "
-        "gathered copies there: the edit would be lost. nn.Embedding(max_norm=...) does "
+        "unsharded copies there: the edit would be lost. nn.Embedding(max_norm=...) does "
         "that, too. Compute with the changed value instead (w = self.weight.clamp(...)), "
         "edit parameters between steps, or use NO_SHARD."
     )

@@ -1,4 +1,4 @@
-"""Counts what is assigned to the modules of models: one may have parts that it had not before."""
+"""Counts assignments of modules and parameters to watched modules, which may add parameters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _installed = False
 
 
 def watch(modules: Iterable[nn.Module]) -> None:
-    """Count what is assigned to these from now on."""
+    """Count assignments to these modules from now on."""
     global _installed
     _watched.update(modules)
+    # Only now: the hooks slow down every assignment to any module of the process.
     if not _installed:
         register_module_module_registration_hook(_registered)
         register_module_parameter_registration_hook(_registered)
@@ -27,12 +28,12 @@ def watch(modules: Iterable[nn.Module]) -> None:
 
 
 def count() -> int:
-    """How many modules and parameters were assigned to any that are watched."""
+    """Number of modules and parameters assigned to watched modules so far."""
     return _count
 
 
 def _registered(module: nn.Module, name: str, value: object) -> None:
-    """Global hook: torch is about to register ``value``."""
+    """Global hook of torch, which is about to register ``value``."""
     global _count
     if module in _watched:
         _count += 1

@@ -1,4 +1,4 @@
-"""``MemoryTimeline``: bytes that units hold over a step, beside their shards, and its picture."""
+"""``MemoryTimeline``: unsharded parameters and gradients of units over a step, and its plot."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _MIB = 2**20
 
 
 class MemorySample(NamedTuple):
-    """What a unit holds beside its shards, from a moment on until its next sample.
+    """What a unit holds beside its shards, from ``seconds`` until its next sample.
 
     Attributes:
         seconds: since the step began.
-        unit: the unit's number.
-        gathered_bytes: of unsharded parameters, and of parts kept to gather from.
-        gradient_bytes: of gradients that are collected or reduced.
+        unit: the unit's index.
+        gathered_bytes: of unsharded parameters and secondary shards.
+        gradient_bytes: of gradients that accumulate or are being reduced.
     """
 
     seconds: float
@@ -31,9 +31,9 @@ class MemoryTimeline:
     """What the units of one rank hold over a step, beside their shards.
 
     Attributes:
-        units: the units' names; numbers in samples count them.
-        seconds: how long the step took.
-        samples: in the order of time. A unit without a sample yet holds nothing.
+        units: the units' names; samples refer to them by index.
+        seconds: duration of the step.
+        samples: in the order of time. Before its first sample a unit holds nothing.
     """
 
     units: tuple[str, ...]
@@ -41,7 +41,7 @@ class MemoryTimeline:
     samples: tuple[MemorySample, ...]
 
     def totals(self) -> list[tuple[float, int, int]]:
-        """After each sample: its time, and all units' unsharded and gradient bytes."""
+        """Time of each sample, with the unsharded and gradient bytes of all units after it."""
         held: dict[int, MemorySample] = {}
         gathered = gradients = 0
         found = []
@@ -54,7 +54,7 @@ class MemoryTimeline:
         return found
 
     def peak_bytes(self) -> tuple[int, int, int]:
-        """The peaks of unsharded parameters, of gradients, and of both at one time."""
+        """The peaks of unsharded parameters, of gradients, and of both together."""
         totals = self.totals()
         return (
             max((gathered for _, gathered, _ in totals), default=0),
@@ -63,9 +63,9 @@ class MemoryTimeline:
         )
 
     def by_unit(self) -> list[list[int]]:
-        """Per unit its unsharded bytes, then per unit its gradients' bytes, over time.
+        """A row per unit of its unsharded bytes, then a row per unit of its gradient bytes.
 
-        A row has a value from each sample on, and at last the one at the end of the step.
+        A row has a value for each sample, and one for the end of the step.
         """
         held = [[0] * (2 * len(self.units))]
         for sample in self.samples:
@@ -76,11 +76,11 @@ class MemoryTimeline:
         return [list(column) for column in zip(*held[1:], held[-1], strict=True)]
 
 
-# ------------------------------------------------------------ the picture
+# ------------------------------------------------------------ the plot
 
 
 def matplotlib(name: str = "figure") -> Any:
-    """A module of matplotlib, which flatshard does not need and which is slow to load.
+    """Import a module of matplotlib late: it is optional, and slow to load.
 
     Raises:
         ImportError: it is not installed.
@@ -95,11 +95,11 @@ def matplotlib(name: str = "figure") -> Any:
 
 
 def plot_memory(timelines: Sequence[tuple[str, MemoryTimeline]], path: str) -> None:
-    """Draw bytes held, stacked by unit: unsharded parameters, and gradients above them, hatched.
+    """Draw memory, stacked by unit: unsharded parameters, and gradients above them, hatched.
 
     Args:
-        timelines: of the same units, each with its title.
-        path: where to write; its ending says the format.
+        timelines: a title and a timeline per panel, all of the same units.
+        path: file to write; its suffix determines the format.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -117,7 +117,7 @@ def plot_memory(timelines: Sequence[tuple[str, MemoryTimeline]], path: str) -> N
         bands = axes.stackplot(times, rows, colors=colours * 2, labels=labels, step="post")
         for band in bands[len(names) :]:
             band.set(hatch="////", alpha=0.5)
-        axes.set(ylabel="MiB held", xmargin=0)
+        axes.set(ylabel="MiB", xmargin=0)
         axes.set_title(title, loc="left", fontsize="medium")
     panels[-1].set_xlabel("ms since the step began")
     handles, labels = panels[0].get_legend_handles_labels()

@@ -1,7 +1,7 @@
-"""``NonFiniteWatch``: finds the first gradient that is not finite, and whose it is.
+"""``NonFiniteWatch``: warns of the first gradient that is not finite, and names its parameter.
 
-An average over ranks is not finite on all of them, and says nothing of where that came from: what
-is looked at are the gradients that autograd gives each rank.
+It checks the gradients that autograd gives each rank. The average would be non-finite on all ranks,
+and not tell from which rank the value came.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from flatshard.engine.unit import Unit
 
 
 class NonFiniteWatch(StepObserver):
-    """Looks at this rank's gradients of one backward after the other, until one is not finite."""
+    """Checks this rank's gradients in every backward, until one is not finite."""
 
     def __init__(self, rank: int, observers: Observers) -> None:
-        """``rank`` is this rank's number, for the warning; after it, ``observers`` let this go."""
+        """``rank`` is named in the warning, after which this removes itself from ``observers``."""
         self._rank, self._observers = rank, observers
         self._looked_at: list[tuple[str, str, Tensor]] = []
 
     def begin_backward(self) -> None:
-        """Forget what a backward left that failed."""
+        """Forget the gradients of a backward that failed."""
         self._looked_at.clear()
 
     def on_grad(self, unit: Unit, handle: FlatParamHandle, index: int, grad: Tensor) -> None:
-        """Look at a gradient; the host does not wait for the answer."""
+        """Check a gradient on its device; the host does not wait for the result."""
         values = grad.detach() if grad.layout is torch.strided else grad._values()
         if values.is_complex():
             values = torch.view_as_real(values)
@@ -41,7 +41,7 @@ class NonFiniteWatch(StepObserver):
             self._looked_at.append((unit.name, name, answer))
 
     def end_backward(self) -> None:
-        """Warn if something was not finite. Waits for the device."""
+        """Warn if a gradient was not finite. Waits for the device."""
         looked_at, self._looked_at = self._looked_at, []
         if not looked_at:
             return
@@ -64,7 +64,7 @@ class NonFiniteWatch(StepObserver):
 
 
 def watch_non_finite(observers: Observers, rank: int | None) -> None:
-    """See ``ShardedWrapper.warn_non_finite``; ``rank`` None: no more."""
+    """See ``ShardedWrapper.warn_non_finite``; ``rank`` None: stop checking."""
     before = observers.find(NonFiniteWatch)
     if before is not None:
         observers.remove(before)

@@ -1,4 +1,4 @@
-"""``StepRecorder``: an observer that makes a report of every step."""
+"""``StepRecorder``: an observer that reports every step."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from flatshard.engine.unit import Unit
 
 
 class _Doing(NamedTuple):
-    """What the thread has begun and not ended."""
+    """What the thread is doing: begun and not ended."""
 
     kind: Kind
     unit: int | None
-    is_call: bool = False  # of a unit's forward
+    is_call: bool = False  # a unit's forward
 
 
 class _Span:
-    """A stretch of one thing that the thread does; all of it goes to the recorder."""
+    """A context in which the thread does one thing for a unit."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class _Span:
         self._recorder = recorder
         self.doing = _Doing(kind, None if unit is None else unit.index)
         self.unit, self.purpose, self.ends = unit, purpose, ends
-        self.num_before = 0  # collectives that had begun
+        self.num_before = 0  # collectives that began before this
 
     def __enter__(self) -> None:
         self._recorder._begin_span(self)
@@ -55,10 +55,10 @@ _UNDER_WAY = {Kind.GATHER_WAIT: Kind.GATHER, Kind.REDUCE_WAIT: Kind.REDUCE}
 
 
 class StepRecorder(StepObserver):
-    """Makes a report of every step.
+    """Reports every step.
 
     Attributes:
-        reports: of the steps that are over.
+        reports: the reports of the steps that are over.
     """
 
     def __init__(
@@ -72,14 +72,15 @@ class StepRecorder(StepObserver):
         """Begin to record.
 
         Args:
-            units: the model's, the root last.
-            events: what ``collectives.record`` lists meanwhile; taken out.
-            rank: this rank's number among those that train it.
-            device: where it computes.
+            units: the model's units, the root last.
+            events: the list of ``collectives.record``, from which this removes entries.
+            rank: this rank's number among those that train the model.
+            device: the device of computation.
         """
         self.reports: list[StepReport] = []
         self._units, self._events = units, events
-        # A wrapper around nothing but another one has its name, and no parameters; it comes later.
+        # A wrapper directly around another one has the same name and no parameters, and comes
+        # later in `units`: reversed, the one with parameters wins.
         self._by_name = {unit.name: unit.index for unit in reversed(units)}
         self._rank, self._device = rank, device
         self._epoch = time.time() - time.perf_counter()
@@ -94,19 +95,19 @@ class StepRecorder(StepObserver):
         self._began, self._since = time.perf_counter(), 0.0
         self._ranges: list[Range] = []
         self._samples: list[MemorySample] = []
-        self._moved: Counter[tuple[int | None, str]] = Counter()
+        self._volume: Counter[tuple[int | None, str]] = Counter()
         self._pass: tuple[Kind, float] | None = None
         self._under_way: dict[tuple[Kind, int | None], float] = {}
         self._held: dict[int, tuple[int, int]] = {}
-        self._events.clear()  # what began outside of the model's steps
-        self._is_over = False  # all of it but what lies between it and the next one
+        self._events.clear()  # collectives outside of the model's steps
+        self._is_over = False  # True from backward on: the next forward begins a new step
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         for unit in self._units:
             self.look(unit)
 
     def end_step(self) -> None:
-        """End the step under way, if anything of it ran, and keep its report."""
+        """End the current step, if anything of it ran, and keep its report."""
         report = self.report()
         if report is None:
             return
@@ -114,18 +115,18 @@ class StepRecorder(StepObserver):
         self.reports.append(report)
 
     def last_report(self) -> StepReport | None:
-        """Of the step under way, or before anything of it ran of the last one, if there is one."""
+        """Report of the current step; of the last one if nothing of this one ran; else None."""
         return self.report() or (self.reports[-1] if self.reports else None)
 
     def report(self) -> StepReport | None:
-        """Of the step under way, so far; None before anything of it ran."""
+        """Report of the current step so far; None if nothing of it ran."""
         if not self._ranges:
             return None
         now = self._clock()
         names = tuple(unit.name for unit in self._units)
         cuda = self._device.type == "cuda"
         return sum_up(
-            StepRecord(self._number, self._epoch + self._began, self._ranges, self._moved),
+            StepRecord(self._number, self._epoch + self._began, self._ranges, self._volume),
             MemoryTimeline(names, now, tuple(self._samples)),
             rank=self._rank,
             peak_allocated_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
@@ -134,7 +135,7 @@ class StepRecorder(StepObserver):
 
     def begin_forward(self) -> None:
         """See ``StepObserver``."""
-        self._doing.clear()  # what a step left that failed
+        self._doing.clear()  # a step that failed did not end these
         if self._is_over or not self._ranges:
             self.end_step()
             self._begin_step()
@@ -158,7 +159,7 @@ class StepRecorder(StepObserver):
         self._end_pass(Kind.BACKWARD_PASS)
 
     def _begin_pass(self, kind: Kind) -> None:
-        # A forward that runs a backward inside, for forces say, is one pass.
+        # A forward that runs a backward inside (for forces, say) is one pass.
         if self._pass is None or kind is Kind.FORWARD_PASS:
             self._pass = kind, self._clock()
 
@@ -169,7 +170,7 @@ class StepRecorder(StepObserver):
             self._ranges.append(Range(kind, None, self._pass[1], self._clock()))
             self._pass = None
 
-    # ------------------------------------------------------------ what the thread does
+    # ------------------------------------------------------------ work of the thread
 
     def enter_forward(self, unit: Unit, recomputes: bool) -> None:
         """See ``StepObserver``."""
@@ -180,7 +181,7 @@ class StepRecorder(StepObserver):
         """See ``StepObserver``."""
         self.look(unit)
         calls = [one for one in self._doing if one.is_call and one.unit == unit.index]
-        if calls:  # none where the recording began inside
+        if calls:  # none if the recording began inside of it
             self._end(calls[-1])
 
     def enter_backward(self, unit: Unit) -> None:
@@ -201,7 +202,7 @@ class StepRecorder(StepObserver):
         self._doing.append(doing)
 
     def _end(self, doing: _Doing) -> None:
-        """End the last that is like this; another one may have begun since."""
+        """End the last equal entry; others may have begun since."""
         for position in reversed(range(len(self._doing))):
             if self._doing[position] == doing:
                 self._switch()
@@ -209,7 +210,7 @@ class StepRecorder(StepObserver):
                 return
 
     def _switch(self) -> float:
-        """Note what was done until now."""
+        """Record what the thread did until now; returns the time."""
         now = self._clock()
         if self._doing:
             kind, unit, _ = self._doing[-1]
@@ -244,19 +245,20 @@ class StepRecorder(StepObserver):
         if unit is not None and span.doing.kind is not Kind.GATHER_WAIT:
             self.look(unit)
         if span.purpose == "reduce":
-            # Others' memory goes back whenever their ranks have taken what they gave.
+            # A gradient buffer that other ranks read is freed when all of them have read it, which
+            # may be in any unit's wait: so look at all units whose buffers are still read.
             for one in list(self._reducing.values()):
                 self.look(one)
                 if not one.gives_gradients:
                     del self._reducing[one.index]
 
     def _note(self, events: list[Event], purpose: str, now: float) -> None:
-        """Note collectives that have just begun."""
+        """Record collectives that have just begun."""
         way = Kind.REDUCE if purpose == "reduce" else Kind.GATHER
         for event in events:
-            # Other models' where second stages of reductions share a queue.
+            # None also for another model's: second stages of reductions share a queue.
             unit = None if purpose == "other" else self._by_name.get(event.unit_fqn)
-            self._moved[unit, purpose] += event.nbytes
+            self._volume[unit, purpose] += event.nbytes
             if unit is not None:
                 self._under_way.setdefault((way, unit), now)
 
@@ -270,7 +272,7 @@ class StepRecorder(StepObserver):
         self.look(unit)
 
     def look(self, unit: Unit) -> None:
-        """Note what a unit holds, if that has changed."""
+        """Record the memory of a unit, if it has changed."""
         held = unit.gathered_bytes, unit.held_gradient_bytes
         if self._held.get(unit.index, (0, 0)) != held:
             self._held[unit.index] = held
@@ -278,7 +280,7 @@ class StepRecorder(StepObserver):
 
 
 def peak_resident_bytes() -> int | None:
-    """The most of this process that was ever in memory; None where the system does not say."""
+    """Peak RSS of this process since its start; None if the system does not report it."""
     try:
         import resource
     except ImportError:  # Windows

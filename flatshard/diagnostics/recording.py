@@ -1,4 +1,4 @@
-"""``recording``: record the steps of a run for a while, and write them to files."""
+"""``recording``: a context that records the steps of a run, and writes them to files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flatshard.engine.context import RunContext
 PathLike = str | os.PathLike[str] | None
 
 _PANELS = 8
-"""Ranks in one picture; more would be too small to read."""
+"""Ranks in one plot; more would be too small to read."""
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def _text(path: PathLike) -> str | None:
 def _problem(
     context: RunContext, world: Communicator, files: dict[str, str | None]
 ) -> Exception | None:
-    """Why this rank cannot record, if it cannot."""
+    """The reason why this rank cannot record, if there is one."""
     if context.observers.find(StepRecorder) is not None:
         return RuntimeError(
             "record_steps: the model's steps are being recorded already. Leave that context first."
@@ -95,7 +95,7 @@ def _check_writable(keyword: str, path: str) -> None:
         is_new = not Path(path).exists()
         with Path(path).open("a"):
             pass
-        if is_new:  # nothing of a run that fails
+        if is_new:  # a run that fails leaves no empty file
             Path(path).unlink()
     except OSError as error:
         raise ValueError(
@@ -118,7 +118,7 @@ def _check_same(files: dict[str, str | None], world: Communicator) -> None:
 # ------------------------------------------------------------ files
 
 _OWN = "{rank}"
-"""In a name: every rank writes a file of its own."""
+"""In a file name: every rank writes a file of its own."""
 
 
 def _writes(path: str, world: Communicator) -> bool:
@@ -130,7 +130,7 @@ def _of_rank(path: str, world: Communicator) -> str:
 
 
 def _shared(path: str, reports: list[StepReport], world: Communicator) -> list[list[StepReport]]:
-    """The reports of every rank that this file is about. Collective where that is all ranks."""
+    """The reports of the ranks that this file covers. Collective if that is all ranks."""
     if _OWN in path:
         return [reports]
     return world.gather_objects(reports, op_name="recorded steps")

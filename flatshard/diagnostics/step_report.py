@@ -1,9 +1,9 @@
-"""``StepReport``: what a step of one rank consisted of, as data and as a table.
+"""``StepReport``: where one rank's time and memory went in a step, as data and as a table.
 
 [Note: one thing at a time]
-At every moment the training thread does one thing for one unit, or nothing of ours. The ranges that
-say so never overlap, so they add up to no more than the step. What is under way beside it,
-gathers and reductions, may overlap anything.
+At every moment the training thread does one thing for one unit, or runs code that is not ours. So
+the ranges of the thread never overlap, and add up to no more than the step. All-gathers and
+reductions in flight run beside the thread; their ranges may overlap any other.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from flatshard.engine.events import Kind
 
 
 class Range(NamedTuple):
-    """A stretch of time.
+    """A range of time.
 
     Attributes:
         kind: what it was spent on.
-        unit: the unit's number; None where it is for all of them.
+        unit: the unit's index; None if it concerns all units.
         begin: seconds since the step began.
-        end: likewise.
+        end: seconds since the step began.
     """
 
     kind: Kind
@@ -36,20 +36,20 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitReport:
-    """One unit's part of a step. Times of nested units are theirs alone.
+    """One unit's part of a step. A unit's times exclude those of units nested in it.
 
-    Bytes are of the whole: of what a gather gives, of what every rank puts into a reduction; as
-    ``collectives.record`` lists them. A unit that its rank does not share moves none.
+    Bytes are those of full tensors, as ``collectives.record`` lists them: the output of an
+    all-gather, the input of a reduce-scatter. A unit that is not sharded has none.
 
     Attributes:
         name: its name in the unwrapped model; empty for the root.
         forward_seconds: computing forward.
-        backward_seconds: computing backward, with what is recomputed there.
+        backward_seconds: computing backward, recomputation of checkpoints included.
         starting_seconds: preparing and starting collectives.
-        gather_wait_seconds: blocked until its parameters were there.
-        reduce_wait_seconds: blocked until its gradients were reduced.
-        gathered_forward_bytes: gathered for forward.
-        gathered_backward_bytes: gathered again for backward.
+        gather_wait_seconds: exposed all-gather time: the thread waited for parameters.
+        reduce_wait_seconds: the thread waited for reduced gradients.
+        gathered_forward_bytes: all-gathered for forward.
+        gathered_backward_bytes: all-gathered again for backward.
         reduced_bytes: reduce-scattered and all-reduced gradients.
     """
 
@@ -68,30 +68,31 @@ class UnitReport:
 class StepReport:
     """One step of one rank; ``str()`` is a table.
 
-    A step is a forward and its backward, with all that follows until the next one begins; under
-    gradient accumulation, every micro-batch is one. Several forwards before one backward belong to
-    one step, and an evaluation is a step of its own. Times are those of the host: where an
-    accelerator computes, launching takes the host's time, and the first wait for a result has the
-    rest.
+    A step here is an iteration: a forward and its backward, and what follows until the next
+    forward begins. Under gradient accumulation every micro-batch is one. Several forwards before
+    one backward belong to one step, and an evaluation is a step of its own. Times are the host's:
+    on an accelerator a range counts the time to launch kernels, and the kernels' own time appears
+    where something waits for them.
 
     Attributes:
         number: steps recorded before it.
         rank: this rank's number among those that train the model.
-        began: when, as Unix time.
-        seconds: all of it.
+        began: when it began, in Unix time.
+        seconds: its duration.
         forward_seconds: in the outermost forward, waits included.
-        backward_seconds: from the first gradient of an output to the end of backward, likewise.
-        ranks_wait_seconds: blocked for no single unit: to learn which parameters other ranks used,
-            for rank 0's buffers, and until others have taken what this rank gave.
-        other_bytes: moved for no single unit.
+        backward_seconds: from the first gradient of an output to the end of backward, waits
+            included.
+        ranks_wait_seconds: waits that concern no single unit: for the parameters that other ranks
+            used, for rank 0's buffers, and until other ranks have read this rank's memory.
+        other_bytes: communication volume that belongs to no single unit.
         units: the units, the root last.
-        peak_gathered_bytes: the most that gathered parameters took.
-        peak_gradient_bytes: the most that gradients took until they were reduced.
-        peak_held_bytes: the most that both took at one time.
+        peak_gathered_bytes: peak of unsharded parameters.
+        peak_gradient_bytes: peak of gradients that were not reduced yet.
+        peak_held_bytes: peak of both together.
         peak_allocated_bytes: ``torch.cuda.max_memory_allocated`` in the step; None on the CPU.
-        peak_resident_bytes: the most that was ever resident of the process; None if not known.
-        memory: bytes held over time, by unit.
-        ranges: what the thread did and what was under way, by time of their ends.
+        peak_resident_bytes: peak RSS of the process since its start; None if not known.
+        memory: memory over time, by unit.
+        ranges: what the thread did and which collectives were in flight, ordered by end.
     """
 
     number: int
@@ -113,26 +114,26 @@ class StepReport:
 
     @property
     def other_seconds(self) -> float:
-        """Neither in forward nor in backward: loss, optimizer, data."""
+        """Time outside of forward and backward: loss, optimizer, data."""
         return self.seconds - self.forward_seconds - self.backward_seconds
 
     @property
     def blocked_seconds(self) -> float:
-        """In which the training thread waited for other ranks, or read from their memory."""
+        """Time in which the training thread waited for other ranks, or read their memory."""
         waits = (unit.gather_wait_seconds + unit.reduce_wait_seconds for unit in self.units)
         return self.ranks_wait_seconds + sum(waits)
 
     @property
     def moved_bytes(self) -> int:
-        """Of all collectives."""
-        moved = (
+        """Communication volume of all collectives."""
+        of_units = (
             unit.gathered_forward_bytes + unit.gathered_backward_bytes + unit.reduced_bytes
             for unit in self.units
         )
-        return self.other_bytes + sum(moved)
+        return self.other_bytes + sum(of_units)
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, for JSON; without the two timelines, ``memory`` and ``ranges``."""
+        """All figures for JSON, without the timelines ``memory`` and ``ranges``."""
         names = [field.name for field in dataclasses.fields(self)]
         figures = {
             name: getattr(self, name) for name in names if name not in ("units", "memory", "ranges")
@@ -142,10 +143,10 @@ class StepReport:
         return {**figures, "units": [dataclasses.asdict(unit) for unit in self.units]}
 
     def plot_memory(self, path: str) -> None:
-        """Draw bytes held over the step, stacked by unit: unsharded parameters and gradients.
+        """Draw memory over the step, stacked by unit: unsharded parameters and gradients.
 
         Args:
-            path: where to write; its ending says the format.
+            path: file to write; its suffix determines the format.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -155,8 +156,8 @@ class StepReport:
 
     def __str__(self) -> str:
         header = (
-            *("unit", "forward", "backward", "starting", "gather wait", "reduce wait"),
-            *("gathered fwd", "gathered bwd", "reduced"),
+            *("unit", "forward", "backward", "starting", "all-gather wait", "reduce wait"),
+            *("all-gather fwd", "all-gather bwd", "reduced"),
         )
         rows = [_cells(unit.name or "(root)", dataclasses.astuple(unit)[1:]) for unit in self.units]
         figures = [dataclasses.astuple(unit)[1:] for unit in self.units]
@@ -172,20 +173,20 @@ class StepReport:
             f"{_ms(self.other_seconds)})",
             f"blocked: {_ms(self.blocked_seconds)} ms ({share:.1f} %), "
             f"{_ms(self.ranks_wait_seconds)} of it for no single unit",
-            f"moved: {show_bytes(self.moved_bytes)}",
-            f"held at most: {show_bytes(self.peak_held_bytes)} (gathered "
+            f"communication volume: {show_bytes(self.moved_bytes)}",
+            f"peak memory: {show_bytes(self.peak_held_bytes)} (unsharded parameters "
             f"{show_bytes(self.peak_gathered_bytes)}, gradients "
             f"{show_bytes(self.peak_gradient_bytes)})",
         ]
         if self.peak_allocated_bytes is not None:
-            lines.append(f"allocated at most: {show_bytes(self.peak_allocated_bytes)}")
+            lines.append(f"peak allocated: {show_bytes(self.peak_allocated_bytes)}")
         if self.peak_resident_bytes is not None:
-            lines.append(f"process resident at most: {show_bytes(self.peak_resident_bytes)}")
+            lines.append(f"peak RSS: {show_bytes(self.peak_resident_bytes)}")
         return lines
 
 
 _NUM_TIMES = 5
-"""Of the figures of a ``UnitReport``: seconds come first, then bytes."""
+"""The first so many figures of a ``UnitReport`` are seconds, the others are bytes."""
 
 
 def _cells(name: str, figures: Sequence[float]) -> tuple[str, ...]:
@@ -197,25 +198,25 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.2f}"
 
 
-# ------------------------------------------------------------ the making
+# ------------------------------------------------------------ from a record to a report
 
 
 @dataclass
 class StepRecord:
-    """What was noted of a step, to be summed up.
+    """Raw data of a step, before it is summed up.
 
     Attributes:
         number: steps recorded before it.
-        began: when, as Unix time.
-        ranges: as ``StepReport``.
-        moved: bytes by unit and purpose: "forward" or "backward" of gathers, "reduce"; other
+        began: when it began, in Unix time.
+        ranges: as in ``StepReport``.
+        volume: bytes by unit and purpose: "forward" or "backward" for all-gathers, "reduce"; other
             purposes have no unit.
     """
 
     number: int
     began: float
     ranges: list[Range]
-    moved: Mapping[tuple[int | None, str], int]
+    volume: Mapping[tuple[int | None, str], int]
 
 
 def sum_up(
@@ -226,14 +227,16 @@ def sum_up(
     peak_allocated_bytes: int | None,
     peak_resident_bytes: int | None,
 ) -> StepReport:
-    """Make the report of a step; see its attributes."""
+    """Sum up a record into a report."""
     seconds: dict[tuple[Kind, int | None], float] = {}
     for one in record.ranges:
         key = one.kind, one.unit
         seconds[key] = seconds.get(key, 0.0) + one.end - one.begin
     gathered, gradients, held = memory.peak_bytes()
-    in_units = {unit for _, unit in seconds} | {unit for unit, _ in record.moved}
-    assert in_units <= {None, *range(len(memory.units))}, "of units that there are"
+    in_units = {unit for _, unit in seconds} | {unit for unit, _ in record.volume}
+    assert in_units <= {None, *range(len(memory.units))}, (
+        "every range and byte belongs to a known unit"
+    )
     return StepReport(
         number=record.number,
         rank=rank,
@@ -242,9 +245,9 @@ def sum_up(
         forward_seconds=seconds.get((Kind.FORWARD_PASS, None), 0.0),
         backward_seconds=seconds.get((Kind.BACKWARD_PASS, None), 0.0),
         ranks_wait_seconds=seconds.get((Kind.RANKS_WAIT, None), 0.0),
-        other_bytes=sum(count for (unit, _), count in record.moved.items() if unit is None),
+        other_bytes=sum(count for (unit, _), count in record.volume.items() if unit is None),
         units=tuple(
-            _unit_report(index, name, seconds, record.moved)
+            _unit_report(index, name, seconds, record.volume)
             for index, name in enumerate(memory.units)
         ),
         peak_gathered_bytes=gathered,
@@ -261,7 +264,7 @@ def _unit_report(
     index: int,
     name: str,
     seconds: Mapping[tuple[Kind, int | None], float],
-    moved: Mapping[tuple[int | None, str], int],
+    volume: Mapping[tuple[int | None, str], int],
 ) -> UnitReport:
     return UnitReport(
         name=name,
@@ -270,7 +273,7 @@ def _unit_report(
         starting_seconds=seconds.get((Kind.STARTING, index), 0.0),
         gather_wait_seconds=seconds.get((Kind.GATHER_WAIT, index), 0.0),
         reduce_wait_seconds=seconds.get((Kind.REDUCE_WAIT, index), 0.0),
-        gathered_forward_bytes=moved.get((index, "forward"), 0),
-        gathered_backward_bytes=moved.get((index, "backward"), 0),
-        reduced_bytes=moved.get((index, "reduce"), 0),
+        gathered_forward_bytes=volume.get((index, "forward"), 0),
+        gathered_backward_bytes=volume.get((index, "backward"), 0),
+        reduced_bytes=volume.get((index, "reduce"), 0),
     )

@@ -1,7 +1,7 @@
-"""A model's units in words: ``describe`` tabulates them, ``lint`` says what will be slow or large.
+"""``describe`` tabulates a model's units; ``lint`` warns of units that will be slow or large.
 
-A plan that ``lint`` objects to is right, but wastes time or memory. Each of its thresholds is far
-from what a reasonable plan does, as a false alarm costs more than a missed one.
+A plan that ``lint`` warns of is correct, but wastes time or memory. Its thresholds are far from
+any reasonable plan, since a false alarm costs more than a missed one.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from flatshard.plan.auto_wrap import count_blocks
 from flatshard.plan.module_tree import ModuleTree, name_of, numel
 
 LARGE_MODEL_NUMEL = 10_000_000
-"""Elements from which on sizes of units matter: 40 MB of float32. Below, any plan will do."""
+"""Elements from which unit sizes matter: 40 MB of float32. For smaller models any plan will do."""
 
 FEW_ELEMENTS = 10_000
-"""Elements below which a unit's gather is nearly all latency."""
+"""Elements below which a unit's all-gather is latency-bound."""
 
 MANY_UNITS = 32
-"""How many units of few elements are too many: each costs a fraction of a millisecond per pass."""
+"""So many small units are too many: each costs a fraction of a millisecond per pass."""
 
 LARGE_TIE_NUMEL = 1_000_000
-"""Elements in a tied weight for which it matters in which unit it is."""
+"""Elements from which it matters in which unit a tied weight is."""
 
 UNEVEN = 10
-"""How many times the median a unit may hold."""
+"""A unit may hold so many times the median."""
 
 AUTO = 'auto_wrap_policy="auto"'
 
 
 @dataclass(frozen=True)
-class Segment:
+class FlatParamRow:
     """One flat parameter of a unit.
 
     Attributes:
         dtype: of the shard.
         trainable: whether it takes gradients.
         numel: elements of its parameters.
-        padding_numel: elements of the whole flat parameter that belong to none.
-        gathered_bytes: what a gather fills on each rank; 0 if each has it whole anyway.
+        padding_numel: elements of padding in the full flat parameter.
+        unsharded_bytes: bytes that an all-gather fills on each rank; 0 if nothing is sharded.
     """
 
     dtype: torch.dtype
     trainable: bool
     numel: int
     padding_numel: int
-    gathered_bytes: int
+    unsharded_bytes: int
 
     def __str__(self) -> str:
         return str(self.dtype).removeprefix("torch.") + ("" if self.trainable else " frozen")
@@ -63,17 +63,17 @@ class UnitRow:
     Attributes:
         name: its FQN; empty for the root.
         class_name: of its module.
-        segments: its flat parameters; may be none.
+        flat_params: its flat parameters; may be none.
         strategy: the strategy's name.
         ranks: how many ranks share it.
         reason: why it is a unit.
-        moved_by: what moves its parameters and gradients between ranks.
-        transport_reason: why that does, if ranks found it out; empty else.
+        transport: the transport of its parameters and gradients.
+        transport_reason: why ranks chose it; empty where they had no choice.
     """
 
     name: str
     class_name: str
-    segments: tuple[Segment, ...]
+    flat_params: tuple[FlatParamRow, ...]
     strategy: str
     ranks: int
     reason: str
@@ -88,7 +88,7 @@ class UnitSize:
     Attributes:
         names: the FQNs of its modules; one, empty for the root.
         numel: elements of its parameters.
-        largest_numel: elements of the largest of them, which no plan can divide.
+        largest_numel: elements of its largest parameter, which no plan can divide.
     """
 
     names: tuple[str, ...]
@@ -97,7 +97,7 @@ class UnitSize:
 
     @property
     def name(self) -> str:
-        """The same as one."""
+        """The unit's name in messages."""
         return name_of(self.names)
 
 
@@ -105,10 +105,10 @@ class UnitSize:
 
 
 def describe(rows: Sequence[UnitRow]) -> str:
-    """Tabulate units, with a line of totals and a line for each reason of a transport."""
+    """Tabulate units, with a line of totals and a line per transport that says why it is used."""
     header = (
-        *("unit", "class", "elements", "padding", "segments", "gathered"),
-        *("strategy", "ranks", "moved by", "why"),
+        *("unit", "class", "elements", "padding", "flat parameters", "unsharded"),
+        *("strategy", "ranks", "transport", "why"),
     )
     table = tabulate([header, *map(_cells, rows), _totals(rows)], numbers={2, 3, 5, 7})
     reasons = (f"{r.transport}: {r.transport_reason}" for r in rows if r.transport_reason)
@@ -116,7 +116,7 @@ def describe(rows: Sequence[UnitRow]) -> str:
 
 
 def tabulate(table: Sequence[Sequence[str]], *, numbers: Collection[int]) -> str:
-    """Set cells in columns, those of ``numbers`` flush right."""
+    """Align cells in columns; the columns whose indices are in ``numbers`` flush right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(_line(cells, widths, numbers) for cells in table)
 
@@ -130,18 +130,18 @@ def _line(cells: Sequence[str], widths: Sequence[int], numbers: Collection[int])
 
 
 def _cells(row: UnitRow) -> tuple[str, ...]:
-    segments = row.segments
-    if len(segments) == 1:
-        kinds = str(segments[0])
+    flat_params = row.flat_params
+    if len(flat_params) == 1:
+        kinds = str(flat_params[0])
     else:
-        kinds = " + ".join(f"{segment} {segment.numel:,}" for segment in segments)
+        kinds = " + ".join(f"{one} {one.numel:,}" for one in flat_params)
     return (
         row.name or "(root)",
         row.class_name,
-        f"{sum(segment.numel for segment in segments):,}",
-        f"{sum(segment.padding_numel for segment in segments):,}",
+        f"{sum(one.numel for one in flat_params):,}",
+        f"{sum(one.padding_numel for one in flat_params):,}",
         kinds or "none",
-        show_bytes(sum(segment.gathered_bytes for segment in segments)),
+        show_bytes(sum(one.unsharded_bytes for one in flat_params)),
         row.strategy,
         str(row.ranks),
         row.transport,
@@ -150,20 +150,20 @@ def _cells(row: UnitRow) -> tuple[str, ...]:
 
 
 def _totals(rows: Sequence[UnitRow]) -> tuple[str, ...]:
-    segments = [segment for row in rows for segment in row.segments]
+    flat_params = [one for row in rows for one in row.flat_params]
     return (
         "total",
         f"{len(rows)} unit{'s' if len(rows) != 1 else ''}",
-        f"{sum(segment.numel for segment in segments):,}",
-        f"{sum(segment.padding_numel for segment in segments):,}",
+        f"{sum(one.numel for one in flat_params):,}",
+        f"{sum(one.padding_numel for one in flat_params):,}",
         "",
-        show_bytes(sum(segment.gathered_bytes for segment in segments)),
+        show_bytes(sum(one.unsharded_bytes for one in flat_params)),
         *("", "", "", ""),
     )
 
 
 def show_bytes(count: int) -> str:
-    """A size as people read it."""
+    """A size in B, KiB, MiB or GiB."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if size < 1024:
@@ -176,11 +176,11 @@ def show_bytes(count: int) -> str:
 
 
 def lint(units: Sequence[UnitSize], tied: Iterable[tuple[int, Sequence[str]]]) -> list[str]:
-    """Say what about a plan will be slow or large, and what to do; nothing about a good one.
+    """Warnings about a plan that will be slow or large, with a remedy; none about a good plan.
 
     Args:
         units: every unit of the model, the root too.
-        tied: for each weight with several names, its elements and these.
+        tied: elements and names of each weight that has several names.
     """
     warnings = [_many_small(units), _uneven(units)]
     warnings += [_pulled_up(count, names, units) for count, names in tied]
@@ -193,14 +193,14 @@ def lint_one_unit(
     ignored_modules: Collection[nn.Module] = (),
     ignored_params: Collection[nn.Parameter] = (),
 ) -> list[str]:
-    """Say of a model that is to be one unit whether it had better be several.
+    """Warn if a large model with repeated blocks becomes one unit.
 
-    Only repeated blocks count: a large layer without any may be a part that is wrapped by hand.
+    A large module without repeated blocks may be a part that the user wraps by hand.
 
     Args:
         module: the model.
-        ignored_modules: modules left out, descendants included.
-        ignored_params: parameters that count for nothing.
+        ignored_modules: ignored modules; their descendants are ignored too.
+        ignored_params: ignored parameters.
     """
     tree = ModuleTree(module, set(ignored_modules), set(ignored_params))
     size = numel(tree.params(module))
@@ -209,8 +209,8 @@ def lint_one_unit(
         return []
     return [
         f"ShardedWrapper: all {size:,} elements of {type(module).__name__} are one unit, so every "
-        f"rank holds the whole model during a step. {AUTO} makes a unit of each of {blocks} "
-        "repeated blocks in it, so that two of them at a time are whole."
+        f"rank holds the full model during a step. {AUTO} makes a unit of each of {blocks} "
+        "repeated blocks, so that about two blocks at a time are unsharded."
     ]
 
 
@@ -220,9 +220,9 @@ def _many_small(units: Sequence[UnitSize]) -> str:
         return ""
     return (
         f"ShardedWrapper: {len(small)} of {len(units)} units hold fewer than {FEW_ELEMENTS:,} "
-        f"elements ({_some(unit.name or '(root)' for unit in small)}); each is gathered and "
-        f"reduced by itself, which takes longer than its bytes do. Choose larger modules: {AUTO}, "
-        "or a size_based_auto_wrap_policy with a larger min_num_params."
+        f"elements ({_some(unit.name or '(root)' for unit in small)}); each has an "
+        "all-gather and a reduce-scatter of its own, which are latency-bound. Choose larger "
+        f"modules: {AUTO}, or a size_based_auto_wrap_policy with a larger min_num_params."
     )
 
 
@@ -232,13 +232,13 @@ def _uneven(units: Sequence[UnitSize]) -> str:
         return ""
     middle = median(unit.numel for unit in filled)
     largest = max(filled, key=lambda unit: unit.numel)
-    # Where one parameter is most of it, no plan makes it much smaller.
+    # If one parameter is most of the unit, no plan makes the unit much smaller.
     if largest.numel <= UNEVEN * middle or largest.largest_numel > largest.numel / 2:
         return ""
     where = f"unit {largest.name!r}" if largest.name else "the root"
     return (
         f"ShardedWrapper: {where} holds {largest.numel:,} elements, more than {UNEVEN} times the "
-        f"median of {len(filled)} units ({int(middle):,}), and is gathered as a whole. Make units "
+        f"median of {len(filled)} units ({int(middle):,}), and is unsharded at once. Make units "
         f"of the modules in it too (embeddings and heads, say), or use {AUTO}. "
         "model.unit_report() lists the units."
     )
@@ -250,15 +250,15 @@ def _pulled_up(count: int, names: Sequence[str], units: Sequence[UnitSize]) -> s
     nearest = list(dict.fromkeys(_nearest(name, units) for name in names))
     if len(nearest) < 2:
         return ""
-    # A unit around the other one holds the weight anyway.
+    # If one of the units contains all others, the weight is in it anyway.
     lowest = max(nearest, key=len)
     if all(_contains(unit, lowest) for unit in nearest):
         return ""
     where = _some(repr(unit) if unit else "the root" for unit in nearest)
     return (
         f"ShardedWrapper: {' and '.join(map(repr, names))} are one weight of {count:,} elements, "
-        f"but units {where} are around its places, so it moved up to a unit that contains them "
-        f"all. Choose a policy that makes no units there: {AUTO} does not."
+        f"but units {where} each use it, so it moved up to a unit that contains them all. "
+        f"Choose a policy that makes no units there: {AUTO} does not."
     )
 
 

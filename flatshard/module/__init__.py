@@ -1,1 +1,1 @@
-"""A plain module made a sharded one."""
+"""Turns an unwrapped module into units, and looks after the sharded model."""

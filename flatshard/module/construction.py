@@ -1,4 +1,4 @@
-"""``Construction``: how a module becomes units, each with a wrapper in its module's place."""
+"""``Construction``: turns a module into units, and puts a wrapper in the place of each module."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from flatshard.state.model_state import UnitStateDict
 
 
 def check_module(module: nn.Module, policy: Policy | None) -> None:
-    """Can this module be wrapped, with this policy?
+    """Raise if this module cannot be wrapped with this policy.
 
     Raises:
-        TypeError: it is no module, or the policy none.
+        TypeError: it is no module, or the policy is no policy.
         ValueError: a policy over a model that already contains units; a part of it is wrapped in
-            DistributedDataParallel.
+            DistributedDataParallel; an optimizer steps in the backward of a part.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"ShardedWrapper: expected an nn.Module, got {type(module).__name__}")
@@ -69,7 +69,7 @@ def read_ignored(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter | nn.Module] | None,
 ) -> Ignored:
-    """What the user, and the units inside, leave alone."""
+    """The modules and parameters that the user, and the units inside, ignore."""
     nested: dict[nn.Module, Ignored] = {one.wrapper: one.ignored for one in shardings_in(module)}
     return find_ignored(
         module, ignored_modules, ignored_states, nested=nested, sharded=_owned_ids(module)
@@ -77,27 +77,27 @@ def read_ignored(
 
 
 def left_alone(module: nn.Module, ignored: Ignored) -> set[int]:
-    """Ids of the parameters and buffers that are not to be sharded, or are already."""
+    """Ids of the parameters and buffers that are ignored or sharded already."""
     return _owned_ids(module) | ignored.ids()
 
 
 def _owned_ids(module: nn.Module) -> set[int]:
-    """Ids of the parameters that units inside a module own already."""
+    """Ids of the parameters that units inside a module own."""
     return {id(param) for handle in handles_in(module) for param in handle.sharded}
 
 
 class Construction:
-    """One module on its way to units: planned when this is made, compared, and then changed.
+    """Wraps one module: plans its units, compares the plan between ranks, then makes them.
 
     Args:
         module: what to wrap; may contain units.
         policy: which submodules become units.
         settings: for the whole module; the policy may change them for a unit.
-        ignored: what stays as it is.
+        ignored: the modules and parameters to ignore.
         init_fn: the user's ``param_init_fn``.
 
     Raises:
-        ValueError: the policy asks for what units of one model cannot differ in.
+        ValueError: the policy sets a keyword in which units of one model cannot differ.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Construction:
         self._offload = OffloadTargets()
 
     def agree(self, sync: bool | None) -> InitialValues:
-        """Compare with other ranks what is to be made, and give buffers their values.
+        """Compare the plan with other ranks, and give buffers their values.
 
         Collective: all ranks.
 
@@ -123,11 +123,11 @@ class Construction:
             sync: whether all ranks take rank 0's weights; see ``sync_module_states``.
 
         Returns:
-            The values that units begin with.
+            The initial values of the units.
 
         Raises:
-            ValueError: on all ranks: they build different models, ranks do not divide as a strategy
-                asks, or nothing makes values that are missing.
+            ValueError: on all ranks: they build different models, the number of ranks does not fit
+                a strategy, or nothing initialises tensors on the meta device.
         """
         module, settings, plan = self._module, self._settings, self._plan
         ranks = settings.ranks
@@ -137,7 +137,7 @@ class Construction:
             consistency.check_same_model(
                 named, described, plan.describe_units(), self._ignored.names, ranks.world
             )
-        # Only now do all ranks agree on which groups to ask for.
+        # Creating process groups is collective, so only after all ranks agree on the strategies.
         for one in plan.all_settings:
             ranks.resolve(one.placement)
         self._reserve_offload()
@@ -148,13 +148,13 @@ class Construction:
         return initial_values
 
     def _reserve_offload(self) -> None:
-        """Find where shards live, and reserve room for them on a disk, if they live there.
+        """Choose the offload targets, and reserve room for shards that live on disk.
 
-        Collective if so: all ranks.
+        Collective if they do: all ranks.
 
         Raises:
-            OffloadError: on all ranks, where the disk of one is full.
-            ValueError: likewise, where nothing can be written there.
+            OffloadError: on all ranks: the disk of one is full.
+            ValueError: on all ranks: the disk of one cannot be written.
         """
         offload, world = self._settings.offload, self._settings.ranks.world
         error: Exception | None = None
@@ -169,23 +169,22 @@ class Construction:
             consistency.raise_everywhere(error, world)
 
     def warnings(self) -> list[str]:
-        """What may not be as the user meant it, for rank 0 to say."""
+        """Warnings that rank 0 gives: the plan may not be what the user meant."""
         module, policy, ignored = self._module, self._policy, self._ignored
-        found = self._plan.precision.remarks()
-        # "auto" finds a small model to be one unit.
+        found = self._plan.precision.warnings()
+        # "auto" may choose no unit, in a small model.
         if policy not in (None, "auto") and not self._plan.chosen:
             found.append(explain_no_match(module, policy, **ignored.keywords()))
         if module in ignored.modules:
             found.append(
-                "ShardedWrapper: the module that is wrapped is itself to be ignored, so no "
-                "parameter is sharded"
+                "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded"
             )
         if self._settings.topology.shard.size > 1:
             found.extend(self._lint())
         return found
 
     def _lint(self) -> list[str]:
-        """What about the units will be slow or large."""
+        """Warnings about units that will be slow or large."""
         inside = units_in(self._module)
         if self._policy is None and not inside:
             return unit_report.lint_one_unit(self._module, **self._ignored.keywords())
@@ -200,18 +199,18 @@ class Construction:
     def make_units(
         self, root: ModuleProxy, kind: type[ModuleProxy], initial_values: InitialValues
     ) -> None:
-        """Change the module: ``root`` becomes the outermost unit, and holds new ones inside.
+        """Change the module: make the units inside it, then let ``root`` wrap it.
 
         Collective: all ranks.
 
         Args:
             root: an empty wrapper.
-            kind: the class of those inside.
-            initial_values: what the ranks agreed on.
+            kind: the class of the wrappers inside.
+            initial_values: the result of ``agree``.
 
         Raises:
             ValueError: a unit that was there before trains on other ranks.
-            RuntimeError: something else holds on to a parameter's memory.
+            RuntimeError: something else refers to a parameter's memory.
         """
         wrappers: dict[nn.Module, ModuleProxy] = {}
         units = []
@@ -224,6 +223,7 @@ class Construction:
         _replace_children(self._module, wrappers)
         units.insert(0, self._make_unit(planned_root, {self._module: root}, initial_values))
         self._make_values(initial_values, root, units)
+        # Connecting is collective: all ranks in the same order of units and kinds.
         for unit in units:
             for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
                 unit.topology.connect(self._settings.device, fixed_order=fixed_order)
@@ -236,7 +236,7 @@ class Construction:
         wrappers: Mapping[nn.Module, ModuleProxy],
         initial_values: InitialValues,
     ) -> Unit:
-        """Make one unit, and of its modules' wrappers what stands for them."""
+        """Make one unit, and complete the wrappers of its modules."""
         settings = planned.settings
         precision, topology = self._plan.precision, settings.topology
         modules = [plan.module for plan in planned.members]
@@ -279,13 +279,14 @@ class Construction:
     def _make_values(
         self, initial_values: InitialValues, root: ModuleProxy, units: Iterable[Unit]
     ) -> None:
-        """Give new units the values that are missing. Collective."""
+        """Initialise what was on the meta device, and fill replicas. Collective."""
         handles = [handle for unit in units for handle in unit.handles]
         if initial_values.any_missing:
             made = meta_init.MetaInit(
                 root, handles, initial_values, self._init_fn, self._settings.device
             )
             sharding_of(root).is_left_empty = made.run()
+        # Replicas copy a shard, so only once every tensor in it has its value.
         for handle in handles:
             initial_values.give_replicas(handle.topology, handle.shard)
             handle.page_out()
@@ -300,7 +301,7 @@ def _unit_size(
 
 
 def _replace_children(root: nn.Module, wrappers: dict[nn.Module, ModuleProxy]) -> None:
-    """Put wrappers at every place of the modules they wrap."""
+    """Put each wrapper at every place of its module, which several parents may share."""
     for parent in list(root.modules()):
         if isinstance(parent, ModuleProxy):
             continue

@@ -1,4 +1,4 @@
-"""``.to()`` and ``copy.deepcopy`` of a sharded model: units are converted and copied, not views."""
+"""``.to()`` and ``copy.deepcopy`` of a sharded model convert and copy units, not parameters."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def convert(
     """Convert shards instead of parameters.
 
     Args:
-        root: of the wrapper that is converted.
-        fn: torch's function of a tensor, behind ``.to()``, ``.double()`` and the like.
+        root: the sharding of the wrapper that is converted.
+        fn: the function that ``.to()``, ``.double()`` and the like apply to tensors.
         apply_to_module: ``nn.Module._apply`` of the wrapper with ``fn``.
-        recurse: units inside too.
+        recurse: convert units inside too.
     """
     context = root.context
-    if context.is_converting:  # with the wrapper around it, which converts all shards
+    if context.is_converting:  # called by the wrapper around it, which converts all shards
         apply_to_module()
         return
     context.recover()
@@ -43,7 +43,7 @@ def convert(
     root.check_has_all_modules("converted")
     units = units_in(root.wrapper) if recurse else [root.unit]
     handles = [handle for unit in units for handle in unit.handles]
-    # All units first: what raises here leaves no unit converted.
+    # Check all units before converting any: an error must leave no unit converted.
     for handle in handles:
         handle.check_keeps_order(fn)
     context.is_converting = True
@@ -58,9 +58,9 @@ def convert(
 
 
 def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
-    """Copy the wrapper of ``root``, for ``copy.deepcopy``. No communication."""
+    """``copy.deepcopy`` of the wrapper of ``root``. No communication."""
     root.check_not_summoned("copied")
-    # A wrapper inside the one that is copied has its unit there already.
+    # The outermost wrapper puts all units into `memo`, so an inner one finds its unit there.
     is_outermost = id(root.unit) not in memo
     inside = shardings_in(root.wrapper) if is_outermost else []
     if is_outermost:
@@ -79,14 +79,14 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
         for one in hooks:
             one.copy_into(memo, memo[id(one)], memo[id(one.unit)])
     if is_outermost:
-        # Perhaps one rank copies alone, so it cannot ask the others for a new number.
+        # One rank may copy alone: a new number there would shift the numbers of its later models.
         start_run(shardings_in(twin)[0], number=root.context.number)
     return twin
 
 
 @contextlib.contextmanager
 def without_flat_parameters(shardings: Iterable[Sharding]) -> Iterator[None]:
-    """Take the flat parameters of ``use_orig_params=False`` out of wrappers for a while."""
+    """Hide the flat parameters of ``use_orig_params=False`` from wrappers inside the context."""
     flat = [(one.wrapper, dict(one.wrapper._parameters)) for one in shardings]
     for wrapper, _ in flat:
         wrapper._parameters.clear()
@@ -99,7 +99,7 @@ def without_flat_parameters(shardings: Iterable[Sharding]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hidden(shardings: Iterable[Sharding], handles: Iterable[FlatParamHandle]) -> Iterator[None]:
-    """Take all parameters that handles own out of the modules for a while."""
+    """Hide all parameters that handles own from the modules inside the context."""
     hidden = [one for handle in handles for one in handle.params.hide()]
     try:
         with without_flat_parameters(shardings):

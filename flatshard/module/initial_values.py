@@ -1,7 +1,7 @@
 """The values that units start with: each rank's own, rank 0's, or none yet (the meta device).
 
-Nothing here needs a whole model in one place: a unit takes its part of each original parameter on
-its own, and where rank 0's values are wanted, rank 0 sends every rank just that part.
+No rank needs the full model: a unit takes its part of each original parameter, and if rank 0's
+values count, rank 0 sends every rank just that part.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class InitialValues:
 
     Attributes:
         world: the ranks that train the model.
-        sync: what the user said: True, False, or None.
+        sync: ``sync_module_states``: True, False, or None.
         sends: whether every rank takes rank 0's values.
-        missing: ids of the tensors that whoever gives the values has on the meta device.
-        any_missing: whether some rank has to make values.
-        buffers: ids of the buffers for which there are values.
+        missing: ids of the tensors that are on the meta device: rank 0's if ``sends``, else ours.
+        any_missing: whether some rank must initialise tensors.
+        buffers: ids of the buffers that have values.
         different: names of the tensors that differ between ranks.
     """
 
@@ -46,11 +46,11 @@ class InitialValues:
 
     @property
     def initialises(self) -> bool:
-        """Whether this rank makes values for what is missing."""
+        """Whether this rank initialises tensors."""
         return bool(self.missing) and (not self.sends or self.world.rank == 0)
 
     def source(self, topology: Topology) -> BroadcastSource | None:
-        """Who hands out values; None: each rank has its own. Collective at the first call."""
+        """The source of rank 0's values; None: each rank has its own. Collective at first call."""
         if not self.sends:
             return None
         if id(topology) not in self._sources:
@@ -58,39 +58,37 @@ class InitialValues:
         return self._sources[id(topology)][1]
 
     def give_replicas(self, topology: Topology, shard: Tensor) -> None:
-        """Give a filled shard to those that hold the same. Collective if anything is sent."""
+        """Copy a filled shard to its replicas. Collective if rank 0's values count."""
         source = self.source(topology)
         if source is not None:
             source.replicate(shard)
 
     def take_differences(self, different: list[str]) -> bool:
-        """Note tensors that were found to differ; whether all must now take rank 0's."""
+        """Record tensors that differ; returns whether all ranks must now take rank 0's."""
         self.different = different
         self.sends = bool(different) and self.sync is None
         return self.sends
 
     def warn(self) -> None:
-        """Say, on rank 0, which tensors differed; after the last collective.
-
-        Where warnings are errors, no other rank is left waiting then.
-        """
+        """Warn, on rank 0, which tensors differed."""
+        # Call it after the last collective: if warnings are errors, no other rank waits for this.
         if self.different and self.world.rank == 0:
             _warn_of_difference(self.different, self.sync)
 
 
 def compare_values(named: NamedTensors, sync: bool | None, world: Communicator) -> InitialValues:
-    """Find out whose values count, and which of them are still to be made.
+    """Decide whose values count, and which tensors must be initialised.
 
     Collective: all ranks of ``world``.
 
     Args:
         named: parameters and buffers with their names; those on the meta device have no values.
-        sync: True: rank 0's count. None: they do if a checksum finds a difference. False: each
-            rank's own.
+        sync: True: rank 0's values count. None: they count if checksums differ. False: each rank's
+            own count.
         world: the ranks that train the model.
     """
     tensors = [tensor.detach() for _, tensor in named]
-    # Of values that are sent anyway nobody needs a checksum.
+    # Values that are sent anyway need no checksum, only whether they are on the meta device.
     mine = [
         None if tensor.is_meta else (0, 0) if sync is True else checksum(tensor)
         for tensor in tensors
@@ -117,10 +115,11 @@ def names_of_different(
 
 
 def give_out(tensor: Tensor, name: str, world: Communicator) -> None:
-    """Overwrite a tensor of any strides with rank 0's. Collective."""
+    """Overwrite a tensor of any strides with rank 0's values. Collective."""
     with torch.no_grad():
         contiguous = tensor.detach().contiguous()
         world.broadcast(contiguous, op_name=name)
+        # `contiguous` of other strides is a copy.
         if contiguous.data_ptr() != tensor.data_ptr():
             tensor.copy_(contiguous)
 

@@ -1,4 +1,4 @@
-"""What a module brings to be sharded: its tensors, whether they can be, and on which device."""
+"""Inspects a module before it is sharded: its tensors, whether they can be, and the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def named_tensors(module: nn.Module, left_alone: set[int]) -> list[tuple[str, Te
 
 
 def check_params(module: nn.Module, left_alone: set[int]) -> None:
-    """Can all parameters but those ``left_alone`` be flattened?"""
+    """Raise if a parameter that is not in ``left_alone`` cannot be flattened."""
     for name, param in module.named_parameters():
         if id(param) in left_alone:
             continue
@@ -40,7 +40,7 @@ def check_params(module: nn.Module, left_alone: set[int]) -> None:
 
 
 def check_no_gradients(module: nn.Module, left_alone: set[int]) -> None:
-    """See that no parameter but those ``left_alone`` has a gradient, which sharding would drop."""
+    """Raise if a parameter not in ``left_alone`` has a gradient, which sharding would drop."""
     for name, param in module.named_parameters():
         grad = None if id(param) in left_alone else param.grad
         if grad is not None and bool(grad.any()):
@@ -69,7 +69,7 @@ def find_device(
     group: dist.ProcessGroup | None,
     ignored: Ignored,
 ) -> torch.device:
-    """Where the shards live and the model computes.
+    """The device of the shards and of computation.
 
     Raises:
         ValueError: ``device_id`` names no device of this host.
@@ -89,7 +89,7 @@ def find_device(
                 error
             )
         _check_exists(device)
-        # With its index: "cuda" alone is another device in a thread that sets another.
+        # With its index: "cuda" alone means another device after a thread sets another one.
         return torch.empty(0, device=device).device
     skipped = ignored.ids()
     present = [
@@ -97,7 +97,7 @@ def find_device(
         for param in module.parameters()
         if not isinstance(param, FlatParameter) and id(param) not in skipped
     ]
-    # Ranks with and without values must agree: of the latter nothing is said here.
+    # Ranks with and without values must agree, so tensors on the meta device do not count.
     devices = [param.device for param in present if not param.is_meta]
     first = devices[0] if devices else torch.device("cpu")
     if first.type == "cpu" and torch.cuda.is_available():
@@ -120,10 +120,10 @@ def _check_exists(device: torch.device) -> None:
 
 
 def check_transport(device: torch.device, transport: TransportOptions) -> None:
-    """Refuse a forced transport for a device of which it cannot move the tensors.
+    """Raise if the user asks for a transport that does not work on this device.
 
     Raises:
-        ValueError: sockets, or a dtype for them, and an accelerator.
+        ValueError: sockets, or ``wire_dtype``, with an accelerator.
     """
     asked = {
         "wire_dtype": transport.wire_dtype is not None,
@@ -136,12 +136,12 @@ def check_transport(device: torch.device, transport: TransportOptions) -> None:
             raise ValueError(
                 f"{keyword} is for gloo and parameters in host memory; they are on {device}. "
                 "Leave it out, and the backend moves them; MixedPrecision(param_dtype, "
-                "reduce_dtype) makes that less."
+                "reduce_dtype) reduces the communication volume."
             )
 
 
 def check_offload(device: torch.device, offload: CPUOffload) -> None:
-    """Warn where ``cpu_offload`` changes nothing."""
+    """Warn if ``cpu_offload`` has no effect."""
     if offload.is_on and offload.path is None and device.type == "cpu":
         warnings.warn(
             "cpu_offload: the parameters are on the CPU already; nothing changes", stacklevel=3
@@ -149,7 +149,7 @@ def check_offload(device: torch.device, offload: CPUOffload) -> None:
 
 
 def move_buffers(module: nn.Module, left_alone: set[int], device: torch.device) -> None:
-    """Put the buffers that have values on the device that computes."""
+    """Move the buffers that have values to ``device``."""
     for buffer in module.buffers():
         if id(buffer) not in left_alone and not buffer.is_meta and buffer.device != device:
             buffer.data = buffer.data.to(device)

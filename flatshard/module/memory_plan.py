@@ -1,14 +1,15 @@
-"""``MemoryPlan``: the bytes that a rank will hold for a model, from its shapes alone.
+"""``MemoryPlan``: predicts the memory of a rank for a model, from its shapes alone.
 
-Nothing is allocated and nobody communicates: the model may be on the meta device. What is not in
-it: activations, and what a library or the interpreter takes for itself.
+It allocates nothing and does not communicate: the model may be on the meta device. The prediction
+excludes activations, and the memory of libraries and of the interpreter.
 
-[Note: what is held in a step]
-Forward and backward follow the order of the units. A unit that is freed after forward is gathered
-with those around it, and with at most two neighbours: one's backward ends, the next begins, a third
-is on its way. The root and what is kept after forward stay. Of gradients there are at most the
-root's, whole; those of two units whose reductions overlap, to send and to receive; and what the
-others were reduced to. Ranks on one host that map one another's shards hold less.
+[Note: the peak of a step]
+Forward and backward follow the order of the units. A unit that reshards after forward is unsharded
+together with those around it, and with at most two neighbours: while backward of one ends and that
+of the next begins, prefetch unshards a third. The root and units that do not reshard after forward
+stay unsharded. The peak of gradients has the root's unsharded gradient; those of two units whose
+reductions overlap, each with a send and a receive buffer; and the reduced shards of all units.
+Ranks on one host that map one another's shards hold less.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """One unit's part of what a rank holds, in bytes, padding included.
+    """Memory of one unit on a rank, in bytes, padding included.
 
     Attributes:
         name: its name in the unwrapped model; empty for the root.
         strategy: the strategy's name.
         numel: elements of its parameters.
         parameter_bytes: of this rank's shard.
-        gradient_bytes: of its ``.grad`` after a backward that reduces.
+        gradient_bytes: of the shard's ``.grad`` after a backward that reduces.
         optimizer_bytes: of the optimizer's state for the shard.
-        kept_bytes: of gathered parameters, or a part of them, that stay between steps.
-        gathered_bytes: of the parameters while they are gathered, in the dtype that computes; 0
-            where the shard is all of them.
-        whole_gradient_bytes: of gradients before they are reduced, in the dtype that is reduced.
-        crossing_bytes: of what their reduction within a node, or over all ranks, leaves of them.
-        reduced_bytes: of what is left once they are reduced over all ranks.
-        is_freed: whether it is freed between forward and backward.
-        secondary_bytes: of the part that backward gathers from, between forward and backward.
+        kept_bytes: of unsharded parameters, or secondary shards, that stay between steps.
+        gathered_bytes: of the unsharded parameters in the compute dtype; 0 if the shard has all
+            of them in that dtype.
+        whole_gradient_bytes: of unsharded gradients, in the reduce dtype.
+        crossing_bytes: of gradients after the reduce-scatter within a node, or over all ranks.
+        reduced_bytes: of gradients after the reduction over all ranks.
+        is_freed: whether it reshards between forward and backward.
+        secondary_bytes: of the secondary shard, between forward and backward.
     """
 
     name: str
@@ -76,11 +77,11 @@ class UnitMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What each rank holds; ``str()`` is a table.
+    """Memory of each rank, in bytes; ``str()`` is a table.
 
     Attributes:
         units: every unit in the order of forward, the root last.
-        buffer_bytes: of the modules' buffers, which every rank has whole.
+        buffer_bytes: of the modules' buffers, which are not sharded.
     """
 
     units: tuple[UnitMemory, ...]
@@ -93,43 +94,46 @@ class MemoryPlan:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of this rank's shards."""
+        """Memory of this rank's shards."""
         return sum(unit.parameter_bytes for unit in self.units)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of ``.grad`` after a backward; 0 in truth where optimizers step in backward."""
+        """Memory of ``.grad`` after a backward; with ``step_in_backward`` it is 0 instead."""
         return sum(unit.gradient_bytes for unit in self.units)
 
     @property
     def optimizer_bytes(self) -> int:
-        """Of the optimizer's state."""
+        """Memory of the optimizer's state."""
         return sum(unit.optimizer_bytes for unit in self.units)
 
     @property
     def persistent_bytes(self) -> int:
-        """Held between steps, gradients included."""
+        """Persistent memory: held between two optimizer steps, gradients included."""
         kept = sum(unit.kept_bytes for unit in self.units)
         return self._without_gradients + self.gradient_bytes + kept
 
     @property
     def peak_gathered_bytes(self) -> int:
-        """The most that gathered parameters take, with parts kept to gather from."""
+        """Peak of unsharded parameters and secondary shards."""
         staying = sum(unit.gathered_bytes for unit in self.units if not unit.is_freed)
         secondary = sum(unit.secondary_bytes for unit in self.units)
-        freed = [unit for unit in self.units if unit.is_freed]
-        return staying + secondary + max(map(self._gathered_at_once, _runs(freed, 3)), default=0)
+        resharded = [unit for unit in self.units if unit.is_freed]
+        # See [Note: the peak of a step].
+        moments = _windows(resharded, 3)
+        return staying + secondary + max(map(self._unsharded_at_once, moments), default=0)
 
     @property
     def peak_gradient_bytes(self) -> int:
-        """The most that gradients take during backward; at most so."""
-        done = sum(unit.reduced_bytes for unit in self.units)
-        moments = [*_runs(self.units[:-1], 2), self.units[-1:]]
-        return done + max(map(self._gradients_at_once, moments), default=0)
+        """Upper bound of the peak of gradients during backward."""
+        reduced = sum(unit.reduced_bytes for unit in self.units)
+        # The root's reduction ends backward, after those of the other units.
+        moments = [*_windows(self.units[:-1], 2), self.units[-1:]]
+        return reduced + max(map(self._gradients_at_once, moments), default=0)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is held at any moment of a step; at most so."""
+        """Upper bound of the peak of a step."""
         in_step = self._without_gradients + self.peak_gathered_bytes + self.peak_gradient_bytes
         return max(in_step, self.persistent_bytes)
 
@@ -142,25 +146,25 @@ class MemoryPlan:
         return {unit.name: unit for unit in self.units}
 
     def _around(self, inner: Sequence[UnitMemory]) -> list[UnitMemory]:
-        """The units around these, without them."""
+        """The units that contain these, without them."""
         names = {name for one in inner for name in _names_around(one.name)}
         names -= {one.name for one in inner}
         return [self._by_name[name] for name in names if name in self._by_name]
 
-    def _gathered_at_once(self, units: Sequence[UnitMemory]) -> int:
+    def _unsharded_at_once(self, units: Sequence[UnitMemory]) -> int:
         around = [unit for unit in self._around(units) if unit.is_freed]
         return sum(unit.gathered_bytes for unit in (*units, *around))
 
     def _gradients_at_once(self, units: Sequence[UnitMemory]) -> int:
-        """Beside what is reduced: whole gradients, of those under way to send and to receive."""
+        """Unsharded gradients of units in backward, and buffers of reductions in flight."""
         filling = sum(unit.whole_gradient_bytes for unit in self._around(units))
-        # An all-reduce of what every rank has whole takes place where it is.
+        # NO_SHARD: the all-reduce works in place.
         under_way = [unit for unit in units if unit.reduced_bytes < unit.whole_gradient_bytes]
         results = sum(unit.crossing_bytes - unit.reduced_bytes for unit in under_way)
         return filling + results + 2 * sum(unit.whole_gradient_bytes for unit in under_way)
 
     def __str__(self) -> str:
-        header = ("unit", "elements", "parameters", "gradients", "optimizer", "gathered")
+        header = ("unit", "elements", "parameters", "gradients", "optimizer", "unsharded")
         rows = [
             (
                 unit.name or "(root)",
@@ -178,13 +182,13 @@ class MemoryPlan:
             show_bytes(self.parameter_bytes),
             show_bytes(self.gradient_bytes),
             show_bytes(self.optimizer_bytes),
-            f"{show_bytes(self.peak_gathered_bytes)} at most",
+            f"peak {show_bytes(self.peak_gathered_bytes)}",
         )
         table = tabulate([header, *_shortened(rows), totals], numbers=range(1, len(header)))
         return (
             f"{table}\n"
-            f"each rank, between steps: {show_bytes(self.persistent_bytes)}; during a step at "
-            f"most: {show_bytes(self.peak_bytes)}, without activations"
+            f"each rank: persistent memory {show_bytes(self.persistent_bytes)}, peak "
+            f"{show_bytes(self.peak_bytes)}, without activations"
         )
 
 
@@ -200,25 +204,25 @@ def predict(
     ranks_per_node: int | None = None,
     optimizer_bytes: float | None = None,
 ) -> MemoryPlan:
-    """Say what each rank would hold, with the keywords that ``ShardedWrapper`` would be given.
+    """Predict the memory of each rank under some of ``ShardedWrapper``'s keywords.
 
-    No communication, and no process group: any number of ranks can be asked about.
+    It needs no process group and does not communicate: ``world_size`` may be any number.
 
     Args:
-        model: the unwrapped model, on any device; build it ``with torch.device("meta"):`` and
-            nothing of it needs memory. It is not changed.
-        world_size: ranks that train it.
+        model: the unwrapped model, on any device; built ``with torch.device("meta"):`` it needs
+            no memory. It is not changed.
+        world_size: number of ranks that train it.
         auto_wrap_policy: which submodules become units; None: one unit.
         sharding_strategy: as ``ShardedWrapper``'s.
-        mixed_precision: likewise.
-        reshard_after_forward: likewise.
-        coalesce_bytes: likewise.
-        ranks_per_node: for HYBRID strategies: ranks that share one copy.
-        optimizer_bytes: of the optimizer's state, per trained element. None: two tensors of the
-            parameter's dtype, as AdamW has.
+        mixed_precision: as ``ShardedWrapper``'s.
+        reshard_after_forward: as ``ShardedWrapper``'s.
+        coalesce_bytes: as ``ShardedWrapper``'s.
+        ranks_per_node: for HYBRID strategies: number of ranks that share one copy.
+        optimizer_bytes: bytes of the optimizer's state per trained element. None: two tensors of
+            the parameter's dtype, as AdamW has.
 
     Raises:
-        TypeError: ``auto_wrap_policy`` is none, or another keyword of the wrong type.
+        TypeError: ``auto_wrap_policy`` is no policy, or another keyword has the wrong type.
         ValueError: ``world_size`` below 1, a HYBRID strategy without ``ranks_per_node``, one that
             does not divide the ranks, or a model that is sharded already.
     """
@@ -251,11 +255,11 @@ def predict(
 
 
 class _Shares(NamedTuple):
-    """How many ranks share what.
+    """Sizes of groups.
 
     Attributes:
-        shard: ranks that split parameters, gradients and optimizer state.
-        intra: ranks that gather from one another: of a node with HYBRID strategies.
+        shard: of the shard group, which splits parameters, gradients and optimizer state.
+        intra: of the group that all-gathers: a node with HYBRID strategies.
     """
 
     shard: int
@@ -285,14 +289,14 @@ def _unit_memory(unit: PlannedUnit, shares: _Shares, optimizer_bytes: float | No
         shard_numel, itemsize = layout.shard_numel, kind.dtype.itemsize
         compute_dtype = kind.precision.unsharded_dtype(kind.dtype)
         unsharded = layout.padded_numel * compute_dtype.itemsize
-        # Where one rank holds all, uncast, the shard is what computes.
-        is_gathered = shares.shard > 1 or compute_dtype != kind.dtype
+        # If one rank holds all parameters, uncast, modules compute with the shard itself.
+        is_unsharded = shares.shard > 1 or compute_dtype != kind.dtype
         total["parameter"] += shard_numel * itemsize
-        total["gathered"] += unsharded * is_gathered
+        total["gathered"] += unsharded * is_unsharded
         if placement.over_all:
             total["kept"] += unsharded // shares.intra
         elif not placement.reshard_after_backward:
-            total["kept"] += unsharded * is_gathered
+            total["kept"] += unsharded * is_unsharded
         if placement.regather_size and is_freed:
             total["secondary"] += unsharded // placement.regather_size
         if kind.requires_grad:
@@ -321,23 +325,23 @@ _KINDS = (
 
 
 def _names_around(name: str) -> Iterator[str]:
-    """Of the modules around a module."""
+    """The names of the modules that contain a module, up to the root."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
-def _runs(units: Sequence[UnitMemory], length: int) -> list[Sequence[UnitMemory]]:
-    """Every run of so many units that follow one another; all of them where there are fewer."""
+def _windows(units: Sequence[UnitMemory], length: int) -> list[Sequence[UnitMemory]]:
+    """Every ``length`` consecutive units; if there are fewer, all units."""
     return [units[i : i + length] for i in range(max(1, len(units) - length + 1)) if units]
 
 
 _ROWS = 24
-"""Units that a table lists; of more, those in the middle are left out."""
+"""Units that a table lists; with more, it omits those in the middle."""
 
 
 def _shortened(rows: list[Any]) -> list[Any]:
     if len(rows) <= _ROWS:
         return rows
-    left_out = (f"... {len(rows) - _ROWS} more", *("" for _ in rows[0][1:]))
-    return [*rows[: _ROWS // 2], left_out, *rows[-_ROWS // 2 :]]
+    omitted = (f"... {len(rows) - _ROWS} more", *("" for _ in rows[0][1:]))
+    return [*rows[: _ROWS // 2], omitted, *rows[-_ROWS // 2 :]]

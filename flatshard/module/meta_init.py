@@ -1,19 +1,19 @@
-"""Values for parameters and buffers on the meta device: made after sharding, piece by piece.
+"""Initialises parameters and buffers that are on the meta device, after sharding, group by group.
 
-A group of modules gets whole plain tensors to initialise, each rank keeps its parts of the result,
-and the rest is given back before the next group's turn.
+A group of modules gets full plain tensors to initialise, each rank keeps its parts of the result,
+and the full tensors are freed before the next group.
 
 [Note: the order of initialisation]
 Without a ``param_init_fn`` modules are initialised children first, in registration order, which is
-the order in which constructors work. So from the same seed come the numbers that the model has
-when it is built on its device, as far as ``reset_parameters`` is what its constructors do. Neither
-units nor ranks have a part in it. With one, a whole unit at a time is initialised, from its root
-down, as FullyShardedDataParallel does.
+the order in which constructors work. So the same seed gives the values of a model built on its
+device, if its constructors initialise by ``reset_parameters``. The order does not depend on units
+or ranks. With a ``param_init_fn``, one unit at a time is initialised, from its root down, as
+FullyShardedDataParallel does.
 
-[Note: what nobody wrote]
-Memory to be initialised is filled with a pattern before. Where it is still there afterwards, an
-initialiser forgot the tensor, which would train on garbage; or it was left empty on purpose, and
-``load_state_dict`` did not bring it.
+[Note: the pattern of unwritten memory]
+Memory is filled with a pattern before it is initialised. If the pattern is still there afterwards,
+an initialiser forgot the tensor, which would train on garbage; or ``leave_empty`` left it empty,
+and ``load_state_dict`` did not load it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from flatshard.comm.consistency import Checksum, checksum, raise_everywhere
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.module.initial_values import InitialValues, give_out, names_of_different
+from flatshard.plan.module_proxy import ModuleProxy
 
 InitFn = Callable[[nn.Module], Any]
-"""What ``param_init_fn`` is."""
+"""The type of ``param_init_fn``."""
 
 _PATTERN = 0xCB
 _PIECE_BYTES = 1 << 16
@@ -40,9 +41,9 @@ _LEFT_EMPTY = "_flatshard_left_empty"
 
 
 def leave_empty(module: nn.Module) -> None:
-    """Say, as or in a ``param_init_fn``, that values come later, by ``load_state_dict``.
+    """As or in a ``param_init_fn``: leave a module empty, since ``load_state_dict`` follows.
 
-    No more memory than the shards is taken. The first forward checks that the values have come.
+    It allocates no memory beside the shards. The first forward checks that all values were loaded.
     """
     module.__dict__[_LEFT_EMPTY] = True
 
@@ -53,24 +54,22 @@ def leave_empty(module: nn.Module) -> None:
 def check_initialisable(
     root: nn.Module, start: InitialValues, init_fn: InitFn | None, ignored: Iterable[nn.Module]
 ) -> None:
-    """See that the values that are missing can be made, where they are to be.
+    """Raise if a rank must initialise tensors and cannot.
 
-    Collective if any rank has values to make.
+    Collective if any rank must initialise tensors.
 
     Raises:
-        ValueError: on every rank: modules have nothing that initialises them; names their tensors.
+        ValueError: on every rank: modules have no initialiser; names their tensors.
     """
     if not start.any_missing:
         return
     problem = None
     if start.initialises and init_fn is None:
-        problem = _what_cannot_be_made(root, start, set(ignored))
+        problem = _uninitialisable(root, start, set(ignored))
     raise_everywhere(ValueError(problem) if problem else None, start.world)
 
 
-def _what_cannot_be_made(
-    root: nn.Module, start: InitialValues, ignored: set[nn.Module]
-) -> str | None:
+def _uninitialisable(root: nn.Module, start: InitialValues, ignored: set[nn.Module]) -> str | None:
     unknown, mixed = [], []
     for name, module in root.named_modules():
         own = {**module._parameters, **module._buffers}
@@ -100,7 +99,8 @@ def _what_cannot_be_made(
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    """What initialises a module's own tensors; torch's attention has it under another name."""
+    """The method that initialises a module's own tensors."""
+    # torch's nn.MultiheadAttention has only the second.
     for name in ("reset_parameters", "_reset_parameters"):
         reset = getattr(module, name, None)
         if callable(reset):
@@ -108,11 +108,11 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
     return None
 
 
-# ---------------------------------------------------------------- places without values
+# ---------------------------------------------------------------- attributes without values
 
 
 class _ParamSlot(NamedTuple):
-    """A place of a parameter; of a tied one only the first place ``gives`` the values."""
+    """A module's attribute with a parameter; of a tied one only the first ``gives`` the values."""
 
     module: nn.Module
     attribute: str
@@ -133,7 +133,7 @@ class _ParamSlot(NamedTuple):
         return self.module._parameters.get(self.attribute)
 
     def show(self, device: torch.device | str) -> None:
-        """Let the module hold a whole plain parameter, with what users attached to this one."""
+        """Give the module a full plain parameter, with the user's attributes and hooks."""
         empty = self.handle.params.specs[self.number].empty(
             self.handle.shard.new_empty(0, device=device)
         )
@@ -145,7 +145,7 @@ class _ParamSlot(NamedTuple):
 
 
 class _BufferSlot(NamedTuple):
-    """A place of a buffer, and what is there on the meta device."""
+    """A module's attribute with a buffer, and the tensor that is there on the meta device."""
 
     module: nn.Module
     attribute: str
@@ -161,19 +161,19 @@ class _BufferSlot(NamedTuple):
         return self.module._buffers.get(self.attribute)
 
     def tensor(self) -> Tensor:
-        """What the module holds; there is something."""
+        """The buffer, which exists."""
         assert self.held is not None, f"{self.name} is a buffer"
         return self.held
 
     def show(self, device: torch.device | str) -> None:
-        """Let the module hold memory, or a tensor on the meta device."""
+        """Give the module an uninitialised buffer on ``device``."""
         empty = torch.empty_like(self.meta, device=device)
         self.module._buffers[self.attribute] = _patterned(empty)
 
 
 @dataclass
 class _Group:
-    """Modules that are initialised together, in order, and the places that they fill."""
+    """Modules that are initialised together, in order, and the attributes that they fill."""
 
     modules: list[nn.Module]
     params: list[_ParamSlot]
@@ -205,21 +205,18 @@ def _buffer_slots(root: nn.Module, wanted: Callable[[Tensor], bool]) -> list[_Bu
     ]
 
 
-def _is_unit(module: nn.Module) -> bool:
-    return getattr(module, "hidden_in_names", False)
-
-
 def _patterned(empty: Tensor) -> Tensor:
+    """Fill dense memory of any strides with the pattern."""
     if not empty.is_meta:
         as_bytes(empty.as_strided((empty.numel(),), (1,))).fill_(_PATTERN)
     return empty
 
 
 def _is_patterned(tensor: Tensor) -> bool:
-    """Whether nobody wrote a tensor since ``_patterned``."""
+    """Whether nothing wrote to a tensor since ``_patterned``."""
     if tensor.numel() == 0 or tensor.is_meta:
         return False
-    # Mostly the first piece tells.
+    # The first piece of an initialised tensor mostly differs, so `all` reads no more.
     pieces = as_bytes(tensor.detach().contiguous()).split(_PIECE_BYTES)
     return all(bool((piece == _PATTERN).all()) for piece in pieces)
 
@@ -228,10 +225,7 @@ def _is_patterned(tensor: Tensor) -> bool:
 
 
 def broadcast_buffers(root: nn.Module, start: InitialValues, device: torch.device) -> None:
-    """Give every rank the buffers that rank 0 has, where its values count.
-
-    Collective if so.
-    """
+    """Broadcast rank 0's buffers if its values count. Collective if they do."""
     if not start.sends:
         return
     slots = _buffer_slots(root, lambda buffer: id(buffer) in start.buffers)
@@ -243,14 +237,14 @@ def broadcast_buffers(root: nn.Module, start: InitialValues, device: torch.devic
 
 
 def _tie(slots: Iterable[_BufferSlot]) -> None:
-    """Let a buffer that stood at several places do so again."""
+    """Restore buffers that several modules shared."""
     first: dict[int, _BufferSlot] = {}
     for slot in slots:
         slot.module._buffers[slot.attribute] = first.setdefault(id(slot.meta), slot).held
 
 
 class MetaInit:
-    """Makes the values that are missing."""
+    """Initialises the tensors that are on the meta device."""
 
     def __init__(
         self,
@@ -260,14 +254,14 @@ class MetaInit:
         init_fn: InitFn | None,
         device: torch.device,
     ) -> None:
-        """Group the modules; nothing is made yet.
+        """Group the modules; nothing is initialised yet.
 
         Args:
-            root: the outermost module, units inside it sharded.
-            handles: their flat parameters.
-            start: what was agreed on.
+            root: the outermost module, whose units are sharded.
+            handles: the flat parameters of its units.
+            start: whose values count.
             init_fn: the user's ``param_init_fn``.
-            device: where the model computes.
+            device: the device of computation.
         """
         self._root, self._start, self._init_fn, self._device = root, start, init_fn, device
         self._names = {module: name for name, module in root.named_modules()}
@@ -291,9 +285,10 @@ class MetaInit:
         return module in self._params or module in self._buffers
 
     def _by_module(self) -> list[list[nn.Module]]:
-        """Modules that lack something, each with those below it in its unit, innermost first.
+        """Modules that lack values, each with those below it in its unit, innermost first.
 
-        A module may initialise the parameters of those, as torch's attention does.
+        They form one group since a module may initialise parameters of modules below it, as
+        torch's attention does.
         """
         groups: list[list[nn.Module]] = []
         visited: set[nn.Module] = set()
@@ -305,7 +300,7 @@ class MetaInit:
             begins = self._lacks(module) and group is None
             inner: list[nn.Module] | None = [] if begins else group
             for child in module.children():
-                visit(child, None if _is_unit(child) else inner)
+                visit(child, None if isinstance(child, ModuleProxy) else inner)
             if inner is not None and self._lacks(module):
                 inner.append(module)
             if begins and inner is not None:
@@ -323,10 +318,10 @@ class MetaInit:
             if module in visited:
                 return
             visited.add(module)
-            if not _is_unit(module):
+            if not isinstance(module, ModuleProxy):
                 group.append(module)
             for child in module.children():
-                if _is_unit(child):
+                if isinstance(child, ModuleProxy):
                     below: list[nn.Module] = []
                     visit(child, below)
                     groups.append(below)
@@ -338,15 +333,15 @@ class MetaInit:
         return [*groups, top]
 
     def run(self) -> bool:
-        """Make the values, and let all ranks start from the same unless the user forbids it.
+        """Initialise all tensors, alike on all ranks unless the user forbids it.
 
         Collective: all ranks.
 
         Returns:
-            Whether something was left empty, on any rank.
+            Whether a module was left empty, on any rank.
 
         Raises:
-            RuntimeError: on every rank, where an initialiser fails or leaves out a tensor.
+            RuntimeError: on every rank: an initialiser fails or misses a tensor.
         """
         start, world = self._start, self._start.world
         random_state = _random_state(self._device)
@@ -354,7 +349,8 @@ class MetaInit:
         if not start.sends and world.size > 1:
             everyone = world.gather_objects(list(sums.values()), op_name="comparing weights")
             if start.take_differences(names_of_different(list(sums), everyone)):
-                # What rank 0 made is cut up. Starting where it did, it makes the same again.
+                # Rank 0 has only its shards by now. From the same random state it makes the same
+                # full tensors again, and sends them.
                 _set_random_state(random_state, self._device)
                 self._make_all()
         _tie(self._all_buffers)
@@ -363,7 +359,7 @@ class MetaInit:
         return any(world.gather_objects(left, op_name="comparing weights"))
 
     def _make_all(self) -> dict[str, Checksum]:
-        """Make everything once; returns checksums by name, where each rank makes it for itself."""
+        """Initialise every group once; returns checksums by name if every rank does it itself."""
         start = self._start
         sums: dict[str, Checksum] = {}
         failed: RuntimeError | None = None
@@ -374,6 +370,7 @@ class MetaInit:
                     values = self._make(group)
                 except RuntimeError as error:
                     failed = error
+            # Other ranks wait for each group that rank 0 sends, so they must hear of a failure now.
             if start.sends:
                 raise_everywhere(failed, start.world)
             if failed is None:
@@ -385,10 +382,11 @@ class MetaInit:
         return sums
 
     def _make(self, group: _Group) -> dict[str, Tensor | None]:
-        """Let modules initialise whole tensors; returns the parameters' by name.
+        """Let modules initialise full tensors; returns those of parameters by name.
 
-        None for those left empty where no other rank waits for them.
+        A value is None if the parameter was left empty and is not sent.
         """
+        # A user's function gets meta tensors, as FullyShardedDataParallel gives it.
         memory = self._device if self._init_fn is None else "meta"
         made: dict[str, Tensor | None] = {}
         with torch.inference_mode(False), torch.no_grad():
@@ -425,14 +423,14 @@ class MetaInit:
         return f"module {self._names[module]!r} ({type(module).__name__})"
 
     def _fill_left_empty(self, slot: _ParamSlot | _BufferSlot) -> None:
-        """Give memory to what was left empty where it must be sent, or is no part of a shard."""
+        """Allocate a tensor that was left empty if it is sent, or is a buffer."""
         held = slot.held
         left = _LEFT_EMPTY in slot.module.__dict__ and held is not None and held.is_meta
         if left and (self._start.sends or isinstance(slot, _BufferSlot)):
             slot.show(self._device)
 
     def _check_made(self, slot: _ParamSlot | _BufferSlot) -> None:
-        """Raise where a tensor has no values, or another shape."""
+        """Raise if a tensor has no values, or another shape."""
         held = slot.held
         left = _LEFT_EMPTY in slot.module.__dict__
         if held is None or tuple(held.shape) != tuple(slot.shape):
@@ -451,7 +449,7 @@ class MetaInit:
             )
 
     def _keep(self, group: _Group, values: dict[str, Tensor | None]) -> None:
-        """Keep this rank's parts. Collective if rank 0's values are sent."""
+        """Copy this rank's parts into its shards. Collective if rank 0's values are sent."""
         start = self._start
         with torch.inference_mode(False), torch.no_grad():
             for param in group.params:
@@ -463,6 +461,7 @@ class MetaInit:
                     handle.unfilled.discard(param.number)
                 else:
                     handle.fill(param.number, value, start.source(handle.topology))
+            # Shards that live on disk must not all be in memory at once.
             for handle in {param.handle for param in group.params}:
                 handle.page_out()
             for buffer in group.buffers if start.sends else []:
@@ -492,12 +491,12 @@ class MetaInit:
 
 
 def check_loaded(root: nn.Module, handles: Iterable[FlatParamHandle], world: Communicator) -> None:
-    """After tensors were left empty: see that all of them were given values since.
+    """Raise if a tensor that was left empty still has no values.
 
     Collective: all ranks.
 
     Raises:
-        RuntimeError: on every rank: some were not.
+        RuntimeError: on every rank; names one of the tensors.
     """
     empty = [
         handle.params.specs[index].name

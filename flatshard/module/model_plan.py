@@ -1,7 +1,7 @@
 """``ModelPlan``: the units that a module will consist of, and their flat parameters.
 
-Changes nothing, needs no values and communicates with nobody: a model on the meta device will do.
-``construction`` makes what is planned here, and ``memory_plan`` adds up its bytes.
+It changes nothing, reads no values and does not communicate: the model may be on the meta device.
+``construction`` makes the planned units, and ``memory_plan`` sums up their bytes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class FlatParamKind(NamedTuple):
     """What the parameters of one flat parameter have in common.
 
     Attributes:
-        dtype: theirs.
-        requires_grad: theirs.
-        precision: in which they are gathered and reduced.
-        apart: the id of the only one, where that is reduced by itself, else 0.
+        dtype: their dtype.
+        requires_grad: their ``requires_grad``.
+        precision: the dtypes of their all-gathers and reductions.
+        apart: the id of the only parameter if it is reduced by itself, else 0.
     """
 
     dtype: torch.dtype
@@ -44,10 +44,10 @@ class PlannedUnit:
     """One unit.
 
     Attributes:
-        members: the modules that it consists of; several small ones where they are coalesced.
-        settings: theirs.
-        owned: the parameters that they own.
-        flat_params: the same by flat parameter.
+        members: its modules; several if they are coalesced.
+        settings: the settings of its modules.
+        owned: the parameters that its modules own.
+        flat_params: the owned parameters by flat parameter.
     """
 
     members: Sequence[UnitPlan]
@@ -62,7 +62,7 @@ class PlannedUnit:
 
     @property
     def name(self) -> str:
-        """The same as one; empty for the root."""
+        """The unit's name in messages; empty for the root."""
         return name_of(self.names)
 
 
@@ -73,18 +73,18 @@ class ModelPlan:
         module: what to wrap; may contain units.
         policy: which submodules become units.
         settings: for the whole module; the policy may change them for a unit.
-        ignored: what stays as it is.
-        left_alone: ids of the ignored tensors, and of what units inside own.
+        ignored: the modules and parameters to ignore.
+        left_alone: ids of the ignored tensors, and of parameters that units inside own.
 
     Attributes:
         chosen: the modules that the policy chose, in the order of the model.
-        without_params: those of them that own no parameter, and so become no unit.
+        without_params: chosen modules that own no parameter, and so become no unit.
         units: all units in registration order, the root last.
-        precision: what computes in which dtype.
-        all_settings: those of the module, then those of each chosen one.
+        precision: the dtypes of all modules and parameters.
+        all_settings: the settings of the module, then those of each chosen module.
 
     Raises:
-        ValueError: the policy asks for what units of one model cannot differ in.
+        ValueError: the policy sets a keyword in which units of one model cannot differ.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ModelPlan:
         owners = find_owners(module, list(of_module), left_alone)
         policies = {unit: one.precision for unit, one in of_module.items()}
         self.precision = PrecisionPlan(module, {module: settings.precision, **policies}, left_alone)
-        # Each by itself where a flat parameter is what users see.
+        # A flat parameter that users see belongs to one module, so nothing is coalesced.
         max_bytes = settings.coalesce_bytes if settings.use_orig_params else 0
         groups = coalesce(self.chosen, owners, max_bytes, kind=lambda plan: of_module[plan.module])
         self.without_params = [plan for plan in self.chosen if not owners[plan.module]]
@@ -116,7 +116,8 @@ class ModelPlan:
             for members in [*groups, [UnitPlan("", module)]]
         ]
         for unit in self.units:
-            # Large parameters of the root are reduced while the units inside still compute.
+            # A large parameter of the root is reduced by itself, while units inside compute: the
+            # rest of the root is complete only at the end of backward.
             splits = unit is self.units[-1] and bool(groups) and settings.use_orig_params
             self._divide(unit, splits=splits)
 
@@ -132,13 +133,13 @@ class ModelPlan:
             unit.flat_params.setdefault(kind, []).append(one)
 
     def tied(self) -> Iterable[tuple[int, list[str]]]:
-        """For each weight with several names, its elements and these."""
+        """Elements and names of each weight that has several names."""
         for unit in self.units:
             for one in unit.owned:
                 if len(one.locations) > 1:
                     yield one.param.numel(), [location.name for location in one.locations]
 
     def describe_units(self) -> list[str]:
-        """What must be the same of units on every rank."""
+        """The settings of units that must be the same on every rank."""
         settings = self.all_settings[1:]
         return [f"{p.name}: {s.describe()}" for p, s in zip(self.chosen, settings, strict=True)]

@@ -1,4 +1,4 @@
-"""``start_run``: makes the outermost wrapper the root, and lists what its forwards check."""
+"""``start_run``: makes the outermost wrapper the root, and adds the checks of its forwards."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from flatshard.plan.module_proxy import ModuleProxy
 
 
 def start_run(root: Sharding, *, number: int | None = None) -> None:
-    """Let the wrapper of ``root`` be the outermost one; those inside follow its run.
+    """Make the wrapper of ``root`` the outermost one; all wrappers inside share its run.
 
     Args:
-        root: of the outermost wrapper.
-        number: tells models apart, alike on all ranks. None: a new one.
+        root: the sharding of the outermost wrapper.
+        number: identifies the model, the same on all ranks. None: a new one.
 
     Raises:
         ValueError: units inside train on other ranks.
@@ -73,14 +73,14 @@ def accumulating(
 
 
 class _ForwardChecks(StepObserver):
-    """What the root looks at when a forward begins."""
+    """Checks when a forward of the root begins."""
 
     def __init__(self, root: Sharding) -> None:
         self._root = root
-        self._num_registered = 0  # modules and parameters assigned when this last looked
+        self._num_registered = 0  # modules and parameters assigned until the last check
 
     def synced_buffers(self) -> Iterable[Tensor]:
-        """The buffers that all ranks take from rank 0."""
+        """The buffers that every forward broadcasts from rank 0."""
         if not self._root.settings.broadcast_buffers:
             return ()
         ignored = self._root.ignored.ids()
@@ -88,7 +88,7 @@ class _ForwardChecks(StepObserver):
         return [buffer for buffer in buffers if id(buffer) not in ignored]
 
     def recover(self) -> None:
-        """Give an optimizer its sharded parameters back, if its step was left by an exception."""
+        """Give an optimizer its sharded parameters back if an exception interrupted its step."""
         step.restore_all()
 
     def begin_forward(self) -> None:
@@ -105,8 +105,9 @@ class _ForwardChecks(StepObserver):
             prepare_allocator()
 
     def _check_all_owned(self) -> None:
-        """Raise where modules were added since wrapping: nobody would average their gradients."""
+        """Raise if modules were added since wrapping: nothing would average their gradients."""
         root, handles = self._root, handles_in(self._root.wrapper)
+        # Modules that were assigned since the last check are watched from now on, too.
         late_modules.watch(root.wrapper.modules())
         is_summoned = any(handle.summoned is not None for handle in handles)
         if root.settings.ranks.world.size == 1 or is_summoned:
@@ -136,10 +137,8 @@ def _check_one_world(units: Sequence[Unit]) -> None:
 
 
 def _check_one_grid(units: Sequence[Unit]) -> None:
-    """Refuse units of which one is replicated where another is sharded, and the reverse.
-
-    The same on all ranks: a rank's row and column have no other rank in common.
-    """
+    """Raise if one unit shards over the ranks over which another replicates, and vice versa."""
+    # All ranks find the same: a rank's shard and replicate groups share no other rank.
     grids = [(unit, *unit.topology.grid) for unit in units if unit.topology.crosses]
     for unit, shard, replicate in grids:
         outermost, its_shard, its_replicate = grids[-1]

@@ -29,7 +29,7 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is the same for all of a unit, and mostly for all units of a model."""
+    """The constructor's keywords as they apply to a unit; a policy may change some per unit."""
 
     ranks: Ranks
     strategy: ShardingStrategy
@@ -45,12 +45,12 @@ class Settings:
 
     @property
     def topology(self) -> Topology:
-        """The groups."""
+        """The process groups of its placement."""
         return self.ranks.resolve(self.placement)
 
     def describe(self) -> str:
-        """What must be the same on every rank."""
-        # Elsewhere the nodes take no part, and need not have equally many ranks.
+        """The settings that must be the same on every rank, as text to compare."""
+        # Nodes matter to HYBRID strategies only; otherwise their sizes may differ.
         groups = f"{self.ranks.describe()}, " if self.placement.hybrid else ""
         return (
             f"{self.strategy}, {self.placement}, {groups}{self.precision.describe()}, "
@@ -60,7 +60,7 @@ class Settings:
         )
 
     def override(self, plan: UnitPlan) -> Settings:
-        """The settings of a unit for which a policy gave keywords of its own.
+        """The settings of a unit, with the keywords that the policy gave for it.
 
         Raises:
             ValueError: a keyword that units of one model cannot differ in.
@@ -90,10 +90,10 @@ class Settings:
 
 
 def check_quantised(name: str, settings: Settings) -> None:
-    """Refuse float8 for parameters of which parts are kept to gather from.
+    """Raise for float8 all-gathers of parameters with secondary shards.
 
     Raises:
-        NotImplementedError: so it is.
+        NotImplementedError: ``settings`` has both.
     """
     placement = settings.placement
     if settings.precision.gather_dtype is not None and (
@@ -101,15 +101,15 @@ def check_quantised(name: str, settings: Settings) -> None:
     ):
         raise NotImplementedError(
             f"unit {name!r}: mixed_precision: gather_dtype={settings.precision.gather_dtype} with "
-            "reshard_after_forward=k or HYBRID_SHARD_OP, which keep parts of gathered parameters, "
-            "is not supported. Leave one of them out."
+            "reshard_after_forward=k or HYBRID_SHARD_OP, which keep secondary shards, is not "
+            "supported. Leave one of them out."
         )
 
 
 def ranks_or_alone(
     process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, mode: TransportOptions
 ) -> Ranks:
-    """The ranks that train the model; alone, with a warning, where there is no process group."""
+    """The ranks that train the model; without a process group this one alone, with a warning."""
     if process_group is None and device_mesh is None:
         if dist.is_available() and dist.is_initialized():
             process_group = dist.group.WORLD
@@ -126,15 +126,15 @@ def ranks_or_alone(
 def read_strategy(
     value: ShardingStrategy | str | None, after_forward: bool | int | None, ranks: Ranks
 ) -> tuple[ShardingStrategy, Placement]:
-    """The strategy with what ``reshard_after_forward`` makes of it."""
+    """The strategy, and its placement as ``reshard_after_forward`` changes it."""
     return resharding(as_strategy(value, has_grid=ranks.grid is not None), after_forward)
 
 
 def check_grid_is_used(ranks: Ranks, placement: Placement, strategy: ShardingStrategy) -> None:
-    """Refuse a pair of groups for a strategy that has no use for it.
+    """Raise if a pair of groups is given with a strategy that is not HYBRID.
 
     Raises:
-        ValueError: so it is.
+        ValueError: the strategy has no use for the pair.
     """
     if ranks.grid is not None and not placement.hybrid:
         raise ValueError(

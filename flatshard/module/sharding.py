@@ -1,4 +1,4 @@
-"""``Sharding``: what a wrapper knows of its unit, and where to find those of a whole model."""
+"""``Sharding``: the state of a wrapper, and functions that find all of them in a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from flatshard.diagnostics.unit_report import Segment, UnitRow, describe
+from flatshard.diagnostics.unit_report import FlatParamRow, UnitRow, describe
 from flatshard.engine.context import RunContext
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks
@@ -26,16 +26,16 @@ from flatshard.state.model_state import UnitStateDict
 class Sharding:
     """One wrapper's part of a sharded model.
 
-    Wrappers of modules that are coalesced share a unit; all wrappers of a model share its run.
+    Wrappers of coalesced modules share a unit; all wrappers of a model share its run.
 
     Attributes:
         wrapper: the wrapper.
         unit: its unit.
-        hooks: what torch calls of the unit.
-        state_dict: what the unit puts into state dicts.
-        settings: what it was wrapped with.
-        ignored: what it leaves alone.
-        reason: why a policy made it a unit; empty for others.
+        hooks: the unit's hooks on its modules and parameters.
+        state_dict: the unit's part of state dicts.
+        settings: the keywords it was wrapped with.
+        ignored: the modules and parameters that it ignores.
+        reason: why a policy made it a unit; empty if none did.
         is_left_empty: whether ``leave_empty`` left values to be loaded.
         context: the model's run; see ``run.start_run``.
     """
@@ -51,7 +51,7 @@ class Sharding:
     context: RunContext = dataclasses.field(init=False)
 
     def attach(self) -> None:
-        """Let the wrapper have this."""
+        """Store this in its wrapper."""
         self.wrapper.__dict__["_sharding"] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
@@ -68,7 +68,7 @@ class Sharding:
         return twin
 
     def check_between_steps(self, caller: str) -> RunContext:
-        """The model's run, where no step is under way.
+        """The model's run, after a check that no step is running.
 
         Raises:
             RuntimeError: a forward or backward is running.
@@ -83,7 +83,7 @@ class Sharding:
         return context
 
     def check_flat_parameters(self) -> None:
-        """Raise where a flat parameter that users see is not the one that shards lie in."""
+        """Raise if the user replaced a flat parameter: the shards are in the original one."""
         shown = self.wrapper._parameters.values()
         for handle, flat in zip(self.unit.handles, shown, strict=False):
             if flat is not handle.sharded[0]:
@@ -94,7 +94,7 @@ class Sharding:
                 )
 
     def check_not_summoned(self, action: str) -> None:
-        """Raise where full parameters stand in for the sharded ones."""
+        """Raise inside ``summon_full_params``."""
         for unit in units_in(self.wrapper):
             if any(handle.summoned is not None for handle in unit.handles):
                 raise RuntimeError(
@@ -103,20 +103,17 @@ class Sharding:
                 )
 
     def check_has_all_modules(self, action: str) -> None:
-        """Raise where a unit of several modules has only some of them in this wrapper."""
+        """Raise if this wrapper contains only some of the modules of a coalesced unit."""
         inside = set(self.wrapper.modules())
         for unit in units_in(self.wrapper):
             if not inside.issuperset(unit.modules):
+                own_unit, module = self.unit, self.wrapper.module
+                name = dict(zip(own_unit.modules, own_unit.names, strict=True))[module]
                 raise RuntimeError(
-                    f"unit {unit.name!r}: {self._own_name!r} cannot be {action} alone: it is small "
-                    "and shares a flat parameter with its neighbours. Do it with the whole model, "
-                    "or wrap with coalesce_bytes=0."
+                    f"unit {unit.name!r}: {name!r} cannot be {action} alone: it is small and "
+                    "coalesced with its neighbours. Do it with the outermost wrapper, or wrap with "
+                    "coalesce_bytes=0."
                 )
-
-    @property
-    def _own_name(self) -> str:
-        unit = self.unit
-        return dict(zip(unit.modules, unit.names, strict=True))[self.wrapper.module]
 
     def change_strategy(self, value: ShardingStrategy | str) -> None:
         """See ``ShardedWrapper.sharding_strategy``."""
@@ -129,12 +126,13 @@ class Sharding:
                 f"{strategy.name} after the first forward. Wrap the model anew: save "
                 "model.state_dict() and load it there."
             )
+        # Strategies that differ only in when they reshard have the same shards.
         resharding = {"reshard_after_forward": True, "reshard_after_backward": True}
         if dataclasses.replace(placement, **resharding) != dataclasses.replace(
             before.placement, **resharding
         ):
             raise ValueError(
-                f"unit {unit.name!r}: {strategy.name} places parameters otherwise than "
+                f"unit {unit.name!r}: {strategy.name} places parameters differently from "
                 f"{before.strategy.name}. Pass it to ShardedWrapper instead."
             )
         self.settings = dataclasses.replace(before, strategy=strategy, placement=placement)
@@ -159,38 +157,40 @@ class Sharding:
     def report(self) -> str:
         """See ``ShardedWrapper.unit_report``."""
         inside = shardings_in(self.wrapper)
+        # One row per unit: of wrappers that share a unit, the first counts.
         first = {one.unit: one for one in reversed(inside)}
         rest = "what is left" if len(inside) > 1 else "the whole model"
-        return describe([first[unit]._row(rest) for unit in units_in(self.wrapper)])
+        return describe([first[unit].unit_row(rest) for unit in units_in(self.wrapper)])
 
-    def _row(self, rest: str) -> UnitRow:
+    def unit_row(self, rest: str) -> UnitRow:
+        """Its unit's row in ``unit_report``; ``rest`` describes what the root owns."""
         unit, topology = self.unit, self.settings.topology
-        together = f", {len(unit.modules)} small ones together" if len(unit.modules) > 1 else ""
+        coalesced = f", {len(unit.modules)} coalesced" if len(unit.modules) > 1 else ""
         return UnitRow(
             name=unit.name,
             class_name=", ".join(dict.fromkeys(type(one).__name__ for one in unit.modules)),
-            segments=tuple(_segment(handle) for handle in unit.handles),
+            flat_params=tuple(map(_flat_param_row, unit.handles)),
             strategy=self.settings.strategy.name,
             ranks=topology.shard.size,
-            reason=(self.reason or ("by hand" if unit.name else f"root: {rest}")) + together,
+            reason=(self.reason or ("by hand" if unit.name else f"root: {rest}")) + coalesced,
             transport=topology.transport,
             transport_reason=topology.transport_reason,
         )
 
 
-def _segment(handle: FlatParamHandle) -> Segment:
+def _flat_param_row(handle: FlatParamHandle) -> FlatParamRow:
     layout = handle.layout
-    is_gathered = handle.topology.shard.size > 1
-    return Segment(
+    is_sharded = handle.topology.shard.size > 1
+    return FlatParamRow(
         dtype=handle.shard.dtype,
         trainable=handle.sharded[0].requires_grad,
         numel=layout.numel,
         padding_numel=layout.padding_numel,
-        gathered_bytes=layout.padded_numel * handle.buffer.element_size() if is_gathered else 0,
+        unsharded_bytes=layout.padded_numel * handle.buffer.element_size() if is_sharded else 0,
     )
 
 
-# ---------------------------------------------------------------- those of a model
+# ---------------------------------------------------------------- all of a model
 
 
 def sharding_of(wrapper: ModuleProxy) -> Sharding:
@@ -200,12 +200,12 @@ def sharding_of(wrapper: ModuleProxy) -> Sharding:
 
 
 def shardings_in(module: nn.Module) -> list[Sharding]:
-    """Those in a model, outermost first; none in an unwrapped model."""
+    """The shardings in a model, outermost first; none in an unwrapped model."""
     return [sharding_of(found) for found in module.modules() if isinstance(found, ModuleProxy)]
 
 
 def outermost_shardings(module: nn.Module) -> list[Sharding]:
-    """Those whose wrappers no other one contains."""
+    """The shardings of wrappers that no other wrapper contains."""
     if isinstance(module, ModuleProxy):
         return [sharding_of(module)]
     found = [one for child in module.children() for one in outermost_shardings(child)]
@@ -213,7 +213,7 @@ def outermost_shardings(module: nn.Module) -> list[Sharding]:
 
 
 def units_of(shardings: Iterable[Sharding]) -> list[Unit]:
-    """Their units, each once."""
+    """The units of some shardings, each once."""
     return list(dict.fromkeys(one.unit for one in shardings))
 
 
@@ -223,7 +223,7 @@ def units_in(module: nn.Module) -> list[Unit]:
 
 
 def state_dicts_in(module: nn.Module) -> list[UnitStateDict]:
-    """What the units of a model put into state dicts."""
+    """The state dict part of each unit in a model."""
     return list(dict.fromkeys(one.state_dict for one in shardings_in(module)))
 
 
@@ -233,7 +233,7 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
 
 
 def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
-    """The units of a model, where no step or summon is under way."""
+    """The units of a model, after a check that no step or summon is running."""
     for one in shardings_in(module):
         one.check_between_steps(caller)
     for one in outermost_shardings(module):

@@ -1,4 +1,4 @@
-"""``summon``: full parameters in the modules of a model, for a while."""
+"""``summon``: a context in which the modules of a model hold full parameters."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
             for one in shardings
             if any(handle.summoned.params for handle in one.unit.handles if handle.summoned)
         ]
-        with without_flat_parameters(showing):  # the modules list the originals instead
+        # Modules now list the original parameters; flat ones beside them would count twice.
+        with without_flat_parameters(showing):
             yield
 
 
 def _check_owns_parameters(module: nn.Module) -> None:
-    """Raise where a unit that is not in ``module`` owns some of its parameters."""
+    """Raise if a unit that is not in ``module`` owns one of its parameters."""
     inside = {id(spec) for handle in handles_in(module) for spec in handle.params.specs}
     for part in module.modules():
         for value in (*part._parameters.values(), *vars(part).values()):

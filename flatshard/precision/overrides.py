@@ -152,8 +152,8 @@ class PrecisionPlan:
         """What functions said, which must be the same on every rank."""
         return f", overrides by function: {self._by_function}" if self._by_function else ""
 
-    def remarks(self) -> list[str]:
-        """What has no effect."""
+    def warnings(self) -> list[str]:
+        """Warnings about parts of the policy that have no effect."""
         found = []
         if self._untouched:
             listed = ", ".join(f"{name!r} ({dtype})" for name, dtype in self._untouched.items())

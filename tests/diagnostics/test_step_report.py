@@ -55,8 +55,8 @@ def test_the_table() -> None:
     lines = str(_report()).splitlines()
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
     assert cells[0] == [
-        *("unit", "forward", "backward", "starting", "gather wait", "reduce wait"),
-        *("gathered fwd", "gathered bwd", "reduced"),
+        *("unit", "forward", "backward", "starting", "all-gather wait", "reduce wait"),
+        *("all-gather fwd", "all-gather bwd", "reduced"),
     ]
     block = "block 9.00 ms 0.00 ms 0.00 ms 4.00 ms 3.00 ms 3.0 MiB 1.0 MiB 0 B"
     root = "(root) 1.00 ms 6.00 ms 0.00 ms 0.00 ms 0.00 ms 0 B 0 B 2.0 KiB"
@@ -65,9 +65,9 @@ def test_the_table() -> None:
     assert lines[4:] == [
         "rank 0, step 4: 40.00 ms (forward 14.00, backward 16.00, other 10.00)",
         "blocked: 9.00 ms (22.5 %), 2.00 of it for no single unit",
-        "moved: 4.0 MiB",
-        "held at most: 5.0 MiB (gathered 3.0 MiB, gradients 3.0 MiB)",
-        "process resident at most: 5.0 MiB",
+        "communication volume: 4.0 MiB",
+        "peak memory: 5.0 MiB (unsharded parameters 3.0 MiB, gradients 3.0 MiB)",
+        "peak RSS: 5.0 MiB",
     ]
 
 
@@ -91,13 +91,13 @@ def test_the_trace() -> None:
     reductions = {
         (names[event["pid"], event["tid"]], event["name"], round(event["ts"]), round(event["dur"]))
         for event in ranges
-        if event.get("cat") == "reduction under way"
+        if event.get("cat") == "reduction in flight"
     }
     assert reductions == {
-        ("reduction under way", "block", 15_000, 10_000),
-        ("reduction under way (2)", "(root)", 18_000, 8_000),
-        ("reduction under way", "block", 515_000, 10_000),
-        ("reduction under way (2)", "(root)", 518_000, 8_000),
+        ("reduction in flight", "block", 15_000, 10_000),
+        ("reduction in flight (2)", "(root)", 18_000, 8_000),
+        ("reduction in flight", "block", 515_000, 10_000),
+        ("reduction in flight (2)", "(root)", 518_000, 8_000),
     }
     counters = [event["args"] for event in trace["traceEvents"] if event["ph"] == "C"][:4]
     assert [tuple(one.values()) for one in counters] == [

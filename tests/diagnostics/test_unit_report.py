@@ -9,7 +9,7 @@ from flatshard.diagnostics.unit_report import (
     LARGE_MODEL_NUMEL,
     LARGE_TIE_NUMEL,
     MANY_UNITS,
-    Segment,
+    FlatParamRow,
     UnitRow,
     UnitSize,
     describe,
@@ -22,8 +22,8 @@ M = 1_000_000
 
 
 def test_the_table() -> None:
-    weights = Segment(torch.float32, True, 1_000_000, 24, 4_000_096)
-    frozen = Segment(torch.bfloat16, False, 500, 0, 1000)
+    weights = FlatParamRow(torch.float32, True, 1_000_000, 24, 4_000_096)
+    frozen = FlatParamRow(torch.bfloat16, False, 500, 0, 1000)
     rows = [
         UnitRow("", "Net", (), "FULL_SHARD", 2, "root: what is left", "sockets"),
         UnitRow("blocks.0", "Block", (weights,), "FULL_SHARD", 2, "by hand", "sockets"),
@@ -34,7 +34,7 @@ def test_the_table() -> None:
     lines = describe(rows).splitlines()
     assert lines == [line.rstrip() for line in lines]
     cells = [[cell for cell in line.split("  ") if cell] for line in lines]
-    header = "unit,class,elements,padding,segments,gathered,strategy,ranks,moved by,why"
+    header = "unit,class,elements,padding,flat parameters,unsharded,strategy,ranks,transport,why"
     assert [cell.strip() for cell in cells[0]] == header.split(",")
     assert [[cell.strip() for cell in line] for line in cells[1:]] == [
         [

@@ -116,9 +116,9 @@ def test_units_around_units_stay_gathered() -> None:
 def test_table_and_refusals() -> None:
     text = str(predict(model(), world_size=2, auto_wrap_policy=BLOCKS))
     assert text.splitlines()[0].split() == [
-        *("unit", "elements", "parameters", "gradients", "optimizer", "gathered")
+        *("unit", "elements", "parameters", "gradients", "optimizer", "unsharded")
     ]
-    assert "each rank, between steps: 2.5 MiB" in text
+    assert "each rank: persistent memory 2.5 MiB" in text
     with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
         predict(model(), world_size=0)
     for size in (None, 3):

@@ -504,7 +504,7 @@ def _changed_strategy(rank: int, world_size: int) -> None:
     model = _model_with()
     model.sharding_strategy = "SHARD_GRAD_OP"
     assert model.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
-    with pytest.raises(ValueError, match="NO_SHARD places parameters otherwise"):
+    with pytest.raises(ValueError, match="NO_SHARD places parameters differently"):
         model.sharding_strategy = ShardingStrategy.NO_SHARD
     with record() as events:
         model(torch.ones(2, 7)).sum().backward()

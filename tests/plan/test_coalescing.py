@@ -170,7 +170,7 @@ def _collectives(rank: int, world_size: int) -> None:
         "(root)",
         *units[1:],
     ]
-    assert "2 small ones together" in model.unit_report()
+    assert ", 2 coalesced" in model.unit_report()
     for _ in range(2):
         with record() as events:
             model(rows(0, 1), list(range(NUM_BLOCKS))).sum().backward()

@@ -466,7 +466,7 @@ def _everything(rank: int, world_size: int) -> None:
     model = Model().double()
     plain = copy.deepcopy(model)
     if rank == 0:
-        with pytest.warns(UserWarning, match="itself to be ignored"):
+        with pytest.warns(UserWarning, match="itself is ignored"):
             wrapped = ShardedWrapper(model, ignored_modules=[model])
     else:
         wrapped = ShardedWrapper(model, ignored_modules=[model])

@@ -129,8 +129,8 @@ def _report(rank: int, world_size: int) -> None:
     ways = ["FULL_SHARD", "2", "sockets", reason]
     assert table(model) == {
         "unit": [
-            *"class elements padding segments gathered strategy ranks".split(),
-            *("moved by", "why"),
+            *("class", "elements", "padding", "flat parameters", "unsharded"),
+            *("strategy", "ranks", "transport", "why"),
         ],
         "(root)": [
             *("Wide", f"{rest:,}", "5", "float32", f"{2 * (rest + 5) / 1024:.1f} KiB"),
