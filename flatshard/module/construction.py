@@ -288,7 +288,9 @@ class Construction:
             sharding_of(root).is_left_empty = made.run()
         # Replicas copy a shard, so only once every tensor in it has its value.
         for handle in handles:
-            initial_values.give_replicas(handle.topology, handle.shard)
+            source = initial_values.source(handle.topology)
+            if source is not None:
+                source.replicate(handle.shard)
             handle.page_out()
         self._offload.trim()
 

@@ -57,12 +57,6 @@ class InitialValues:
             self._sources[id(topology)] = (topology, BroadcastSource(topology))
         return self._sources[id(topology)][1]
 
-    def give_replicas(self, topology: Topology, shard: Tensor) -> None:
-        """Copy a filled shard to its replicas. Collective if rank 0's values count."""
-        source = self.source(topology)
-        if source is not None:
-            source.replicate(shard)
-
     def take_differences(self, different: list[str]) -> bool:
         """Record tensors that differ; returns whether all ranks must now take rank 0's."""
         self.different = different
@@ -72,8 +66,22 @@ class InitialValues:
     def warn(self) -> None:
         """Warn, on rank 0, which tensors differed."""
         # Call it after the last collective: if warnings are errors, no other rank waits for this.
-        if self.different and self.world.rank == 0:
-            _warn_of_difference(self.different, self.sync)
+        if not self.different or self.world.rank > 0:
+            return
+        num_others = len(self.different) - 1
+        others = f" and {num_others} more" if num_others else ""
+        outcome = (
+            "Every rank now takes rank 0's. Seed all ranks alike, or pass sync_module_states=True "
+            "to say that this is meant."
+            if self.sync is None
+            else "Each keeps its own part, as sync_module_states=False asks: the result is a "
+            "mixture of different models."
+        )
+        warnings.warn(
+            f"ShardedWrapper: the ranks start from different weights ({self.different[0]!r}"
+            f"{others}). {outcome}",
+            stacklevel=3,
+        )
 
 
 def compare_values(named: NamedTensors, sync: bool | None, world: Communicator) -> InitialValues:
@@ -122,18 +130,3 @@ def give_out(tensor: Tensor, name: str, world: Communicator) -> None:
         # `contiguous` of other strides is a copy.
         if contiguous.data_ptr() != tensor.data_ptr():
             tensor.copy_(contiguous)
-
-
-def _warn_of_difference(names: list[str], sync: bool | None) -> None:
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    outcome = (
-        "Every rank now takes rank 0's. Seed all ranks alike, or pass sync_module_states=True to "
-        "say that this is meant."
-        if sync is None
-        else "Each keeps its own part, as sync_module_states=False asks: the result is a mixture "
-        "of different models."
-    )
-    warnings.warn(
-        f"ShardedWrapper: the ranks start from different weights ({names[0]!r}{others}). {outcome}",
-        stacklevel=4,
-    )

@@ -133,7 +133,7 @@ class _ParamSlot(NamedTuple):
         return self.module._parameters.get(self.attribute)
 
     def show(self, device: torch.device | str) -> None:
-        """Give the module a full plain parameter, with the user's attributes and hooks."""
+        """Give the module a full plain parameter, with the attributes that users set on it."""
         empty = self.handle.params.specs[self.number].empty(
             self.handle.shard.new_empty(0, device=device)
         )
