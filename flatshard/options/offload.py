@@ -19,8 +19,9 @@ class CPUOffload:
     a path alone offloads everything.
 
     Attributes:
-        offload_params: offload the shards, their gradients and the optimizer state. Each gather
-            copies this rank's part up, each reduction copies down, and optimizers step there.
+        offload_params: offload the shards, their gradients and the optimizer state. Each all-gather
+            copies the shard to the device, each reduce-scatter copies the gradient back, and
+            optimizers step there.
         offload_optimizer: offload the optimizer state, and on an accelerator also gradients and
             full precision shards, of which the device keeps a copy in the dtype that computes.
             Does nothing more where ``offload_params`` is set.

@@ -1,4 +1,4 @@
-"""``MixedPrecision``: in which dtypes a unit computes, gathers and reduces."""
+"""``MixedPrecision``: in which dtypes a unit computes, all-gathers and reduces."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ReduceMode(enum.Enum):
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """In which precision parameters are gathered and gradients reduced.
+    """In which precision parameters are all-gathered and gradients reduced.
 
     The shard, its gradient as the optimizer sees it, and the optimizer state stay in the
     parameter's own dtype; so do state dicts and ``summon_full_params``. Only floating point
@@ -151,7 +151,7 @@ class MixedPrecision:
         return all(dtype is None for dtype in dtypes) and not self.overrides
 
     def describe(self) -> str:
-        """What must be the same on every rank; what a function says of parameters is not in it."""
+        """What must be the same on every rank; without the answers of a function."""
         overrides = "a function" if callable(self.overrides) else self.overrides
         fields = {**self.__dict__, "overrides": overrides}
         return f"MixedPrecision({', '.join(f'{name}={value}' for name, value in fields.items())})"

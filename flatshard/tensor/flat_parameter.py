@@ -95,6 +95,7 @@ class FlatParameter(nn.Parameter):
 
     def point_at(self, shard: Tensor) -> None:
         """Show other memory, of any dtype and device, keeping this object's identity."""
+        # The base class's setter: ours copies, and refuses another dtype.
         torch._C.TensorBase.data.__set__(self, shard)  # type: ignore[attr-defined]
         self.flat = shard
 
