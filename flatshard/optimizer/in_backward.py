@@ -44,7 +44,7 @@ from flatshard.tensor.reduction_ops import OutsideUses
 
 
 class StepInBackward:
-    """What ``ShardedWrapper.step_in_backward`` returns: undoes it."""
+    """Returned by ``ShardedWrapper.step_in_backward``, to undo it."""
 
     def __init__(self, of: SteppedInBackward, optimizer: torch.optim.Optimizer) -> None:
         """``of`` has the optimizer."""

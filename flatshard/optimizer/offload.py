@@ -32,7 +32,7 @@ from flatshard.optimizer.consumed_grad import ConsumedGrad
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 _PART_BYTES = 8 << 20
-"""Of parameters: from so many on, a part is full. With Adam, four times as much is in memory."""
+"""Parameter bytes from which a part is full. With Adam, four times as much is in memory."""
 
 _PROBED_NUMEL = 2
 
@@ -161,7 +161,7 @@ def _bytes_to_come(state: dict[str, Any] | None, held: Tensor, per_element: int)
 def _bytes_per_element(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor
 ) -> int | None:
-    """What the optimizer keeps per element; None: a step changes what it keeps per group."""
+    """Bytes of state per element; None: a step changes the group, so it cannot be divided."""
     probe = nn.Parameter(torch.zeros(_PROBED_NUMEL, dtype=param.dtype))
     probe.grad = torch.zeros_like(probe)
     probing = {**group, "params": [probe]}

@@ -261,7 +261,7 @@ def step_parts(
 
 
 class _Swap:
-    """What stands in for one optimizer's sharded parameters while it steps."""
+    """The buckets in place of one optimizer's sharded parameters while it steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, stepped: Collection[int]) -> None:
         """Nothing is swapped yet; ``stepped``: ids of parameters that were stepped before."""

@@ -15,7 +15,7 @@ class Collectives(enum.Enum):
     AUTO = "auto"
     """What fits best: on gloo, ranks on one host read one another's memory, others use sockets."""
     SOCKETS = "sockets"
-    """On gloo, sockets even on one host."""
+    """On gloo, sockets also between ranks of one host."""
     NATIVE = "native"
     """The backend's own collectives, one per unit and purpose."""
 
@@ -34,7 +34,7 @@ class TransportOptions:
     wire_dtype: torch.dtype | None = None
 
     def describe(self) -> str:
-        """What must be the same on every rank."""
+        """The settings that must be the same on every rank."""
         return f"collectives={self.collectives.value}, wire_dtype={self.wire_dtype}"
 
     def check_without_gloo(self, backend: str, rank: int) -> None:

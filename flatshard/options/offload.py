@@ -59,7 +59,7 @@ class CPUOffload:
         return self.offload_params or (self.is_on and not self.offload_optimizer)
 
     def describe(self) -> str:
-        """What must be the same on every rank."""
+        """The settings that must be the same on every rank."""
         to = "host" if self.path is None else "disk"
         return f"offload of {'all' if self.takes_params else 'state'} to {to}" if self.is_on else ""
 

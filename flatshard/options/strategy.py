@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Placement:
-    """What a strategy means for the runtime, which asks this and never the strategy's name.
+    """A strategy as the runtime sees it, which never asks for the strategy's name.
 
     Attributes:
         sharded: parameters, gradients and optimizer state are split over the shard group.

@@ -75,7 +75,7 @@ def choose(tree: ModuleTree) -> dict[nn.Module, str]:
 
 
 def count_blocks(tree: ModuleTree) -> int:
-    """How many of the chosen units are blocks."""
+    """Number of the chosen units that are blocks."""
     return len(_choose(tree).blocks())
 
 
@@ -88,7 +88,7 @@ def _choose(tree: ModuleTree) -> _Choice:
 
 
 class _Choice:
-    """What is chosen so far, and what that leaves over."""
+    """The units chosen so far, and the parameters that they leave over."""
 
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
@@ -186,7 +186,7 @@ class _Choice:
         ]
 
     def _kinds(self, module: nn.Module) -> Iterator[Kind]:
-        """What makes a module with children a block, if another one has it too."""
+        """Keys by which a module with children is a block if another module has one too."""
         if self._children(module) and has_forward(module):
             if type(module) not in _GENERIC:
                 yield type(module)

@@ -103,7 +103,7 @@ class ReduceOrder:
             yield head
 
     def num_ready(self) -> int:
-        """How many units, from the first of the order on, could have had their turn."""
+        """Number of units, from the first of the order on, that are ready without a gap."""
         rest = (n for n, unit in enumerate(self.sequence) if unit not in self._ready)
         return next(rest, len(self.sequence))
 

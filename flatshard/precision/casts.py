@@ -88,7 +88,7 @@ def _cast_arguments(
 
 @dataclass(frozen=True)
 class UnitCasts:
-    """What a unit casts when it is called, and what it returns.
+    """The casts of a unit's inputs and outputs.
 
     Attributes:
         as_root: dtype of its inputs where it is the root; None: as they come.
@@ -108,7 +108,7 @@ class UnitCasts:
         return None if dtype is None else _cast_arguments(args, kwargs, dtype)
 
     def cast_output(self, output: Any) -> Any:
-        """What the unit returns."""
+        """The unit's output."""
         return output if self.outputs is None else cast_floats(output, self.outputs)
 
 

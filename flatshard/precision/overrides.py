@@ -28,7 +28,7 @@ class Override:
 
     @classmethod
     def of(cls, dtype: torch.dtype, params: Iterable[nn.Parameter]) -> Override:
-        """What a ``dtype`` means for ``params``."""
+        """The override of ``params`` by ``dtype``."""
         # Where it is their own, they share a flat parameter with others that keep their own.
         own = {param.dtype for param in params if param.is_floating_point()}
         return cls(None if own == {dtype} else dtype)
@@ -149,7 +149,7 @@ class PrecisionPlan:
     # ------------------------------------------------------------ the plan
 
     def describe(self) -> str:
-        """What functions said, which must be the same on every rank."""
+        """The answers of functions, which must be the same on every rank."""
         return f", overrides by function: {self._by_function}" if self._by_function else ""
 
     def warnings(self) -> list[str]:
@@ -202,7 +202,7 @@ class PrecisionPlan:
         )
 
     def of_unit(self, module: nn.Module, policy: MixedPrecision) -> UnitCasts:
-        """What a unit casts."""
+        """The casts of a unit's inputs and outputs."""
         # What the module casts itself, the unit must not cast before.
         override = self._override_of.get(module)
         inputs = None if module in self._casts else _dtype_of(policy, override)

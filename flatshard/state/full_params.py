@@ -118,7 +118,7 @@ def index_of(handle: FlatParamHandle, tensor: Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class Request:
-    """What ``summon_full_params`` was asked for.
+    """Arguments of ``summon_full_params``.
 
     Attributes:
         writeback: keep what is written.
@@ -404,7 +404,7 @@ class Summoned:
         return []
 
     def _misfits(self) -> list[str]:
-        """What of the full parameters cannot be put into the shard; nothing is written then."""
+        """Errors for full parameters that do not fit the shard; if any, nothing is written."""
         problems = []
         handle = self._handle
         requires_grad = handle.params.requires_grad()

@@ -22,7 +22,7 @@ from flatshard.state.full_params import gather_full, index_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 DDP_PREFIX = "module."
-"""What DistributedDataParallel adds to names."""
+"""Prefix that DistributedDataParallel adds to names."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _treat_rest(
 
 
 def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
-    """What state dicts of a model are, from its units' parts; the default without units.
+    """The options that all units of a model have; the default without units.
 
     Raises:
         RuntimeError: its units differ.

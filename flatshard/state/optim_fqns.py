@@ -16,12 +16,12 @@ from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
-"""What torch's ``checkpoint_wrapper`` adds to names, but not to those in state dicts."""
+"""Prefix that torch's ``checkpoint_wrapper`` adds to names, but not to those in state dicts."""
 
 
 @dataclass(frozen=True)
 class OptimParam:
-    """What one parameter of an optimizer is in the unwrapped model.
+    """A parameter of an optimizer, in terms of the unwrapped model.
 
     Attributes:
         fqns: of the original parameters in it.

@@ -75,7 +75,7 @@ class _Entry:
         return entry
 
     def facts(self) -> Iterable[tuple[str, str]]:
-        """What must be the same on all ranks."""
+        """Facts that must be equal on all ranks."""
         fqn = self.param.fqns[0]
         yield f"state of {fqn!r}", "there"
         for key, part in self.parts.items():
@@ -120,7 +120,7 @@ def full_state(
         facts = chain.from_iterable(entry.facts() for entry in entries.values())
         return (own, params, entries), dict(facts)
 
-    # Errors of one rank are raised on all, before the first gather.
+    # Errors of one rank are raised on all, before the first all-gather.
     own, params, entries = agreed(prepare, _worlds(units), "optim_state_dict", _REMEDY)
     is_saving = not rank0_only or not units or units[0].topology.world.rank == 0
     device = torch.device("cpu") if offload_to_cpu else None
@@ -281,7 +281,7 @@ def state_to_load(
 
 
 def _keys(model: nn.Module, optimizer: torch.optim.Optimizer, by_name: bool) -> list[list[Any]]:
-    """What the optimizer's own state dicts call its parameters."""
+    """Per group, the keys of its parameters in the optimizer's own state dicts."""
     names = {id(param): name for name, param in model.named_parameters()}
     keys: list[list[Any]] = []
     start = 0

@@ -264,7 +264,7 @@ HANDLERS.update(
 
 
 class OutsideUses:
-    """How often something differentiable was made of sharded tensors outside of a forward.
+    """Counts differentiable uses of sharded tensors outside of a forward.
 
     One count for all models: an operation on parameters of two would count for the first alone.
     """

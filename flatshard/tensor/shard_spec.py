@@ -26,7 +26,7 @@ def _cannot() -> bool:
 
 @dataclass(eq=False)
 class ShardSpec:
-    """What a ``FlatShardTensor`` knows of its parameter; shared with the parameter's gradients.
+    """Describes the range that a ``FlatShardTensor`` holds; shared with the gradients.
 
     Attributes:
         name: the parameter's name in the unwrapped model.

@@ -26,7 +26,7 @@ from flatshard.memory.disk import is_on_disk
 from flatshard.tensor.shard_spec import ShardSpec
 
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
-"""What runs an operation, by its name; ``_foreach`` is for all on lists that are not named.
+"""Operation name -> its handler; ``_foreach`` handles all operations on lists without an entry.
 
 Called with the operation, its arguments and its keywords. ``elementwise_ops`` enters what each
 rank can do alone, ``reduction_ops`` what takes a collective.
@@ -211,7 +211,7 @@ class FlatShardTensor(torch.Tensor):
         return handle
 
     def _full(self) -> nn.Parameter | None:
-        """What computes in this parameter's place; None for a gradient."""
+        """The full parameter of this one; None for a gradient."""
         return self.spec.full if getattr(self, "_is_param", False) else None
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
