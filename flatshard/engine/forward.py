@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from flatshard.comm.work import CollectiveError
 from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import broadcast_buffers
-from flatshard.engine.events import Kind
+from flatshard.engine.events import Kind, profiled
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.saved_tensors import SavedTensors
@@ -86,8 +86,11 @@ class Forward:
         unit.outstanding_backwards += state.expects_backward
         if not unit.is_open:
             self._prefetch.order.record(unit.index)
-            state.unshard(unit, "forward")
-            state.wait_unshard(unit, "forward")
+            with self._observers.starting("forward", unit), profiled("unshard", unit.name):
+                unit.unshard("forward")
+            waiting = self._observers.waiting(Kind.GATHER_WAIT, unit)
+            with waiting, profiled("wait_unshard", unit.name):
+                unit.wait_unshard("forward")
             unit.begin_forward()
             if len(unit.running) == 1:
                 for begun in self._observers.unsharded:

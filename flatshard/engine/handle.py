@@ -15,15 +15,15 @@ On a CPU a large buffer is a range of addresses, whose pages come and go instead
     FlatParamHandle   the memory: the shard, the unsharded buffer, and how one becomes the other
     ParamViews        ``params``: the parameters that users and modules hold over that memory
     GradientBuffer, GradReduce, GradPublish: what autograd gave goes in, is reduced, and becomes
-                      what users read in ``.grad``; `start_reduce` and `finish_reduce` join them
+                      what users read in ``.grad``; `Backward` calls one after the other
 """
 
 from __future__ import annotations
 
 import copy
 import enum
-import weakref
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from flatshard.comm.topology import Topology
 from flatshard.comm.work import PendingSends
 from flatshard.engine.gather import ParamGather
-from flatshard.engine.grad_buffer import GradientBuffer, Sync
+from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.engine.offload import OffloadTargets
@@ -79,7 +79,7 @@ class FlatParamHandle:
         params: the sharded and the full parameters, and where in the modules they stand.
         grad_buffer: accumulates their gradients.
         reduce_plan: how these are reduced.
-        grad_reduce: the reduction that started last; None once gradients are published.
+        grad_reduce: the reduction that backward started last; None once gradients are published.
         grad_publish: shows them in ``.grad``.
         local_spans: which range of ``shard`` is of which original parameter.
         state: see ``ShardState``.
@@ -104,7 +104,7 @@ class FlatParamHandle:
         precision: ParamPrecision,
         use_orig_params: bool,
         reduces_alone: bool,
-        on_grad: Callable[[FlatParamHandle, int, Tensor], None],
+        grad_hook: Callable[[FlatParamHandle, int], Callable[[Tensor], None]],
         on_outside_grad: Callable[[], object],
     ) -> None:
         """Keep this rank's part of ``owned``, and turn the originals into views of it.
@@ -122,8 +122,8 @@ class FlatParamHandle:
             precision: in which dtypes they are gathered and reduced.
             use_orig_params: whether users see original parameters or one ``FlatParameter``.
             reduces_alone: see the class.
-            on_grad: called with this handle, an original parameter's index and its gradient when
-                that has come; calls ``grad_buffer.receive``.
+            grad_hook: makes, of this handle and a full parameter's index, what that parameter
+                calls once autograd has filled its ``.grad``.
             on_outside_grad: called before autograd adds to a sharded parameter's ``.grad`` what
                 came of its use outside of forward.
         """
@@ -163,7 +163,7 @@ class FlatParamHandle:
                 if index not in self.unfilled:
                     self.fill(index, one.param, source)
             self.params.make_sharded(self.shard)
-        self._on_grad = on_grad
+        self._grad_hook = grad_hook
         self._make_gradients()
         self._make_buffer()
         self.params.use_sharded_views()
@@ -244,7 +244,9 @@ class FlatParamHandle:
             elif self._memory is None:
                 self._memory = self.gather.allocate(self.layout.padded_numel, self.shard.dtype)
             self.buffer = self._memory.buffer
-        self.params.make_full(self.buffer, is_shard=self._aliased, grad_hook=self._grad_hook)
+        self.params.make_full(
+            self.buffer, is_shard=self._aliased, grad_hook=partial(self._grad_hook, self)
+        )
         self.params.keep_state_at(self._offload)
         if not self._aliased:
             freed_parameter.show_crashes()
@@ -464,70 +466,10 @@ class FlatParamHandle:
 
     # ------------------------------------------------------------ gradients
 
-    def _grad_hook(self, index: int) -> Callable[[Tensor], None]:
-        """What full parameter ``index`` calls once autograd has put a gradient into ``.grad``."""
-        # Weakly: Python's collector does not see what autograd holds, and would free no cycle.
-        this = weakref.ref(self)
-
-        def hook(full: Tensor) -> None:
-            handle, grad = this(), full.grad
-            if handle is not None and grad is not None:
-                full.grad = None
-                grad = handle.grad_publish.take_back(index, grad)
-                handle._on_grad(handle, index, handle._as_strided(index, grad))
-
-        hook.of_flatshard = True  # type: ignore[attr-defined]
-        return hook
-
-    def _as_strided(self, index: int, grad: Tensor) -> Tensor:
-        if grad.requires_grad:
-            raise RuntimeError(
-                f"parameter {self.params.specs[index].name!r}: backward(create_graph=True) gives "
-                "gradients that are differentiable themselves, which sharded ones cannot be. Use "
-                "torch.autograd.grad for the inner gradient and backward() for the outer one."
-            )
-        return grad if grad.layout is torch.strided else grad.to_dense()
-
-    def start_reduce(self, sync: Sync) -> int:
-        """Start averaging gradients over the ranks; what did not arrive counts as zero.
-
-        Collective: all ranks of the unit, in the same order of calls.
-
-        Args:
-            sync: ``ALL``, or ``INTRA`` to keep what the first stage gives for a later backward.
-
-        Returns:
-            Bytes that are held until ``finish_reduce``.
-        """
-        assert not self.is_reducing, "the reduction before was not finished"
-        chunks, plan = self.grad_buffer.take_chunks(), self.reduce_plan
-        if plan.hook is not None:
-            assert sync is Sync.ALL, "units with a hook have one stage"
-            self.grad_publish.add(plan.reduce_by_hook(chunks))
-            return 0
-        held = self.grad_buffer.take_intra_reduced() if sync is Sync.ALL else None
-        self.grad_reduce = GradReduce(plan, chunks, hold=sync is Sync.INTRA, held=held)
-        return plan.bytes_in_flight(chunks)
-
     @property
     def is_reducing(self) -> bool:
-        """Whether a reduction has started that ``finish_reduce`` did not finish."""
+        """Whether a reduction has started that is not finished."""
         return self.grad_reduce is not None and not self.grad_reduce.is_finished
-
-    def finish_reduce(self) -> None:
-        """Wait for the reduction under way, if any, and keep its result for ``publish``.
-
-        Collective where a second stage was not started: in the same order on all ranks.
-        """
-        reduce = self.grad_reduce
-        if reduce is None or reduce.is_finished:
-            return
-        out = reduce.finish()
-        if reduce.hold:
-            with torch.no_grad():
-                self.grad_buffer.add_intra_reduced(out)
-        else:
-            self.grad_publish.add(out)
 
     def publish(self, used: list[bool]) -> None:
         """Let ``.grad`` show what was reduced; ``used``: which originals any rank used."""
@@ -607,7 +549,7 @@ class FlatParamHandle:
     def copy_for(
         self,
         memo: dict[int, Any],
-        on_grad: Callable[[FlatParamHandle, int, Tensor], None],
+        grad_hook: Callable[[FlatParamHandle, int], Callable[[Tensor], None]],
         on_outside_grad: Callable[[], object],
     ) -> FlatParamHandle:
         """A handle like this one for modules that were deep-copied; no communication.
@@ -616,7 +558,7 @@ class FlatParamHandle:
 
         Args:
             memo: the finished copy's memo, which knows every module's and parameter's copy.
-            on_grad: as at construction, for the copy.
+            grad_hook: as at construction, for the copy.
             on_outside_grad: likewise.
         """
         self.absorb_replaced()
@@ -637,7 +579,7 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             twin._adopt_shard(self.shard.detach().clone())
             twin.shard = twin.params.repoint(twin.shard)
-        twin._on_grad = on_grad
+        twin._grad_hook = grad_hook
         twin._make_gradients()
         twin._make_buffer()
         twin.params.use_sharded_views()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flatshard.engine.events import profiled
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Unit
 from flatshard.options.strategy import BackwardPrefetch
@@ -31,7 +32,7 @@ class Prefetch:
         """
         self.order = ExecutionOrder()
         self.recomputes_whole = False
-        self._state, self._units = state, state.units
+        self._observers, self._units = state.observers, state.units
         self._forward, self._backward = forward, backward
         self._ahead: list[Unit] = []  # what was begun here, and perhaps waited for since
 
@@ -98,7 +99,8 @@ class Prefetch:
             # A unit whose backward has begun may be resharded here and not yet on other ranks, so
             # they would not take part; or its optimizer has stepped.
             if purpose == "forward" or self.recomputes_whole or unit.outstanding_backwards > 0:
-                self._state.unshard(unit, purpose)
+                with self._observers.starting(purpose, unit), profiled("unshard", unit.name):
+                    unit.unshard(purpose)
                 self._ahead = [*self._under_way(), unit]
 
     def _fits_ahead(self, unit: Unit) -> bool:
