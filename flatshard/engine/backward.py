@@ -160,7 +160,7 @@ class Backward:
             unit.stick()
         if unit.phase is Phase.BACKWARD:
             return
-        if unit.gathers_in_backward:
+        if unit.unshards_in_backward:
             # All ranks come here, so hooks can reduce what all ranks have.
             if self.begin():
                 self._hook_turns.agree()
@@ -419,6 +419,7 @@ def _start(handle: FlatParamHandle, sync: Sync) -> int:
     Returns:
         Bytes that are held until ``_finish``.
     """
+    # Its result would be lost: a handle keeps one reduction.
     assert not handle.is_reducing, "the reduction before was not finished"
     chunks, plan = handle.grad_buffer.take_chunks(), handle.reduce_plan
     if plan.hook is not None:

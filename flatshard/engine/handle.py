@@ -3,14 +3,6 @@
 It works on the current stream with explicit arguments, never picks a stream and never reads the
 phase of a step: ``Unit`` decides when.
 
-[Note: one storage for life]
-Autograd saves views of the gathered parameters (a ``weight.t()``, say). They stay valid because
-the unsharded buffer's storage object stays the same: it is resized to zero to free it and back
-before the next gather.
-
-On a CPU a large buffer is a range of addresses, whose pages come and go instead: see
-``buffer_memory``.
-
 [Note: what is where]
     FlatParamHandle   the memory: the shard, the unsharded buffer, and how one becomes the other
     ParamViews        ``params``: the parameters that users and modules hold over that memory
@@ -57,11 +49,11 @@ class ShardState(enum.Enum):
 
 
 _MOVES = {
-    # At once where the shard is the buffer: there is nothing to gather.
+    # At once where the shard is the buffer: there is nothing to all-gather.
     ShardState.SHARDED: {ShardState.UNSHARDING, ShardState.UNSHARDED},
-    # Back where the gather failed.
+    # Back where the all-gather failed.
     ShardState.UNSHARDING: {ShardState.UNSHARDED, ShardState.SHARDED},
-    # Gathered again where the shard was written since.
+    # All-gathered again where the shard was written since.
     ShardState.UNSHARDED: {ShardState.SHARDED, ShardState.UNSHARDING},
 }
 
@@ -86,7 +78,7 @@ class FlatParamHandle:
         topology: the ranks that share it.
         is_whole: whether this rank's shard is all of it.
         unfilled: original parameters that have no values yet, by index.
-        pending_sends: what other ranks may still be taking from this one; of all handles of a run.
+        pending_sends: what other ranks may still be reading from this one; of all handles of a run.
         summoned: the ``summon.Summoned`` that is open, or None.
         comm_hook: what the user put in the place of the usual reduction, or None.
     """
@@ -119,7 +111,7 @@ class FlatParamHandle:
             source: hands rank 0's values out; None: each rank has its own.
             device: where the unit computes.
             targets: where the shard, its gradient and its optimizer state live.
-            precision: in which dtypes they are gathered and reduced.
+            precision: in which dtypes they are all-gathered and reduced.
             use_orig_params: whether users see original parameters or one ``FlatParameter``.
             reduces_alone: see the class.
             grad_hook: makes, of this handle and a full parameter's index, what that parameter
@@ -138,7 +130,7 @@ class FlatParamHandle:
         self.summoned: Any = None
         self.comm_hook: CommHook | None = None
         self.state = ShardState.SHARDED
-        self._gathered_version = -1
+        self._unsharded_version = -1
 
         first = owned[0].param
         self.layout = layout_of(owned, topology.shard.size)
@@ -239,6 +231,8 @@ class FlatParamHandle:
         # Whether the shard is the unsharded buffer.
         self._aliased = self.is_whole and is_there and is_uncast
         with torch.inference_mode(False), torch.no_grad():
+            # One storage object for life: autograd saves views of it (a `weight.t()`, say). While
+            # sharded it is resized to nothing, or its pages are given back.
             if self._aliased:
                 self._memory = ShardItself(self.shard)
             elif self._memory is None:
@@ -253,6 +247,7 @@ class FlatParamHandle:
             self._free_buffer()
 
     def _make_gradients(self) -> None:
+        # After the shard: its dtype decides in which one gradients are accumulated.
         self.grad_buffer = self._plan_gradients()
         self.grad_reduce: GradReduce | None = None
         self.grad_publish = GradPublish(self.params, self.grad_buffer, self._offload.gradient)
@@ -291,7 +286,7 @@ class FlatParamHandle:
         self.grad_publish.replace_buffer(self.grad_buffer)
 
     def share_pending_sends(self, pending_sends: PendingSends) -> None:
-        """Keep what other ranks still take where a whole run does."""
+        """Keep what other ranks still read from this one in the run's list."""
         self.pending_sends = self.reduce_plan.pending_sends = pending_sends
         self.gather.share_pending_sends(pending_sends)
 
@@ -307,10 +302,10 @@ class FlatParamHandle:
         self.params.rename(unit_name, strip)
         self.gather.rename(unit_name)
 
-    # ------------------------------------------------------------ gather and free
+    # ------------------------------------------------------------ unshard and reshard
 
     def unshard(self, purpose: str) -> None:
-        """Begin gathering the parameters, unless they are there or coming.
+        """Start to all-gather the parameters, unless they are there or coming.
 
         Collective: all ranks of the shard group.
 
@@ -322,16 +317,16 @@ class FlatParamHandle:
         if self.summoned is not None:
             raise RuntimeError(
                 f"unit {self.unit_name!r}: a forward was run under summon_full_params(). Leave "
-                "the context first: units gather what they need by themselves."
+                "the context first: units unshard what they need by themselves."
             )
         if self._aliased:
             self._move_to(ShardState.UNSHARDED)
             return
         self.absorb_replaced()
         if self.state is not ShardState.SHARDED:
-            if self._gathered_version == self.version:
+            if self._unsharded_version == self.version:
                 return
-            # The shard was written since: what was gathered is stale. Its memory is used again.
+            # The shard was written since, so the buffer is stale. Its memory is used again.
             self.wait_unshard()
             torch.autograd.graph.increment_version(self.buffer)
             self.memory.renew()
@@ -339,20 +334,20 @@ class FlatParamHandle:
             self.memory.take()
             self.gather.start(self.shard.detach(), self.version, self.memory, purpose)
             # Not before: where memory for it lacks, a stale buffer must not pass for a current one.
-            self._gathered_version = self.version
+            self._unsharded_version = self.version
         self._move_to(ShardState.UNSHARDING)
 
     def begin_refresh(self) -> None:
-        """Begin to bring parameters from other nodes, if they are kept there and have changed.
+        """Start to all-gather what other nodes changed, if a secondary shard is kept.
 
         Collective: all ranks of ``inter_group``.
         """
         self.gather.begin_refresh(self.shard.detach(), self.version)
 
     def keep_secondary(self) -> None:
-        """Before ``reshard`` between forward and backward: keep what backward gathers from."""
+        """Before ``reshard`` between forward and backward: keep what backward all-gathers from."""
         if self.is_current:
-            self.gather.keep_secondary(self.buffer, self._gathered_version)
+            self.gather.keep_secondary(self.buffer, self._unsharded_version)
 
     @property
     def has_secondary(self) -> bool:
@@ -381,7 +376,7 @@ class FlatParamHandle:
                 torch.autograd.graph.increment_version(param)
 
     def wait_unshard(self) -> None:
-        """Finish the gather that ``unshard`` began.
+        """Finish the all-gather that ``unshard`` started.
 
         State: UNSHARDING -> UNSHARDED.
 
@@ -405,13 +400,14 @@ class FlatParamHandle:
         self.state = state
 
     def reshard(self) -> None:
-        """Give back the unsharded buffer; does nothing when there is none.
+        """Free the unsharded buffer; does nothing when there is none.
 
         State: UNSHARDED -> SHARDED. No communication.
         """
         if self.state is ShardState.SHARDED:
             return
         if self.state is ShardState.UNSHARDING:
+            # Memory that an all-gather is still writing must not be freed.
             self.wait_unshard()
         self._move_to(ShardState.SHARDED)
         if not self._aliased:
@@ -422,6 +418,7 @@ class FlatParamHandle:
     def version(self) -> int:
         """Grows whenever the shard is written."""
         if self.params.are_originals:
+            # Each has a counter of its own: they are views made through `.data`.
             return sum(param._version for param in self.sharded)
         return self.shard._version
 
@@ -429,7 +426,7 @@ class FlatParamHandle:
     def is_current(self) -> bool:
         """Whether the buffer holds what the shards hold."""
         return self.state is ShardState.UNSHARDED and (
-            self._aliased or self._gathered_version == self.version
+            self._aliased or self._unsharded_version == self.version
         )
 
     @property
@@ -438,18 +435,18 @@ class FlatParamHandle:
         return 0 if self._aliased else self.buffer.numel() * self.buffer.element_size()
 
     @property
-    def gathered_bytes(self) -> int:
-        """What the unsharded buffer takes now, beside all ranks' shards."""
+    def unsharded_bytes(self) -> int:
+        """Bytes of the unsharded buffer now, besides all ranks' shards."""
         return 0 if self.state is ShardState.SHARDED else self.memory.held_bytes
 
     @property
     def is_local(self) -> bool:
-        """Whether there is nothing to gather or to reduce."""
+        """Whether there is nothing to all-gather or to reduce."""
         return self._aliased and self.topology.world.size == 1
 
     @property
     def is_mapped(self) -> bool:
-        """Whether gathers copy nothing: then keeping the buffer saves nothing."""
+        """Whether all-gathers copy nothing: then keeping the buffer saves nothing."""
         return self.memory.shows_shards
 
     def snapshot(self) -> None:
@@ -459,7 +456,7 @@ class FlatParamHandle:
                 self.memory.snapshot()
 
     def _free_buffer(self) -> None:
-        # Whatever still holds a raw view now gets autograd's error instead of freed memory.
+        # Whoever still holds a raw view now gets autograd's error instead of freed memory.
         torch.autograd.graph.increment_version(self.buffer)
         self.memory.free()
         self.params.set_accessible(False)
@@ -480,6 +477,7 @@ class FlatParamHandle:
         """Forget gradients that were not published, after a backward that failed."""
         reduce, self.grad_reduce = self.grad_reduce, None
         if reduce is not None:
+            # First: a collective under way may still write the memory that is dropped.
             reduce.abandon()
         self.grad_publish.drop()
 
@@ -490,7 +488,7 @@ class FlatParamHandle:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that are not in ``.grad``, also of those that others still take."""
+        """Bytes of gradients that are not in ``.grad``, also of those that others still read."""
         under_way = 0 if self.grad_reduce is None else self.grad_reduce.nbytes
         return self.grad_buffer.nbytes + under_way + self.grad_publish.nbytes
 
@@ -523,6 +521,7 @@ class FlatParamHandle:
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
         self.reshard()
+        # Other ranks may still be reading the shard's present memory.
         self.gather.finish_refresh()
         self.absorb_replaced()
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -563,7 +562,7 @@ class FlatParamHandle:
         """
         self.absorb_replaced()
         twin = copy.copy(self)
-        twin.state, twin._gathered_version = ShardState.SHARDED, -1
+        twin.state, twin._unsharded_version = ShardState.SHARDED, -1
         twin.unfilled, twin.comm_hook = set(self.unfilled), None
         twin._replicate_tag = self.topology.replicate.new_tag()
         twin.gather = ParamGather(

@@ -122,7 +122,7 @@ class UnitHooks:
         self._backward.begin()
 
     def _bring_back(self) -> bool:
-        """What only lookups use is used otherwise; see ``Backward.bring_back``."""
+        """Parameters of lookups alone are used otherwise; see ``Backward.bring_back``."""
         return self._backward.bring_back(self.unit)
 
 
@@ -138,7 +138,7 @@ def _hook_tensors(value: Any, hook: Callable[[Tensor], None]) -> int:
     """Call ``hook`` for the gradients of what ``value`` holds; returns of how many tensors."""
     num_hooked = 0
     for tensor in tensors_in(value):
-        # A leaf outlives the graph, and would gather a hook in every step.
+        # A leaf outlives the graph, and would get one more hook in every step.
         if tensor.grad_fn is not None:
             tensor.register_hook(hook)
             num_hooked += 1

@@ -23,7 +23,7 @@ class StepState:
         number: below 256, tells models apart; alike on all ranks.
         observers: hear what the run does.
         pending_sends: what other ranks may still be reading from this one.
-        device: where something is gathered or reduced; None: a forward is only kernels.
+        device: where something is all-gathered or reduced; None: a forward is only kernels.
         syncs: per unit, what backward does with its gradients; read when a forward begins.
         under_no_sync: whether forwards that begin now only accumulate, wherever that is.
         accumulates: whether the last forward with gradients began so.
