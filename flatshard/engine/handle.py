@@ -134,9 +134,7 @@ class FlatParamHandle:
 
         first = owned[0].param
         self.layout = layout_of(owned, topology.shard.size)
-        self.gather = ParamGather(
-            unit_name, topology, device, precision, targets, self.layout.shard_numel
-        )
+        self.gather = self._new_gather()
         self.params = ParamViews(
             owned,
             unit_name,
@@ -161,6 +159,16 @@ class FlatParamHandle:
         self.params.use_sharded_views()
 
     # ------------------------------------------------------------ construction
+
+    def _new_gather(self) -> ParamGather:
+        return ParamGather(
+            self.unit_name,
+            self.topology,
+            self.device,
+            self._precision,
+            self._offload,
+            self.layout.shard_numel,
+        )
 
     def fill(self, index: int, value: Tensor | None, source: BroadcastSource | None) -> None:
         """Keep this rank's part of the values of original parameter ``index``.
@@ -565,14 +573,7 @@ class FlatParamHandle:
         twin.state, twin._unsharded_version = ShardState.SHARDED, -1
         twin.unfilled, twin.comm_hook = set(self.unfilled), None
         twin._replicate_tag = self.topology.replicate.new_tag()
-        twin.gather = ParamGather(
-            self.unit_name,
-            self.topology,
-            self.device,
-            self._precision,
-            self._offload,
-            self.layout.shard_numel,
-        )
+        twin.gather = self._new_gather()
         twin.params = self.params.copy_for(memo, on_outside_grad)
         twin.local_spans = twin.params.local_spans
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

@@ -109,7 +109,7 @@ class UnitHooks:
             if grad.layout is not torch.strided:
                 grad = grad.to_dense()
             unit, backward = hooks.unit, hooks._backward
-            # Before the buffer gets it: the first gradient of a backward clears the last one's.
+            # Before the buffer gets it: `begin` clears what the last backward marked there.
             backward.begin()
             handle.grad_buffer.receive(index, grad, more_to_come=unit.sync is Sync.NONE)
             backward.receive(unit, handle, index, grad)

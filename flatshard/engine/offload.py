@@ -110,7 +110,7 @@ class OffloadTargets:
     Attributes:
         shard: the shard that users and optimizers hold.
         gradient: its reduced gradient.
-        state: what makes files for optimizers, where their state is not beside the shard.
+        state: what makes files for optimizers, where their state does not live with the shard.
         keeps_copy: whether the device keeps a copy of the shard to all-gather from.
     """
 

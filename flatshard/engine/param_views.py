@@ -7,7 +7,7 @@
 Where one rank holds everything and nothing is cast, the shard *is* the unsharded buffer and, with
 ``use_orig_params=True``, the sharded parameters are the full ones.
 
-It is told which memory to show and holds none itself: that is ``FlatParamHandle``'s.
+It shows memory that ``FlatParamHandle`` owns.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ _MOVES = {
     Phase.FORWARD: {Phase.IDLE, Phase.BACKWARD},
     Phase.BACKWARD: {Phase.IDLE},
 }
-"""The moves allowed, beside staying."""
+"""The moves allowed, besides staying."""
 
 
 class Call:
@@ -464,7 +464,7 @@ class Unit:
     def reset(self) -> None:
         """Return to IDLE after a step that failed; drops its gradients."""
         self.running.clear()
-        self._sticky_version = -1  # what a failed backward saved, nobody asks for
+        self._sticky_version = -1  # no backward uses what a failed one saved
         self.end_iteration()
         for handle in self.handles:
             handle.drop_gradients()
