@@ -74,7 +74,6 @@ class SavedTensors:
         self._packs: list[Callable[[Tensor], Any]] = []
 
     def _looks_in(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` looks into an unsharded buffer."""
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return False
         return tensor.untyped_storage()._cdata in self._buffers

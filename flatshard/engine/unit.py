@@ -472,7 +472,6 @@ class Unit:
 
 
 def _are_looked_up(handle: FlatParamHandle) -> bool:
-    """Whether only lookups use the parameters."""
     return all(type(module) in _LOOKUPS for module in handle.params.modules())
 
 
