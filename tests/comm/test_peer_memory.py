@@ -379,7 +379,7 @@ def dies(rank: int, world_size: int) -> str:
 
 def test_a_dead_peer_is_a_named_error() -> None:
     told = run_ranks(dies, 2, expendable=[1])[0]
-    assert "rank 0: gathering parameters for forward" in told, told
+    assert "rank 0: all-gathering parameters for forward" in told, told
 
 
 def test_what_was_awaited_together_takes_one_timeout() -> None:

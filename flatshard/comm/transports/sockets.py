@@ -18,9 +18,8 @@ one, since gloo then waits for its own thread, or writes into the socket itself:
 begins them all.
 
 [Note: narrow]
-With a wire dtype, floating point values that are wider travel in it. They are narrowed and widened
-in the memory where they lie: what is sent takes the first bytes of its place, what is received
-the last bytes of its own.
+With a wire dtype, wider floating point values are sent in it. They are narrowed and widened in
+place: what is sent occupies the first bytes of its slot, what is received the last bytes.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ PIECE_BYTES = 2 << 20
 """Averages are received and added in pieces of so many bytes, while the next are on their way."""
 
 SENT_IN_PLACE_BYTES = 1 << 20
-"""From here on a gradient is sent from where autograd made it: to copy it takes longer than it
-takes to begin messages of its own."""
+"""From here on a gradient is sent from where autograd made it: copying it costs more than beginning
+messages of its own."""
 
 _logger = logging.getLogger("flatshard")
 
@@ -215,6 +214,7 @@ class SocketTransport(Transport):
         messages, slots = _Messages(members.gather_group, tag), out.chunk(members.size)
         narrow = None if exact or not self._narrows(shard.dtype) else self._wire_dtype
         places = slots if narrow is None else [_last(slot, narrow) for slot in slots]
+        # Before the sends; see the note on receives.
         receives = [messages.receive(places[peer], peer) for peer in members.peers]
         source = shard if narrow is None else shard.to(narrow)
         sends = [messages.send(source, peer) for peer in members.peers]
@@ -256,6 +256,7 @@ class SocketTransport(Transport):
                 if piece is not None:
                     average.sends.append(messages.send(piece, peer))
         self._begin(messages)
+        # Set before the thread has it: a rank that waits meanwhile runs it itself.
         average.averaged.help = average.sent.help = average.run
         self._adds.put(average.run)  # without a thread, whoever waits runs it
         return AsyncWork(
@@ -324,7 +325,7 @@ class _Average:
             members: the ranks.
             to_widen: in which values arrive, if that is not the result's dtype.
             scratch: where they arrive, but for the first peer's.
-            idle: what takes ``scratch`` back.
+            idle: gets ``scratch`` back.
         """
         self._rank, self._size = members.rank, members.size
         # The first peer's values arrive in the result's own memory; the others' are added there.
@@ -333,7 +334,7 @@ class _Average:
         self._pieces: list[_Piece] = []
         self.sends: list[_Message] = []
         self.averaged, self.sent = WorkerFuture(), WorkerFuture()
-        self._is_taken = threading.Lock()
+        self._is_taken = threading.Lock()  # the thread and whoever waits race for it; one runs
 
     def receive(self, messages: _Messages, chunks: FlatChunks, out: Tensor, step: int) -> None:
         """Ask for what the others have for ``out``, ``step`` elements at a time."""
