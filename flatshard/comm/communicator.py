@@ -239,7 +239,7 @@ class Communicator(Tags):
         )
 
     def connect(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
-        """Open connections for reductions of what lies on ``device``, where streams wait for them.
+        """Open connections for reductions of tensors on ``device``, where streams wait for them.
 
         Collective at the first call for a device and a kind of reduction.
 
@@ -406,7 +406,7 @@ class Communicator(Tags):
     # ------------------------------------------------------------ small things, at once
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
-        """The group that moves what lies where ``tensor`` does."""
+        """The group that moves tensors of this device."""
         on_host = tensor.device.type == "cpu"
         return self._control_group if on_host else self.members.gather_group
 

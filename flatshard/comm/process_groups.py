@@ -136,7 +136,7 @@ def is_fake(group: dist.ProcessGroup) -> bool:
 
 
 def host_backend(group: dist.ProcessGroup) -> str:
-    """The backend for a group that moves what lies in host memory, beside one that cannot."""
+    """The backend of a group for host memory, beside one whose backend has none."""
     return "fake" if is_fake(group) else "gloo"
 
 

@@ -28,10 +28,10 @@ class Topology:
         world: every rank that trains the model.
         shard: the ranks that split the flat parameter.
         replicate: the ranks that hold the same shard.
-        intra_group: the ranks that gather parameters from one another; ``shard`` itself unless only
+        intra_group: the ranks that all-gather parameters; ``shard`` itself unless only
             gradients and optimizer state are split over all of it.
         inter_group: one rank of each ``intra_group`` of ``shard``; they split its part further.
-        regather: the ranks from which backward gathers what forward left there, if it does so.
+        regather: the ranks over which backward all-gathers what ``reshard_after_forward=n`` left.
     """
 
     world: Communicator

@@ -51,7 +51,7 @@ class AsyncWork:
             kept: what must stay alive, tensors above all.
             peers: the ranks that the first handles receive from, where each has its own.
             then: called once after the wait.
-            sends: handles that are over when the other ranks have taken what this one gave.
+            sends: handles that complete when the other ranks have taken what this one gave.
             reports_end: see the class.
             need: what the result needs of the other ranks.
             sends_need: what ``sends`` needs of them.
@@ -170,7 +170,7 @@ class PendingSends:
 
     def __init__(self) -> None:
         self._pending: list[AsyncWork] = []
-        # Not asked every time whether they are over: there may be two for each unit of a model.
+        # Not polled: they never report their end, and there may be two for each unit of a model.
         self._silent: list[AsyncWork] = []
 
     def add(self, pending: AsyncWork) -> None:
@@ -189,7 +189,7 @@ class PendingSends:
                 kept.pop(0).wait_sends()
 
     def is_sending(self, tensor: Tensor) -> bool:
-        """Whether other ranks may still be taking what lies in the memory of ``tensor``."""
+        """Whether other ranks may still be reading the memory of ``tensor``."""
         self.drop_sent()
         return any(pending.keeps(tensor) for pending in (*self._silent, *self._pending))
 

@@ -71,7 +71,7 @@ class BufferCache:
 
 
 def _uses(tensor: Tensor) -> int:
-    """How many tensors there are over its memory, and what the asking itself counts."""
+    """References to its storage, this call's own included; 0 if torch cannot tell."""
     return int(_use_count(tensor.untyped_storage()._cdata)) if _use_count is not None else 0
 
 

@@ -183,7 +183,7 @@ class DiskMemory:
 
 
 def rounded(nbytes: int) -> int:
-    """How long a file for so many bytes is."""
+    """Length in bytes of a file for ``nbytes``: whole pages."""
     return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 

@@ -11,8 +11,8 @@ as many chunks as were leased at once. Where pages cannot be moved (another syst
 mappings), a buffer gets new ones, by faults: slower, and nothing else.
 
 [Note: own part]
-Over sockets an all-gather would copy this rank's shard into the buffer. A large shard lies in a
-file in memory instead, which the buffer maps as well: privately, so that what a module writes into
+Over sockets an all-gather would copy this rank's shard into the buffer. A large shard is a file
+in memory instead, which the buffer maps as well: privately, so that what a module writes into
 its parameters stays out of the shard, and is dropped when they are resharded.
 
 [Note: no reading]

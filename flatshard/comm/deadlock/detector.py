@@ -35,7 +35,7 @@ FIRST_LOOK_SECONDS = 3.0
 LOOK_SECONDS = 1.0
 LONGEST_LOOK_SECONDS = 8.0
 
-_ASKED = 16  # of the ranks that are waited for, so many are asked: one in a deadlock is enough
+_ASKED = 16  # peers asked per wait, at most: one in a deadlock is enough
 
 
 class CollectiveCounter:

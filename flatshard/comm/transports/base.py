@@ -33,7 +33,7 @@ class Members:
         reduce_group: the same ranks, for reductions, which have an order of their own.
         counter: counts the collectives that this rank began, for deadlock detection.
         options: what the user chose.
-        is_gloo: whether gloo moves what lies in host memory.
+        is_gloo: whether gloo is the backend for tensors in host memory.
         is_fake: whether there are no other ranks (torch's "fake" backend).
         gather_objects: every rank's picklable value, in rank order. **Collective**.
     """
@@ -77,7 +77,7 @@ class Members:
 
 
 class Transport(abc.ABC):
-    """How the ranks of one group gather parameters and average gradients.
+    """How the ranks of one group all-gather parameters and average gradients.
 
     A new one is a subclass in a file of its own and a line in ``transports.TRANSPORTS``.
 
@@ -181,7 +181,7 @@ class Transport(abc.ABC):
             device: where the unit computes.
             tags: the flat parameter's tag, and another one of its own.
             shard_files: what makes files, if this rank's shard may live in the memory too, so
-                that gathers need not copy it.
+                that all-gathers need not copy it.
         """
         return allocate(numel, dtype, device)
 
@@ -199,7 +199,7 @@ class Transport(abc.ABC):
     def warm_up(  # noqa: B027 (nothing to open)
         self, device: torch.device, *, fixed_order: bool, replicas: bool
     ) -> None:
-        """Open connections for reductions of what lies on ``device``. Collective.
+        """Open connections for reductions of tensors on ``device``. Collective.
 
         Args:
             device: where the gradients are.

@@ -54,7 +54,7 @@ class NativeTransport(Transport):
         return backend_for(self._members.reduce_group, device.type) == "gloo"
 
     def _under_way(self, work: Any) -> list[Any]:
-        # Fake collectives are over at once, but never report it.
+        # Fake collectives are completed at once, but never report it.
         return [] if self._members.is_fake else [work]
 
     def gather(
@@ -104,7 +104,7 @@ class NativeTransport(Transport):
         return self._reduction(work, op_name, part, out, need=need)
 
     def _reduction(self, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
-        # gloo's own reduce-scatter never says that it is over.
+        # gloo's own reduce-scatter never reports that it is completed.
         reports_end = not self._is_gloo(kept[0].device)
         return AsyncWork(self._under_way(work), op_name, *kept, reports_end=reports_end, **more)
 
@@ -119,7 +119,7 @@ class NativeTransport(Transport):
         """See ``Transport``.
 
         A backend that connects at the first reduction holds up the host in it. In a backward a
-        rank may come there alone, while others wait for its gathers.
+        rank may come there alone, while others wait for its all-gathers.
         """
         if self._members.is_fake:
             return

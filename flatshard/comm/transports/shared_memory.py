@@ -218,7 +218,7 @@ class SharedMemoryTransport(Transport):
         Collective: all ranks of the group. Waits until they took what was published before.
 
         Args:
-            address: where something lies in this rank's memory, or another number.
+            address: an address in this rank's memory, or another number.
             tag: the tag.
             op_name: names the collective in errors.
         """
@@ -318,7 +318,7 @@ class MappedShards(BufferMemory):
             transport: how the ranks meet.
             numel: elements of a shard, whose bytes fill whole pages.
             dtype: of the elements.
-            tags: for gathers, and for telling where the file is.
+            tags: of all-gathers, and of the publication of the file.
             files: makes this rank's file: in memory, or on a disk.
         """
         self._transport, self._tags, self._files = transport, tags, files
@@ -389,8 +389,8 @@ class MappedShards(BufferMemory):
     def _share(self) -> int:
         """Move the shard to a file that is open for the others to map; its number, or -1.
 
-        At the first gather, not before: until all ranks come here, each unit of a model would have
-        a file open, and a process may open 1,024 by default.
+        At the first all-gather, not before: until all ranks come here, each unit of a model would
+        have a file open, and a process may open 1,024 by default.
         """
         new = self._new_file()
         if new is None:
