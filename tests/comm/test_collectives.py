@@ -509,7 +509,7 @@ def _no_such_transport(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="averaged over 2 replicas"):
         _wrapped("NO_SHARD", wire_dtype=torch.bfloat16)
     model = _wrapped("FULL_SHARD", collectives="sockets", wire_dtype=torch.bfloat16)
-    assert model.unit_report().count("sockets, bfloat16") == 4
+    assert model.unit_report().count("  sockets, bfloat16  ") == 4
     assert _wrapped("NO_SHARD").unit_report().count("  gloo  ") == 4
 
 
