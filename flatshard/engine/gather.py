@@ -134,13 +134,13 @@ class ParamGather:
             self.begin_refresh(shard, version)
             if self._secondary.is_current(version):
                 return self._secondary.gather(memory.buffer, purpose)
-        group, out = self._topology.intra_group, memory.buffer
+        comm, out = self._topology.intra_group, memory.buffer
         if self._float8 is None:
             source = self._source(shard, version)
         else:
             source = self._float8.pack(self._to_device.copy(shard, shard.dtype, version))
-            self._packed = out = source.new_empty(source.numel() * group.size)
-        return group.all_gather(
+            self._packed = out = source.new_empty(source.numel() * comm.size)
+        return comm.all_gather(
             source,
             out,
             unit_fqn=self._unit_fqn,
@@ -229,10 +229,8 @@ class ParamGather:
                 self._gather_exactly(inter_group, source, part, self._full_tags[1]).finish()
         return self._gather_exactly(intra_group, part, out, self._full_tags[0])
 
-    def _gather_exactly(
-        self, group: Communicator, part: Tensor, out: Tensor, tag: int
-    ) -> AsyncWork:
-        return group.all_gather(
+    def _gather_exactly(self, comm: Communicator, part: Tensor, out: Tensor, tag: int) -> AsyncWork:
+        return comm.all_gather(
             part, out, unit_fqn=self._unit_fqn, tag=tag, purpose=_WHOLE, exact=True
         )
 

@@ -221,7 +221,7 @@ class Writing(Mlp):
 
 def _halve(module: nn.Module, _: Any) -> None:
     with torch.no_grad():
-        module.weight.data.mul_(0.5)
+        module.weight.mul_(0.5)
 
 
 def mapped_for_long(rank: int, world_size: int, way: str) -> None:

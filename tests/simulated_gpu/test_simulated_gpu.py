@@ -58,7 +58,7 @@ def check(found: Limits, case: str) -> None:
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 CASES = [
     f"{strategy},{'bf16' if number % 3 == 2 else 'fp32'},{variant}"
-    for number, (strategy, variant) in enumerate(diagonal(2, STRATEGIES, VARIANTS + OFFLOAD))
+    for number, (strategy, variant) in enumerate(diagonal(4, STRATEGIES, VARIANTS + OFFLOAD))
 ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from flatshard.options import collectives
 from tests.harness import run_ranks
 
 pytest.importorskip("rich")
@@ -36,7 +37,10 @@ ARGUMENTS = "--world-size 4 --ranks-per-node 2 --width 96 --depth 4 --steps 2".s
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Any]:
-    return run_ranks(_measure, 4, timeout=200)[0]
+    # The theory has a unit for each block, which are so small that they would be coalesced.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "COALESCE_BYTES", 0)
+        return run_ranks(_measure, 4, timeout=200)[0]
 
 
 def _measure(rank: int, world_size: int) -> dict[str, Any]:
