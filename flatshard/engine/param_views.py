@@ -258,10 +258,10 @@ class ParamViews:
     def keep_state_at(self, targets: OffloadTargets) -> None:
         """Let optimizers keep what has the parameters' shape in its target."""
         for spec in (*self.specs, self.flat_spec):
-            spec.state_home = targets.state
+            spec.state_disk = targets.state
         for param in self.sharded:
             if not isinstance(param, FlatShardTensor):
-                param.state_home = targets.state  # type: ignore[attr-defined]  # read by optimizer/offload
+                param.state_disk = targets.state  # type: ignore[attr-defined]  # read by optimizer/offload
 
     def copy_for(self, memo: dict[int, Any], on_outside_grad: Callable[[], object]) -> ParamViews:
         """The same for modules that were deep-copied; shows nothing before ``repoint``.

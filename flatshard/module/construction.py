@@ -171,7 +171,7 @@ class Construction:
     def warnings(self) -> list[str]:
         """What may not be as the user meant it, for rank 0 to say."""
         module, policy, ignored = self._module, self._policy, self._ignored
-        found = self._plan.precision.remarks()
+        found = self._plan.precision.warnings()
         # "auto" finds a small model to be one unit.
         if policy not in (None, "auto") and not self._plan.chosen:
             found.append(explain_no_match(module, policy, **ignored.keywords()))

@@ -28,7 +28,7 @@ from flatshard.memory.disk import DiskMemory
 from flatshard.plan.layout import ALIGNMENT_BYTES
 from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import FlatParameter
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 Sharded = FlatShardTensor | FlatParameter
 State = dict[str, Any]
@@ -60,15 +60,10 @@ def is_sharded(param: object) -> TypeGuard[Sharded]:
     return isinstance(param, FlatShardTensor | FlatParameter)
 
 
-def local_of(param: Sharded) -> Tensor:
-    """What this rank holds of a parameter, ``(numel held here,)``."""
-    return param.local if isinstance(param, FlatShardTensor) else param.detach()
-
-
 def find_buckets(
     params: Sequence[Any], known: dict[int, ParamBucket]
 ) -> Iterator[ParamBucket | nn.Parameter]:
-    """Divide a group's parameters into buckets and what is stepped as it is, in their order.
+    """Divide a group's parameters into buckets and single parameters, in their order.
 
     Args:
         params: a group's.
@@ -92,7 +87,7 @@ def find_buckets(
 
 
 def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
-    """The parameters from there on that can be stepped as one."""
+    """The parameters from ``position`` on that can be stepped as one."""
     found = [params[position]]
     for number in range(position + 1, len(params)):  # not a slice, which each bucket would copy
         if not _follows(found[-1], params[number]):
@@ -121,7 +116,7 @@ def _flat_grad(param: FlatShardTensor) -> Tensor | None:
 
 
 def _pieces(flat: Tensor) -> tuple[Tensor, ...]:
-    """What the optimizer is to see one at a time; views."""
+    """Views of ``flat`` that the optimizer steps one at a time."""
     return flat.split(_PIECE_NUMEL) if flat.device.type == "cpu" else (flat,)
 
 
@@ -138,8 +133,8 @@ class ParamBucket:
         self.members = list(members)
         self._flat = members[0].flat
         self._requires_grad = members[0].requires_grad
-        self._bounds = [(0, local_of(members[0]).numel())]
-        flat = local_of(members[0]).detach()
+        flat = local_range(members[0]).detach()
+        self._bounds = [(0, flat.numel())]
         if len(members) > 1:
             specs = [member.spec for member in members if isinstance(member, FlatShardTensor)]
             self._start = specs[0].start
@@ -205,7 +200,7 @@ class ParamBucket:
         grad = first.grad
         if isinstance(grad, FlatShardTensor):
             return grad.local
-        # Assigned by the user: a full tensor, or one as long as the flat parameter.
+        # The user assigned it: a full tensor, or one as long as the flat parameter.
         return first.spec.slice(grad.detach()) if isinstance(first, FlatShardTensor) else grad
 
     def drop_grads(self) -> None:
@@ -225,7 +220,7 @@ class ParamBucket:
         return None
 
     def join(self, states: Sequence[State | None]) -> State | None:
-        """The bucket's state, of its members'; None where they can't be joined.
+        """The bucket's state from its members'; None where they can't be joined.
 
         Args:
             states: each member's, this rank's part; None: it has none yet.
@@ -264,6 +259,7 @@ class ParamBucket:
 
     def split(self, shared: State) -> list[BucketState]:
         """Each member's part of the bucket's state after a step."""
+        # Mostly the step updated the same objects in place: the views of before still show them.
         if not self._states or not _same_values(shared, self._values):
             self._states = [
                 BucketState((key, self._slice(value, *bounds)) for key, value in shared.items())
@@ -297,10 +293,10 @@ class ParamBucket:
         # Every piece counts its own steps; the first one's count is the bucket's.
         return value.clone() if isinstance(value, Tensor) and number else value
 
-    def collect(self, states: Sequence[State], home: DiskMemory | None = None) -> State:
-        """The bucket's state, of its pieces' after a step; ``home`` keeps it, if there is one."""
+    def collect(self, states: Sequence[State], storage: DiskMemory | None = None) -> State:
+        """The bucket's state from its pieces' after a step; on disk with a ``storage``."""
         if len(states) == 1:
-            return {key: self._kept([value], home) for key, value in states[0].items()}
+            return {key: self._kept([value], storage) for key, value in states[0].items()}
         shared = {}
         for key, first in states[0].items():
             values = [state[key] for state in states]
@@ -309,24 +305,25 @@ class ParamBucket:
                 for value, piece in zip(values, self.pieces, strict=True)
             ):
                 shared[key] = first
+            # Views of one tensor, updated in place: nothing to put together.
             elif self._handed and all(
                 value is handed.get(key) for value, handed in zip(values, self._handed, strict=True)
             ):
                 known = self._handed_of[key]
-                shared[key] = known if home is None else home.take_in(known)
+                shared[key] = known if storage is None else storage.take_in(known)
             else:
-                shared[key] = self._kept(values, home)
+                shared[key] = self._kept(values, storage)
         return shared
 
-    def _kept(self, values: Sequence[Any], home: DiskMemory | None) -> Any:
-        """What the pieces have, together, where it is to be."""
+    def _kept(self, values: Sequence[Any], storage: DiskMemory | None) -> Any:
+        """The pieces' values as one, in memory or in ``storage``."""
         first = values[0]
         is_divided = isinstance(first, Tensor) and first.shape == self.pieces[0].shape
-        if home is None or not is_divided:
+        if storage is None or not is_divided:
             return first if len(values) == 1 else torch.cat(list(values))
         if len(values) == 1:
-            return home.take_in(first)
-        return torch.cat(list(values), out=home.new(self._numel, first.dtype))
+            return storage.take_in(first)
+        return torch.cat(list(values), out=storage.new(self._numel, first.dtype))
 
 
 def _is_unchanged(state: State | None, own: BucketState, shown: tuple[Any, ...]) -> bool:

@@ -36,6 +36,7 @@ class ConsumedGrad(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ConsumedGrad({self._of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    # Dispatch, below, sees every operation; reading an attribute is to cost nothing.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -44,6 +45,7 @@ class ConsumedGrad(torch.Tensor):
     ) -> Any:
         """Raise, unless the gradient is to become zero."""
         if func in _ZEROING:
+            # Such a list mixes consumed gradients with others, which are to become zero.
             for tensor in args[0] if isinstance(args[0], list) else []:
                 if not isinstance(tensor, cls):
                     tensor.zero_()

@@ -12,12 +12,12 @@ where it knows that
   used, whatever other ranks used), from the outermost graph, and the last forward has no run of the
   unit whose backward is still to begin;
 - nobody needs the parameters of before: the gradients of the unit's inputs are there, so that what
-  computed in it has run backwards, and other ranks have taken what this one gave;
+  computed in it has run backwards, and other ranks have received the shards sent to them;
 - nobody wants to see the gradients: no parameter has a post-accumulate hook.
 
 Everything else is stepped at the end of backward, when all ranks have agreed on what was used.
-A unit must not be gathered again after its step, by a prefetch that guessed wrong for one: parts of
-before and after would mix. Prefetching therefore leaves out units that are not awaited.
+A unit must not be unsharded again after its step, by a prefetch that guessed wrong for one: shards
+of before and after would mix. Prefetching therefore leaves out units that are not awaited.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from flatshard.tensor.reduction_ops import OutsideUses
 
 
 class StepInBackward:
-    """What ``ShardedWrapper.step_in_backward`` returns: undoes it."""
+    """Returned by ``ShardedWrapper.step_in_backward``, to undo it."""
 
     def __init__(self, of: SteppedInBackward, optimizer: torch.optim.Optimizer) -> None:
         """``of`` has the optimizer."""
@@ -196,6 +196,7 @@ class SteppedInBackward(StepObserver):
                 self._parts, self._problem = {}, error
                 return
             for group in optimizer.param_groups:
+                # Runs of one unit's parameters, which a step can update as one bucket.
                 by_unit = itertools.groupby(group["params"], lambda param: owner.get(id(param)))
                 for index, params in by_unit:
                     if index is not None:

@@ -102,7 +102,7 @@ def _check_stamp(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
 
 
 def _stamp(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Whose parts the optimizer's state holds; None where every rank has all of it."""
+    """Rank and layout of the parts that the state holds; None: nothing is sharded."""
     places: list[Any] = []
     rank = None
     for group in optimizer.param_groups:

@@ -32,7 +32,7 @@ from flatshard.optimizer.consumed_grad import ConsumedGrad
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 _PART_BYTES = 8 << 20
-"""Of parameters: from so many on, a part is full. With Adam, four times as much is in memory."""
+"""Parameter bytes from which a part is full. With Adam, four times as much is in memory."""
 
 _PROBED_NUMEL = 2
 
@@ -44,11 +44,11 @@ class StepPart(NamedTuple):
     params: list[nn.Parameter]
 
 
-def state_home(param: Any) -> DiskMemory | None:
-    """Where state of a parameter is kept; None: in memory."""
+def state_disk(param: Any) -> DiskMemory | None:
+    """The files that keep a parameter's state; None: it is in memory."""
     if isinstance(param, FlatShardTensor):
-        return param.spec.state_home
-    return getattr(param, "state_home", None)
+        return param.spec.state_disk
+    return getattr(param, "state_disk", None)
 
 
 def _find_parts(
@@ -74,35 +74,32 @@ def _find_parts(
 
 
 def fetch(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> None:
-    """Bring what a step of some parameters touches from the disk into memory."""
+    """Read what a step of ``params`` touches from the disk into memory."""
     disk.fetch(*_tensors(optimizer, params))
 
 
 def page_out(optimizer: torch.optim.Optimizer, params: Collection[Any]) -> None:
     """Put the state of parameters that were stepped where it is kept, and give pages back."""
-    kept = [param for param in params if state_home(param) is not None]
-    for param in kept:
-        if not isinstance(param, FlatShardTensor):
-            _take_in(state_home(param), optimizer.state.get(param, {}), param)
+    kept = []
+    for param in params:
+        storage = state_disk(param)
+        if storage is None:
+            continue
+        kept.append(param)
+        if isinstance(param, FlatShardTensor):
+            continue  # its state went there when it was made, or with its bucket
+        state = optimizer.state.get(param, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
+                state[key] = storage.take_in(value)
     if kept:
         disk.release(*_tensors(optimizer, kept))
 
 
-def _take_in(home: DiskMemory | None, state: dict[str, Any], like: Tensor) -> None:
-    """Let the disk keep what of a state has the shape of ``like``."""
-    for key, value in state.items():
-        if home is not None and _is_per_element(value, like):
-            state[key] = home.take_in(value)
-
-
-def _is_per_element(value: Any, like: Tensor) -> bool:
-    return isinstance(value, Tensor) and bool(value.dim()) and value.shape == like.shape
-
-
 def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
-    """What a step of those parameters touches whose state is on the disk."""
+    """Tensors that a step of ``params`` touches; only of those with state on the disk."""
     for param in params:
-        if state_home(param) is None:
+        if state_disk(param) is None:
             continue
         with torch._C.DisableTorchFunctionSubclass():
             grad = param.grad
@@ -132,8 +129,9 @@ def reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False) 
     needed: dict[DiskMemory, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
-            home = state_home(param)
-            if home is None or not (param.requires_grad if before_backward else _has_grad(param)):
+            storage = state_disk(param)
+            counts = param.requires_grad if before_backward else _has_grad(param)
+            if storage is None or not counts:
                 continue
             if param not in optimizer.state and number not in known:
                 known[number] = _bytes_per_element(optimizer, group, param)
@@ -141,15 +139,15 @@ def reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False) 
             if per_element is None:
                 return False
             nbytes = _bytes_to_come(optimizer.state.get(param), local_range(param), per_element)
-            needed[home] = needed.get(home, 0) + nbytes
+            needed[storage] = needed.get(storage, 0) + nbytes
     name = type(optimizer).__name__
-    for home, nbytes in needed.items():
-        home.reserve(max(0, nbytes - home.reserved_bytes), f"the state of {name}")
+    for storage, nbytes in needed.items():
+        storage.reserve(max(0, nbytes - storage.reserved_bytes), f"the state of {name}")
     return True
 
 
 def _bytes_to_come(state: dict[str, Any] | None, held: Tensor, per_element: int) -> int:
-    """Of files for one parameter's state."""
+    """Bytes of the files that one parameter's state still needs."""
     if state is None:
         return disk.rounded(held.numel() * per_element) if per_element else 0
     values = [local_range(value) for value in state.values() if isinstance(value, Tensor)]
@@ -163,10 +161,11 @@ def _bytes_to_come(state: dict[str, Any] | None, held: Tensor, per_element: int)
 def _bytes_per_element(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor
 ) -> int | None:
-    """What the optimizer keeps per element; None: a step changes what it keeps per group."""
+    """Bytes of state per element; None: a step changes the group, so it cannot be divided."""
     probe = nn.Parameter(torch.zeros(_PROBED_NUMEL, dtype=param.dtype))
     probe.grad = torch.zeros_like(probe)
     probing = {**group, "params": [probe]}
+    # The optimizer itself steps the probe: how to construct a second one is not known.
     groups, optimizer.param_groups = optimizer.param_groups, [probing]
     try:
         with torch.no_grad():
@@ -187,12 +186,12 @@ _begun: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
-    """What is to be stepped a part at a time, before the others.
+    """Parts to step one at a time, before the call that steps the other parameters.
 
     Raises:
         OffloadError: there is no room for state; nothing was stepped.
     """
-    parts = _find_parts(optimizer, lambda _, param: state_home(param) is not None)
+    parts = _find_parts(optimizer, lambda _, param: state_disk(param) is not None)
     if parts and not reserve(optimizer):
         parts = []
     if optimizer not in _begun:
@@ -202,11 +201,11 @@ def plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
 
 
 def _first_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
-    """What has no state yet; see the note."""
+    """Parts of the parameters without state; see [Note: first step]."""
     divisible: dict[int, bool] = {}
 
     def is_included(group: dict[str, Any], param: Any) -> bool:
-        if not is_sharded(param) or state_home(param) is not None or param in optimizer.state:
+        if not is_sharded(param) or state_disk(param) is not None or param in optimizer.state:
             return False
         if local_range(param).device.type != "cpu":
             return False

@@ -40,13 +40,12 @@ from flatshard.optimizer.buckets import (
     State,
     find_buckets,
     is_sharded,
-    local_of,
 )
 from flatshard.optimizer.consumed_grad import drop_consumed
 from flatshard.optimizer.local_state_guard import check_state
 from flatshard.precision.casts import check_dtype
 from flatshard.tensor.param_swap import FlattenedParameter
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 _ELEMENTWISE: set[Any] = {
     inspect.unwrap(kind.step)
@@ -121,6 +120,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for table, hook in ((before, _exchange), (after, _undo)):
         if hook not in table.values():
             table[torch_hooks.RemovableHandle(table).id] = hook
+    # Hooks that users add later would otherwise see the buckets.
     before.move_to_end(next(key for key, hook in before.items() if hook is _exchange))
     after.move_to_end(next(key for key, hook in after.items() if hook is _undo), last=False)
 
@@ -159,7 +159,6 @@ def _check_params(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _drop_consumed(optimizer: torch.optim.Optimizer) -> None:
-    """What backward has stepped is not stepped again."""
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -189,7 +188,7 @@ def _exchange(
 
 
 def _step_in_parts(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Step what is stepped a part at a time; returns the ids of these parameters."""
+    """Step the parts of ``offload.plan_parts``; returns the ids of their parameters."""
     if inspect.unwrap(type(optimizer).step) not in _TORCHS_OWN:
         return set()  # others may count their steps somewhere
     parts = offload.plan_parts(optimizer)
@@ -210,7 +209,7 @@ def reserve(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Global hook: give back the pages of what other optimizers than element-wise have used."""
+    """Global hook: page out after steps of optimizers that are not element-wise."""
     if not is_elementwise(optimizer):
         for group in optimizer.param_groups:
             offload.page_out(optimizer, group["params"])
@@ -262,7 +261,7 @@ def step_parts(
 
 
 class _Swap:
-    """What stands in for one optimizer's sharded parameters while it steps."""
+    """The buckets in place of one optimizer's sharded parameters while it steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, stepped: Collection[int]) -> None:
         """Nothing is swapped yet; ``stepped``: ids of parameters that were stepped before."""
@@ -326,7 +325,7 @@ class _Swap:
             bucket.drop_grads()
             states = [self._state.pop(piece) for piece in bucket.pieces if piece in self._state]
             if len(states) == len(bucket.pieces):  # else a step failed at the first
-                shared = bucket.collect(states, offload.state_home(bucket.members[0]))
+                shared = bucket.collect(states, offload.state_disk(bucket.members[0]))
                 own = bucket.split(shared)
                 if self._state.get(bucket.members[0]) is not own[0]:
                     self._state.update(zip(bucket.members, own, strict=True))
@@ -354,7 +353,6 @@ def _suits_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> boo
 
 
 def _swap_in(optimizer: torch.optim.Optimizer, stepped: Collection[int] = ()) -> None:
-    """Let buckets stand in; see ``_Swap``."""
     _swapped[optimizer] = _Swap(optimizer, stepped)  # first, so that a failure is undone
     with torch._C.DisableTorchFunctionSubclass():
         _swapped[optimizer].begin()
@@ -373,7 +371,7 @@ def _local_state(param: Sharded, state: State) -> State:
     Raises:
         RuntimeError: a state tensor has neither the parameter's shape nor this rank's.
     """
-    held = local_of(param)
+    held = local_range(param)
     for key, value in state.items():
         if isinstance(value, FlatShardTensor):
             # Made at construction, as Adagrad does; also where this rank holds all of it.
@@ -389,7 +387,7 @@ def _local_state(param: Sharded, state: State) -> State:
             name = param.spec.name if isinstance(param, FlatShardTensor) else repr(param)
             raise RuntimeError(
                 f"optimizer state {key!r} of parameter {name!r}: expected shape "
-                f"{tuple(held.shape)} (this rank's part) or {tuple(param.shape)} (the whole), got "
+                f"{tuple(held.shape)} (this rank's part) or {tuple(param.shape)} (full), got "
                 f"{tuple(value.shape)}. A plain optimizer.state_dict() holds one rank's part: "
                 "save ShardedWrapper.optim_state_dict(model, optimizer) instead."
             )

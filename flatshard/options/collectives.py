@@ -1,4 +1,4 @@
-"""How ranks move tensors, as the user chose: the transport, and what goes together."""
+"""How ranks communicate, as the user chose: the transport, and coalescing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Collectives(enum.Enum):
     AUTO = "auto"
     """What fits best: on gloo, ranks on one host read one another's memory, others use sockets."""
     SOCKETS = "sockets"
-    """On gloo, sockets even on one host."""
+    """On gloo, sockets also between ranks of one host."""
     NATIVE = "native"
     """The backend's own collectives, one per unit and purpose."""
 
@@ -34,14 +34,14 @@ class TransportOptions:
     wire_dtype: torch.dtype | None = None
 
     def describe(self) -> str:
-        """What must be the same on every rank."""
+        """The settings that must be the same on every rank."""
         return f"collectives={self.collectives.value}, wire_dtype={self.wire_dtype}"
 
     def check_without_gloo(self, backend: str, rank: int) -> None:
-        """Can a process group of another backend do this?
+        """Check the options for a process group of another backend than gloo.
 
         Raises:
-            ValueError: it cannot.
+            ValueError: an option that only gloo's transports have.
         """
         asked = f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""
         if self.collectives is Collectives.SOCKETS:
@@ -55,7 +55,7 @@ class TransportOptions:
 
 
 COALESCE_BYTES = 4 << 20
-"""What the parameters of small units that go together take at most, unless the user says it."""
+"""Default of ``coalesce_bytes``: largest sum of parameter bytes of units that are coalesced."""
 
 
 def as_coalesce_bytes(value: object) -> int:
@@ -67,6 +67,7 @@ def as_coalesce_bytes(value: object) -> int:
     """
     if value is None:
         return COALESCE_BYTES
+    # True is an int: it would mean one byte.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"coalesce_bytes: expected an int of bytes or None, got {value!r}")
     if value < 0:
@@ -104,7 +105,7 @@ def as_transport(collectives: object, wire_dtype: object) -> TransportOptions:
 
 
 def check_launch_without_group() -> None:
-    """Refuse to run alone where a launcher started several ranks.
+    """Check that no launcher started other ranks: each would train a model of its own.
 
     Raises:
         RuntimeError: ``WORLD_SIZE`` says that there are other ranks.

@@ -19,8 +19,9 @@ class CPUOffload:
     a path alone offloads everything.
 
     Attributes:
-        offload_params: offload the shards, their gradients and the optimizer state. Each gather
-            copies this rank's part up, each reduction copies down, and optimizers step there.
+        offload_params: offload the shards, their gradients and the optimizer state. Each all-gather
+            copies the shard to the device, each reduce-scatter copies the gradient back, and
+            optimizers step there.
         offload_optimizer: offload the optimizer state, and on an accelerator also gradients and
             full precision shards, of which the device keeps a copy in the dtype that computes.
             Does nothing more where ``offload_params`` is set.
@@ -58,7 +59,7 @@ class CPUOffload:
         return self.offload_params or (self.is_on and not self.offload_optimizer)
 
     def describe(self) -> str:
-        """What must be the same on every rank."""
+        """The settings that must be the same on every rank."""
         to = "host" if self.path is None else "disk"
         return f"offload of {'all' if self.takes_params else 'state'} to {to}" if self.is_on else ""
 

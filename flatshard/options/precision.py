@@ -1,4 +1,4 @@
-"""``MixedPrecision``: in which dtypes a unit computes, gathers and reduces."""
+"""``MixedPrecision``: in which dtypes a unit computes, all-gathers and reduces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 Overrides: TypeAlias = (
     Mapping[str, torch.dtype] | Callable[[nn.Parameter], torch.dtype | None] | None
 )
-"""What ``MixedPrecision.overrides`` may be."""
+"""The types that ``MixedPrecision.overrides`` accepts."""
 
 FLOAT8 = tuple(
     getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)
@@ -37,7 +37,7 @@ class ReduceMode(enum.Enum):
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """In which precision parameters are gathered and gradients reduced.
+    """In which precision parameters are all-gathered and gradients reduced.
 
     The shard, its gradient as the optimizer sees it, and the optimizer state stay in the
     parameter's own dtype; so do state dicts and ``summon_full_params``. Only floating point
@@ -151,7 +151,7 @@ class MixedPrecision:
         return all(dtype is None for dtype in dtypes) and not self.overrides
 
     def describe(self) -> str:
-        """What must be the same on every rank; what a function says of parameters is not in it."""
+        """The settings that must be the same on every rank; without the answers of a function."""
         overrides = "a function" if callable(self.overrides) else self.overrides
         fields = {**self.__dict__, "overrides": overrides}
         return f"MixedPrecision({', '.join(f'{name}={value}' for name, value in fields.items())})"
@@ -159,7 +159,7 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class ParamPrecision:
-    """What a policy means for the parameters of one flat parameter.
+    """The dtypes of one flat parameter under a policy.
 
     Attributes:
         compute_dtype: of the unsharded parameters; None: their own.
@@ -176,11 +176,11 @@ class ParamPrecision:
     fixed_order: bool = False
 
     def unsharded_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What parameters of a dtype compute in."""
+        """The dtype in which parameters of ``dtype`` compute."""
         return _lowered(dtype, self.compute_dtype)
 
     def reduced_dtype(self, dtype: torch.dtype, of_hook: torch.dtype | None = None) -> torch.dtype:
-        """What gradients of parameters of a dtype are reduced in."""
+        """The dtype in which gradients of parameters of ``dtype`` are reduced."""
         return _lowered(dtype, of_hook or self.reduce_dtype or self.compute_dtype)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Placement:
-    """What a strategy means for the runtime, which asks this and never the strategy's name.
+    """A strategy as the runtime sees it, which never asks for the strategy's name.
 
     Attributes:
         sharded: parameters, gradients and optimizer state are split over the shard group.
@@ -19,9 +19,9 @@ class Placement:
             parameters change or a forward without gradients is over.
         hybrid: the shard group is one node's ranks; nodes hold replicas.
         over_all: with ``hybrid``: gradients and optimizer state are split over all ranks, only
-            what parameters are gathered from is replicated.
-        regather_size: after forward each rank keeps one part in so many of the parameters, from
-            which backward gathers, from as many ranks only. None: backward gathers as forward.
+            what parameters are all-gathered from is replicated.
+        regather_size: after forward each rank keeps one part in so many of the parameters, which
+            backward all-gathers, from as many ranks only. None: backward does as forward.
     """
 
     sharded: bool
@@ -43,7 +43,7 @@ class ShardingStrategy(enum.Enum):
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
     """Parameters stay unsharded from forward until their backward is over: ZeRO stage 2."""
     FULL_SHARD = "FULL_SHARD"
-    """Parameters are resharded after forward and gathered again for backward: ZeRO stage 3."""
+    """Parameters are resharded after forward, unsharded again for backward: ZeRO stage 3."""
     HYBRID_SHARD = "HYBRID_SHARD"
     """``FULL_SHARD`` within each node, replicated over nodes."""
     HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
@@ -52,7 +52,7 @@ class ShardingStrategy(enum.Enum):
     """The same, as torch spells it."""
     HYBRID_SHARD_OP = "HYBRID_SHARD_OP"
     """As ``HYBRID_SHARD``, with gradients and optimizer state sharded over all ranks: parameters
-    cross nodes once after each optimizer step, and are gathered within the node after that."""
+    cross nodes once after each optimizer step, and are all-gathered within the node after that."""
 
     @property
     def placement(self) -> Placement:
@@ -90,9 +90,8 @@ def resharding(
 
     Args:
         strategy: what to start from.
-        after_forward: None: as the strategy says. True or False: free the parameters after
-            forward or keep them. An int k: keep one part in k, from which k ranks gather them
-            for backward.
+        after_forward: None: as the strategy says. True or False: reshard after forward or not.
+            An int k: keep one part in k, which k ranks all-gather for backward.
 
     Raises:
         TypeError: ``after_forward`` is something else.
@@ -106,10 +105,11 @@ def resharding(
             f"reshard_after_forward: expected True, False or a number of ranks, "
             f"got {after_forward!r}"
         )
+    # By identity: 0 equals False, and is an error.
     if after_forward is not False and (after_forward < 1 or not placement.reshard_after_forward):
         raise ValueError(
             f"reshard_after_forward={after_forward}: expected at least 1, with FULL_SHARD or a "
-            f"HYBRID strategy that frees parameters after forward; the strategy is {strategy.name}"
+            f"HYBRID strategy that reshards after forward; the strategy is {strategy.name}"
         )
     if after_forward is True:
         return strategy, placement
@@ -125,18 +125,18 @@ def resharding(
 
 
 class BackwardPrefetch(enum.Enum):
-    """When the next unit's gather starts in backward; ``None`` in its place means never."""
+    """When the next unit's all-gather starts in backward; ``None`` means never."""
 
     AUTO = "AUTO"
-    """``END_OF_FORWARD`` where backward's gathers go over gloo's sockets, else ``BACKWARD_PRE``."""
+    """``END_OF_FORWARD`` where backward's all-gathers use gloo's sockets, else ``BACKWARD_PRE``."""
     BACKWARD_PRE = "BACKWARD_PRE"
     """Before this unit's gradients are computed: most overlap."""
     BACKWARD_POST = "BACKWARD_POST"
     """After this unit was resharded: one unit less in memory."""
     END_OF_FORWARD = "END_OF_FORWARD"
-    """As ``BACKWARD_PRE``; and the unit that forward ends with is kept for backward, and the next
-    one's gather starts, where forward ends. For slow networks, which had nothing to do meanwhile;
-    the gathers of one unit less. After a forward without backward they stay unsharded."""
+    """As ``BACKWARD_PRE``; also, when forward ends, its last unit stays unsharded and the next
+    all-gather starts. For slow networks, which are idle then; saves one unit's all-gather. After a
+    forward without backward both units stay unsharded."""
 
 
 def as_strategy(value: object, *, has_grid: bool = False) -> ShardingStrategy:
@@ -163,6 +163,7 @@ def as_backward_prefetch(value: object) -> BackwardPrefetch | None:
 def _as_member(kind: type[enum.Enum], value: object, keyword: str) -> Any:
     if isinstance(value, kind):
         return value
+    # Torch's enums have the same member names.
     name = value.name if isinstance(value, enum.Enum) else value
     choices = ", ".join(kind.__members__)
     if not isinstance(name, str):

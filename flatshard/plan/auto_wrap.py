@@ -1,7 +1,7 @@
 """The policy ``"auto"``: which modules become units where users name none.
 
 [Note: what "auto" chooses]
-A unit is gathered at once, so units should be small against the model; each all-gather also has a
+A unit is unsharded at once, so units should be small against the model; each all-gather also has a
 fixed cost, so they should not be small as such. From the root downwards every module is
 either *opened*, which means that its children are asked in its place, or taken as one unit:
 
@@ -20,7 +20,7 @@ head stay in what contains both.
 
 The root is whatever is left, and may be small. It then takes in single modules of up to
 ``ROOT_TAKES_NUMEL`` elements. It stays unsharded in a step, so it takes in nothing larger, and
-no block: holding that would cost more than a small gather does.
+no block: holding that would cost more than a small all-gather does.
 
 Experts, found by their name, are never units by themselves: which of them run depends on the data,
 and ranks that run other ones would wait for each other.
@@ -41,7 +41,7 @@ Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 Kind: TypeAlias = type[nn.Module] | Shapes
 
 MIN_UNIT_NUMEL = 250_000
-"""Elements in the smallest unit. These are 1 MB of float32: below about that, a gather's fixed part
+"""Elements in the smallest unit, 1 MB of float32: below about that, an all-gather's fixed part
 (Python, latency, a pipeline that is not full) takes longer than its bytes."""
 
 DIVISIBLE_NUMEL = 8 * MIN_UNIT_NUMEL
@@ -55,7 +55,7 @@ ROOT_BLOCKS_NUMEL = 32 * MIN_UNIT_NUMEL
 
 LARGE_SHARE = 1 / 8
 """Part of the model that is too large for a unit if it can be divided. While one unit computes the
-next is gathered, so with units of this size at most a quarter of the model is unsharded at once."""
+next is all-gathered: with units of this size, a quarter of the model is unsharded at the peak."""
 
 BLOCKS_SHARE = 2 / 3
 """Part of a module's elements that blocks in it must hold for it to be opened. Less is a block that
@@ -75,7 +75,7 @@ def choose(tree: ModuleTree) -> dict[nn.Module, str]:
 
 
 def count_blocks(tree: ModuleTree) -> int:
-    """How many of the chosen units are blocks."""
+    """Number of the chosen units that are blocks."""
     return len(_choose(tree).blocks())
 
 
@@ -83,12 +83,12 @@ def _choose(tree: ModuleTree) -> _Choice:
     choice = _Choice(tree)
     choice.visit(tree.root)
     choice.take_small_blocks()
-    choice.settle_root()
+    choice.fill_root()
     return choice
 
 
 class _Choice:
-    """What is chosen so far, and what that leaves over."""
+    """The units chosen so far, and the parameters that they leave over."""
 
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
@@ -158,11 +158,11 @@ class _Choice:
             for module in blocks:
                 self._take(module)
 
-    def settle_root(self) -> None:
+    def fill_root(self) -> None:
         """Let a small root take in what is cheap to keep unsharded."""
         root = self._tree.root
         if len(self._held) == 1 and self._left[root] < MIN_UNIT_NUMEL:
-            self._held.clear()  # two gathers, the first of nearly everything
+            self._held.clear()  # else two all-gathers, the first of nearly everything
             return
         # Stable: of equal ones the first in the model.
         for module in sorted(self._outermost_singles(), key=self._held.__getitem__):
@@ -186,7 +186,7 @@ class _Choice:
         ]
 
     def _kinds(self, module: nn.Module) -> Iterator[Kind]:
-        """What makes a module with children a block, if another one has it too."""
+        """Keys by which a module with children is a block if another module has one too."""
         if self._children(module) and has_forward(module):
             if type(module) not in _GENERIC:
                 yield type(module)

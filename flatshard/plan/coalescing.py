@@ -36,7 +36,7 @@ def coalesce(
     Args:
         plans: a policy's units, in the order of the model; those that own nothing are left out.
         owners: what each owns.
-        max_bytes: the most that the parameters of several units together may take, in bytes.
+        max_bytes: largest sum of parameter bytes over the units that are coalesced.
         kind: what units must have in common to go together.
 
     Returns:
@@ -67,5 +67,8 @@ def is_apart(param: nn.Parameter) -> bool:
 
 
 def _dtypes(params: Iterable[nn.Parameter]) -> Hashable:
-    """The flat parameters of a unit: units with others would need more collectives, not fewer."""
+    """What decides a unit's flat parameters.
+
+    Coalescing units of different kinds would need more collectives, not fewer.
+    """
     return frozenset((param.dtype, param.requires_grad) for param in params)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Ignored:
-    """What is neither sharded, moved, compared between ranks, nor synchronised.
+    """Modules and tensors that are not sharded, moved, compared between ranks, or synchronised.
 
     Attributes:
         modules: ignored with all that they hold; their descendants are in here too.
@@ -90,6 +90,7 @@ def find_ignored(
         *_read("ignored_states", ignored_states, (nn.Parameter, nn.Module), root),
     ]
     tops = {one for one in chosen if isinstance(one, nn.Module)}
+    # By id: tensors compare element by element.
     single = {id(one) for one in chosen if isinstance(one, Tensor)} | _named_for_ddp(root)
     names = []
     for name, module in root.named_modules():
@@ -100,7 +101,7 @@ def find_ignored(
     places = set()
     first_names: dict[int, str] = {}
     for name, module, attribute, tensor in _places(root):
-        first_names.setdefault(id(tensor), name)
+        first_names.setdefault(id(tensor), name)  # a tied one is named once
         if id(tensor) in single:
             places.add((module, attribute))
     names += [name for key, name in first_names.items() if key in single]
@@ -109,6 +110,7 @@ def find_ignored(
         frozenset(places).union(*(inner.places for inner in nested.values())),
         tuple(names),
     )
+    # What inner wrappers ignore is in here too, and not sharded: only what they own is an error.
     _check_not_sharded(ignored.ids() & set(sharded), first_names)
     return ignored
 

@@ -29,6 +29,7 @@ class ModuleProxy(nn.Module):
 
         ``isinstance(x, ShardedWrapper)`` is true as well: it looks at ``type(x)`` first.
         """
+        # Asked for before there is a module, too: by ``Module.__init__`` and unpickling.
         module = self.__dict__.get("_modules", {}).get("module")
         return type(self) if module is None else module.__class__  # type: ignore[no-any-return]
 
@@ -44,7 +45,7 @@ class ModuleProxy(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name == "module":  # not there yet: to ask it for itself would never end
                 raise
         return getattr(self.module, name)
 
@@ -87,6 +88,7 @@ class ModuleProxy(nn.Module):
         memo = set() if memo is None else memo
         if self in memo:
             return
+        # Not ``super()``'s, which would add ``module.`` to every name below.
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
@@ -111,6 +113,6 @@ class ModuleProxy(nn.Module):
         def clean(*_: Any) -> None:
             for messages in (missing_keys, unexpected_keys, error_msgs):
                 messages[:] = [message.replace(inner, prefix) for message in messages]
-            hook.remove()
+            hook.remove()  # it closes over this load's lists
 
         hook = self.register_load_state_dict_post_hook(clean)

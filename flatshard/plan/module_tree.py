@@ -4,7 +4,7 @@
 A unit's parameters are unsharded only while its own ``forward`` runs. Where other code reads them
 they must stay with a unit further up, whatever a policy says:
 
-- a module without ``forward`` (``ModuleList``, ``ParameterList``, ...): nothing would gather it;
+- a module without ``forward`` (``ModuleList``, ``ParameterList``, ...): nothing would unshard it;
 - all that lies below a module which passes its children's weights to a function instead of calling
   the children, as ``MultiheadAttention`` does with ``out_proj.weight``. It may itself be a unit;
 - what ``torch.nn.utils.parametrize`` inserts: the owner's attribute access runs it.
@@ -130,5 +130,5 @@ def _read_by_others(root: nn.Module) -> set[nn.Module]:
 
 
 def name_of(names: Sequence[str]) -> str:
-    """What a unit of modules with these FQNs is called."""
+    """The name of a unit of modules with these FQNs."""
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

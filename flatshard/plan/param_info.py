@@ -63,7 +63,7 @@ def find_owners(
     units = {*unit_modules, root}
     found: dict[int, ParamInfo] = {}
     common: dict[int, list[nn.Module]] = {}
-    seen_sites: set[tuple[int, str]] = set()
+    seen_locations: set[tuple[int, str]] = set()
     for path, chain in paths(root):
         module = chain[-1]
         prefix = f"{path}." if path else ""
@@ -73,9 +73,11 @@ def find_owners(
                 continue
             key = id(param)
             owned = found.setdefault(key, ParamInfo(param))
-            if (id(module), attribute) not in seen_sites:
-                seen_sites.add((id(module), attribute))
+            # A shared module is on several paths, and is one place.
+            if (id(module), attribute) not in seen_locations:
+                seen_locations.add((id(module), attribute))
                 owned.locations.append(ParamLocation(module, attribute, prefix + attribute))
+            # Outermost first, so the last unit that all places have in common is the lowest.
             before = common.get(key, enclosing)
             common[key] = [unit for unit in before if unit in enclosing]
     owners: dict[nn.Module, list[ParamInfo]] = {root: []}

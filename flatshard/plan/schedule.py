@@ -1,4 +1,4 @@
-"""The execution order: which unit ran after which, and what to gather next. Integers only."""
+"""The execution order: which unit ran after which, and what to unshard next. Integers only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 class ExecutionOrder:
     """Records the order of units in a forward and predicts from it.
 
-    A prediction is a hint: a unit that comes out of order is gathered on demand.
+    A prediction is a hint: a unit that comes out of order is unsharded on demand.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ def _after(unit: int, units: list[int]) -> list[int]:
 
 
 class ReduceOrder:
-    """The one order in which all ranks start the reductions of a backward.
+    """The one order in which all ranks start the reduce-scatters of a backward.
 
     Collectives match by order, and ranks may finish units at different moments, or not at all: a
     later unit therefore waits for an earlier incomplete one.
@@ -103,7 +103,7 @@ class ReduceOrder:
             yield head
 
     def num_ready(self) -> int:
-        """How many units, from the first of the order on, could have had their turn."""
+        """Number of units, from the first of the order on, that are ready without a gap."""
         rest = (n for n, unit in enumerate(self.sequence) if unit not in self._ready)
         return next(rest, len(self.sequence))
 
@@ -117,10 +117,10 @@ class ReduceOrder:
 
 
 class UnevenUnits:
-    """Units that some ranks reduced during a backward of late, and others only at its end.
+    """Units that, in a recent backward, some ranks reduced during it and others only at its end.
 
     A rank of the latter kind lacks a gradient that others have, so waiting for it before the end
-    never succeeds. Only a clock could tell sooner; so ranks go by what happened of late.
+    never succeeds. Only a clock could tell sooner; so ranks go by the last backwards.
     """
 
     REMEMBERED = 100
@@ -130,10 +130,10 @@ class UnevenUnits:
         self._left: dict[int, int] = {}
 
     def __contains__(self, unit: int) -> bool:
-        """Whether it was uneven of late."""
+        """Whether it was uneven in one of the last ``REMEMBERED`` backwards."""
         return unit in self._left
 
     def note(self, uneven: Iterable[int]) -> None:
-        """A backward is over in which these units were uneven."""
+        """Note the uneven units of a backward that is over; the same on all ranks."""
         self._left = {unit: left - 1 for unit, left in self._left.items() if left > 1}
         self._left.update(dict.fromkeys(uneven, self.REMEMBERED))

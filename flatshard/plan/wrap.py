@@ -147,19 +147,6 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
-def _or_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    policies: Iterable[Callable[..., bool]],
-) -> bool:
-    """Make a unit of each module that one of ``policies`` wants."""
-    return any(
-        policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
-        for policy in policies
-    )
-
-
 # --- policy objects ---
 
 
@@ -311,6 +298,7 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, dict[
         params = tree.params(module)
         held: set[nn.Parameter] = set()
         if policy(module=module, recurse=True, nonwrapped_numel=numel(params)):
+            # Children first: what their units hold does not count for this module's size.
             held = held.union(*(visit(child) for _, child in tree.open_children(module)))
             left = numel(params - held)
             can_be_unit = module is not tree.root and has_forward(module)
@@ -462,13 +450,13 @@ def explain_no_match(
         options.append(f"{cls.__name__} ({name!r}{count}, {size:,} elements)")
     return (
         f"auto_wrap_policy: {_show(policy)} chose no module of {type(root).__name__}, so all its "
-        f"{numel(tree.params(root)):,} elements are one unit, gathered together. "
+        f"{numel(tree.params(root)):,} elements are one unit, unsharded together. "
         f"It could have chosen, largest first: {', '.join(options) or 'nothing'}."
     )
 
 
 def _module_classes_in(value: object) -> list[type]:
-    """Return the module classes that someone passed where a policy belongs."""
+    # Passed where a policy belongs, to be named in the error.
     items = value if isinstance(value, list | tuple | set | frozenset) else [value]
     return [item for item in items if isinstance(item, type) and issubclass(item, nn.Module)]
 

@@ -67,7 +67,6 @@ def _cast_fields(instance: Any, dtype: torch.dtype) -> Any:
 
 
 def _first_float(value: Any) -> torch.dtype | None:
-    """The dtype of the first floating point tensor in a value."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             return leaf.dtype
@@ -89,7 +88,7 @@ def _cast_arguments(
 
 @dataclass(frozen=True)
 class UnitCasts:
-    """What a unit casts when it is called, and what it returns.
+    """The casts of a unit's inputs and outputs.
 
     Attributes:
         as_root: dtype of its inputs where it is the root; None: as they come.
@@ -109,7 +108,7 @@ class UnitCasts:
         return None if dtype is None else _cast_arguments(args, kwargs, dtype)
 
     def cast_output(self, output: Any) -> Any:
-        """What the unit returns."""
+        """The unit's output."""
         return output if self.outputs is None else cast_floats(output, self.outputs)
 
 
@@ -137,6 +136,7 @@ class ModuleCasts:
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Kept here: the hook after forward is given the arguments already cast.
         self._called_with = _first_float((args, kwargs)) or self._outside
         return _cast_arguments(args, kwargs, self._dtype or _own_dtype(module))
 
@@ -233,16 +233,17 @@ _SGD = inspect.unwrap(torch.optim.SGD.step)
 def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
     """Assign ``param.grad``, of whatever floating point dtype."""
     if grad is not None and grad.dtype != param.dtype:
-        param.grad_dtype = None  # any; where torch lacks it, policies that need it are refused
+        # None: any dtype. Where torch lacks the attribute, MixedPrecision has raised.
+        param.grad_dtype = None
     param.grad = grad
 
 
 def check_dtype(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter, name: str | None
 ) -> None:
-    """See before a step that an optimizer can step on a gradient in another dtype.
+    """Check before a step that an optimizer accepts a gradient in another dtype.
 
-    Its own error is the answer of an optimizer that is not torch's.
+    Optimizers that are not torch's raise errors of their own.
 
     Args:
         optimizer: that is about to step.
@@ -269,6 +270,6 @@ def check_dtype(
             f"{named}its gradient is {grad.dtype} and it is {param.dtype}, as "
             "MixedPrecision(keep_low_precision_grads=True) asks for, but "
             f"{type(optimizer).__name__} {why}. Leave keep_low_precision_grads out, or use an "
-            "optimizer that takes them: Adadelta, Adagrad, ASGD, RMSprop, SGD without momentum, or "
-            "one of your own."
+            "optimizer that accepts them: Adadelta, Adagrad, ASGD, RMSprop, SGD without momentum, "
+            "or one of your own."
         )

@@ -35,7 +35,7 @@ class Float8Shard:
 
     @property
     def nbytes(self) -> int:
-        """Of a rank's part."""
+        """Bytes of a rank's packed shard."""
         nbytes = self.num_blocks * torch.float32.itemsize + self.numel
         return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 

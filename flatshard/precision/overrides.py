@@ -2,7 +2,7 @@
 
 A policy is one unit's; what deviates from it inside the unit is decided here, by class and by name,
 before anything is sharded. Parameters that deviate become flat parameters of their own, and
-modules get hooks that cast at their boundary (``casting``).
+modules get hooks that cast at their boundary (``casts``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Override:
 
     @classmethod
     def of(cls, dtype: torch.dtype, params: Iterable[nn.Parameter]) -> Override:
-        """What a ``dtype`` means for ``params``."""
+        """The override of ``params`` by ``dtype``."""
         # Where it is their own, they share a flat parameter with others that keep their own.
         own = {param.dtype for param in params if param.is_floating_point()}
         return cls(None if own == {dtype} else dtype)
@@ -96,7 +96,6 @@ class PrecisionPlan:
                 self._plan_param(module, attribute, param)
 
     def _decide(self, module: nn.Module, policy: MixedPrecision) -> Override | None:
-        """What a policy says of a module itself."""
         if isinstance(module, tuple(policy.module_classes_to_ignore)):
             return Override(None)
         return self._by_name(self._names[module], policy, module.parameters())
@@ -121,6 +120,7 @@ class PrecisionPlan:
             return
         if not (isinstance(module, nn.Linear) and attribute == "weight"):
             self._not_linear.add(id(param))
+        # The innermost decides: the parameter's own name, then its module's override.
         override = self._by_name(names, policy, [param])
         override = override or self._by_call(names[0], param, policy)
         override = override or self._override_of[module]
@@ -128,7 +128,7 @@ class PrecisionPlan:
         if before != override:
             raise ValueError(
                 f"mixed_precision: parameters {first!r} and {names[0]!r} are tied, and would be "
-                f"gathered in {_describe(before)} and in {_describe(override)}. Name both in "
+                f"unsharded in {_describe(before)} and in {_describe(override)}. Name both in "
                 "overrides."
             )
 
@@ -149,11 +149,11 @@ class PrecisionPlan:
     # ------------------------------------------------------------ the plan
 
     def describe(self) -> str:
-        """What functions said, which must be the same on every rank."""
+        """The answers of functions, which must be the same on every rank."""
         return f", overrides by function: {self._by_function}" if self._by_function else ""
 
-    def remarks(self) -> list[str]:
-        """What has no effect."""
+    def warnings(self) -> list[str]:
+        """Warnings about settings that have no effect."""
         found = []
         if self._untouched:
             listed = ", ".join(f"{name!r} ({dtype})" for name, dtype in self._untouched.items())
@@ -193,6 +193,7 @@ class PrecisionPlan:
         if policy.reduce_dtype is None:
             return replace(own, compute_dtype=override.dtype)
         computed = override.dtype or param.dtype
+        # A parameter kept in fp32, say, is not to have its gradient rounded to bf16.
         wider = torch.promote_types(computed, policy.reduce_dtype)
         return replace(
             own,
@@ -201,7 +202,7 @@ class PrecisionPlan:
         )
 
     def of_unit(self, module: nn.Module, policy: MixedPrecision) -> UnitCasts:
-        """What a unit casts."""
+        """The casts of a unit's inputs and outputs."""
         # What the module casts itself, the unit must not cast before.
         override = self._override_of.get(module)
         inputs = None if module in self._casts else _dtype_of(policy, override)

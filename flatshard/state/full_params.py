@@ -1,9 +1,9 @@
-"""Full parameters of sharded ones: gathered copies, and modules that hold them for a while.
+"""Full parameters of sharded ones: all-gathered copies, and modules that hold them for a while.
 
 [Note: what a summon shows]
-Copies in the shard's own dtype, not the unsharded buffer: that one may be cast, and may be gathered
-again at any time. Where the sharded parameters are full and plain themselves they are shown as
-they are, unless edits have to be undone.
+Copies in the shard's own dtype, not the unsharded buffer: that one may be cast, and may be
+overwritten by an all-gather at any time. Where the sharded parameters are full and plain themselves
+they are shown as they are, unless edits have to be undone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import view_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
-# ---------------------------------------------------------------- gathered copies
+# ---------------------------------------------------------------- full copies
 
 
 def gather_full(
@@ -46,8 +46,9 @@ def gather_full(
         raise RuntimeError(
             f"unit {handle.unit_name!r}, rank {rank}: full tensors were asked for under "
             "summon_full_params(rank0_only=True), where only rank 0 has them and takes no "
-            "part in another gather. Ask on rank 0 alone, or outside of the context."
+            "part in another all-gather. Ask on rank 0 alone, or outside of the context."
         )
+    # Users may write to the copies outside of inference mode, which its own tensors do not allow.
     with torch.inference_mode(False), torch.no_grad():
         flat = gather_flat(handle, handle.shard)
         return split(handle, flat, device) if is_kept else []
@@ -68,7 +69,7 @@ def gather_flat(handle: FlatParamHandle, shard: Tensor) -> Tensor:
         return handle.buffer
     flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
     handle.gather.gather_full(shard.detach().to(handle.device), flat).finish()
-    disk.release(shard)
+    disk.release(shard)  # its pages were read for the all-gather alone
     return flat
 
 
@@ -117,7 +118,7 @@ def index_of(handle: FlatParamHandle, tensor: Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class Request:
-    """What ``summon_full_params`` was asked for.
+    """Arguments of ``summon_full_params``.
 
     Attributes:
         writeback: keep what is written.
@@ -133,7 +134,6 @@ class Request:
 
 
 def _present_grads(handle: FlatParamHandle) -> list[bool]:
-    """Per original parameter, whether it has a gradient."""
     with torch._C.DisableTorchFunctionSubclass():
         found = [param.grad is not None for param in handle.sharded]
     return found if handle.params.use_orig_params else found * len(handle.params.specs)
@@ -214,7 +214,10 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
 
 
 def _grad_facts(handle: FlatParamHandle) -> list[tuple[bool, bool, bool]]:
-    """Per original parameter: whether its gradient is not reduced, present, absent."""
+    """Per original parameter: whether its gradient is not reduced, present, absent.
+
+    Both of the latter, since the ranks' MAX of each then tells whether they differ.
+    """
     unreduced = handle.grad_publish.shows_unreduced()
     return [(unreduced and there, there, not there) for there in _present_grads(handle)]
 
@@ -226,7 +229,7 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
     Collective: all ranks, at entry; one flat parameter at a time.
 
     Raises:
-        RuntimeError: the request cannot be met (before anything is gathered), or, at the end,
+        RuntimeError: the request cannot be met (before the first all-gather), or, at the end,
             something that was written cannot be kept.
     """
     for handle in handles:
@@ -283,7 +286,7 @@ class Summoned:
         return self._handle.params.are_full and self.request.writeback and not moves
 
     def _join(self, outer: Summoned) -> None:
-        """Inside another summon: nothing is gathered, and what it shows is shared or copied."""
+        """Inside another summon: without an all-gather, share or copy what that one shows."""
         self.is_held = outer.is_held
         self.params = outer.params
         shown = outer.params or (self._handle.sharded if self._handle.params.are_full else [])
@@ -333,6 +336,7 @@ class Summoned:
             Reasons why something that was written is not kept.
         """
         handle, request = self._handle, self.request
+        # From here on, also where something below raises, the handle is as before this summon.
         handle.summoned = self._outer
         replaced = self._replaced() if request.writeback and self._outer is None else []
         if self._shows or replaced:
@@ -380,7 +384,7 @@ class Summoned:
     def _write_back(self) -> list[str]:
         """Copy values, gradients and ``requires_grad`` into this rank's part."""
         problems = self._misfits()
-        if problems:
+        if problems:  # all or nothing: some edits without the others are no model
             return problems
         handle = self._handle
         with torch._C.DisableTorchFunctionSubclass():
@@ -400,7 +404,7 @@ class Summoned:
         return []
 
     def _misfits(self) -> list[str]:
-        """What of the full parameters cannot be put into the shard; nothing is written then."""
+        """Errors for full parameters that do not fit the shard; if any, nothing is written."""
         problems = []
         handle = self._handle
         requires_grad = handle.params.requires_grad()

@@ -22,7 +22,7 @@ from flatshard.state.full_params import gather_full, index_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 DDP_PREFIX = "module."
-"""What DistributedDataParallel adds to names."""
+"""Prefix that DistributedDataParallel adds to names."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class UnitStateDict:
         self._depth = 0
         for module in {*unit.modules}.union(*(handle.params.modules() for handle in unit.handles)):
             # Torch marks the functions that it is given, which a bound method does not allow.
-            module.register_state_dict_pre_hook(partial(self._before_save))
+            module.register_state_dict_pre_hook(partial(self._enter))
             module.register_state_dict_post_hook(partial(self._after_save))
             module.register_load_state_dict_pre_hook(self._before_load)
             module.register_load_state_dict_post_hook(self._after_load)
@@ -67,9 +67,6 @@ class UnitStateDict:
     def unit_name(self) -> str:
         """The unit's name in the unwrapped model."""
         return self._unit.name
-
-    def _before_save(self, module: nn.Module, *_: Any) -> None:
-        self._enter(module)
 
     def _after_save(
         self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
@@ -97,9 +94,9 @@ class UnitStateDict:
         if self._leave():
             self._unit.num_loads += 1
 
-    def _enter(self, module: nn.Module) -> None:
+    def _enter(self, module: nn.Module, *_: Any) -> None:
         if module in self._unit.modules:
-            # Nothing of this unit is further out; whatever failed before is over.
+            # Nothing of this unit is further out: a depth left is that of a call that raised.
             self._depth = 0
         self._depth += 1
         for handle in self._unit.handles:
@@ -147,10 +144,10 @@ def _treat_rest(
 ) -> None:
     """Treat buffers, extra state and ignored parameters as a unit's parameters.
 
-    Parts of other units stay: every rank has to see them to take part in their gathers.
+    Parts of other units stay: every rank has to see them to take part in their all-gathers.
     """
     value = state_dict[key]
-    if isinstance(value, nn.Parameter):  # with keep_vars=True nothing is gathered, nor moved
+    if isinstance(value, nn.Parameter):  # with keep_vars=True it is the module's own, left as it is
         if not is_saving:
             del state_dict[key]
     elif isinstance(value, FlatShardTensor):
@@ -162,7 +159,7 @@ def _treat_rest(
 
 
 def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
-    """What state dicts of a model are, from its units' parts; the default without units.
+    """The options that all units of a model have; the default without units.
 
     Raises:
         RuntimeError: its units differ.
@@ -207,7 +204,7 @@ def load(
 
 
 def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> dict[str, Any]:
-    """The state dict with DistributedDataParallel's ``module.`` taken off, where it has it.
+    """The state dict without DistributedDataParallel's prefix ``module.``, where it has it.
 
     A model with a child of that name is left alone: there the prefix is its own.
     """

@@ -16,12 +16,12 @@ from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
-"""What torch's ``checkpoint_wrapper`` adds to names, but not to those in state dicts."""
+"""Prefix that torch's ``checkpoint_wrapper`` adds to names, but not to those in state dicts."""
 
 
 @dataclass(frozen=True)
 class OptimParam:
-    """What one parameter of an optimizer is in the unwrapped model.
+    """A parameter of an optimizer, in terms of the unwrapped model.
 
     Attributes:
         fqns: of the original parameters in it.
@@ -68,12 +68,14 @@ class OptimParams:
         prefixes = {
             module: unwrapped(f"{name}.") if name else "" for name, module in model.named_modules()
         }
+        # Every place, also of tied parameters: which of them names it, the units decide.
         self.order: dict[str, int] = {}
         for module, prefix in prefixes.items():
             for attribute in module._parameters:
                 self.order.setdefault(prefix + attribute, len(self.order))
         found = dict(_params_of_units(prefixes, units))
         for name, param in model.named_parameters():
+            # No unit owns it: it is ignored, or the model is not wrapped.
             found.setdefault(id(param), OptimParam((unwrapped(name),)))
         self.groups: list[list[OptimParam]] = []
         for number, group in enumerate(optimizer.param_groups):
@@ -97,6 +99,7 @@ class OptimParams:
         """The original parameters of a group, as an optimizer of the unwrapped model has them."""
         fqns = [fqn for param in self.groups[group] for fqn in param.fqns]
         if any(param.is_flat for param in self.groups[group]):
+            # One flat parameter per dtype: originals of several may alternate in the model.
             fqns.sort(key=self.order.__getitem__)
         return fqns
 
@@ -118,6 +121,7 @@ def _params_of_units(
     """All that units own, by the id of what the optimizer may hold."""
     for handle in chain.from_iterable(unit.handles for unit in units):
         indices = tuple(range(len(handle.layout.spans)))
+        # A place inside ``model``, which may be a part of what was wrapped.
         fqns = tuple(
             next(
                 prefixes[place.module] + place.attribute

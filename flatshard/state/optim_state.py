@@ -75,7 +75,7 @@ class _Entry:
         return entry
 
     def facts(self) -> Iterable[tuple[str, str]]:
-        """What must be the same on all ranks."""
+        """Facts that must be equal on all ranks."""
         fqn = self.param.fqns[0]
         yield f"state of {fqn!r}", "there"
         for key, part in self.parts.items():
@@ -106,7 +106,7 @@ def full_state(
         offload_to_cpu: tensors lie in CPU memory.
     """
 
-    def prepare() -> tuple[tuple[StateDict, dict[Any, _Entry]], Facts]:
+    def prepare() -> tuple[tuple[StateDict, dict[Any, OptimParam], dict[Any, _Entry]], Facts]:
         local_state_guard.watch(optimizer)
         own = local_state_guard.parts(optimizer) if state_dict is None else state_dict
         _check_form(own)
@@ -118,10 +118,10 @@ def full_state(
             if key in params
         }
         facts = chain.from_iterable(entry.facts() for entry in entries.values())
-        return (_with_fqns(own, params), entries), dict(facts)
+        return (own, params, entries), dict(facts)
 
-    # Errors of one rank are raised on all, before the first gather.
-    own, entries = agreed(prepare, _worlds(units), "optim_state_dict", _REMEDY)
+    # Errors of one rank are raised on all, before the first all-gather.
+    own, params, entries = agreed(prepare, _worlds(units), "optim_state_dict", _REMEDY)
     is_saving = not rank0_only or not units or units[0].topology.world.rank == 0
     device = torch.device("cpu") if offload_to_cpu else None
     full = {
@@ -129,6 +129,7 @@ def full_state(
         for entry in entries.values()
         for fqn in entry.param.fqns
     }
+    # In the units' order, which all ranks share.
     with torch.inference_mode(False), torch.no_grad():
         for handle in chain.from_iterable(unit.handles for unit in units):
             mine = [entry for entry in entries.values() if entry.param.handle is handle]
@@ -136,7 +137,10 @@ def full_state(
     if not is_saving:
         return {}
     rest = {key: _copied(v, device) for key, v in own["state"].items() if key not in entries}
-    groups = [_copied(group, None) for group in own["param_groups"]]
+    groups = [
+        {**_options(group), "params": [fqn for key in group["params"] for fqn in params[key].fqns]}
+        for group in own["param_groups"]
+    ]
     return {"state": {**full, **rest}, "param_groups": groups}
 
 
@@ -148,16 +152,6 @@ def _check_form(state_dict: Any) -> None:
         f"expected a dict with 'state' and 'param_groups', got {got}. With rank0_only=True only "
         "rank 0 has the state: let every rank load the file."
     )
-
-
-def _with_fqns(own: StateDict, params: dict[Any, OptimParam]) -> StateDict:
-    """The same state, with groups that list names."""
-    groups = []
-    for group in own["param_groups"]:
-        fqns = [fqn for key in group["params"] for fqn in params[key].fqns]
-        options = {key: v for key, v in group.items() if key not in ("params", "param_names")}
-        groups.append({**options, "params": fqns})
-    return {"state": own["state"], "param_groups": groups}
 
 
 def _part(param: OptimParam, key: str, value: Any) -> Tensor | None:
@@ -287,7 +281,7 @@ def state_to_load(
 
 
 def _keys(model: nn.Module, optimizer: torch.optim.Optimizer, by_name: bool) -> list[list[Any]]:
-    """What the optimizer's own state dicts call its parameters."""
+    """Per group, the keys of its parameters in the optimizer's own state dicts."""
     names = {id(param): name for name, param in model.named_parameters()}
     keys: list[list[Any]] = []
     start = 0
@@ -300,7 +294,7 @@ def _keys(model: nn.Module, optimizer: torch.optim.Optimizer, by_name: bool) -> 
 
 
 def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
-    """The same with names for positions; what wrappers add to names is taken off."""
+    """The same with names for positions, without the prefixes that wrappers add to names."""
     if local_state_guard.is_stamped(state_dict):
         raise ValueError(
             "an optimizer.state_dict() of a sharded model holds one rank's parts alone. Save "
@@ -396,7 +390,7 @@ def _loaded(
     for key in keys:
         values = {fqn: state[key] for fqn, state in states.items()}
         if not _is_per_element(param, key, values, elementwise):
-            loaded[key] = _the_one(param, key, values)
+            loaded[key] = _common_value(param, key, values)
         elif param.is_flat:
             loaded[key] = _flat(param, values)
         else:
@@ -428,8 +422,8 @@ def _is_per_element(param: OptimParam, key: str, values: dict[str, Any], element
     return True
 
 
-def _the_one(param: OptimParam, key: str, values: dict[str, Any]) -> Any:
-    """State that is one per parameter; of a flat parameter's originals it must be the same."""
+def _common_value(param: OptimParam, key: str, values: dict[str, Any]) -> Any:
+    """State that is one per parameter; raises if a flat parameter's originals differ in it."""
     first, *others = values
     for fqn in others:
         if _fact(values[fqn]) != _fact(values[first]):
@@ -479,7 +473,7 @@ def _sliced(param: OptimParam, value: Tensor, elementwise: bool) -> Tensor:
 
 
 def _worlds(units: Sequence[Unit]) -> list[Communicator]:
-    """The ranks that train the units; mostly the same for all."""
+    """The groups of ranks that train the units, each once; mostly one."""
     return list({tuple(u.topology.world.ranks): u.topology.world for u in units}.values())
 
 

@@ -47,6 +47,7 @@ class BroadcastSource:
                 self._world.receive(part, source=0, op_name=layout.spans[index].name)
             return
         assert value is not None, "rank 0 has the values"
+        # In the ranks' order, one parameter at a time, as those that receive ask for them.
         for place, number in self._parts:
             theirs = part_of(value, layout.spans[index], layout.local_span(index, number))
             if place == 0:

@@ -28,14 +28,14 @@ _POINTWISE = frozenset(
 )
 
 
+# What optimizers make their state with.
 _STATE_MAKERS = frozenset(
     getattr(aten, name).default for name in ("zeros_like", "ones_like", "full_like", "empty_like")
 )
-"""What optimizers make their state with."""
 
 
 def _local(value: Any, spec: ShardSpec) -> Any:
-    """What of an operand meets the local range of ``spec``."""
+    """The elements of an operand that belong to the local range of ``spec``."""
     if isinstance(value, FlatShardTensor):
         if value.spec.place != spec.place:
             raise RuntimeError(
@@ -46,6 +46,7 @@ def _local(value: Any, spec: ShardSpec) -> Any:
         return value.local
     if isinstance(value, Tensor) and value.dim() > 0:
         if torch.is_grad_enabled() and value.requires_grad:
+            # Its gradient would need every rank's range; here it would get this rank's alone.
             spec.refuse("a product with a tensor that requires a gradient")
         return spec.slice(value)
     return value
@@ -66,11 +67,11 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}
     result = func(*(_local(value, spec) for value in args), **kwargs)
     if in_place:
-        torch.autograd.graph.increment_version(args[0].local)
+        torch.autograd.graph.increment_version(args[0].local)  # see [Note: versions]
         return args[0]
-    home = spec.state_home
-    if home is not None and func in _STATE_MAKERS and result.device == like.local.device:
-        result = home.take_in(result)
+    storage = spec.state_disk
+    if storage is not None and func in _STATE_MAKERS and result.device == like.local.device:
+        result = storage.take_in(result)
     return FlatShardTensor(result, spec)
 
 
@@ -93,6 +94,7 @@ def _check_memory_format(
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run on lists of tensors, matched by position; plain entries stay plain."""
     lists = [value for value in args if isinstance(value, list | tuple)]
+    # By position: in one list a gradient may be plain whose parameter, in another, is sharded.
     specs = [_spec_among(values) for values in zip_longest(*lists)]
 
     def local(values: Any) -> Any:
@@ -137,6 +139,7 @@ def _random_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Draw as many numbers as the unwrapped model would, keep this rank's."""
     tensor: FlatShardTensor = args[0]
     local = tensor.local
+    # All of them, so that generators stay alike on all ranks and values do not depend on the world.
     full = tensor.spec.empty(local)
     func(full, *args[1:], **kwargs)
     local.copy_(tensor.spec.slice(full))

@@ -43,7 +43,7 @@ def part_of(tensor: Tensor, span: ParamSpan, local: LocalSpan) -> Tensor:
 
 
 class FlatParameter(nn.Parameter):
-    """What ``parameters()`` yields with ``use_orig_params=False``.
+    """The parameter that ``parameters()`` yields with ``use_orig_params=False``.
 
     A plain 1-D tensor, ``(flat_layout.shard_numel,)``.
 
@@ -95,6 +95,7 @@ class FlatParameter(nn.Parameter):
 
     def point_at(self, shard: Tensor) -> None:
         """Show other memory, of any dtype and device, keeping this object's identity."""
+        # The base class's setter: ours copies, and refuses another dtype.
         torch._C.TensorBase.data.__set__(self, shard)  # type: ignore[attr-defined]
         self.flat = shard
 
@@ -132,7 +133,7 @@ class FlatParameter(nn.Parameter):
 
 
 class FlatParameterPart(FlatShardTensor):
-    """What a module shows where an original parameter was that is in a ``FlatParameter`` now.
+    """Placeholder in a module for an original parameter that a ``FlatParameter`` holds.
 
     It is frozen or trained with that, and gets no gradient itself.
     """

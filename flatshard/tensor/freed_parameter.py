@@ -1,13 +1,13 @@
-"""``FreedParameter``: a full parameter while its memory is given back.
+"""``FreedParameter``: an unsharded parameter while its unit is resharded.
 
-Whoever kept one from a forward could not know. Reading it would end the process; where it shows the
-ranks' shards, it would show some before the optimizer's step and some after it. So what is kept
-changes its class when the unit is freed, and back when it is gathered; an operation on it then says
-what to do instead. Views of it that were made in forward can't be told: to read one still ends the
-process, which at least says in which line (``show_crashes``).
+Users may keep one from a forward and read it later. The read would end the process; with the
+shared-memory transport it would see some shards before the optimizer's step and others after it. So
+the parameter changes its class when the unit is resharded, and back when it is unsharded; in
+between, an operation on it raises and says what to do instead. Views that were made in forward
+cannot be reached: to read one still ends the process, which at least says in which line
+(``show_crashes``).
 
-What backward is expected to do without, and asks for after all, is brought back
-(``ShardSpec.bring_back``).
+If backward needs a value after all, the unit is unsharded for it (``ShardSpec.bring_back``).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _WITHOUT_VALUES = {getattr(Tensor, name) for name in _NAMES} | {
     for name in _PROPERTIES
     for method in (getattr(Tensor, name).__get__, getattr(Tensor, name).__set__)
 }
-"""What looks at no element."""
+"""Functions that read no element."""
 
 
 class FreedParameter(nn.Parameter):
@@ -84,7 +84,7 @@ class FreedParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Let through what needs no values, or brings them back.
+        """Let through what needs no values, or bring the values back.
 
         Raises:
             RuntimeError: ``func`` needs values that are gone.
@@ -99,9 +99,10 @@ class FreedParameter(nn.Parameter):
                 return func(*args, **kwargs)
             raise RuntimeError(
                 f"parameter {where}: {_name_of(func)} on the object that it was in forward, which "
-                "was freed with its unit. Compute with it inside of forward, or keep a clone() "
+                "was resharded with its unit. Compute with it inside of forward, or keep a clone() "
                 "from there. Outside, take it from the module again: norms, sums and element-wise "
-                "operations count for the whole, and full_tensor(), on all ranks, is the whole."
+                "operations work on the sharded parameter, and full_tensor(), called on all ranks, "
+                "gives the full one."
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -122,11 +123,13 @@ def _name_of(func: Any) -> str:
 
 def name(param: nn.Parameter, spec: ShardSpec) -> None:
     """Let errors of a full parameter say which it is."""
+    # Weak: the spec refers to the parameter, and a cycle would live until the collector runs.
     param._full_of = weakref.ref(spec)  # type: ignore[attr-defined]
 
 
 def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
-    """Let operations on full parameters raise, or not any more."""
+    """Let operations on full parameters pass, or raise."""
+    # The class, not a flag: an unsharded parameter pays no dispatch in forward.
     kind = nn.Parameter if may_read else FreedParameter
     for param in params:
         param.__class__ = kind

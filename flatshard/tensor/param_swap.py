@@ -44,10 +44,10 @@ class SwappableParam:
         """
         param, name = self.param, self.locations[0].name
         is_first = not isinstance(param, FlatShardTensor)
-        taken = OWN_ATTRIBUTES & param.__dict__.keys()
-        if is_first and taken:
+        clashing = OWN_ATTRIBUTES & param.__dict__.keys()
+        if is_first and clashing:
             raise ValueError(
-                f"parameter {name!r} has an attribute {min(taken)!r}, which a sharded parameter "
+                f"parameter {name!r} has an attribute {min(clashing)!r}, which a sharded parameter "
                 "needs for itself. Give yours another name before wrapping."
             )
         self._drop_rnn_references()
@@ -90,6 +90,7 @@ class SwappableParam:
 
     def flatten_into(self, flat: nn.Parameter, unit_name: str) -> None:
         """Let ``flat`` stand for the parameter, free that, and say so to who still holds it."""
+        # An optimizer from before wrapping may hold the object: its step is to raise.
         self.param.data = self.param.data.new_empty(0)
         self.param.__class__ = FlattenedParameter
         self.param.unit_name = unit_name  # type: ignore[attr-defined]

@@ -166,7 +166,7 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     return norms([tensor], float(order), dtype)[0]
 
 
-def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _foreach_norm(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     tensors, order, dtype = _bind(args, kwargs, ("self", "ord", "dtype"), (None, 2, None))
     return norms(tensors, float(order), dtype)
 
@@ -184,6 +184,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     spec, part = tensor.spec, _part(tensor, with_padding=True)
     if bound["dtype"] is not None:
         part = part.to(bound["dtype"])
+    # Narrow dtypes are rounded once, after the ranks' sums are added.
     total = part.sum(dtype=_sum_dtype(part.dtype))
     spec.comm.reduce_scalars(total, "SUM", op_name=spec.name)
     if func._schema.name == "aten::mean":
@@ -205,6 +206,7 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     if part.numel() > 0:
         value = part.amax() if largest else part.amin()
     else:
+        # A rank that holds nothing takes part, with the value that every other one beats.
         least, greatest = _bounds(part.dtype)
         value = part.new_full((), least if largest else greatest)
     comm, op_name = tensor.spec.comm, tensor.spec.name
@@ -262,7 +264,7 @@ HANDLERS.update(
 
 
 class OutsideUses:
-    """How often something differentiable was made of sharded tensors outside of a forward.
+    """Counts differentiable uses of sharded tensors outside of a forward.
 
     One count for all models: an operation on parameters of two would count for the first alone.
     """
@@ -272,6 +274,7 @@ class OutsideUses:
 
 def _average(value: Tensor, spec: ShardSpec) -> Tensor:
     """The mean of a small tensor over all ranks, as a new one. Collective: both groups."""
+    # A clone: the reduction is in place, and autograd may hand the tensor to others too.
     total = spec.comm.reduce_scalars(value.clone(), "SUM", op_name=spec.name)
     total = spec.replicas.reduce_scalars(total, "SUM", op_name=spec.name)
     return total / (spec.comm.size * spec.replicas.size)
@@ -283,6 +286,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: FlatShardTensor) -> Tensor:  # type: ignore[override]
         OutsideUses.count += 1
+        # Only dtype and device are needed: the shard itself is not to be kept for backward.
         ctx.spec, ctx.like = tensor.spec, tensor.local.new_empty(0)
         return _sum(aten.sum.default, (tensor,), {})
 

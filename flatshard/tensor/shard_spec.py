@@ -17,8 +17,7 @@ from flatshard.memory.disk import DiskMemory
 from flatshard.plan.layout import LocalSpan, strides_of
 
 
-def _nothing() -> None:
-    return None
+def _nothing() -> None: ...
 
 
 def _cannot() -> bool:
@@ -27,7 +26,7 @@ def _cannot() -> bool:
 
 @dataclass(eq=False)
 class ShardSpec:
-    """What a ``FlatShardTensor`` knows of its parameter; shared with the parameter's gradients.
+    """Describes the range that a ``FlatShardTensor`` holds; shared with the gradients.
 
     Attributes:
         name: the parameter's name in the unwrapped model.
@@ -45,9 +44,9 @@ class ShardSpec:
         total_numel: elements that all ranks hold together, without padding; without: ``shape``'s.
         on_outside_grad: called before autograd adds to the parameter's gradient what came of its
             use outside of forward.
-        bring_back: called where the values of ``full`` are asked for while it has no memory;
-            whether it has some then.
-        state_home: where optimizers keep what has this shape; None: in memory.
+        bring_back: called when the values of ``full`` are read while it has no memory; returns
+            whether it has memory again.
+        state_disk: where optimizers keep state of this shape; None: in memory.
         full: the parameter that computes while the unit is unsharded; hooks for it go there.
         post_accumulate_hooks: run with the sharded parameter once its gradient is published.
         aliases: by id, tensors over the same memory; see ``FlatShardTensor.detach_aliases``.
@@ -69,7 +68,7 @@ class ShardSpec:
     total_numel: int = -1
     on_outside_grad: Callable[[], object] = _nothing
     bring_back: Callable[[], bool] = _cannot
-    state_home: DiskMemory | None = None
+    state_disk: DiskMemory | None = None
     full: nn.Parameter | None = None
     post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = field(
         default_factory=OrderedDict
@@ -106,6 +105,7 @@ class ShardSpec:
                     f"parameter {self.name!r}: expected a tensor of shape {self.shape} or one "
                     f"that broadcasts to it, got {tuple(tensor.shape)}"
                 ) from None
+        # A view if the tensor lies in the parameter's memory order; a copy otherwise.
         in_memory_order = tensor.permute(self.order).reshape(-1)
         return in_memory_order[self.offset : self.offset + self.numel]
 
@@ -116,6 +116,7 @@ class ShardSpec:
     def detached(self) -> ShardSpec:
         """The same for a copy, which takes part in no forward until a copied unit owns it."""
         twin = copy.copy(self)
+        # Callbacks and hooks reach the original's unit, which knows nothing of the copy.
         twin.full, twin.on_outside_grad, twin.bring_back = None, _nothing, _cannot
         twin.post_accumulate_hooks = OrderedDict()
         twin.aliases = weakref.WeakValueDictionary()

@@ -26,7 +26,7 @@ from flatshard.memory.disk import is_on_disk
 from flatshard.tensor.shard_spec import ShardSpec
 
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
-"""What runs an operation, by its name; ``_foreach`` is for all on lists that are not named.
+"""Operation name -> its handler; ``_foreach`` handles all operations on lists without an entry.
 
 Called with the operation, its arguments and its keywords. ``elementwise_ops`` enters what each
 rank can do alone, ``reduction_ops`` what takes a collective.
@@ -134,7 +134,7 @@ class FlatShardTensor(torch.Tensor):
         is_flat = spec.originals is not None
         start = spec.number * spec.numel if is_flat else spec.offset
         flat = local.new_zeros(spec.comm.size * spec.numel if is_flat else self.numel())
-        # Bytes of zero add nothing, so this sum only puts the ranges beside one another.
+        # Of each byte at most one rank's is not zero: the sum only puts ranges side by side.
         full_bytes = as_bytes(flat)
         size = local.element_size()
         full_bytes[start * size : (start + spec.numel) * size] = as_bytes(local.contiguous())
@@ -160,7 +160,7 @@ class FlatShardTensor(torch.Tensor):
                 f"got {tuple(value.shape)}"
             )
         with torch.no_grad():
-            self.detach_aliases()
+            self.detach_aliases()  # first: the copy would reach them
             self.copy_(value)
 
     def data_ptr(self) -> int:
@@ -171,8 +171,8 @@ class FlatShardTensor(torch.Tensor):
         """A copy of this rank's range, with memory of its own; no communication."""
         if id(self) not in memo:
             spec, local = self.spec.detached(), self.local.detach()
-            home = spec.state_home
-            copied = home.copy(local) if home and is_on_disk(local) else local.clone()
+            storage = spec.state_disk
+            copied = storage.copy(local) if storage and is_on_disk(local) else local.clone()
             twin = type(self)(copied, spec, self.requires_grad)
             twin.__dict__.update(attributes_of(self))
             memo[id(self)] = twin
@@ -211,7 +211,7 @@ class FlatShardTensor(torch.Tensor):
         return handle
 
     def _full(self) -> nn.Parameter | None:
-        """What computes in this parameter's place; None for a gradient."""
+        """The full parameter of this one; None for a gradient."""
         return self.spec.full if getattr(self, "_is_param", False) else None
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -255,6 +255,7 @@ class FlatShardTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         handler = HANDLERS.get(name)
+        # Fused and foreach operations are far too many, and too new, to be listed by name.
         if handler is None and name.startswith(("_foreach_", "_fused_")):
             handler = HANDLERS["_foreach"]
         if handler is None:

@@ -151,16 +151,6 @@ PAIRS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda w: w.ModuleWrapPolicy(LAYERS), "module"),
     (lambda w: w.ModuleWrapPolicy([nn.Linear, nn.MultiheadAttention]), "module, nested"),
     (lambda w: w.CustomPolicy(is_wide), "custom"),
-    (
-        lambda w: functools.partial(
-            w._or_policy,
-            policies=[
-                w.ModuleWrapPolicy({Block}),
-                functools.partial(w.lambda_auto_wrap_policy, lambda_fn=is_wide),
-            ],
-        ),
-        "or",
-    ),
 ]
 
 
@@ -482,9 +472,8 @@ def test_wrong_min_num_params(bound: Any) -> None:
         check_policy(policy)
     with pytest.raises(ValueError, match=message):
         policy(module=Block(), recurse=True, nonwrapped_numel=0)
-    either = functools.partial(wrap._or_policy, policies=[policy])
     with pytest.raises(ValueError, match=message):
-        find_units(mlp(), either)
+        find_units(mlp(), policy)
 
 
 @pytest.mark.parametrize(
@@ -538,7 +527,7 @@ def test_explain_no_match() -> None:
     root = nn.Sequential(nn.ModuleList([Block(), Block(4, 9)]), nn.LayerNorm(4), nn.ReLU())
     assert explain_no_match(root, policy) == (
         "auto_wrap_policy: size_based_auto_wrap_policy(min_num_params=9999) chose no module of "
-        "Sequential, so all its 169 elements are one unit, gathered together. "
+        "Sequential, so all its 169 elements are one unit, unsharded together. "
         "It could have chosen, largest first: Block ('0.1' and 1 more, 85 elements), "
         "Linear ('0.1.up' and 3 more, 45 elements), LayerNorm ('1', 8 elements)."
     )
