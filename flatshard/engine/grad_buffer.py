@@ -244,7 +244,7 @@ class GradientBuffer:
     def _chunks(self) -> FlatChunks:
         if self._chunk_plan is not None:
             grads = {index: _in_memory_order(self._slots[index]) for index in self.filled}
-            return self._chunk_plan.whole(grads)
+            return self._chunk_plan.chunks(grads)
         spans = self._layout.spans
         buffer = self._allocate() if self._buffer is None else self._buffer
         if len(self.filled) < len(spans):
