@@ -13,10 +13,10 @@ all-to-all, and they are added here. An all-reduce in a fixed order, or of gradi
 fp32, is such a reduce-scatter and then an all-gather of the parts.
 
 [Note: groups]
-Ordered collectives on one group match by order. Reductions start when gradients are there, gathers
-when parameters are needed, and the two may interleave differently on each rank: each kind has a
-group of its own. What ranks agree on at the end of backward shares the gathers' group, where the
-order is that of the program.
+Ordered collectives on one group match by order. Reductions start when gradients are there,
+all-gathers when parameters are needed, and the two may interleave differently on each rank: each
+kind has a group of its own. What ranks agree on at the end of backward shares the all-gathers'
+group, where the order is that of the program.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
 from flatshard.comm.flat_chunks import FlatChunks, as_bytes, sum_dtype
 from flatshard.comm.process_groups import (
     Tags,
+    backend_for,
     control_of,
-    cpu_backend,
     host_backend,
     is_fake,
     named,
@@ -57,9 +57,9 @@ class Event(NamedTuple):
         kind: ``"gather"``, ``"reduce"`` (a reduce-scatter), ``"all_reduce"``, ``"scalars"``,
             ``"broadcast"`` or ``"send"``.
         unit_fqn: names the unit; where there is none, the purpose.
-        nbytes: bytes of the whole: of a gather's result, of what every rank puts into a reduction;
-            of an all-reduce in two stages the mean of both, whose dtypes may differ.
-        ranks: who takes part, by their numbers in the default group.
+        nbytes: of an all-gather's result, or of every rank's input to a reduction; of an
+            all-reduce in two stages the mean of both, whose dtypes may differ.
+        ranks: the participants, by their ranks in the default group.
     """
 
     kind: str
@@ -87,7 +87,7 @@ def record() -> Iterator[list[Event]]:
 
 
 class Communicator(Tags):
-    """The ranks that share something, and how they move tensors. A group of one never sends.
+    """The ranks of one process group, and how they move tensors. A group of one never sends.
 
     Attributes:
         group: the process group; None: this rank alone.
@@ -97,7 +97,7 @@ class Communicator(Tags):
         global_rank: this rank there, for messages.
         options: how the user wants tensors moved.
         transports: those that the group has, in order of preference.
-        transport_reason: why ``transport`` is what it is, or "".
+        transport_reason: why the group has this transport, or "".
         subgroups: communicators of some of the ranks, by these.
         second_stages: reductions in two stages whose second one is to cross this group, in the
             order in which all ranks begin them.
@@ -134,7 +134,7 @@ class Communicator(Tags):
             self._meet(group)
 
     def _meet(self, group: dist.ProcessGroup) -> None:
-        is_gloo = cpu_backend(group) == "gloo"
+        is_gloo = backend_for(group, "cpu") == "gloo"
         if not is_gloo:
             self.options.check_without_gloo(self.backend, self.global_rank)
         # Their aborts and tags must not touch collectives of the user's.
@@ -143,7 +143,7 @@ class Communicator(Tags):
             gather_group = sibling(group) if is_apart else group
             reduce_group = sibling(group)
             self._control_group = gather_group
-            if cpu_backend(group) is None:
+            if backend_for(group, "cpu") is None:
                 self._control_group, self.control_device = control_of(group)
         self.counter = CollectiveCounter(reduce_group.group_name, self.ranks, self.global_rank)
         self.members = Members(
@@ -157,6 +157,7 @@ class Communicator(Tags):
             is_fake(group),
             lambda value: self.gather_objects(value, op_name="meeting on one host"),
         )
+        # Every rank asks every class, in the same order: ``connect`` may communicate.
         reasons = []
         for kind in TRANSPORTS:
             found = kind.connect(self.members)
@@ -170,7 +171,7 @@ class Communicator(Tags):
     # ------------------------------------------------------------ what moves tensors
 
     def transport_for(self, device: torch.device, tag: int = 0) -> Transport:
-        """What gathers and reduces what lies on ``device``; the group has several ranks."""
+        """The transport for tensors on ``device``; the group has several ranks."""
         return next(one for one in self.transports if one.accepts(device, tag))
 
     @property
@@ -181,7 +182,7 @@ class Communicator(Tags):
 
     @property
     def transport(self) -> str:
-        """What gathers and reduces tensors in host memory, in words; see the note on transports."""
+        """Name of the transport for tensors in host memory; see the note on transports."""
         return self.transport_for(torch.device("cpu")).name
 
     @property
@@ -190,31 +191,31 @@ class Communicator(Tags):
         return self.size > 1 and self.transport_for(torch.device("cpu")).gathers_in_background
 
     def is_stream_ordered(self, device: torch.device) -> bool:
-        """Whether it is a stream that waits for what moves tensors there, and not the host."""
+        """Whether a stream, and not the host, waits for collectives on ``device``."""
         if self.size == 1:
             return device.type == "cuda"
         return self.transport_for(device).stream_waits(device)
 
     def is_unordered(self, device: torch.device) -> bool:
-        """Whether gathers and reduce-scatters meet those of the same flat parameter in any order.
+        """Whether all-gathers and reduce-scatters match by flat parameter, in any order.
 
-        Else they meet by the order in which they begin.
+        Otherwise they match by the order in which they begin.
         """
         return self.size == 1 or not self.transport_for(device).is_ordered
 
     def num_in_order(self, device: torch.device) -> int:
-        """How many collectives this rank has begun that meet the others' by their order; or 0.
+        """Number of collectives begun that match the others' by order; 0 if they match by tag.
 
-        Alike on all ranks at the same place of the program, or they have met wrongly.
+        Equal on all ranks at the same place of the program, unless collectives were mismatched.
         """
         if self.is_unordered(device):
             return 0
         return self.counter.begun.get(self.members.gather_group.group_name, 0)
 
     def min_chunk_bytes(self, tag: int, dtype: torch.dtype) -> int | None:
-        """The smallest gradient that reductions on the CPU take from where it is at a profit.
+        """Smallest gradient on the CPU that is cheaper to send from where it is than to copy.
 
-        None: they want all in one piece.
+        None: reduce-scatters accept one chunk only.
         """
         if self.size == 1:
             return None
@@ -223,7 +224,7 @@ class Communicator(Tags):
     def sum_dtype(
         self, dtype: torch.dtype, device: torch.device, *, fixed_order: bool
     ) -> torch.dtype:
-        """In which reduce-scatters add up, and give, what they get in ``dtype``."""
+        """The dtype in which reduce-scatters of ``dtype`` add up, and of their result."""
         if self.size == 1:
             return dtype
         adds_here = fixed_order or self.transport_for(device).adds_here
@@ -238,7 +239,7 @@ class Communicator(Tags):
         )
 
     def connect(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
-        """Open connections for reductions of what lies on ``device``, where streams wait for them.
+        """Open connections for reductions of tensors on ``device``, where streams wait for them.
 
         Collective at the first call for a device and a kind of reduction.
 
@@ -255,7 +256,7 @@ class Communicator(Tags):
             self.transport_for(device).warm_up(device, fixed_order=fixed_order, replicas=replicas)
 
     def set_apart(self) -> None:
-        """Make a group for what ranks say to one another in the midst of a backward.
+        """Make a group for numbers that ranks exchange in the middle of a backward.
 
         Collective at the first call.
         """
@@ -296,7 +297,7 @@ class Communicator(Tags):
         memory: BufferMemory | None = None,
         exact: bool = False,
     ) -> AsyncWork:
-        """Begin filling ``out`` with every rank's shard, in rank order.
+        """Begin filling ``out`` with every rank's shard, in rank order; see ``Transport.gather``.
 
         Collective: all ranks of the group.
 
@@ -306,18 +307,18 @@ class Communicator(Tags):
             unit_fqn: names the unit in errors and recordings.
             tag: the flat parameter's number from ``new_tag``.
             purpose: what for, in errors.
-            memory: what ``allocate_unsharded`` gave, where ``out`` is its buffer.
-            exact: whether not to round, whatever the wire dtype.
+            memory: as there.
+            exact: as there.
 
         Raises:
             ValueError: the two lengths do not fit the group size.
         """
         if out.numel() != shard.numel() * self.size:
             raise ValueError(
-                f"{unit_fqn}: gathering {shard.numel()} elements from {self.size} ranks does not "
-                f"fill {out.numel()}"
+                f"{unit_fqn}: all-gathering {shard.numel()} elements from {self.size} ranks does "
+                f"not fill {out.numel()}"
             )
-        op_name = self._op_name(unit_fqn, f"gathering parameters for {purpose}")
+        op_name = self._op_name(unit_fqn, f"all-gathering parameters for {purpose}")
         if self.size == 1:
             out.copy_(shard)
             return AsyncWork([], op_name)
@@ -337,15 +338,13 @@ class Communicator(Tags):
         fixed_order: bool = False,
         kind: str = "reduce",
     ) -> AsyncWork:
-        """Begin averaging over the ranks, each receiving its part in ``out``.
+        """Begin averaging over the ranks; see ``Transport.reduce_scatter``.
 
         Collective: all ranks of the group, in the same order of calls.
 
         Args:
-            chunks: ``shard_numel * size`` elements, in one chunk unless ``min_chunk_bytes`` allows
-                more; one chunk is used up: what is in it afterwards is undefined.
-            out: ``(shard_numel,)``, on the same device, in the dtype that ``sum_dtype`` says; valid
-                after the wait. What ``chunks`` has no range for is left as it is.
+            chunks: ``shard_numel * size`` elements; a single chunk is undefined afterwards.
+            out: ``(shard_numel,)`` in ``sum_dtype``, for this rank's part; valid after the wait.
             unit_fqn: names the unit in errors and recordings.
             tag: the flat parameter's number from ``new_tag``.
             fixed_order: whether to add in rank order also where the backend would add.
@@ -370,10 +369,10 @@ class Communicator(Tags):
         transport is ordered.
 
         Args:
-            part: what that gave, ``(shard_numel,)``; must not be written before the wait.
+            part: result of that, ``(shard_numel,)``; must not be written before the wait.
             out: ``(shard_numel * size,)``, same dtype and device.
             unit_fqn: as in ``reduce_scatter``.
-            tag: likewise.
+            tag: as in ``reduce_scatter``.
         """
         op_name = self._op_name(unit_fqn, "all-reducing gradients in backward")
         with named(op_name):
@@ -390,6 +389,7 @@ class Communicator(Tags):
         if self.size == 1:
             return AsyncWork([], op_name, buffer)
         self._note("all_reduce", unit_fqn, buffer.nbytes)
+        # Not every transport has one; the native one, which comes last, has.
         able = (one for one in self.transports if one.can_all_reduce)
         transport = next(one for one in able if one.accepts(buffer.device, 0))
         with named(op_name):
@@ -406,7 +406,7 @@ class Communicator(Tags):
     # ------------------------------------------------------------ small things, at once
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
-        """The group that moves what lies where ``tensor`` does."""
+        """The group that moves tensors of this device."""
         on_host = tensor.device.type == "cpu"
         return self._control_group if on_host else self.members.gather_group
 
@@ -448,12 +448,15 @@ class Communicator(Tags):
         group = self._group_for(tensor)
         need = self._begin(group)
         if need is not None:
-            need = need._replace(ranks=self._told_first(source) if self.rank == source else (src,))
+            # A broadcast needs not every rank: receivers need the source, the source its receivers.
+            need = need._replace(
+                ranks=self._first_receivers(source) if self.rank == source else (src,)
+            )
         with named(f"{op_name!r}, rank {self.global_rank}: broadcasting from rank {src}", need):
             dist.broadcast(as_bytes(tensor), src=src, group=group)
 
-    def _told_first(self, source: int) -> tuple[int, ...]:
-        """The ranks that gloo's broadcast tells itself, a power of two behind; they tell others."""
+    def _first_receivers(self, source: int) -> tuple[int, ...]:
+        """To whom the source itself sends in gloo's broadcast: ranks a power of two behind."""
         distances = (1 << power for power in range((self.size - 1).bit_length()))
         return tuple(self.ranks[(source + distance) % self.size] for distance in distances)
 
@@ -462,6 +465,7 @@ class Communicator(Tags):
         self._note("send", op_name, tensor.nbytes)
         with named(f"{op_name!r}, rank {self.global_rank}: sending to rank {self.ranks[to]}"):
             wire = self._on_wire(tensor)
+            # No WaitCondition: point-to-point messages are not counted, so no deadlock is proved.
             self._group_for(wire).send([wire], to, 0).wait()
 
     def receive(self, tensor: Tensor, *, source: int, op_name: str) -> None:
@@ -502,7 +506,7 @@ def gather_before(group: dist.ProcessGroup, value: Any, *, op_name: str) -> list
     if group.size() == 1:
         return [value]
     with named(f"{op_name}, rank {dist.get_rank()}"):
-        if cpu_backend(group) is None:
+        if backend_for(group, "cpu") is None:
             return native.gather_objects(value, *control_of(group))
         return native.gather_objects(value, group, torch.device("cpu"))
 

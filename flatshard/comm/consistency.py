@@ -1,4 +1,4 @@
-"""Do all ranks build the same model, mean the same, and can all do it? All go on, or all raise."""
+"""Checks that all ranks build the same model and ask for the same: all go on, or all raise."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def check_same_model(
     lines += [f"{name!r} to be ignored" for name in ignored]
     lines += [f"{name!r}: {_describe(tensor)}" for name, tensor in named]
     lines += [f"unit {name!r}" for name in units]
+    # A digest first: the lines of a large model are megabytes, and almost always the same.
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(comm.gather_objects(digest, op_name="comparing models"))) == 1:
         return
@@ -79,24 +80,24 @@ def raise_everywhere(error: Exception | None, comm: Communicator) -> None:
     Collective: all ranks of ``comm``.
     """
     mine = None if error is None else (type(error), str(error))
-    for rank, told in enumerate(comm.gather_objects(mine, op_name="comparing errors")):
-        if told is not None:
-            kind, message = told
+    for rank, theirs in enumerate(comm.gather_objects(mine, op_name="comparing errors")):
+        if theirs is not None:
+            kind, message = theirs
             raise kind(f"{message} (rank {comm.ranks[rank]})") from error
 
 
 def agreed(
-    prepare: Callable[[], tuple[T, Facts]], comms: Iterable[Communicator], what: str, remedy: str
+    prepare: Callable[[], tuple[T, Facts]], comms: Iterable[Communicator], op_name: str, remedy: str
 ) -> T:
-    """Do what each rank does alone, and go on only where all did, and had the same to do.
+    """Run ``prepare`` on each rank; go on only if it succeeds everywhere, with equal facts.
 
     Collective: all ranks of each of ``comms``.
 
     Args:
         prepare: gives the result, and facts that must be the same on all ranks.
         comms: the ranks to ask; none: this one alone.
-        what: names the call in errors.
-        remedy: says there what to do where facts differ.
+        op_name: names the call in errors.
+        remedy: what to do where facts differ, in errors.
 
     Raises:
         ValueError: on all ranks, where ``prepare`` raised on one or facts differ.
@@ -109,27 +110,28 @@ def agreed(
     except Exception as error:
         problem = error
     digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
-    told: list[str] = []
+    problems: list[str] = []
     for comm in comms:
-        answers = comm.gather_objects((problem and str(problem), digest), op_name=what)
-        told += [
-            f"{what}, rank {rank}: {text}"
+        # Also with a problem: a rank that raised before this would leave the others waiting.
+        answers = comm.gather_objects((problem and str(problem), digest), op_name=op_name)
+        problems += [
+            f"{op_name}, rank {rank}: {text}"
             for rank, (text, _) in zip(comm.ranks, answers, strict=True)
             if text is not None
         ]
-        if not told and len({digest for _, digest in answers}) > 1:
-            told.append(f"{what}: {_first_difference(facts, comm, what)}. {remedy}")
+        if not problems and len({digest for _, digest in answers}) > 1:
+            problems.append(f"{op_name}: {_first_difference(facts, comm, op_name)}. {remedy}")
     if problem is not None and not isinstance(problem, ValueError):
         raise problem
-    if told or problem is not None:
-        raise ValueError(told[0] if told else f"{what}: {problem}") from problem
+    if problems or problem is not None:
+        raise ValueError(problems[0] if problems else f"{op_name}: {problem}") from problem
     assert result is not None, "it was prepared"
     return result
 
 
-def _first_difference(facts: Facts, comm: Communicator, what: str) -> str:
+def _first_difference(facts: Facts, comm: Communicator, op_name: str) -> str:
     """What differs between the ranks, in words. Collective."""
-    everyone = comm.gather_objects(facts, op_name=what)
+    everyone = comm.gather_objects(facts, op_name=op_name)
     for key in dict.fromkeys(chain.from_iterable(everyone)):
         values = [other.get(key, "nothing") for other in everyone]
         different = next((r for r, value in enumerate(values) if value != values[0]), None)
@@ -160,12 +162,12 @@ def checksum(tensor: Tensor) -> Checksum:
     data = as_bytes(tensor.detach().contiguous())
     width = 8 if data.numel() % 8 == 0 and data.data_ptr() % 8 == 0 else 1
     words = data.view(torch.int64) if width == 8 else data
-    whole = words.numel() // _COLUMNS * _COLUMNS
-    table, rest = words[:whole].view(-1, _COLUMNS), words[whole:].to(torch.int64)
+    num_tabled = words.numel() // _COLUMNS * _COLUMNS
+    table = words[:num_tabled].view(-1, _COLUMNS)
+    rest = words[num_tabled:].to(torch.int64)
     columns, rows = table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64)
-    by_place = [int((sums * _places(sums)).sum()) for sums in (columns, rows, rest)]
+    by_place = [
+        int((sums * torch.arange(1, sums.numel() + 1, device=sums.device)).sum())
+        for sums in (columns, rows, rest)
+    ]
     return (by_place[0] + by_place[2], by_place[1] + int(rest.sum()))
-
-
-def _places(sums: Tensor) -> Tensor:
-    return torch.arange(1, sums.numel() + 1, device=sums.device)

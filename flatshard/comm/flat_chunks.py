@@ -1,8 +1,8 @@
-"""``FlatChunks``: what lies over a whole flat parameter, in the pieces of memory in which it lies.
+"""``FlatChunks``: values of a flat parameter, scattered over several tensors.
 
-Gradients can be averaged from the tensors in which autograd made them; to copy them all to one
-place first takes as long as a good network takes to move them. ``ChunkPlan`` says which
-are worth it.
+Gradients can be averaged from the tensors in which autograd made them: copying them to one buffer
+first costs as much time as a fast network needs to send them. ``ChunkPlan`` decides which small
+ones are copied together all the same.
 
 Sums over ranks are made here too, in rank order and in no less than fp32: they are the same in
 every run and on every transport.
@@ -22,7 +22,7 @@ from flatshard.plan.layout import FlatLayout
 
 @dataclass(frozen=True)
 class FlatChunks:
-    """What lies, on each rank, over the whole length of a flat parameter: gradients, say.
+    """Values over the full length of a flat parameter, gradients for example, on each rank.
 
     Attributes:
         parts: ``(end - start,)`` each, contiguous, of one dtype; None: zeros.
@@ -63,9 +63,9 @@ class Chunk(NamedTuple):
     Attributes:
         part: its number.
         offset: where they begin in it.
-        start: where they begin in the whole.
+        start: where they begin in the flat parameter.
         end: where they end there.
-        values: they themselves; None: zeros.
+        values: the elements; None: zeros.
     """
 
     part: int
@@ -76,9 +76,9 @@ class Chunk(NamedTuple):
 
 
 class ChunkPlan:
-    """Which original parameters' gradients make a part of a ``FlatChunks`` together.
+    """Which gradients share a part of a ``FlatChunks``.
 
-    Large ones lie alone, as they are; small neighbours are copied together.
+    Large ones are a part each, without a copy; small neighbours are copied into one.
     """
 
     def __init__(self, layout: FlatLayout, min_bytes: int, dtype: torch.dtype) -> None:
@@ -86,11 +86,12 @@ class ChunkPlan:
 
         Args:
             layout: where each original lies.
-            min_bytes: of a gradient that lies alone.
+            min_bytes: smallest gradient that is a part of its own.
             dtype: of the gradients.
         """
         self._layout, self._dtype = layout, dtype
         self._runs: list[list[int]] = []
+        # Ranges depend on the layout alone, not on which gradients exist: the same on all ranks.
         joins = False
         for index, span in enumerate(layout.spans):
             is_small = (span.end - span.start) * dtype.itemsize < min_bytes
@@ -100,7 +101,7 @@ class ChunkPlan:
                 self._runs.append([index])
             joins = is_small
 
-    def whole(self, gradients: dict[int, Tensor]) -> FlatChunks:
+    def chunks(self, gradients: dict[int, Tensor]) -> FlatChunks:
         """Gradients by original parameter, in memory order and of any dtype; others are zero."""
         spans = self._layout.spans
         ranges = [(spans[run[0]].start, spans[run[-1]].end) for run in self._runs]
@@ -112,7 +113,7 @@ class ChunkPlan:
         if not there:
             return None
         if len(run) == 1:
-            return gradients[run[0]].to(self._dtype)
+            return gradients[run[0]].to(self._dtype)  # no copy if it has that dtype
         spans, device = self._layout.spans, gradients[there[0]].device
         first = spans[run[0]].start
         part = torch.zeros(spans[run[-1]].end - first, dtype=self._dtype, device=device)

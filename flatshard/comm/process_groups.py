@@ -1,4 +1,4 @@
-"""Process groups: made like others, asked what they are, and errors of theirs given a name.
+"""Process groups: how they are made, what backends they have, and names for their errors.
 
 ``Tags`` tell the flat parameters and models of one group apart.
 """
@@ -18,21 +18,21 @@ from flatshard.comm.work import CollectiveError
 
 
 class named(watched):
-    """Say what was under way where a backend raises, or where it takes long.
+    """Name the operation where a backend raises, or where it is slow.
 
     Args:
-        what: names it.
+        op_name: names the operation.
         need: what it waits for, if it waits.
 
     Raises:
         CollectiveError: the backend raised.
     """
 
-    __slots__ = ("_what",)
+    __slots__ = ("_op_name",)
 
-    def __init__(self, what: str, need: WaitCondition | None = None) -> None:
-        super().__init__(lambda: what, need)
-        self._what = what
+    def __init__(self, op_name: str, need: WaitCondition | None = None) -> None:
+        super().__init__(lambda: op_name, need)
+        self._op_name = op_name
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
@@ -41,7 +41,7 @@ class named(watched):
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             reason = explain(self.wait)
             if reason is not None:
-                raise CollectiveError(f"{self._what} failed: {reason}") from error
+                raise CollectiveError(f"{self._op_name} failed: {reason}") from error
             remedy = "Look for the first error on the other ranks."
             if "Duplicate GPU" in str(error):  # NCCL's words
                 remedy = (
@@ -49,7 +49,7 @@ class named(watched):
                     "model is made, or pass device_id=local_rank."
                 )
             raise CollectiveError(
-                f"{self._what} failed. {remedy} Reported by the backend: {error}"
+                f"{self._op_name} failed. {remedy} Reported by the backend: {error}"
             ) from error
 
 
@@ -77,16 +77,16 @@ def new_group(
     parent: dist.ProcessGroup, ranks: Sequence[int], backend: str | None = None
 ) -> dist.ProcessGroup:
     """A group of some ranks with the parent's timeout, and its backend unless another is named."""
-    whole_world = parent is dist.group.WORLD
-    if backend is None and not whole_world:
+    is_world = parent is dist.group.WORLD
+    if backend is None and not is_world:
         backend = str(dist.get_backend_config(parent))
-    all_of_it = whole_world and len(ranks) == dist.get_world_size()
-    with contextlib.nullcontext() if all_of_it else _not_split():
+    has_all_ranks = is_world and len(ranks) == dist.get_world_size()
+    with contextlib.nullcontext() if has_all_ranks else _not_split():
         group = dist.new_group(
             list(ranks),
             timeout=timeout_of(parent),
             backend=backend,
-            use_local_synchronization=not all_of_it,
+            use_local_synchronization=not has_all_ranks,
             group_desc="flatshard",
         )
     assert isinstance(group, dist.ProcessGroup), "this rank is a member of the new group"
@@ -122,11 +122,6 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-def cpu_backend(group: dist.ProcessGroup) -> str | None:
-    """The backend that moves tensors in host memory, or None."""
-    return backend_for(group, "cpu")
-
-
 def backend_for(group: dist.ProcessGroup, device_type: str) -> str | None:
     """The backend that moves tensors on such devices, or None."""
     try:
@@ -141,7 +136,7 @@ def is_fake(group: dist.ProcessGroup) -> bool:
 
 
 def host_backend(group: dist.ProcessGroup) -> str:
-    """The backend for a group that moves what lies in host memory, beside one that cannot."""
+    """The backend of a group for host memory, beside one whose backend has none."""
     return "fake" if is_fake(group) else "gloo"
 
 
@@ -189,7 +184,7 @@ _is_copying = False
 
 @contextlib.contextmanager
 def copying() -> Iterator[None]:
-    """Inside, models are copied: perhaps on one rank alone, which then lets the copy rest."""
+    """Inside, models are copied, perhaps on one rank alone, where the copy stays unused."""
     global _is_copying
     before, _is_copying = _is_copying, True
     try:
@@ -211,6 +206,7 @@ class Tags:
         Ranks that call this in the same order get the same numbers; calls inside ``copying`` and
         outside of it count apart.
         """
+        # Copies made on one rank alone must not shift the tags of the models that all ranks make.
         self._num_tags[_is_copying] += 1
         return 2 * self._num_tags[_is_copying] + _is_copying
 

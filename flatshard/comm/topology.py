@@ -21,17 +21,17 @@ class Topology:
     """The groups of one unit.
 
     Every rank holds one part of the flat parameter in ``shard.size``, number ``index``. Parameters
-    are gathered over ``intra_group`` and gradients reduced over it first; then, across, over
+    are all-gathered over ``intra_group``, and gradients reduced over it first, then over
     ``inter_group`` (parts become smaller) or ``replicate`` (parts stay).
 
     Attributes:
         world: every rank that trains the model.
         shard: the ranks that split the flat parameter.
         replicate: the ranks that hold the same shard.
-        intra_group: the ranks that gather parameters from one another; ``shard`` itself unless only
+        intra_group: the ranks that all-gather parameters; ``shard`` itself unless only
             gradients and optimizer state are split over all of it.
         inter_group: one rank of each ``intra_group`` of ``shard``; they split its part further.
-        regather: the ranks from which backward gathers what forward left there, if it does so.
+        regather: the ranks over which backward all-gathers what ``reshard_after_forward=n`` left.
     """
 
     world: Communicator
@@ -239,8 +239,8 @@ def _check_same_mode(groups: Sequence[dist.ProcessGroup], mode: TransportOptions
     """
     everyone = [(dist.get_rank() if groups else 0, mode.describe())]
     for group in groups:
-        told = gather_before(group, everyone, op_name="ShardedWrapper: comparing collectives")
-        everyone = [one for theirs in told for one in theirs]
+        gathered = gather_before(group, everyone, op_name="ShardedWrapper: comparing collectives")
+        everyone = [one for theirs in gathered for one in theirs]
     first, expected = everyone[0]
     for rank, theirs in everyone:
         if theirs != expected:
@@ -292,7 +292,8 @@ def _world_of_grid(
     row = shard.gather_objects(mine, op_name=op_name)
     rows = replicate.gather_objects(row, op_name=op_name)
     everyone = [pair for one in rows for pair in one]
-    # Wrong groups may show only on some ranks: all that can be reached are told.
+    # Wrong groups may show only on some ranks: all that can be reached hear it,
+    # or some would raise and the others wait for them.
     problem = _what_is_wrong(mine, everyone)
     problems = shard.gather_objects(problem, op_name=op_name)
     reached = [p for some in replicate.gather_objects(problems, op_name=op_name) for p in some]
@@ -348,6 +349,7 @@ def communicator(group: dist.ProcessGroup | None, *, mode: TransportOptions = AU
     if group is None:
         return ALONE
     if group not in _communicators:
+        # Destroyed groups would otherwise keep their transports' threads alive.
         forget_destroyed()
     known = _communicators.setdefault(group, {})
     if mode not in known:

@@ -1,4 +1,4 @@
-"""``AsyncWork``: a collective under way, and what other ranks have yet to take of it.
+"""``AsyncWork``: a collective under way, and what other ranks have yet to read of it.
 
 [Note: sends]
 A rank has what it asked for as soon as all others have sent theirs; that the others have taken what
@@ -28,6 +28,7 @@ class AsyncWork:
 
     Attributes:
         reports_end: whether ``done`` can become true before the wait.
+        kept: tensors and others that stay alive until the other ranks have taken everything.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class AsyncWork:
         need: WaitCondition | None = None,
         sends_need: WaitCondition | None = None,
     ) -> None:
-        """Take over what was started.
+        """Keep what was started.
 
         Args:
             works: the backend's handles that the result needs, all to be waited for.
@@ -50,7 +51,7 @@ class AsyncWork:
             kept: what must stay alive, tensors above all.
             peers: the ranks that the first handles receive from, where each has its own.
             then: called once after the wait.
-            sends: handles that are over when the other ranks have taken what this one gave.
+            sends: handles that complete when the other ranks have taken what this one gave.
             reports_end: see the class.
             need: what the result needs of the other ranks.
             sends_need: what ``sends`` needs of them.
@@ -58,16 +59,11 @@ class AsyncWork:
         self.reports_end = reports_end
         self._works = works
         self._op_name = op_name
-        self._kept = kept
+        self.kept = kept
         self._peers = peers
         self._then = then
         self._sends = list(sends)
         self._need, self._sends_need = need, sends_need
-
-    @property
-    def kept(self) -> tuple[object, ...]:
-        """What is kept alive: the source and the result, until others have taken everything."""
-        return self._kept
 
     def done(self) -> bool:
         """Whether ``wait`` would return without waiting for other ranks."""
@@ -89,6 +85,7 @@ class AsyncWork:
 
     def _have(self) -> None:
         self._works = self._wait_for(self._works, self._need)
+        # Once: a second wait must not average or widen again.
         then, self._then = self._then, None
         if then is not None:
             try:
@@ -108,9 +105,9 @@ class AsyncWork:
         self.wait_sends()
 
     @property
-    def _never_reports(self) -> bool:
-        """Whether ``is_sent`` becomes true by ``wait_sends`` alone."""
-        return not all(getattr(work, "reports_end", True) for work in self._sends)
+    def reports_sent(self) -> bool:
+        """Whether ``is_sent`` can become true before ``wait_sends``."""
+        return all(getattr(work, "reports_end", True) for work in self._sends)
 
     def is_sent(self) -> bool:
         """Whether the others have taken everything; nothing is kept then."""
@@ -121,10 +118,10 @@ class AsyncWork:
 
     def keeps(self, tensor: Tensor) -> bool:
         """Whether it keeps the memory of ``tensor`` alive."""
+        # By storage, not by object: views of a shard share its memory.
         storage = tensor.untyped_storage()._cdata
         return any(
-            isinstance(one, Tensor) and one.untyped_storage()._cdata == storage
-            for one in self._kept
+            isinstance(one, Tensor) and one.untyped_storage()._cdata == storage for one in self.kept
         )
 
     def wait_sends(self) -> None:
@@ -134,10 +131,10 @@ class AsyncWork:
             CollectiveError: as ``wait``.
         """
         self._sends = self._wait_for(self._sends, self._sends_need)
-        self._kept = ()
+        self.kept = ()
 
     def _wait_for(self, works: list[Any], need: WaitCondition | None) -> list[Any]:
-        """Wait for all; returns what is left of them, which is nothing."""
+        """Wait for all; returns what is still to be waited for: nothing."""
         if works:
             with watched(self._describe, need) as wait:
                 for work in works:
@@ -148,6 +145,7 @@ class AsyncWork:
         return []
 
     def _failed(self, error: RuntimeError, wait: BlockedWait | None = None) -> CollectiveError:
+        # A second wait for what failed would hang, or hide the first error.
         described, self._works, self._sends = self._describe(), [], []
         reason = None if wait is None else explain(wait)
         if reason is not None:
@@ -172,12 +170,12 @@ class PendingSends:
 
     def __init__(self) -> None:
         self._pending: list[AsyncWork] = []
-        # Not asked every time whether they are over: there may be two for each unit of a model.
+        # Not polled: they never report their end, and there may be two for each unit of a model.
         self._silent: list[AsyncWork] = []
 
     def add(self, pending: AsyncWork) -> None:
         """Keep one more."""
-        (self._silent if pending._never_reports else self._pending).append(pending)
+        (self._pending if pending.reports_sent else self._silent).append(pending)
 
     def wait_sends(self) -> None:
         """Wait until other ranks have taken all that this one gave: it may be written then.
@@ -186,11 +184,12 @@ class PendingSends:
             CollectiveError: as ``AsyncWork.wait``.
         """
         for kept in (self._silent, self._pending):
+            # Popped one by one: after an error the others can still be waited for.
             while kept:
                 kept.pop(0).wait_sends()
 
     def is_sending(self, tensor: Tensor) -> bool:
-        """Whether other ranks may still be taking what lies in the memory of ``tensor``."""
+        """Whether other ranks may still be reading the memory of ``tensor``."""
         self.drop_sent()
         return any(pending.keeps(tensor) for pending in (*self._silent, *self._pending))
 

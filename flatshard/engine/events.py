@@ -173,7 +173,7 @@ class Observers:
         return next((one for one in self._all if isinstance(one, kind)), None)
 
     def starting(self, purpose: str, unit: Unit | None) -> AbstractContextManager[object]:
-        """Around the start of collectives: gathers for "forward" or "backward", or a "reduce"."""
+        """Around the start of collectives: for "forward" or "backward", or a "reduce"."""
         return self._spans(Kind.STARTING, unit, purpose, True) if self.span else _NOTHING
 
     def waiting(

@@ -1,13 +1,13 @@
-"""``BufferCache``: memory of results that comes back for the next ones once nobody else has it.
+"""``BufferCache``: reuses the memory of a result once nobody else refers to it.
 
-On a CPU a tensor of ``GLIBC_LIMIT_BYTES`` or more that is freed goes back to the operating system,
-and the next one costs a page fault for every few kilobytes. Accelerators' allocators keep memory
+glibc returns the memory of a tensor of ``GLIBC_LIMIT_BYTES`` or more to the operating system, and
+the next one costs a page fault for every few kilobytes. Accelerators' allocators keep memory
 themselves.
 
 [Note: glibc]
 glibc's malloc gives freed memory back above a threshold, which it raises, up to 32 MiB, to the
-size of what was freed: it takes that for a sign that more of the kind comes. In training it does,
-in every step. ``prepare_allocator`` gives the sign at once. Where users set the thresholds
+size of what was freed, since more of that size may follow. In training it does, in every step:
+``prepare_allocator`` raises the threshold at once. Where users set the thresholds
 themselves (``MALLOC_TRIM_THRESHOLD_``), or use another allocator, it changes nothing.
 """
 
@@ -71,7 +71,7 @@ class BufferCache:
 
 
 def _uses(tensor: Tensor) -> int:
-    """How many tensors there are over its memory, and what the asking itself counts."""
+    """References to its storage, this call's own included; 0 if torch cannot tell."""
     return int(_use_count(tensor.untyped_storage()._cdata)) if _use_count is not None else 0
 
 

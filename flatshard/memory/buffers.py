@@ -1,4 +1,4 @@
-"""``BufferMemory``: what an unsharded buffer lies in, which comes and goes.
+"""``BufferMemory``: memory of an unsharded buffer, which is taken and given back each time.
 
 ShardItself       for one rank that has everything.
 AllocatedBuffer   the allocator's, for small buffers and on accelerators.
@@ -31,7 +31,7 @@ class BufferMemory:
 
     @property
     def held_bytes(self) -> int:
-        """What it takes now beside the shards."""
+        """Bytes that it holds now beside the shards."""
         return 0
 
     def take(self) -> None:
@@ -44,7 +44,7 @@ class BufferMemory:
         """Give the memory back; does nothing the second time."""
 
     def snapshot(self) -> None:
-        """Let the values stay as they are whatever becomes of the shards, until it is freed."""
+        """Keep the values as they are, whatever is written to the shards, until ``free``."""
 
 
 class ShardItself(BufferMemory):
@@ -65,7 +65,7 @@ class AllocatedBuffer(BufferMemory):
 
     @property
     def held_bytes(self) -> int:
-        """What it takes now."""
+        """Bytes that it holds now."""
         return self.buffer.untyped_storage().nbytes()
 
     def take(self) -> None:
@@ -77,10 +77,11 @@ class AllocatedBuffer(BufferMemory):
 
     def free(self) -> None:
         """Give the memory back."""
+        # Resized, not dropped: views that autograd saved must find the same storage again.
         self.buffer.untyped_storage().resize_(0)
 
 
 def storage_bytes(tensors: Iterable[object]) -> int:
-    """Bytes of memory behind the tensors among them; shared memory counts once."""
+    """Bytes of the storages behind the tensors in ``tensors``; a shared one counts once."""
     storages = [one.untyped_storage() for one in tensors if isinstance(one, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

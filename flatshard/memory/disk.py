@@ -31,7 +31,7 @@ from flatshard.memory import mapped_files
 from flatshard.options.offload import OffloadError
 
 _mapped: dict[int, int] = {}
-"""Of the ranges of addresses where files are seen: the first one, and how many bytes."""
+"""Ranges of addresses where files are mapped: first address, length in bytes."""
 
 
 class DiskMemory:
@@ -66,6 +66,7 @@ class DiskMemory:
         flags = os.O_RDWR | os.O_CLOEXEC
         with contextlib.suppress(OSError):
             return os.open(self._folder, flags | os.O_TMPFILE, 0o600)
+        # Not every file system has O_TMPFILE.
         number, name = tempfile.mkstemp(prefix="flatshard-", dir=self._folder)
         os.unlink(name)
         return number
@@ -89,18 +90,13 @@ class DiskMemory:
         try:
             os.posix_fallocate(self._reserve, before, nbytes)
         except OSError as error:
-            os.ftruncate(self._reserve, before)
+            os.ftruncate(self._reserve, before)  # it may have grown by a part
             raise self._full(error, nbytes, what) from error
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes that are reserved, and not in use yet."""
         return 0 if self._reserve is None else os.fstat(self._reserve).st_size
-
-    def unreserve(self, nbytes: int) -> None:
-        """Give room back that was reserved."""
-        if self._reserve is not None:
-            os.ftruncate(self._reserve, max(0, self.reserved_bytes - nbytes))
 
     def create(self, nbytes: int, *, reserve: bool = True) -> int:
         """An open file of ``nbytes`` zeros, which have their room; takes it from the reserve.
@@ -109,7 +105,9 @@ class DiskMemory:
             OffloadError: the disk is full.
         """
         assert reserve, "a page without room ends the process"
-        self.unreserve(nbytes)
+        # First: on a full disk the reserve is the only room that there is.
+        if self._reserve is not None:
+            os.ftruncate(self._reserve, max(0, self.reserved_bytes - nbytes))
         number = self._nameless()
         try:
             os.posix_fallocate(number, 0, nbytes)
@@ -119,7 +117,7 @@ class DiskMemory:
         return number
 
     def mapped(self, number: int, nbytes: int, *, write: bool) -> mmap.mmap | None:
-        """As ``memory_file.mapped``, in a range whose pages ``release`` gives back."""
+        """As ``mapped_files.mapped``, in a range whose pages ``release`` gives back."""
         found = mapped_files.mapped(number, nbytes, write=write)
         if found is not None:
             address = mapped_files.address_of(found)
@@ -140,7 +138,7 @@ class DiskMemory:
         try:
             found = self.mapped(number, nbytes, write=True)
         finally:
-            os.close(number)
+            os.close(number)  # the mapping keeps the file
         if found is None:
             raise OffloadError(
                 f"{nbytes:,} bytes in a file in {self._folder!r} cannot be mapped: the limit of "
@@ -162,6 +160,7 @@ class DiskMemory:
         """The same, also of one that is in a file already."""
         place = self.new(tensor.numel(), tensor.dtype)
         place = place.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+        # Both: else each copied tensor would stay in RSS.
         release(place, tensor)
         return place
 
@@ -184,23 +183,23 @@ class DiskMemory:
 
 
 def rounded(nbytes: int) -> int:
-    """How long a file for so many bytes is."""
+    """Length in bytes of a file for ``nbytes``: whole pages."""
     return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
 def is_on_disk(tensor: Tensor) -> bool:
-    """Whether the memory of a plain tensor is a file."""
+    """Whether the memory of an ordinary tensor is a file."""
     return tensor.untyped_storage().data_ptr() in _mapped
 
 
 def fetch(*tensors: Tensor | None) -> None:
-    """Have the pages of plain tensors that are about to be written, in one go."""
+    """Read the pages of ordinary tensors that are about to be written, in one go."""
     for address in _addresses(tensors):
         mapped_files.want_pages(address, _mapped[address])
 
 
 def release(*tensors: Tensor | None) -> None:
-    """Give back the pages of plain tensors, and of what shares memory with them.
+    """Give back the pages of ordinary tensors, and of what shares memory with them.
 
     Their values stay. Does nothing for tensors that are not in files.
     """

@@ -124,7 +124,7 @@ def drop_pages(place: int, nbytes: int) -> None:
 
 
 def want_pages(place: int, nbytes: int) -> None:
-    """Have the pages of a range, for writing, at a fraction of what faults would cost."""
+    """Fault the pages of a range in, for writing, in one call."""
     _madvise(place, nbytes, _MADV_POPULATE_WRITE)  # older systems do not know it: pages then fault
 
 
@@ -140,7 +140,7 @@ def move_pages(source: int, place: int, nbytes: int) -> bool:
 
 
 def forbid(place: int, nbytes: int) -> None:
-    """Let nobody read or write a range, from which the process dies."""
+    """Forbid reads and writes of a range; one ends the process."""
     _mprotect(place, nbytes, _PROT_NONE)
 
 
@@ -155,7 +155,7 @@ def allow(place: int, nbytes: int) -> None:
 
 
 def give_back_freed() -> None:
-    """Let the allocator give memory that is free back to the system."""
+    """Make the allocator return its free memory to the system."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 
@@ -164,7 +164,7 @@ CAN_MAP = sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 def _find(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of the C library, by its types; None where there is none of that name."""
+    """A function of the C library; None where it has none of that name."""
     if not CAN_MAP:
         return None
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)

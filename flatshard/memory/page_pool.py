@@ -1,23 +1,23 @@
-"""``PagePool``: pages that go from one unit's gathered parameters to the next one's.
+"""``PagePool``: pages that go from one unit's unsharded parameters to the next one's.
 
-Memory had from the system costs a page fault for every few kilobytes, more than to fill it. A
-buffer's addresses stay the same for life, since autograd holds views of it (``handle``); so it is
-the pages that are moved there and away, by ``mremap``, in a tenth of the time.
+New memory costs a page fault for every few kilobytes, which takes longer than filling it. A
+buffer's addresses stay the same for life, since autograd holds views of it; so ``mremap`` moves
+pages there and away, in a tenth of the time.
 
-[Note: homes]
-Pages come in chunks, each with addresses of its own, its home, where nobody looks. A chunk, or as
-much of it as is needed, is moved from there into a buffer and back. There are as many as were in
-use at once, in whatever sizes; the system is asked for more only then. Where pages cannot be moved
-(another system, too many mappings), a buffer gets new ones, by faults: slower, and nothing else.
+[Note: chunks]
+Pages come in chunks, each with addresses of its own in an arena that nobody reads. A lease moves a
+chunk, or its first pages, from there into a buffer, and its end moves them back. The pool grows to
+as many chunks as were leased at once. Where pages cannot be moved (another system, too many
+mappings), a buffer gets new ones, by faults: slower, and nothing else.
 
 [Note: own part]
-Over sockets a gather would copy this rank's shard into the buffer. A large shard lies in a file in
-memory instead, which the buffer shows as well: privately, so that what a module writes into its
-parameters stays out of the shard, and goes when they are freed.
+Over sockets an all-gather would copy this rank's shard into the buffer. A large shard is a file
+in memory instead, which the buffer maps as well: privately, so that what a module writes into
+its parameters stays out of the shard, and is dropped when they are resharded.
 
 [Note: no reading]
-A freed buffer can be neither read nor written: to hand out zeros for parameters would be worse than
-the end of the process.
+A resharded buffer can be neither read nor written: to hand out zeros for parameters would be worse
+than the end of the process.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ _CHUNK_BYTES = 1 << 20
 """To move one takes 15 us. What a buffer does not fill of its last one lies idle meanwhile."""
 
 _ARENA_BYTES = 64 << 20
-"""Addresses for homes are had for so many bytes at a time."""
+"""Addresses for chunks are reserved for so many bytes at a time."""
 
 _MAX_CHUNKS = 1 << 13
 """Chunks in buffers are mappings of their own, of which a process has some 65,000."""
 
 
-class _Loan(NamedTuple):
-    home: int
+class PageLease(NamedTuple):
+    """Pages of the chunk at address ``chunk``, lent to a buffer at ``place``."""
+
+    chunk: int
     place: int
     nbytes: int
 
@@ -61,22 +63,22 @@ class PagePool:
         # Appended to by finalizers, too, which may run anywhere: each use is one operation.
         self._idle: list[int] = []
 
-    def lend(self, place: int, nbytes: int) -> list[_Loan]:
+    def lend(self, place: int, nbytes: int) -> list[PageLease]:
         """Move pages to ``place``, whole pages at addresses that are reserved; maybe not all."""
-        loans: list[_Loan] = []
+        leases: list[PageLease] = []
         while nbytes:
-            home = self._find_home()
+            chunk = self._find_chunk()
             step = min(nbytes, _CHUNK_BYTES)
-            if home is None:
+            if chunk is None:
                 break
-            if not mapped_files.move_pages(home, place, step):
-                self._idle.append(home)
+            if not mapped_files.move_pages(chunk, place, step):
+                self._idle.append(chunk)
                 break
-            loans.append(_Loan(home, place, step))
+            leases.append(PageLease(chunk, place, step))
             place, nbytes = place + step, nbytes - step
-        return loans
+        return leases
 
-    def _find_home(self) -> int | None:
+    def _find_chunk(self) -> int | None:
         try:
             return self._idle.pop()  # what came back last: it has pages
         except IndexError:
@@ -93,24 +95,25 @@ class PagePool:
         self._idle += [first + number * _CHUNK_BYTES for number in range(1, chunks)]
         return first
 
-    def take_back(self, loans: list[_Loan]) -> None:
-        """Move pages home; empties ``loans``."""
+    def take_back(self, leases: list[PageLease]) -> None:
+        """Move pages back to their chunks; empties ``leases``."""
         # In reverse, so that the next buffer gets them in the same order.
-        while loans:
-            home, place, nbytes = loans.pop()
-            if not mapped_files.move_pages(place, home, nbytes):
+        while leases:
+            chunk, place, nbytes = leases.pop()
+            if not mapped_files.move_pages(place, chunk, nbytes):
                 mapped_files.drop_pages(place, nbytes)
-            self._idle.append(home)
+            self._idle.append(chunk)
 
-    def forget(self, loans: list[_Loan]) -> None:
-        """The addresses where pages were moved to are gone, and the pages with them."""
-        while loans:
-            self._idle.insert(0, loans.pop().home)
+    def forget(self, leases: list[PageLease]) -> None:
+        """The addresses of a buffer are gone, and its pages with them: the chunks have none now."""
+        while leases:
+            # At the front: chunks that still have pages are lent first, from the back.
+            self._idle.insert(0, leases.pop().chunk)
 
     def give_back(self) -> None:
         """Give the pages that no buffer has to the system."""
-        for home in list(self._idle):
-            mapped_files.drop_pages(home, _CHUNK_BYTES)
+        for chunk in list(self._idle):
+            mapped_files.drop_pages(chunk, _CHUNK_BYTES)
 
 
 POOL = PagePool()
@@ -118,7 +121,7 @@ POOL = PagePool()
 
 
 class PooledBuffer(BufferMemory):
-    """An unsharded buffer with pages of the ring, and this rank's shard where it shows that.
+    """An unsharded buffer with pages of the pool, and this rank's shard where it shows that.
 
     Attributes:
         buffer: ``(numel,)``; may be used after ``take`` and before ``free``.
@@ -160,20 +163,15 @@ class PooledBuffer(BufferMemory):
             if self.shard is not None:
                 self._own = start, stop
                 self._rooms = [(address, start), (stop, end)]
-        self._loans: list[_Loan] = []
+        self._leases: list[PageLease] = []
         self._is_taken = False
         self._forbid()
         # Not at the end of the process, which has other worries.
-        weakref.finalize(everything, POOL.forget, self._loans).atexit = False
-
-    @staticmethod
-    def fits(numel: int, dtype: torch.dtype) -> bool:
-        """Whether a buffer is large enough; the allocator is as good for smaller ones."""
-        return mapped_files.CAN_MAP and numel * dtype.itemsize >= PAGED_BYTES
+        weakref.finalize(everything, POOL.forget, self._leases).atexit = False
 
     @property
     def held_bytes(self) -> int:
-        """What it takes now beside the shard."""
+        """Bytes that it holds now beside the shard."""
         if not self._is_taken:
             return 0
         start, stop = self._own or (0, 0)
@@ -187,12 +185,13 @@ class PooledBuffer(BufferMemory):
         """
         if self._is_taken:
             return
-        self._is_taken = True
+        self._is_taken = True  # first: ``free`` must undo a lease that fails half-way
         try:
             for start, end in self._rooms:
-                loans = POOL.lend(start, end - start)
-                self._loans += loans
-                missing = start + sum(loan.nbytes for loan in loans)
+                leases = POOL.lend(start, end - start)
+                self._leases += leases
+                # Where the pool had too few pages, the rest comes by faults.
+                missing = start + sum(lease.nbytes for lease in leases)
                 if missing < end:
                     mapped_files.allow(missing, end - missing)
         except MemoryError:
@@ -204,13 +203,15 @@ class PooledBuffer(BufferMemory):
         self._is_kept = False
         if self._own is not None:
             start, stop = self._own
+            # Private pages of the range go; the next access reads the file again.
             mapped_files.drop_pages(start, stop - start)
 
     def free(self) -> None:
         """Give the memory back; does nothing the second time."""
         if self._is_taken:
             self._is_taken = False
-            POOL.take_back(self._loans)
+            # Pages leave before the range is closed: ``drop_pages`` would discard them.
+            POOL.take_back(self._leases)
             self._forbid()
             self.renew()
 
@@ -233,7 +234,9 @@ class PooledBuffer(BufferMemory):
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> BufferMemory:
     """Memory for an unsharded buffer, ``(numel,)``, to be filled by copies."""
-    if device.type == "cpu" and PooledBuffer.fits(numel, dtype):
+    # The allocator is as good for small ones.
+    is_paged = mapped_files.CAN_MAP and numel * dtype.itemsize >= PAGED_BYTES
+    if device.type == "cpu" and is_paged:
         with contextlib.suppress(OSError):  # no addresses left: the allocator may have some
             return PooledBuffer(numel, dtype)
     return AllocatedBuffer(numel, dtype, device)

@@ -35,7 +35,7 @@ def test_every_element_once(
         if index not in absent:
             gradients[index] = 1 + index + torch.rand(span.end - span.start)
             expected[span.start : span.end] = gradients[index]
-    whole = ChunkPlan(layout, 4 * min_numel, torch.float32).whole(gradients)
+    whole = ChunkPlan(layout, 4 * min_numel, torch.float32).chunks(gradients)
     found = torch.zeros(layout.padded_numel)
     last = 0
     for rank in range(world_size):
@@ -58,7 +58,7 @@ def test_large_ones_are_not_copied() -> None:
         itemsize=4,
     )
     gradients = {index: torch.rand(shape) for index, shape in enumerate(shapes) if index != 5}
-    whole = ChunkPlan(layout, 400, torch.float32).whole(gradients)
+    whole = ChunkPlan(layout, 400, torch.float32).chunks(gradients)
     small, large, joined, larger, missing, last = whole.parts
     assert large is gradients[1]
     assert larger is gradients[4]

@@ -25,7 +25,8 @@ SLACK = 8.0
 BAD_RANK = 1
 
 NAMED = (
-    r"unit 'fc\d', rank \d: (gathering parameters for \w+|(reduce-scatter|all-reduc)ing gradients)"
+    r"unit 'fc\d', rank \d: "
+    r"(all-gathering parameters for \w+|(reduce-scatter|all-reduc)ing gradients)"
     r"|'used parameters of all units, backward', rank \d: combining"
 )
 """The unit, the rank and the collective; one at the end of backward is for all units."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flatshard.memory import buffer_cache as spare_module
+from flatshard.memory import buffer_cache as cache_module
 from flatshard.memory.buffer_cache import BufferCache
 
 CPU = torch.device("cpu")
@@ -11,45 +11,45 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spare_module, "GLIBC_LIMIT_BYTES", 5)
+    monkeypatch.setattr(cache_module, "GLIBC_LIMIT_BYTES", 5)
 
 
 def test_the_same_memory_comes_back_once_it_is_unused() -> None:
-    spare = BufferCache()
-    first = spare.take(10, torch.float32, CPU)
+    cache = BufferCache()
+    first = cache.take(10, torch.float32, CPU)
     place = first.data_ptr()
-    second = spare.take(10, torch.float32, CPU)
+    second = cache.take(10, torch.float32, CPU)
     assert second.data_ptr() != place
     view = first[3:].view(-1)
     del first
-    assert spare.take(10, torch.float32, CPU).data_ptr() != place  # a view is a use
+    assert cache.take(10, torch.float32, CPU).data_ptr() != place  # a view is a use
     del view
-    assert spare.take(10, torch.float32, CPU).data_ptr() == place
+    assert cache.take(10, torch.float32, CPU).data_ptr() == place
 
 
 def test_other_kinds_are_other_memory() -> None:
-    spare = BufferCache()
-    spare.take(10, torch.float32, CPU)
+    cache = BufferCache()
+    cache.take(10, torch.float32, CPU)
     for numel, dtype in ((11, torch.float32), (10, torch.int32)):
-        taken = spare.take(numel, dtype, CPU)
+        taken = cache.take(numel, dtype, CPU)
         assert (taken.numel(), taken.dtype) == (numel, dtype)
 
 
 def test_what_is_unused_is_given_back() -> None:
-    spare = BufferCache()
-    used = spare.take(10, torch.float32, CPU)
-    spare.give_back()
-    assert spare.take(10, torch.float32, CPU).data_ptr() != used.data_ptr()
+    cache = BufferCache()
+    used = cache.take(10, torch.float32, CPU)
+    cache.give_back()
+    assert cache.take(10, torch.float32, CPU).data_ptr() != used.data_ptr()
     del used
-    spare.take(5, torch.float32, CPU)
-    spare.give_back()
-    assert not spare._kept
+    cache.take(5, torch.float32, CPU)
+    cache.give_back()
+    assert not cache._kept
 
 
 def test_what_the_allocator_keeps_is_not_kept_twice() -> None:
-    for spare, is_kept in (
+    for cache, is_kept in (
         (BufferCache(), False),
         (BufferCache(new=lambda numel, dtype: torch.zeros(numel, dtype=dtype)), True),
     ):
-        spare.take(4, torch.uint8, CPU)
-        assert (spare._kept is not None) is is_kept
+        cache.take(4, torch.uint8, CPU)
+        assert (cache._kept is not None) is is_kept

@@ -35,7 +35,7 @@ FIRST_LOOK_SECONDS = 3.0
 LOOK_SECONDS = 1.0
 LONGEST_LOOK_SECONDS = 8.0
 
-_ASKED = 16  # of the ranks that are waited for, so many are asked: one in a deadlock is enough
+_ASKED = 16  # peers asked per wait, at most: one in a deadlock is enough
 
 
 class CollectiveCounter:
@@ -55,7 +55,7 @@ class CollectiveCounter:
         _counters[name] = self
 
     def begin(self, kind: Hashable, *, abort: Callable[[], None] | None = None) -> WaitCondition:
-        """Count one more; returns what its end needs: that all other ranks begin it."""
+        """Count one more; returns the condition of its end: that all other ranks begin it."""
         number = self.begun[kind] = self.begun.get(kind, 0) + 1
         return WaitCondition(self.name, kind, number, self.others, abort)
 
@@ -64,7 +64,7 @@ class CollectiveCounter:
         self.begun[kind] = number
 
     def needs(self, kind: Hashable, number: int) -> WaitCondition:
-        """What a wait needs that ends when all other ranks have begun ``number`` of a kind."""
+        """The condition that all other ranks have begun ``number`` of a kind."""
         return WaitCondition(self.name, kind, number, self.others)
 
 
@@ -174,7 +174,7 @@ class Deadlock:
         self._world: Any = None  # whose store that is
 
     def look(self, wait: BlockedWait | None) -> None:
-        """Publish that ``wait`` goes on, and set its ``verdict`` if it will for ever.
+        """Publish that ``wait`` goes on; set its ``verdict`` if it will never end.
 
         Args:
             wait: this rank's; None: it waits for nobody.
@@ -196,7 +196,7 @@ class Deadlock:
             wait.number = next(self._numbers)
         self._publish(wait, wait.need, None)
         stuck = self._stuck(dist.get_rank())
-        verdict = verdict_of_others(wait, self._store)
+        verdict = _verdict_of_others(wait, self._store)
         if verdict is None and stuck and self._is_certain(stuck):
             verdict = _Verdict(_in_words(stuck), _waits(stuck))
         if verdict is not None:
@@ -242,7 +242,7 @@ class Deadlock:
         self._store.set(_key(dist.get_rank()), report.to_json())
 
     def _stuck(self, rank: int) -> dict[int, _Report]:
-        """Reports of ranks of which each waits for another one of them, if ``rank`` is one."""
+        """Reports of ranks that each wait for another of them; {} if ``rank`` is none of them."""
         reports: dict[int, _Report] = {}
         to_ask = [rank]
         while to_ask:
@@ -251,6 +251,7 @@ class Deadlock:
             if report is not None and report.wait and report.verdict is None:
                 reports[asked] = report
                 to_ask += report.need.ranks[:_ASKED]
+        # Drop, until none is left to drop, each rank that waits for nobody in the set.
         while True:
             stuck = {
                 one: report
@@ -271,7 +272,7 @@ class Deadlock:
         )
 
 
-def verdict_of_others(wait: BlockedWait, store: Any) -> _Verdict | None:
+def _verdict_of_others(wait: BlockedWait, store: Any) -> _Verdict | None:
     """Why the wait does not end, if ranks that it is for have found that out."""
     assert wait.need is not None, "an unknown need has no ranks"
     verdicts = (report.verdict for report in _reports_for(wait.need, store).values())

@@ -1,4 +1,4 @@
-"""Says who waits for whom when a collective takes long, well before it times out.
+"""Logs who waits for whom when a collective is slow, well before it times out.
 
 One thread per process looks now and then at what the process waits for, and logs it (logger
 ``flatshard``, level WARNING) once per wait. It ends a wait only where it is certain that it would
@@ -134,7 +134,7 @@ atexit.register(_watchdog.stop)
 
 
 class watched:
-    """Log ``describe()`` if the block, which waits for other ranks, takes long.
+    """Log ``describe()`` if the block, which waits for other ranks, is slow.
 
     Args:
         describe: says what is waited for.

@@ -33,7 +33,7 @@ class Members:
         reduce_group: the same ranks, for reductions, which have an order of their own.
         counter: counts the collectives that this rank began, for deadlock detection.
         options: what the user chose.
-        is_gloo: whether gloo moves what lies in host memory.
+        is_gloo: whether gloo is the backend for tensors in host memory.
         is_fake: whether there are no other ranks (torch's "fake" backend).
         gather_objects: every rank's picklable value, in rank order. **Collective**.
     """
@@ -61,7 +61,7 @@ class Members:
     def begin(
         self, group: dist.ProcessGroup, kind: Hashable = None, *, on_host: bool | None = None
     ) -> WaitCondition | None:
-        """Count a collective that this rank begins now; returns what its end needs of the others.
+        """Count a collective that this rank begins now; returns what ends the host's wait for it.
 
         Args:
             group: what moves it.
@@ -77,15 +77,15 @@ class Members:
 
 
 class Transport(abc.ABC):
-    """How the ranks of one group gather parameters and average gradients.
+    """How the ranks of one group all-gather parameters and average gradients.
 
     A new one is a subclass in a file of its own and a line in ``transports.TRANSPORTS``.
 
     Attributes:
         name: for reports and messages.
         reason: why the group has it, or "".
-        is_ordered: whether collectives meet those of other ranks in the order in which they
-            begin; otherwise those of one flat parameter meet by its tag.
+        is_ordered: whether collectives match those of other ranks by the order in which they
+            begin; otherwise by the tag of the flat parameter.
         adds_here: whether reductions add in rank order and in no less than fp32, on this host.
         can_all_reduce: whether it has ``all_reduce``.
         gathers_in_background: whether an all-gather makes progress on the network while the host
@@ -109,7 +109,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def accepts(self, device: torch.device, tag: int) -> bool:
-        """Whether it moves what lies on ``device``, for the flat parameter with this tag.
+        """Whether it moves tensors on ``device`` for the flat parameter with this tag.
 
         The same on all ranks.
         """
@@ -134,7 +134,7 @@ class Transport(abc.ABC):
             out: ``(shard_numel * size,)``, same dtype and device.
             op_name: names the collective in errors.
             tag: the flat parameter's.
-            memory: what ``allocate_unsharded`` gave, if ``out`` is its buffer.
+            memory: result of ``allocate_unsharded``, if ``out`` is its buffer.
             exact: whether not to round, whatever the wire dtype.
         """
 
@@ -148,9 +148,9 @@ class Transport(abc.ABC):
 
         Args:
             chunks: ``shard_numel * size`` elements, in one chunk unless ``min_chunk_bytes`` allows
-                more. One chunk is used up; of several none is written.
-            out: ``(shard_numel,)``, in the dtype to add in. What ``chunks`` has no range for is
-                left as it is.
+                more. A single chunk is undefined afterwards; of several none is written.
+            out: ``(shard_numel,)``, in the dtype to add in. Elements outside the ranges of
+                ``chunks`` are left as they are.
             op_name: names the collective in errors.
             tag: the flat parameter's.
             fixed_order: whether to add in rank order where it is not ``adds_here``.
@@ -177,11 +177,11 @@ class Transport(abc.ABC):
 
         Args:
             numel: elements of the buffer, over all ranks.
-            dtype: of the elements, in which they are gathered too.
+            dtype: of the elements, also while they are all-gathered.
             device: where the unit computes.
             tags: the flat parameter's tag, and another one of its own.
             shard_files: what makes files, if this rank's shard may live in the memory too, so
-                that gathers need not copy it.
+                that all-gathers need not copy it.
         """
         return allocate(numel, dtype, device)
 
@@ -190,16 +190,16 @@ class Transport(abc.ABC):
         return False
 
     def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
-        """The smallest gradient that ``reduce_scatter`` takes from where it is at a profit.
+        """Smallest gradient, in bytes, that is cheaper to send from where it is than to copy.
 
-        None: it accepts no chunks but wants everything in one piece.
+        None: ``reduce_scatter`` accepts one chunk only.
         """
         return None
 
     def warm_up(  # noqa: B027 (nothing to open)
         self, device: torch.device, *, fixed_order: bool, replicas: bool
     ) -> None:
-        """Open connections for reductions of what lies on ``device``. Collective.
+        """Open connections for reductions of tensors on ``device``. Collective.
 
         Args:
             device: where the gradients are.

@@ -22,7 +22,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _LARGE_NUMEL = 1 << 20
-"""Elements of a reduction for which no backend takes its way for small ones."""
+"""Elements of a reduction for which no backend uses its algorithm for small ones."""
 
 
 class NativeTransport(Transport):
@@ -54,7 +54,7 @@ class NativeTransport(Transport):
         return backend_for(self._members.reduce_group, device.type) == "gloo"
 
     def _under_way(self, work: Any) -> list[Any]:
-        """Fake collectives are over at once, and do not say so."""
+        # Fake collectives are completed at once, but never report it.
         return [] if self._members.is_fake else [work]
 
     def gather(
@@ -83,6 +83,7 @@ class NativeTransport(Transport):
         group, kept, then = self._members.reduce_group, [buffer, out], None
         need = self._members.begin(group)
         if fixed_order:
+            # Kept with the work: the backend fills it after this call returns.
             arrived = torch.empty_like(buffer)
             work = dist.all_to_all_single(
                 as_bytes(arrived), as_bytes(buffer), group=group, async_op=True
@@ -96,14 +97,14 @@ class NativeTransport(Transport):
         return self._reduction(work, op_name, *kept, need=need, then=then)
 
     def gather_reduced(self, part: Tensor, out: Tensor, *, op_name: str, tag: int) -> AsyncWork:
-        """See ``Transport``; in the order of reductions."""
+        """See ``Transport``; on the group, and so in the order, of the reduce-scatters."""
         group = self._members.reduce_group
         need = self._members.begin(group)
         work = _all_gather_single(as_real(out), as_real(part), group=group, async_op=True)
         return self._reduction(work, op_name, part, out, need=need)
 
     def _reduction(self, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
-        # gloo's own reduce-scatter never says that it is over.
+        # gloo's own reduce-scatter never reports that it is completed.
         reports_end = not self._is_gloo(kept[0].device)
         return AsyncWork(self._under_way(work), op_name, *kept, reports_end=reports_end, **more)
 
@@ -118,7 +119,7 @@ class NativeTransport(Transport):
         """See ``Transport``.
 
         A backend that connects at the first reduction holds up the host in it. In a backward a
-        rank may come there alone, while others wait for its gathers.
+        rank may come there alone, while others wait for its all-gathers.
         """
         if self._members.is_fake:
             return
@@ -147,6 +148,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -
         group: the ranks.
         device: where the group's backend moves tensors.
     """
+    # Two collectives: all ranks must send equally many bytes, and do not know the longest.
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
     _all_gather_single(lengths, torch.tensor([data.numel()], device=device), group=group)

@@ -77,7 +77,7 @@ class RankAddress(NamedTuple):
 
 
 class Mailbox:
-    """What this process tells those that read its memory. Raises nothing: see ``address``."""
+    """What this process publishes to those that read its memory; ``address.problem``: why not."""
 
     def __init__(self) -> None:
         """An empty one; pages of it exist when they are written."""
@@ -96,6 +96,7 @@ class Mailbox:
         memory = None
         if self._file is not None:
             memory = mapped_files.mapped(self._file, _MAILBOX_BYTES, write=True)
+        # Without a file the others read it through the kernel, which is slower.
         memory = memory or mmap.mmap(-1, _MAILBOX_BYTES)
         self.words = (ctypes.c_int64 * (TAGS * _WORDS)).from_buffer(memory)
         nonce = int.from_bytes(os.urandom(7), "little")
@@ -114,6 +115,7 @@ class Mailbox:
         """Publish that publication ``number`` of a tag is at ``address``."""
         _order_memory()
         first = tag * _WORDS
+        # The check word comes last: until then the record is not valid.
         self.words[first] = number
         self.words[first + 1] = address
         self.words[first + 2] = number ^ address ^ _CHECK
@@ -161,7 +163,9 @@ class PeerMemory:
 
     def taken(self, rank: int, tag: int, number: int) -> Awaited:
         """That ``rank`` has taken publications ``number`` of a tag."""
-        return Taken(self._record(rank, tag * _WORDS + _TAKEN, 2), number, self._timeout)
+        record = self._record(rank, tag * _WORDS + _TAKEN, 2)
+        # A process that has ended reads nothing any more.
+        return Awaited(record, number, self._timeout, or_gone=True)
 
     def _record(self, rank: int, first: int, length: int) -> _Record:
         address = self._addresses[rank]
@@ -210,9 +214,12 @@ class Awaited:
         address: what the record says, once it is there.
     """
 
-    def __init__(self, record: _Record, number: int, timeout: float) -> None:
-        """It begins with ``number``."""
+    def __init__(
+        self, record: _Record, number: int, timeout: float, *, or_gone: bool = False
+    ) -> None:
+        """It begins with ``number``; ``or_gone``: the end of the process is as good."""
         self._record, self._number, self._timeout = record, number, timeout
+        self._or_gone = or_gone
         self._began = time.monotonic()
         self._is_over = False
         self._error: RuntimeError | None = None
@@ -239,17 +246,16 @@ class Awaited:
         try:
             number, *rest, check = look()
         except RuntimeError as error:
-            self._is_over, self._error = True, self._told(error)
+            self._is_over = True
+            if not (self._or_gone and isinstance(error, ProcessGone)):
+                self._error = error
             return
         if number == self._number:
             self.address = rest[0] if rest else 0
+            # Else it was read while it was written: the next look finds the rest.
             if number ^ self.address ^ _CHECK == check:
                 self._is_over = True
-                _order_memory()
-
-    def _told(self, error: RuntimeError) -> RuntimeError | None:
-        """What the end of the process means."""
-        return error
+                _order_memory()  # what was published is read after the record, never before
 
     def wait(self) -> None:
         """Wait until it is there.
@@ -280,13 +286,6 @@ class Awaited:
                 time.sleep(_PAUSE_SECONDS)
         if self._error is not None:
             raise self._error
-
-
-class Taken(Awaited):
-    """The same of what was taken: a process that has ended wants nothing any more."""
-
-    def _told(self, error: RuntimeError) -> RuntimeError | None:
-        return None if isinstance(error, ProcessGone) else error
 
 
 class ProcessGone(RuntimeError):
@@ -343,8 +342,8 @@ def meet(
 
 
 def _first_problem(problems: Sequence[str], ranks: Sequence[int]) -> str:
-    told = ((rank, problem) for rank, problem in zip(ranks, problems, strict=True) if problem)
-    return next((f"rank {rank}: {problem}" for rank, problem in told), "")
+    found = zip(ranks, problems, strict=True)
+    return next((f"rank {rank}: {problem}" for rank, problem in found if problem), "")
 
 
 def _try_to_read(

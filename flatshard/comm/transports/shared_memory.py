@@ -1,4 +1,4 @@
-"""``SharedMemoryTransport``: all-gathers and averages among ranks that read each other's memory.
+"""``SharedMemoryTransport``: collectives of ranks that read each other's memory.
 
 Each rank publishes where its part lies; the others copy it from there, or add it up piece by piece,
 and say that they have. Each byte is copied once.
@@ -7,14 +7,15 @@ Large shards are not even copied: ``MappedShards`` shows those of all ranks side
 
 [Note: mapped shards]
 Each rank keeps its shard in a file in memory, and every rank maps all of them, in rank order, onto
-one range of addresses: that is the unsharded buffer. A gather only waits until every rank's shard
-is final, and freeing gives the pages back to where they came from. No rank may write its shard
-before the others are done with it, which ``AsyncWork`` keeps account of. The files have no name:
-they end with the last process that has them.
+one range of addresses: that is the unsharded buffer. An all-gather only waits until every rank's
+shard is final, and resharding drops the mapped pages. No rank may write its shard before the others
+are done with it, for which ``PendingSends`` waits. The files have no name: they end with the last
+process that has them.
 
 The range is mapped privately: what a module writes into its unsharded parameters stays there until
-they are freed, as in a copy. ``snapshot`` uses the same to make the whole range a copy. A rank that
-cannot have such a file, or cannot map that of another, copies instead; the others need not know.
+they are resharded, as in a copy. ``snapshot`` uses the same to make the full range a copy. A rank
+that cannot have such a file, or cannot map that of another, copies instead; the others need not
+know.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from flatshard.options.collectives import TransportOptions
 from flatshard.options.offload import OffloadError
 
 _REDUCING = peer_memory.TAGS // 2
-"""Added to the tags of reductions: half of a mailbox's places are for gathers, half for these."""
+"""Added to tags of reduce-scatters: half of a mailbox's records are for these."""
 
 _PIECE_NUMEL = 1 << 16
 """Elements that are read and added at a time: they stay in the cache between."""
@@ -124,6 +125,7 @@ class SharedMemoryTransport(Transport):
         publication = self.publish(source.data_ptr(), tag, op_name)
         slots[self.members.rank].copy_(source)
 
+        # In the wait, not here: the others may not have published yet.
         def read() -> None:
             for peer, record in publication.records.items():
                 self.memory.read(peer, record.address, slots[peer])
@@ -135,6 +137,7 @@ class SharedMemoryTransport(Transport):
         self, chunks: FlatChunks, out: Tensor, *, op_name: str, tag: int, fixed_order: bool
     ) -> AsyncWork:
         """See ``Transport``; added up in rank order."""
+        # The table stays alive with the work: the others read it, and then the parts it points at.
         table = _table([0 if part is None else part.data_ptr() for part in chunks.parts])
         publication = self.publish(ctypes.addressof(table), tag + _REDUCING, op_name)
 
@@ -181,6 +184,7 @@ class SharedMemoryTransport(Transport):
             if rank == self.members.rank:
                 values = own
             elif address:
+                # The first rank's values can arrive where the sum is made.
                 values = out if total is None and out.dtype is scratch.dtype else scratch
                 self.memory.read(rank, address + offset, values)
             else:
@@ -214,11 +218,12 @@ class SharedMemoryTransport(Transport):
         Collective: all ranks of the group. Waits until they took what was published before.
 
         Args:
-            address: where something lies in this rank's memory, or another number.
+            address: an address in this rank's memory, or another number.
             tag: the tag.
             op_name: names the collective in errors.
         """
         counter, peers = self.members.counter, self.members.peers
+        # A mailbox has one record per tag: overwritten too early, a slow rank would never see it.
         before = self._published.get(tag)
         if before is not None and not all(taken.is_completed() for taken in before.taken):
             need = counter.needs(("take", tag), before.number)
@@ -234,6 +239,7 @@ class SharedMemoryTransport(Transport):
             records={peer: self.memory.offered(peer, tag, number) for peer in peers},
             taken=[self.memory.taken(peer, tag, number) for peer in peers],
         )
+        # Counted before it is visible, or the detector could report it as missing.
         counter.reach(("offer", tag), number)
         self._mailbox.offer(tag, number, address)
         return publication
@@ -291,7 +297,7 @@ class MappedShards(BufferMemory):
     Attributes:
         shard: this rank's, ``(shard_numel,)``, zeros at first; others see what is written.
         buffer: all ranks', ``(padded_numel,)``; good between the wait for ``begin`` and ``free``.
-        shows_shards: True: a gather copies nothing.
+        shows_shards: True: an all-gather copies nothing.
     """
 
     shard: Tensor
@@ -312,7 +318,7 @@ class MappedShards(BufferMemory):
             transport: how the ranks meet.
             numel: elements of a shard, whose bytes fill whole pages.
             dtype: of the elements.
-            tags: for gathers, and for telling where the file is.
+            tags: of all-gathers, and of the publication of the file.
             files: makes this rank's file: in memory, or on a disk.
         """
         self._transport, self._tags, self._files = transport, tags, files
@@ -383,8 +389,8 @@ class MappedShards(BufferMemory):
     def _share(self) -> int:
         """Move the shard to a file that is open for the others to map; its number, or -1.
 
-        At the first gather, not before: until all ranks come here, each unit of a model would have
-        a file open, and a process may open 1,024 by default.
+        At the first all-gather, not before: until all ranks come here, each unit of a model would
+        have a file open, and a process may open 1,024 by default.
         """
         new = self._new_file()
         if new is None:
@@ -422,7 +428,7 @@ class MappedShards(BufferMemory):
         """Map the other ranks' files, each at its place."""
         assert self._introduction is not None, "begin() comes first"
         for rank, record in self._introduction.records.items():
-            record.wait()
+            record.wait()  # the file stays open there until ``take`` below
             number = mapped_files.open_of(self._transport.memory.pid(rank), record.address)
             if number is not None:
                 self._map(rank, number)
@@ -431,11 +437,12 @@ class MappedShards(BufferMemory):
         self._has_met = True
 
     def renew(self) -> None:
-        """What was gathered is stale: let other ranks write their shards."""
+        """The buffer is stale: let other ranks write their shards."""
         self.free()
 
     def free(self) -> None:
-        """The buffer is not needed any more: give its pages back. Does nothing the second time."""
+        """Give the pages of the buffer back. Does nothing the second time."""
+        # Only now may the others write their shards, which the buffer showed.
         if self._publication is not None:
             self._publication.take()
             self._publication = None
@@ -451,6 +458,7 @@ class MappedShards(BufferMemory):
             per_page = mmap.PAGESIZE // self.buffer.element_size()
             touched = self.buffer.detach()[::per_page]
             touched.copy_(touched.clone())  # a write makes the page this process's own
+            # After the copy: from here on the others may write their shards.
             self._publication.take()
             self._publication = None
             self._is_copy = True

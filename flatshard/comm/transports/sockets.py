@@ -5,22 +5,19 @@ its all-to-all sends before it can receive, so that both directions of a slow li
 and receives have a tag per flat parameter and match in whatever order ranks begin them.
 
 [Note: receives first]
-A message waits for its receive, and that the receive is there is said over the same connection as
-the data. Behind data that are on their way already, it reaches the other rank when these have
-passed: both directions then take turns. So every receive of a gather or an average is posted, for
-all of it, before anything is sent.
+A message is sent when its receive was announced, over the same connection as the data. Behind data
+already on their way the announcement comes late, and both directions take turns. So all receives of
+an all-gather or an average are posted before anything is sent.
 
 [Note: who waits]
-gloo's sends and receives are over only for somebody who waits for them, and a wait cannot be given
-up. Averages have a thread for it, which also adds what comes in, piece by piece; so one can ask
-whether an average is done, and go on without it. To begin a message can take as long as to pass
-one, since gloo then waits for its own thread, or writes into the socket itself: another thread
-begins them all.
+gloo's sends and receives complete only in a wait, and a wait cannot be given up. A thread waits for
+those of averages and adds what arrives, piece by piece: so the host can ask whether an average is
+done, and go on without it. Beginning a message can take as long as sending it, since gloo then
+waits for its own thread, or writes into the socket itself: a second thread begins them all.
 
 [Note: narrow]
-With a wire dtype, floating point values that are wider travel in it. They are narrowed and widened
-in the memory where they lie: what is sent takes the first bytes of its place, what is received
-the last bytes of its own.
+With a wire dtype, wider floating point values are sent in it. They are narrowed and widened in
+place: what is sent occupies the first bytes of its slot, what is received the last bytes.
 """
 
 from __future__ import annotations
@@ -49,11 +46,11 @@ from flatshard.memory.page_pool import PooledBuffer, allocate, fills_pages
 from flatshard.options.collectives import Collectives
 
 PIECE_BYTES = 2 << 20
-"""Averages are received and added in pieces of so many bytes, while the next are on their way."""
+"""Averages are received and added in pieces of this size, while the next are on their way."""
 
 SENT_IN_PLACE_BYTES = 1 << 20
-"""From here on a gradient is sent from where autograd made it: to copy it takes longer than it
-takes to begin messages of its own."""
+"""From here on a gradient is sent from where autograd made it: copying it costs more than beginning
+messages of its own."""
 
 _logger = logging.getLogger("flatshard")
 
@@ -95,7 +92,7 @@ class WorkerFuture:
 
 
 class _Messages(WorkerFuture):
-    """Receives and sends of one gather or average; a future of their beginning."""
+    """Receives and sends of one all-gather or average; a future of their beginning."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
         super().__init__()
@@ -108,7 +105,7 @@ class _Messages(WorkerFuture):
         return self._add(self._group.recv, out, peer)
 
     def send(self, source: Tensor, peer: int) -> _Message:
-        """Send ``source`` to ``peer``; it must stay as it is until that is over."""
+        """Send ``source`` to ``peer``; it must stay as it is until that is completed."""
         return self._add(self._group.send, source, peer)
 
     def _add(self, begin: Callable[..., Any], tensor: Tensor, peer: int) -> _Message:
@@ -143,7 +140,7 @@ class _Message:
         return self._is_over
 
     def wait(self) -> None:
-        """Wait until it is over; only once, and on one thread."""
+        """Wait until it is completed; only once, and on one thread."""
         self._messages.wait()
         self._messages.works[self._index].wait()
         self._is_over = True
@@ -188,7 +185,7 @@ class SocketTransport(Transport):
         tags: tuple[int, int],
         shard_files: Files | None,
     ) -> BufferMemory:
-        """See ``Transport``: a large buffer shows this rank's shard, which lies in a file."""
+        """See ``Transport``: a large buffer maps this rank's shard, which is a file."""
         part = numel // self._members.size
         # Rounded for the wire, the buffer differs from the shard.
         if shard_files is not None and not self._narrows(dtype):
@@ -215,6 +212,7 @@ class SocketTransport(Transport):
         messages, slots = _Messages(members.gather_group, tag), out.chunk(members.size)
         narrow = None if exact or not self._narrows(shard.dtype) else self._wire_dtype
         places = slots if narrow is None else [_last(slot, narrow) for slot in slots]
+        # Before the sends; see the note on receives.
         receives = [messages.receive(places[peer], peer) for peer in members.peers]
         source = shard if narrow is None else shard.to(narrow)
         sends = [messages.send(source, peer) for peer in members.peers]
@@ -256,6 +254,7 @@ class SocketTransport(Transport):
                 if piece is not None:
                     average.sends.append(messages.send(piece, peer))
         self._begin(messages)
+        # Set before the thread has it: a rank that waits meanwhile runs it itself.
         average.averaged.help = average.sent.help = average.run
         self._adds.put(average.run)  # without a thread, whoever waits runs it
         return AsyncWork(
@@ -324,7 +323,7 @@ class _Average:
             members: the ranks.
             to_widen: in which values arrive, if that is not the result's dtype.
             scratch: where they arrive, but for the first peer's.
-            idle: what takes ``scratch`` back.
+            idle: gets ``scratch`` back.
         """
         self._rank, self._size = members.rank, members.size
         # The first peer's values arrive in the result's own memory; the others' are added there.
@@ -333,7 +332,7 @@ class _Average:
         self._pieces: list[_Piece] = []
         self.sends: list[_Message] = []
         self.averaged, self.sent = WorkerFuture(), WorkerFuture()
-        self._is_taken = threading.Lock()
+        self._is_taken = threading.Lock()  # the thread and whoever waits race for it; one runs
 
     def receive(self, messages: _Messages, chunks: FlatChunks, out: Tensor, step: int) -> None:
         """Ask for what the others have for ``out``, ``step`` elements at a time."""

@@ -1,0 +1,90 @@
+"""Another way to move bytes is one class and one line in the table of transports."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatshard.comm import communicator
+from flatshard.comm.flat_chunks import FlatChunks, as_bytes, average
+from flatshard.comm.transports import TRANSPORTS, Members, Transport
+from flatshard.comm.work import AsyncWork
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
+
+
+class ListTransport(Transport):
+    """Gathers everything everywhere, by the one collective that fills a list of tensors."""
+
+    name = "lists of tensors"
+    is_ordered = True
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self.num_begun = {"gather": 0, "reduce_scatter": 0}
+        MADE.append(self)
+
+    @classmethod
+    def connect(cls, members: Members) -> ListTransport:
+        return cls(members)
+
+    def accepts(self, device: torch.device, tag: int) -> bool:
+        return device.type == "cpu"
+
+    def gather(
+        self, shard: Tensor, out: Tensor, *, op_name: str, tag: int, **_: object
+    ) -> AsyncWork:
+        self.num_begun["gather"] += 1
+        return self._gather(self._members.gather_group, shard, out, op_name)
+
+    def reduce_scatter(
+        self, chunks: FlatChunks, out: Tensor, *, op_name: str, tag: int, fixed_order: bool
+    ) -> AsyncWork:
+        self.num_begun["reduce_scatter"] += 1
+        (buffer,) = chunks.tensors
+        size, rank = self._members.size, self._members.rank
+        everyone = buffer.new_empty(size * buffer.numel())
+        mine = [theirs.chunk(size)[rank] for theirs in everyone.chunk(size)]
+        then = partial(average, mine, out)
+        return self._gather(self._members.reduce_group, buffer, everyone, op_name, then=then)
+
+    def _gather(
+        self, group: dist.ProcessGroup, source: Tensor, out: Tensor, op_name: str, **keywords: Any
+    ) -> AsyncWork:
+        need = self._members.begin(group)
+        slots = list(as_bytes(out).chunk(self._members.size))
+        work = dist.all_gather(slots, as_bytes(source), group=group, async_op=True)
+        return AsyncWork([work], op_name, source, out, need=need, **keywords)
+
+
+MADE: list[ListTransport] = []
+
+
+def _trained(rank: int, world_size: int, **keywords: Any) -> tuple[Any, str]:
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), process_group=dist.new_group(), **keywords)
+    optimizer = OPTIMIZERS["sgd"](trainable(model))
+    losses = train_steps(model, optimizer, case, rank, world_size, steps=3)
+    return (losses, snapshot(model)), model.unit_report()
+
+
+def _fourth_transport(rank: int, world_size: int) -> None:
+    expected, report = _trained(rank, world_size, collectives="sockets")
+    assert ListTransport.name not in report
+    with mock.patch.object(communicator, "TRANSPORTS", (ListTransport, *TRANSPORTS)):
+        actual, report = _trained(rank, world_size)
+    assert ListTransport.name in report
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    (transport,) = MADE
+    assert all(transport.num_begun.values()), transport.num_begun
+
+
+def test_a_fourth_transport_is_a_class_and_a_line_in_the_table() -> None:
+    """It trains like the others, to the bit; nothing else of the package names it."""
+    run_ranks(_fourth_transport, 2, fresh=True)
