@@ -271,7 +271,7 @@ class StepRecorder(StepObserver):
 
     def look(self, unit: Unit) -> None:
         """Note what a unit holds, if that has changed."""
-        held = unit.gathered_bytes, unit.held_gradient_bytes
+        held = unit.unsharded_bytes, unit.held_gradient_bytes
         if self._held.get(unit.index, (0, 0)) != held:
             self._held[unit.index] = held
             self._samples.append(MemorySample(self._clock(), unit.index, *held))

@@ -58,6 +58,7 @@ class Agreement:
         with state.observers.waiting(Kind.RANKS_WAIT):
             op_name = "used parameters of all units, backward"
             state.world.reduce_scalars(combined, "MAX", op_name=op_name)
+        # Waits for the device, if the numbers are there: what follows differs by their values.
         maxima = iter(combined.tolist())
         self._check_program(maxima)
         self._tally_used(maxima)
@@ -86,7 +87,7 @@ class Agreement:
             )
         if differs[1]:
             raise RuntimeError(
-                f"backward of {name or 'the model'!r}: some ranks have gathered, or "
+                f"backward of {name or 'the model'!r}: some ranks have all-gathered, or "
                 "asked for a norm or a sum, more often than others, and what they got may be of "
                 "other parameters. With this backend all ranks must run the same units, forwards "
                 "and backwards, and call state_dict(), summon_full_params() and the like "
@@ -104,6 +105,7 @@ class Agreement:
                 votes += [bucket.index in self._rest, bucket.index not in self._rest]
                 if bucket.index in self._rest:
                     to_come.update(bucket.trainable_handles)
+            # No rank raises alone: the others would wait for its reductions.
             votes.append(any(handle.grad_publish.was_edited for handle in unit.handles))
             for handle in unit.handles:
                 # The turn of a bucket in `rest` reduces its gradients, on all ranks.

@@ -2,7 +2,7 @@
 
 1.  ``enter``, from the hook of an output: the unit is unsharded again, and the one whose backward
     is expected next starts to be.
-2.  ``receive``: each gradient goes to its buffer as it comes.
+2.  ``receive``: a hook has put a gradient into its buffer.
 3.  When a bucket's gradients are complete, its reduction starts, in one order on all ranks.
 4.  When the gradients of the unit's inputs are there too, nothing can need its parameters: it is
     resharded.
@@ -32,6 +32,7 @@ from flatshard.engine.agreement import Agreement
 from flatshard.engine.comm_hook_order import HookTurns
 from flatshard.engine.events import Kind, profiled
 from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.grad_reduce import GradReduce
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.reduce_buckets import ReduceBucket
@@ -159,13 +160,12 @@ class Backward:
             unit.stick()
         if unit.phase is Phase.BACKWARD:
             return
-        if unit.gathers_in_backward:
+        if unit.unshards_in_backward:
             # All ranks come here, so hooks can reduce what all ranks have.
             if self.begin():
                 self._hook_turns.agree()
                 self._start_reduces()
-            self._state.unshard(unit, "backward")
-            self._state.wait_unshard(unit, "backward")
+            self._unshard_now(unit)
         unit.begin_backward()
 
     def unshard_again(self, unit: Unit) -> None:
@@ -175,10 +175,16 @@ class Backward:
         """
         if unit.is_current:
             return
-        self._state.unshard(unit, "backward", everything=True)
-        self._state.wait_unshard(unit, "backward", everything=True)
+        self._unshard_now(unit, everything=True)
         if self.begin():
             unit.enter(Phase.BACKWARD)
+
+    def _unshard_now(self, unit: Unit, *, everything: bool = False) -> None:
+        observers, name = self._observers, unit.name
+        with observers.starting("backward", unit), profiled("unshard", name):
+            unit.unshard("backward", everything=everything)
+        with observers.waiting(Kind.GATHER_WAIT, unit), profiled("wait_unshard", name):
+            unit.wait_unshard("backward", everything=everything)
 
     def bring_back(self, unit: Unit) -> bool:
         """``unshard_again``, if a backward has begun; what it does without was used after all."""
@@ -188,9 +194,7 @@ class Backward:
         return True
 
     def receive(self, unit: Unit, handle: FlatParamHandle, index: int, grad: Tensor) -> None:
-        """The gradient of an original parameter has come."""
-        self.begin()
-        handle.grad_buffer.receive(index, grad, more_to_come=unit.sync is Sync.NONE)
+        """The gradient of an original parameter is in its buffer; ``begin`` was called before."""
         for hear in self._observers.on_grad:
             hear(unit, handle, index, grad)
         bucket = self._bucket_of[handle]
@@ -234,7 +238,7 @@ class Backward:
         if unit.sync is Sync.NONE:
             return
         with self._observers.starting("reduce", unit), profiled("reduce", unit.name):
-            held = sum(handle.start_reduce(unit.sync) for handle in bucket.trainable_handles)
+            held = sum(_start(handle, unit.sync) for handle in bucket.trainable_handles)
         if any(handle.is_reducing for handle in bucket.handles):
             self._in_flight.append((bucket, held))
         else:
@@ -274,7 +278,7 @@ class Backward:
     def _finish(self, bucket: ReduceBucket) -> None:
         with self._observers.waiting(Kind.REDUCE_WAIT, bucket.unit):
             for handle in bucket.handles:
-                handle.finish_reduce()
+                _finish(handle)
 
     def _finish_all(self) -> None:
         """Finish all reductions under way, in order."""
@@ -340,7 +344,7 @@ class Backward:
         self._finish_all()
         for unit, handle in agreed.left_over:
             with self._observers.starting("reduce", unit):
-                self._in_flight.append((self._bucket_of[handle], handle.start_reduce(unit.sync)))
+                self._in_flight.append((self._bucket_of[handle], _start(handle, unit.sync)))
         self._finish_all()
         if agreed.edited:  # raised where nothing is under way that a rank would wait for
             raise grad_publish.edited(agreed.edited[0])
@@ -402,3 +406,42 @@ class Backward:
             self._in_flight.clear()
             for unit in self._state.units:
                 unit.reset()
+
+
+# ---------------------------------------------------------------- one flat parameter's reduction
+
+
+def _start(handle: FlatParamHandle, sync: Sync) -> int:
+    """Start averaging gradients over the ranks; those that did not arrive count as zero.
+
+    Collective: all ranks of the unit, in the same order of calls.
+
+    Returns:
+        Bytes that are held until ``_finish``.
+    """
+    # Its result would be lost: a handle keeps one reduction.
+    assert not handle.is_reducing, "the reduction before was not finished"
+    chunks, plan = handle.grad_buffer.take_chunks(), handle.reduce_plan
+    if plan.hook is not None:
+        assert sync is Sync.ALL, "units with a hook have one stage"
+        handle.grad_publish.add(plan.reduce_by_hook(chunks))
+        return 0
+    held = handle.grad_buffer.take_intra_reduced() if sync is Sync.ALL else None
+    handle.grad_reduce = GradReduce(plan, chunks, hold=sync is Sync.INTRA, held=held)
+    return plan.bytes_in_flight(chunks)
+
+
+def _finish(handle: FlatParamHandle) -> None:
+    """Wait for the reduction that was started, if any, and keep its result to be published.
+
+    Collective where a second stage was not started: in the same order on all ranks.
+    """
+    reduce = handle.grad_reduce
+    if reduce is None or reduce.is_finished:
+        return
+    out = reduce.finish()
+    if reduce.hold:
+        with torch.no_grad():
+            handle.grad_buffer.add_intra_reduced(out)
+    else:
+        handle.grad_publish.add(out)

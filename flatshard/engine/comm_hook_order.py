@@ -52,6 +52,7 @@ class HookTurns:
         world.reduce_scalars(values, "MIN", op_name=op_name, apart=True)
         num_ready, go_on = values.tolist()
         if go_on:
+            # The smallest number: a hook that one rank cannot call yet would hold up the others.
             self._num_agreed = num_ready
         else:
             self._hooked.clear()

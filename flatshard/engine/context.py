@@ -46,8 +46,8 @@ class RunContext:
             world: the ranks that train the model.
             buffers: lists what rank 0 broadcasts before a forward.
             number: below 256, to tell models apart; alike on all ranks.
-            forward_prefetch: whether to gather early in forward.
-            backward_prefetch: when to gather in backward.
+            forward_prefetch: whether to all-gather early in forward.
+            backward_prefetch: when to all-gather in backward.
         """
         self.state = state = StepState([one.unit for one in hooks], world, number)
         self.observers = state.observers
@@ -56,6 +56,7 @@ class RunContext:
         for index, unit in enumerate(state.units):
             unit.index = index
             for handle in unit.handles:
+                # One list for all: the end of a backward waits once for what others read.
                 handle.share_pending_sends(state.pending_sends)
         self._prefetch = Prefetch(state, forward=forward_prefetch, backward=backward_prefetch)
         self._backward = Backward(state, self._prefetch)
@@ -70,6 +71,7 @@ class RunContext:
         """Look at the units and the modules' buffers again, after they were made anew."""
         handles = [handle for unit in self.units for handle in unit.handles]
         self.state.device = next((h.device for h in handles if not h.is_local), None)
+        # Prefetch and backward look at sizes, forward at storages that saved tensors lie in.
         self._prefetch.refresh()
         self._backward.refresh()
         self._forward.refresh(list(self._buffers()))
@@ -108,7 +110,7 @@ class RunContext:
         if max_bytes is None:
             return [Sync.INTRA if replicas_only else Sync.NONE] * len(self.units)
         syncs = [rest] * len(self.units)
-        # Small ones first: of as many bytes kept whole, they save the most collectives.
+        # Small ones first: for as many bytes kept unsharded, they save the most collectives.
         for unit in sorted(self.units, key=lambda unit: (unit.gradient_bytes, unit.index)):
             if unit.gradient_bytes <= max_bytes:
                 max_bytes -= unit.gradient_bytes

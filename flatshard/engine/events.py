@@ -33,15 +33,15 @@ class Kind(enum.Enum):
     BACKWARD = "compute backward"
     """A unit's backward has begun last of those that are not over; recomputation included."""
     STARTING = "starting collectives"
-    """The thread prepares and starts a unit's gather or reduction."""
-    GATHER_WAIT = "waiting for gathers"
+    """The thread prepares and starts a unit's all-gather or reduction."""
+    GATHER_WAIT = "waiting for all-gathers"
     """The thread waits for a unit's parameters, or reads them from other ranks' memory."""
     REDUCE_WAIT = "waiting for reductions"
     """It waits for a unit's gradients, or reads and adds other ranks'."""
     RANKS_WAIT = "waiting for all ranks"
     """It waits for what concerns no single unit: see ``StepReport.ranks_wait_seconds``."""
-    GATHER = "gather under way"
-    """From the start of a unit's gather until the thread has the result."""
+    GATHER = "all-gather under way"
+    """From the start of a unit's all-gather until the thread has the result."""
     REDUCE = "reduction under way"
     """From the start of a unit's reduction until the thread has the result."""
 
@@ -173,7 +173,7 @@ class Observers:
         return next((one for one in self._all if isinstance(one, kind)), None)
 
     def starting(self, purpose: str, unit: Unit | None) -> AbstractContextManager[object]:
-        """Around the start of collectives: gathers for "forward" or "backward", or a "reduce"."""
+        """Around the start of collectives: for "forward" or "backward", or a "reduce"."""
         return self._spans(Kind.STARTING, unit, purpose, True) if self.span else _NOTHING
 
     def waiting(

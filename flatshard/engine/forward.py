@@ -10,7 +10,7 @@
 Checkpointing runs forwards inside backward. Such a forward unshards, but reshards nothing and
 records no order: backward goes on to use what it saved. It may be left by an exception, which is
 how non-reentrant checkpointing stops early; so it starts no prefetch, unless a reentrant
-checkpoint computes the whole model again.
+checkpoint computes the full model again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from flatshard.comm.work import CollectiveError
 from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import broadcast_buffers
-from flatshard.engine.events import Kind
+from flatshard.engine.events import Kind, profiled
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.saved_tensors import SavedTensors
@@ -67,7 +67,7 @@ class Forward:
         """Before a module's forward: unshard the unit and wait for it. Collective."""
         state, backward = self._state, self._backward
         if state.depth == 0 and not backward.is_running:
-            # A recomputation of the whole model begins its backward here.
+            # A recomputation of the full model begins its backward here.
             self._prefetch.recomputes_whole = self._begins_recomputation()
             if not self._prefetch.recomputes_whole:
                 self._begin(unit)
@@ -86,8 +86,11 @@ class Forward:
         unit.outstanding_backwards += state.expects_backward
         if not unit.is_open:
             self._prefetch.order.record(unit.index)
-            state.unshard(unit, "forward")
-            state.wait_unshard(unit, "forward")
+            with self._observers.starting("forward", unit), profiled("unshard", unit.name):
+                unit.unshard("forward")
+            waiting = self._observers.waiting(Kind.GATHER_WAIT, unit)
+            with waiting, profiled("wait_unshard", unit.name):
+                unit.wait_unshard("forward")
             unit.begin_forward()
             if len(unit.running) == 1:
                 for begun in self._observers.unsharded:
@@ -126,7 +129,7 @@ class Forward:
             self._end(failed)
 
     def _is_needed_soon(self, unit: Unit) -> bool:
-        """Whether backward begins with the unit, so that freeing it would only cost a gather."""
+        """Whether backward begins with the unit, so that to reshard it would cost an all-gather."""
         if unit is self._state.root:
             return True
         return self._state.expects_backward and self._prefetch.keeps_for_backward(unit)
@@ -134,7 +137,7 @@ class Forward:
     # ------------------------------------------------------------ the outermost one
 
     def _begins_recomputation(self) -> bool:
-        """Whether a reentrant checkpoint around the whole model computes it again.
+        """Whether a reentrant checkpoint around the full model computes it again.
 
         Then nothing of the model's backward has run yet, and its own forward had no gradients.
         """
@@ -174,7 +177,7 @@ class Forward:
         """The outermost module has returned or raised."""
         for unit in self._of_several:
             unit.end_forward(is_needed_soon=self._is_needed_soon(unit))
-        # Where all ran as recorded, a gather under way is backward's first.
+        # Where all ran as recorded, an all-gather under way is backward's first.
         if failed or not self._prefetch.order.is_complete:
             self._drop_prefetched(failed)
         # The optimizer may write shards next: no other rank may still be reading them.
@@ -214,7 +217,7 @@ class Forward:
 
 
 def _check_not_captured(device: torch.device) -> None:
-    """Refuse to gather or reduce while a CUDA graph captures the current stream.
+    """Refuse to all-gather or reduce while a CUDA graph captures the current stream.
 
     What the host does in a step would run once, at the capture, and never again.
 
@@ -226,6 +229,6 @@ def _check_not_captured(device: torch.device) -> None:
     if is_current and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "ShardedWrapper: the forward of a sharded model cannot be captured in a CUDA graph: "
-            "replays would neither gather parameters nor reduce gradients. Train without the "
+            "replays would neither unshard parameters nor reduce gradients. Train without the "
             "graph; torch.compile(block) before wrapping makes a block's kernels fewer."
         )

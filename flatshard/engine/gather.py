@@ -4,10 +4,11 @@ Usually from the shards themselves, copied to where the unit computes and cast; 
 user asks for it; or from a ``SecondaryShard``, a larger part of the parameters than the shard, over
 nearby ranks.
 
-Two strategies keep one. Where forward gathers over all ranks and backward over fewer, it is cut out
-of the gathered buffer after forward and dropped after backward (hierarchical partitioning of
-ZeRO++, arXiv 2306.10209). Where only optimizer state is split over all nodes, it is put together
-from the nodes' shards once after each optimizer step, and every gather stays within the node.
+Two strategies keep one. Where forward all-gathers over all ranks and backward over fewer, it is cut
+out of the unsharded buffer after forward and dropped after backward (hierarchical partitioning of
+ZeRO++, arXiv 2306.10209). Where only optimizer state is split over all nodes, it is all-gathered
+from the nodes' shards once after each optimizer step, and every other all-gather stays within the
+node.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from flatshard.memory.buffers import BufferMemory
 from flatshard.options.precision import ParamPrecision
 from flatshard.precision.float8 import Float8Shard
 
-_WHOLE = "whole tensors, which all ranks must ask for together (state_dict(), say),"
-"""What such a gather is for, in errors."""
+_FULL = "full tensors, which all ranks must ask for together (state_dict(), say),"
+"""What such an all-gather is for, in errors."""
 
 
 class ParamGather:
-    """Gathers one flat parameter. Keeps what is under way, and no state of the handle's.
+    """All-gathers one flat parameter. Keeps what is under way, and no state of the handle's.
 
     Attributes:
         tags: of its all-gathers over the intra and the inter group; reductions use them too.
@@ -49,7 +50,7 @@ class ParamGather:
             unit_fqn: names the unit in errors.
             topology: the ranks that share the flat parameter.
             device: where the unit computes.
-            precision: in which dtype it is gathered.
+            precision: in which dtype it is all-gathered.
             targets: where the shard lives.
             shard_numel: elements of a shard.
         """
@@ -76,13 +77,13 @@ class ParamGather:
         self.move_to(device)
 
     def move_to(self, device: torch.device) -> None:
-        """Compute on ``device`` from now on; what was kept to gather from is dropped."""
+        """Compute on ``device`` from now on; what was kept to all-gather from is dropped."""
         self._device, self._to_device = device, HostToDevice(device, self._targets)
         if self._secondary is not None:
             self._secondary.drop()
 
     def share_pending_sends(self, pending_sends: PendingSends) -> None:
-        """Keep what other ranks still take where a whole run does."""
+        """Keep what other ranks still read from this one in the run's list."""
         self._pending_sends = pending_sends
         if self._secondary is not None:
             self._secondary.pending_sends = pending_sends
@@ -98,7 +99,7 @@ class ParamGather:
         return self._precision.unsharded_dtype(dtype)
 
     def reads_shard(self, dtype: torch.dtype) -> bool:
-        """Whether what is gathered is the shard as it lies in host memory, in its own ``dtype``."""
+        """Whether all-gathers read the shard as it lies in host memory, in its own ``dtype``."""
         is_copied = self._secondary is not None or self._float8 is not None or self._is_whole
         return self._device.type == "cpu" and not is_copied and self.compute_dtype(dtype) == dtype
 
@@ -115,9 +116,9 @@ class ParamGather:
     # ------------------------------------------------------------ during a step
 
     def start(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> None:
-        """Begin filling the unsharded buffer from where that is cheapest.
+        """Start to fill the unsharded buffer from where that is cheapest.
 
-        Collective: all ranks that it is gathered from.
+        Collective: all ranks that it is all-gathered from.
 
         Args:
             shard: ``(shard_numel,)``, in its target.
@@ -139,6 +140,7 @@ class ParamGather:
             source = self._source(shard, version)
         else:
             source = self._float8.pack(self._to_device.copy(shard, shard.dtype, version))
+            # Not into the buffer: float8 is unpacked there when all of it has come.
             self._packed = out = source.new_empty(source.numel() * comm.size)
         return comm.all_gather(
             source,
@@ -153,7 +155,7 @@ class ParamGather:
         """The shard where the unit computes, in the dtype that computes."""
         dtype = self.compute_dtype(shard.dtype)
         if self._is_whole and not self._targets.keeps_copy:
-            dtype = shard.dtype  # what one rank gathers is copied, and cast by that
+            dtype = shard.dtype  # one rank's all-gather is a copy, which casts
         return self._to_device.copy(shard, dtype, version)
 
     def finish(self, buffer: Tensor) -> None:
@@ -182,7 +184,7 @@ class ParamGather:
     # ------------------------------------------------------------ the secondary shard
 
     def begin_refresh(self, shard: Tensor, version: int) -> None:
-        """Begin to bring parameters from other nodes, if they are kept there and have changed.
+        """Start to all-gather what other nodes changed, if a secondary shard is kept.
 
         Collective: all ranks of ``inter_group``.
         """
@@ -199,7 +201,7 @@ class ParamGather:
             self._secondary.finish_refresh()
 
     def keep_secondary(self, buffer: Tensor, version: int) -> None:
-        """Keep, of an unsharded buffer, what backward gathers from, if it does so."""
+        """Keep, of an unsharded buffer, what backward all-gathers from, if it does so."""
         if self._topology.regather is not None and self._secondary is not None:
             self._secondary.cut(buffer, version)
 
@@ -210,13 +212,13 @@ class ParamGather:
 
     @property
     def secondary_bytes(self) -> int:
-        """What is held beside the shard to gather from, in bytes."""
+        """Bytes that are kept, besides the shard, to all-gather from."""
         return 0 if self._secondary is None else self._secondary.nbytes
 
     # ------------------------------------------------------------ between steps
 
     def gather_full(self, part: Tensor, out: Tensor) -> AsyncWork:
-        """Begin gathering something of the shard's shape, ``(padded_numel,)`` in all, as it is.
+        """Start to all-gather something of the shard's shape, ``(padded_numel,)`` in all, as it is.
 
         Over two groups first across nodes, for which it waits, then within.
 
@@ -231,16 +233,16 @@ class ParamGather:
 
     def _gather_exactly(self, comm: Communicator, part: Tensor, out: Tensor, tag: int) -> AsyncWork:
         return comm.all_gather(
-            part, out, unit_fqn=self._unit_fqn, tag=tag, purpose=_WHOLE, exact=True
+            part, out, unit_fqn=self._unit_fqn, tag=tag, purpose=_FULL, exact=True
         )
 
 
 class SecondaryShard:
-    """This rank's part of what ``comm`` gathers.
+    """This rank's part of what ``comm`` all-gathers.
 
     Attributes:
-        comm: the ranks whose parts make up the whole.
-        pending_sends: what other ranks may still be taking from this one.
+        comm: the ranks whose parts make up the flat parameter.
+        pending_sends: what other ranks may still be reading from this one.
     """
 
     def __init__(self, comm: Communicator, unit_name: str) -> None:
@@ -254,16 +256,16 @@ class SecondaryShard:
         self._refresh: AsyncWork | None = None
 
     def is_current(self, version: int) -> bool:
-        """Whether it holds, or will hold, the parameters as of ``version``."""
+        """Whether it has, or will have, the parameters as of ``version``."""
         return self._part is not None and self._version == version
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes now."""
+        """Bytes of it now."""
         return 0 if self._part is None else self._part.numel() * self._part.element_size()
 
     def cut(self, buffer: Tensor, version: int) -> None:
-        """Keep this rank's part of a gathered buffer, ``(padded_numel,)``."""
+        """Keep this rank's part of an unsharded buffer, ``(padded_numel,)``."""
         if not self.is_current(version):
             self._part = buffer.chunk(self.comm.size)[self.comm.rank].clone()
             self._version = version
@@ -271,7 +273,7 @@ class SecondaryShard:
     def begin_refresh(
         self, source: Tensor, version: int, inter_group: Communicator, tag: int
     ) -> None:
-        """Begin gathering the part from the shards of ``inter_group``, unless it is current.
+        """Start to all-gather the part over ``inter_group``, unless it is current.
 
         Collective: all ranks of ``inter_group``.
 
@@ -302,7 +304,7 @@ class SecondaryShard:
             try:
                 refresh.wait(self.pending_sends)
             except Exception:
-                self._version = -1
+                self._version = -1  # what came is partial: all-gather it again
                 raise
 
     def gather(self, out: Tensor, purpose: str) -> AsyncWork:

@@ -2,12 +2,6 @@
 
 It never sees a collective: it hands out ``FlatChunks``, and what is reduced over the intra group
 only (``Sync.INTRA``) comes back to wait here.
-
-[Note: accumulation]
-Sums are not kept in a reduce dtype narrower than the shard's. Where more gradients are to come
-(``no_sync``), the first one stays as autograd made it, or becomes as wide as the shard's, in a
-tensor of its own; when another is added, the slot becomes so wide. All are cast when the reduction
-begins.
 """
 
 from __future__ import annotations
@@ -149,13 +143,15 @@ class GradientBuffer:
     def _add(self, index: int, grad: Tensor) -> None:
         slot = self._slots[index]
         if slot.dtype is not self.dtypes.accum_dtype:
+            # A sum in a reduce dtype narrower than the shard's would lose small gradients.
             slot = self._slots[index] = slot.to(self.dtypes.accum_dtype)
             self._apart.add(index)
         slot.add_(grad)
 
     def _fill(self, index: int, grad: Tensor, more_to_come: bool) -> None:
-        """See the note on accumulation."""
         span, dtype = self._layout.spans[index], self.dtypes.reduce_dtype
+        # Under `no_sync` others will be added, so the first stays as autograd made it, or becomes
+        # as wide as the shard's. `take_chunks` casts.
         may_widen = more_to_come and self.dtypes.accum_dtype is not dtype
         stays_apart = grad.nbytes < self._apart_below
         if not (stays_apart or may_widen):
@@ -172,9 +168,10 @@ class GradientBuffer:
         # Of a lazy conjugate or negative the memory has other values.
         fits = fits and not (grad.is_conj() or grad.is_neg())
         if not fits or grad.device != self._device:
+            # Dense, as chunks are read: an expanded gradient has strides of zero.
             slot = torch.empty_strided(span.shape, span.strides, dtype=dtype, device=self._device)
             grad = slot.copy_(grad)
-        self._slots[index] = grad
+        self._slots[index] = grad  # uncopied if it fits: the hook took it off `.grad`
         self._apart.add(index)
 
     def _allocate(self) -> Tensor:
@@ -205,6 +202,7 @@ class GradientBuffer:
             start, end = (
                 min(max(bound - self._intra_start, 0), numel) for bound in (span.start, span.end)
             )
+            # Summed with the other ranks' already, so it cannot be taken out of the sum.
             self.intra_reduced[start:end].zero_()
             if not self.used_by_rank:
                 self.intra_reduced = None

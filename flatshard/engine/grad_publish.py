@@ -103,6 +103,7 @@ class GradPublish:
     def add(self, reduced: Tensor) -> None:
         """Add to what this backward will publish: ``(shard_numel,)``, of any dtype."""
         with torch.no_grad():
+            # A unit that is reduced twice in a backward, its late gradients apart, adds up here.
             out = self._to_host.copy(reduced.to(self._buffer.dtypes.grad_dtype))
             total = self._reduced
             self._reduced = out if total is None else self._to_host.add(total, out)
@@ -114,6 +115,7 @@ class GradPublish:
             used: per original parameter, whether any rank used it; ``.grad`` of the others stays.
         """
         params = self._params
+        # On the host: users and the optimizer read `.grad` without a stream.
         self._to_host.wait()
         self._buffer.used_by_rank.clear()
         reduced, self._reduced = self._reduced, None
@@ -271,6 +273,7 @@ class GradPublish:
                     is_edited = replaced or bool(local.any())
                     self.was_edited |= is_edited
                     dropped = not is_edited
+                # It may go on as an ordinary gradient, which a step must accept.
                 del shown.unreduced_of
                 if is_view and not replaced:
                     param.grad = None

@@ -58,7 +58,7 @@ class ReducePlan:
         hook: a user's function that reduces instead, see ``CommHook``.
         output: memory of published gradients that users have dropped, for the next ones; None:
             what is reduced is copied elsewhere, so any memory will do.
-        pending_sends: what other ranks may still be taking from this one.
+        pending_sends: what other ranks may still be reading from this one.
     """
 
     unit_fqn: str
@@ -169,7 +169,7 @@ class GradReduce:
         self._work = AsyncWork([], plan.unit_fqn)
         with torch.no_grad():
             if intra_group.size > 1:
-                self._out = self._new_inner_part(chunks)
+                self._out = self._new_intra_part(chunks)
                 self._work = self._reduce_scatter(intra_group, chunks, plan.tags[0])
             else:
                 (self._out,) = chunks.tensors
@@ -191,7 +191,7 @@ class GradReduce:
                     self._read_behind = [chunks, held, *self._work.kept]
                     self._cross_behind()
 
-    def _new_inner_part(self, chunks: FlatChunks) -> Tensor:
+    def _new_intra_part(self, chunks: FlatChunks) -> Tensor:
         """Where this rank's part of the first stage goes; only its padding has values."""
         plan, intra_group = self._plan, self._plan.topology.intra_group
         numel, dtype = plan.layout.padded_numel // intra_group.size, plan.sum_dtype(intra_group)
@@ -239,6 +239,7 @@ class GradReduce:
         self._queue.popleft()
         self._must_cross = False
         if self._held is not None:
+            # Before the cast: `held` is in the accumulation dtype, which may be wider.
             self._out.add_(self._held)
             self._held = None
         self._out = values = self._out.to(plan.reduce_dtype)
@@ -274,7 +275,7 @@ class GradReduce:
         plan, replicate = self._plan, self._plan.topology.replicate
         self._work.wait(plan.pending_sends)
         full = plan.new_output(part.numel() * replicate.size, part.dtype)
-        self._out = full[: self._replicated_numel]
+        self._out = full[: self._replicated_numel]  # without the zeros of `_padded`
         self._work = replicate.gather_reduced(part, full, unit_fqn=plan.unit_fqn, tag=plan.tags[2])
         self._stages.append(self._work)
 
@@ -311,7 +312,7 @@ class GradReduce:
             self.cross()
             self._gather_replicas()
             self._work.wait(self._plan.pending_sends)
-        self._read_behind = []
+        self._read_behind = []  # this stream has waited, so their memory may be used again
         out = self._out
         del self._out  # what is copied to the host must not stay on the device until the end
         return out
@@ -325,12 +326,12 @@ class GradReduce:
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether it is under way, or other ranks are still taking from this one."""
+        """Whether it is under way, or other ranks are still reading from this one."""
         return any(work.kept for work in self._stages)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of gradients here, also of those that other ranks are still taking."""
+        """Bytes of gradients here, also of those that other ranks are still reading."""
         kept = [one for work in self._stages for one in work.kept]
         return storage_bytes(kept if self.is_finished else [self._out, *kept])
 

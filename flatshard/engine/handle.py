@@ -3,27 +3,19 @@
 It works on the current stream with explicit arguments, never picks a stream and never reads the
 phase of a step: ``Unit`` decides when.
 
-[Note: one storage for life]
-Autograd saves views of the gathered parameters (a ``weight.t()``, say). They stay valid because
-the unsharded buffer's storage object stays the same: it is resized to zero to free it and back
-before the next gather.
-
-On a CPU a large buffer is a range of addresses, whose pages come and go instead: see
-``buffer_memory``.
-
 [Note: what is where]
     FlatParamHandle   the memory: the shard, the unsharded buffer, and how one becomes the other
     ParamViews        ``params``: the parameters that users and modules hold over that memory
     GradientBuffer, GradReduce, GradPublish: what autograd gave goes in, is reduced, and becomes
-                      what users read in ``.grad``; `start_reduce` and `finish_reduce` join them
+                      what users read in ``.grad``; `Backward` calls one after the other
 """
 
 from __future__ import annotations
 
 import copy
 import enum
-import weakref
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +25,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from flatshard.comm.topology import Topology
 from flatshard.comm.work import PendingSends
 from flatshard.engine.gather import ParamGather
-from flatshard.engine.grad_buffer import GradientBuffer, Sync
+from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.engine.offload import OffloadTargets
@@ -57,11 +49,11 @@ class ShardState(enum.Enum):
 
 
 _MOVES = {
-    # At once where the shard is the buffer: there is nothing to gather.
+    # At once where the shard is the buffer: there is nothing to all-gather.
     ShardState.SHARDED: {ShardState.UNSHARDING, ShardState.UNSHARDED},
-    # Back where the gather failed.
+    # Back where the all-gather failed.
     ShardState.UNSHARDING: {ShardState.UNSHARDED, ShardState.SHARDED},
-    # Gathered again where the shard was written since.
+    # All-gathered again where the shard was written since.
     ShardState.UNSHARDED: {ShardState.SHARDED, ShardState.UNSHARDING},
 }
 
@@ -79,14 +71,14 @@ class FlatParamHandle:
         params: the sharded and the full parameters, and where in the modules they stand.
         grad_buffer: accumulates their gradients.
         reduce_plan: how these are reduced.
-        grad_reduce: the reduction that started last; None once gradients are published.
+        grad_reduce: the reduction that backward started last; None once gradients are published.
         grad_publish: shows them in ``.grad``.
         local_spans: which range of ``shard`` is of which original parameter.
         state: see ``ShardState``.
         topology: the ranks that share it.
         is_whole: whether this rank's shard is all of it.
         unfilled: original parameters that have no values yet, by index.
-        pending_sends: what other ranks may still be taking from this one; of all handles of a run.
+        pending_sends: what other ranks may still be reading from this one; of all handles of a run.
         summoned: the ``summon.Summoned`` that is open, or None.
         comm_hook: what the user put in the place of the usual reduction, or None.
     """
@@ -104,7 +96,7 @@ class FlatParamHandle:
         precision: ParamPrecision,
         use_orig_params: bool,
         reduces_alone: bool,
-        on_grad: Callable[[FlatParamHandle, int, Tensor], None],
+        grad_hook: Callable[[FlatParamHandle, int], Callable[[Tensor], None]],
         on_outside_grad: Callable[[], object],
     ) -> None:
         """Keep this rank's part of ``owned``, and turn the originals into views of it.
@@ -119,11 +111,11 @@ class FlatParamHandle:
             source: hands rank 0's values out; None: each rank has its own.
             device: where the unit computes.
             targets: where the shard, its gradient and its optimizer state live.
-            precision: in which dtypes they are gathered and reduced.
+            precision: in which dtypes they are all-gathered and reduced.
             use_orig_params: whether users see original parameters or one ``FlatParameter``.
             reduces_alone: see the class.
-            on_grad: called with this handle, an original parameter's index and its gradient when
-                that has come; calls ``grad_buffer.receive``.
+            grad_hook: makes, of this handle and a full parameter's index, what that parameter
+                calls once autograd has filled its ``.grad``.
             on_outside_grad: called before autograd adds to a sharded parameter's ``.grad`` what
                 came of its use outside of forward.
         """
@@ -138,13 +130,11 @@ class FlatParamHandle:
         self.summoned: Any = None
         self.comm_hook: CommHook | None = None
         self.state = ShardState.SHARDED
-        self._gathered_version = -1
+        self._unsharded_version = -1
 
         first = owned[0].param
         self.layout = layout_of(owned, topology.shard.size)
-        self.gather = ParamGather(
-            unit_name, topology, device, precision, targets, self.layout.shard_numel
-        )
+        self.gather = self._new_gather()
         self.params = ParamViews(
             owned,
             unit_name,
@@ -163,12 +153,22 @@ class FlatParamHandle:
                 if index not in self.unfilled:
                     self.fill(index, one.param, source)
             self.params.make_sharded(self.shard)
-        self._on_grad = on_grad
+        self._grad_hook = grad_hook
         self._make_gradients()
         self._make_buffer()
         self.params.use_sharded_views()
 
     # ------------------------------------------------------------ construction
+
+    def _new_gather(self) -> ParamGather:
+        return ParamGather(
+            self.unit_name,
+            self.topology,
+            self.device,
+            self._precision,
+            self._offload,
+            self.layout.shard_numel,
+        )
 
     def fill(self, index: int, value: Tensor | None, source: BroadcastSource | None) -> None:
         """Keep this rank's part of the values of original parameter ``index``.
@@ -239,18 +239,23 @@ class FlatParamHandle:
         # Whether the shard is the unsharded buffer.
         self._aliased = self.is_whole and is_there and is_uncast
         with torch.inference_mode(False), torch.no_grad():
+            # One storage object for life: autograd saves views of it (a `weight.t()`, say). While
+            # sharded it is resized to nothing, or its pages are given back.
             if self._aliased:
                 self._memory = ShardItself(self.shard)
             elif self._memory is None:
                 self._memory = self.gather.allocate(self.layout.padded_numel, self.shard.dtype)
             self.buffer = self._memory.buffer
-        self.params.make_full(self.buffer, is_shard=self._aliased, grad_hook=self._grad_hook)
+        self.params.make_full(
+            self.buffer, is_shard=self._aliased, grad_hook=partial(self._grad_hook, self)
+        )
         self.params.keep_state_at(self._offload)
         if not self._aliased:
             freed_parameter.show_crashes()
             self._free_buffer()
 
     def _make_gradients(self) -> None:
+        # After the shard: its dtype decides in which one gradients are accumulated.
         self.grad_buffer = self._plan_gradients()
         self.grad_reduce: GradReduce | None = None
         self.grad_publish = GradPublish(self.params, self.grad_buffer, self._offload.gradient)
@@ -289,7 +294,7 @@ class FlatParamHandle:
         self.grad_publish.replace_buffer(self.grad_buffer)
 
     def share_pending_sends(self, pending_sends: PendingSends) -> None:
-        """Keep what other ranks still take where a whole run does."""
+        """Keep what other ranks still read from this one in the run's list."""
         self.pending_sends = self.reduce_plan.pending_sends = pending_sends
         self.gather.share_pending_sends(pending_sends)
 
@@ -305,10 +310,10 @@ class FlatParamHandle:
         self.params.rename(unit_name, strip)
         self.gather.rename(unit_name)
 
-    # ------------------------------------------------------------ gather and free
+    # ------------------------------------------------------------ unshard and reshard
 
     def unshard(self, purpose: str) -> None:
-        """Begin gathering the parameters, unless they are there or coming.
+        """Start to all-gather the parameters, unless they are there or coming.
 
         Collective: all ranks of the shard group.
 
@@ -320,16 +325,16 @@ class FlatParamHandle:
         if self.summoned is not None:
             raise RuntimeError(
                 f"unit {self.unit_name!r}: a forward was run under summon_full_params(). Leave "
-                "the context first: units gather what they need by themselves."
+                "the context first: units unshard what they need by themselves."
             )
         if self._aliased:
             self._move_to(ShardState.UNSHARDED)
             return
         self.absorb_replaced()
         if self.state is not ShardState.SHARDED:
-            if self._gathered_version == self.version:
+            if self._unsharded_version == self.version:
                 return
-            # The shard was written since: what was gathered is stale. Its memory is used again.
+            # The shard was written since, so the buffer is stale. Its memory is used again.
             self.wait_unshard()
             torch.autograd.graph.increment_version(self.buffer)
             self.memory.renew()
@@ -337,20 +342,20 @@ class FlatParamHandle:
             self.memory.take()
             self.gather.start(self.shard.detach(), self.version, self.memory, purpose)
             # Not before: where memory for it lacks, a stale buffer must not pass for a current one.
-            self._gathered_version = self.version
+            self._unsharded_version = self.version
         self._move_to(ShardState.UNSHARDING)
 
     def begin_refresh(self) -> None:
-        """Begin to bring parameters from other nodes, if they are kept there and have changed.
+        """Start to all-gather what other nodes changed, if a secondary shard is kept.
 
         Collective: all ranks of ``inter_group``.
         """
         self.gather.begin_refresh(self.shard.detach(), self.version)
 
     def keep_secondary(self) -> None:
-        """Before ``reshard`` between forward and backward: keep what backward gathers from."""
+        """Before ``reshard`` between forward and backward: keep what backward all-gathers from."""
         if self.is_current:
-            self.gather.keep_secondary(self.buffer, self._gathered_version)
+            self.gather.keep_secondary(self.buffer, self._unsharded_version)
 
     @property
     def has_secondary(self) -> bool:
@@ -379,7 +384,7 @@ class FlatParamHandle:
                 torch.autograd.graph.increment_version(param)
 
     def wait_unshard(self) -> None:
-        """Finish the gather that ``unshard`` began.
+        """Finish the all-gather that ``unshard`` started.
 
         State: UNSHARDING -> UNSHARDED.
 
@@ -403,13 +408,14 @@ class FlatParamHandle:
         self.state = state
 
     def reshard(self) -> None:
-        """Give back the unsharded buffer; does nothing when there is none.
+        """Free the unsharded buffer; does nothing when there is none.
 
         State: UNSHARDED -> SHARDED. No communication.
         """
         if self.state is ShardState.SHARDED:
             return
         if self.state is ShardState.UNSHARDING:
+            # Memory that an all-gather is still writing must not be freed.
             self.wait_unshard()
         self._move_to(ShardState.SHARDED)
         if not self._aliased:
@@ -420,6 +426,7 @@ class FlatParamHandle:
     def version(self) -> int:
         """Grows whenever the shard is written."""
         if self.params.are_originals:
+            # Each has a counter of its own: they are views made through `.data`.
             return sum(param._version for param in self.sharded)
         return self.shard._version
 
@@ -427,7 +434,7 @@ class FlatParamHandle:
     def is_current(self) -> bool:
         """Whether the buffer holds what the shards hold."""
         return self.state is ShardState.UNSHARDED and (
-            self._aliased or self._gathered_version == self.version
+            self._aliased or self._unsharded_version == self.version
         )
 
     @property
@@ -436,18 +443,18 @@ class FlatParamHandle:
         return 0 if self._aliased else self.buffer.numel() * self.buffer.element_size()
 
     @property
-    def gathered_bytes(self) -> int:
-        """What the unsharded buffer takes now, beside all ranks' shards."""
+    def unsharded_bytes(self) -> int:
+        """Bytes of the unsharded buffer now, besides all ranks' shards."""
         return 0 if self.state is ShardState.SHARDED else self.memory.held_bytes
 
     @property
     def is_local(self) -> bool:
-        """Whether there is nothing to gather or to reduce."""
+        """Whether there is nothing to all-gather or to reduce."""
         return self._aliased and self.topology.world.size == 1
 
     @property
     def is_mapped(self) -> bool:
-        """Whether gathers copy nothing: then keeping the buffer saves nothing."""
+        """Whether all-gathers copy nothing: then keeping the buffer saves nothing."""
         return self.memory.shows_shards
 
     def snapshot(self) -> None:
@@ -457,77 +464,17 @@ class FlatParamHandle:
                 self.memory.snapshot()
 
     def _free_buffer(self) -> None:
-        # Whatever still holds a raw view now gets autograd's error instead of freed memory.
+        # Whoever still holds a raw view now gets autograd's error instead of freed memory.
         torch.autograd.graph.increment_version(self.buffer)
         self.memory.free()
         self.params.set_accessible(False)
 
     # ------------------------------------------------------------ gradients
 
-    def _grad_hook(self, index: int) -> Callable[[Tensor], None]:
-        """What full parameter ``index`` calls once autograd has put a gradient into ``.grad``."""
-        # Weakly: Python's collector does not see what autograd holds, and would free no cycle.
-        this = weakref.ref(self)
-
-        def hook(full: Tensor) -> None:
-            handle, grad = this(), full.grad
-            if handle is not None and grad is not None:
-                full.grad = None
-                grad = handle.grad_publish.take_back(index, grad)
-                handle._on_grad(handle, index, handle._as_strided(index, grad))
-
-        hook.of_flatshard = True  # type: ignore[attr-defined]
-        return hook
-
-    def _as_strided(self, index: int, grad: Tensor) -> Tensor:
-        if grad.requires_grad:
-            raise RuntimeError(
-                f"parameter {self.params.specs[index].name!r}: backward(create_graph=True) gives "
-                "gradients that are differentiable themselves, which sharded ones cannot be. Use "
-                "torch.autograd.grad for the inner gradient and backward() for the outer one."
-            )
-        return grad if grad.layout is torch.strided else grad.to_dense()
-
-    def start_reduce(self, sync: Sync) -> int:
-        """Start averaging gradients over the ranks; what did not arrive counts as zero.
-
-        Collective: all ranks of the unit, in the same order of calls.
-
-        Args:
-            sync: ``ALL``, or ``INTRA`` to keep what the first stage gives for a later backward.
-
-        Returns:
-            Bytes that are held until ``finish_reduce``.
-        """
-        assert not self.is_reducing, "the reduction before was not finished"
-        chunks, plan = self.grad_buffer.take_chunks(), self.reduce_plan
-        if plan.hook is not None:
-            assert sync is Sync.ALL, "units with a hook have one stage"
-            self.grad_publish.add(plan.reduce_by_hook(chunks))
-            return 0
-        held = self.grad_buffer.take_intra_reduced() if sync is Sync.ALL else None
-        self.grad_reduce = GradReduce(plan, chunks, hold=sync is Sync.INTRA, held=held)
-        return plan.bytes_in_flight(chunks)
-
     @property
     def is_reducing(self) -> bool:
-        """Whether a reduction has started that ``finish_reduce`` did not finish."""
+        """Whether a reduction has started that is not finished."""
         return self.grad_reduce is not None and not self.grad_reduce.is_finished
-
-    def finish_reduce(self) -> None:
-        """Wait for the reduction under way, if any, and keep its result for ``publish``.
-
-        Collective where a second stage was not started: in the same order on all ranks.
-        """
-        reduce = self.grad_reduce
-        if reduce is None or reduce.is_finished:
-            return
-        out = reduce.finish()
-        if reduce.hold:
-            with torch.no_grad():
-                self.grad_buffer.add_intra_reduced(out)
-        else:
-            self.grad_publish.add(out)
 
     def publish(self, used: list[bool]) -> None:
         """Let ``.grad`` show what was reduced; ``used``: which originals any rank used."""
@@ -538,6 +485,7 @@ class FlatParamHandle:
         """Forget gradients that were not published, after a backward that failed."""
         reduce, self.grad_reduce = self.grad_reduce, None
         if reduce is not None:
+            # First: a collective under way may still write the memory that is dropped.
             reduce.abandon()
         self.grad_publish.drop()
 
@@ -548,7 +496,7 @@ class FlatParamHandle:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that are not in ``.grad``, also of those that others still take."""
+        """Bytes of gradients that are not in ``.grad``, also of those that others still read."""
         under_way = 0 if self.grad_reduce is None else self.grad_reduce.nbytes
         return self.grad_buffer.nbytes + under_way + self.grad_publish.nbytes
 
@@ -581,6 +529,7 @@ class FlatParamHandle:
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
         self.reshard()
+        # Other ranks may still be reading the shard's present memory.
         self.gather.finish_refresh()
         self.absorb_replaced()
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -607,7 +556,7 @@ class FlatParamHandle:
     def copy_for(
         self,
         memo: dict[int, Any],
-        on_grad: Callable[[FlatParamHandle, int, Tensor], None],
+        grad_hook: Callable[[FlatParamHandle, int], Callable[[Tensor], None]],
         on_outside_grad: Callable[[], object],
     ) -> FlatParamHandle:
         """A handle like this one for modules that were deep-copied; no communication.
@@ -616,28 +565,21 @@ class FlatParamHandle:
 
         Args:
             memo: the finished copy's memo, which knows every module's and parameter's copy.
-            on_grad: as at construction, for the copy.
+            grad_hook: as at construction, for the copy.
             on_outside_grad: likewise.
         """
         self.absorb_replaced()
         twin = copy.copy(self)
-        twin.state, twin._gathered_version = ShardState.SHARDED, -1
+        twin.state, twin._unsharded_version = ShardState.SHARDED, -1
         twin.unfilled, twin.comm_hook = set(self.unfilled), None
         twin._replicate_tag = self.topology.replicate.new_tag()
-        twin.gather = ParamGather(
-            self.unit_name,
-            self.topology,
-            self.device,
-            self._precision,
-            self._offload,
-            self.layout.shard_numel,
-        )
+        twin.gather = self._new_gather()
         twin.params = self.params.copy_for(memo, on_outside_grad)
         twin.local_spans = twin.params.local_spans
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             twin._adopt_shard(self.shard.detach().clone())
             twin.shard = twin.params.repoint(twin.shard)
-        twin._on_grad = on_grad
+        twin._grad_hook = grad_hook
         twin._make_gradients()
         twin._make_buffer()
         twin.params.use_sharded_views()

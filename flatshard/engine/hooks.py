@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 
 from flatshard.engine.backward import Backward
 from flatshard.engine.forward import Forward
+from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.saved_tensors import tensors_in
-from flatshard.engine.unit import Call, Unit
+from flatshard.engine.unit import Unit
 
 
 class UnitHooks:
@@ -49,7 +51,7 @@ class UnitHooks:
         # The copied modules have hooks already: torch copied them with everything else.
         twin.unit = unit
         twin.own(
-            handle.copy_for(memo, twin.on_grad, twin.on_outside_grad)
+            handle.copy_for(memo, twin.grad_hook, twin.on_outside_grad)
             for handle in self.unit.handles
         )
 
@@ -82,35 +84,61 @@ class UnitHooks:
                 changed = unit.casts[module].cast_output(output)
                 changed = self._forward.saved.protect(changed, unit.name)
                 if torch.is_grad_enabled():
-                    self._hook_outputs(call, changed)
+                    _hook_tensors(changed, lambda _: self._backward.enter(unit, call))
         finally:
             failed = output is None and sys.exc_info()[0] is not None
             self._forward.leave(unit, has_output=output is not None, failed=failed)
         return changed
 
-    def _hook_outputs(self, call: Call, output: Any) -> None:
-        _hook_tensors(output, lambda _: self._backward.enter(self.unit, call))
-
     # ------------------------------------------------------------ of parameters
 
-    def on_grad(self, handle: FlatParamHandle, index: int, grad: Tensor) -> None:
-        """Autograd has the gradient of an unsharded parameter."""
-        self._backward.receive(self.unit, handle, index, grad)
+    def grad_hook(self, handle: FlatParamHandle, index: int) -> Callable[[Tensor], None]:
+        """Make what full parameter ``index`` calls once autograd has filled its ``.grad``."""
+        # Weakly: Python's collector does not see what autograd holds, and would free no cycle.
+        this, owner = weakref.ref(self), weakref.ref(handle)
+
+        def hook(full: Tensor) -> None:
+            hooks, handle, grad = this(), owner(), full.grad
+            if hooks is None or handle is None or grad is None:
+                return
+            # Autograd would add the next gradient to it, and the buffer may keep it as it is.
+            full.grad = None
+            grad = handle.grad_publish.take_back(index, grad)
+            if grad.requires_grad:
+                raise _differentiable(handle.params.specs[index].name)
+            if grad.layout is not torch.strided:
+                grad = grad.to_dense()
+            unit, backward = hooks.unit, hooks._backward
+            # Before the buffer gets it: `begin` clears what the last backward marked there.
+            backward.begin()
+            handle.grad_buffer.receive(index, grad, more_to_come=unit.sync is Sync.NONE)
+            backward.receive(unit, handle, index, grad)
+
+        hook.of_flatshard = True  # type: ignore[attr-defined]
+        return hook
 
     def on_outside_grad(self) -> None:
         """A sharded parameter gets a gradient from its use outside of forward."""
         self._backward.begin()
 
     def _bring_back(self) -> bool:
-        """What only lookups use is used otherwise; see ``Backward.bring_back``."""
+        """Parameters of lookups alone are used otherwise; see ``Backward.bring_back``."""
         return self._backward.bring_back(self.unit)
+
+
+def _differentiable(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"parameter {name!r}: backward(create_graph=True) gives gradients that are differentiable "
+        "themselves, which sharded ones cannot be. Use torch.autograd.grad for the inner gradient "
+        "and backward() for the outer one."
+    )
 
 
 def _hook_tensors(value: Any, hook: Callable[[Tensor], None]) -> int:
     """Call ``hook`` for the gradients of what ``value`` holds; returns of how many tensors."""
     num_hooked = 0
     for tensor in tensors_in(value):
-        # A leaf outlives the graph, and would gather a hook in every step.
+        # A leaf outlives the graph, and would get one more hook in every step.
         if tensor.grad_fn is not None:
             tensor.register_hook(hook)
             num_hooked += 1

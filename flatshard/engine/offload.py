@@ -1,19 +1,12 @@
 """``OffloadTarget``: device, host or disk, where a shard, its gradient and its state live.
 
-In the target are the tensors that users and optimizers hold. A gather copies the shard to where the
-unit computes (``HostToDevice``), the result of a reduction is copied back (``DeviceToHost``). Who
-asks does not know which target it is.
+In the target are the tensors that users and optimizers hold. An all-gather copies the shard to
+where the unit computes (``HostToDevice``), the result of a reduction is copied back
+(``DeviceToHost``). Who asks does not know which target it is.
 
-[Note: copies beside compute]
-A target may be on another device than the unit. Then copies run on a stream of their own, which
-waits for what was queued before, and overlap with what is queued after:
-
-- host to device: the compute stream waits for the copy when it waits for the gather; the host waits
-  before anybody may write the shard (``PendingSends``).
-- device to host: the host waits before users may see ``.grad``.
-
-Files are read and written through the host's memory. On a CPU the shard's file is the source of a
-gather, without a copy.
+If the target is on another device than the unit, copies run on a stream of their own and overlap
+with compute. Files are read and written through the host's memory; on a CPU the shard's file is
+the source of an all-gather, without a copy.
 """
 
 from __future__ import annotations
@@ -117,8 +110,8 @@ class OffloadTargets:
     Attributes:
         shard: the shard that users and optimizers hold.
         gradient: its reduced gradient.
-        state: what makes files for optimizers, where their state is not beside the shard.
-        keeps_copy: whether the device keeps a copy of the shard to gather from.
+        state: what makes files for optimizers, where their state does not live with the shard.
+        keeps_copy: whether the device keeps a copy of the shard to all-gather from.
     """
 
     shard: OffloadTarget = DEVICE
@@ -199,12 +192,12 @@ class HostToDevice:
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        """Let what is queued inside run beside what the device computes."""
+        """Let what is queued inside overlap with what the device computes."""
         with _beside(self._device) if self._is_apart else contextlib.nullcontext():
             yield
 
     def copy(self, shard: Tensor, dtype: torch.dtype, version: int) -> Tensor:
-        """The shard where the unit computes, in ``dtype``; what a gather takes.
+        """The shard where the unit computes, in ``dtype``; the input of an all-gather.
 
         Args:
             shard: ``(shard_numel,)``, in its target.
@@ -223,7 +216,7 @@ class HostToDevice:
         return self._copy
 
     def _bring(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
-        # Cast there: on the host the result would not be pinned.
+        # Cast on the device: on the host the result would not be pinned.
         brought = shard.to(self._device, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record()
@@ -234,12 +227,14 @@ class HostToDevice:
         """Let ``pending_sends`` know of a copy under way: the shard must not be written before."""
         event, self._event = self._event, None
         if event is not None:
+            # The optimizer writes the shard on the host, which no stream holds back.
             pending = AsyncWork([], unit_fqn, shard, sends=[_Passed(event)])
             pending.wait(pending_sends)
 
     def wait_on_stream(self) -> None:
         """Let the compute stream wait for the copy."""
         if self._is_apart:
+            # At the wait for the all-gather, not at its start: until then compute goes on.
             torch.cuda.current_stream(self._device).wait_stream(_stream(self._device))
 
 
@@ -263,6 +258,7 @@ class DeviceToHost:
         else:
             with _beside(reduced.device):
                 place.copy_(reduced, non_blocking=True)
+                # Waited for in `wait`, before users may see `.grad`.
                 event = torch.cuda.Event()
                 event.record()
             self._copies.append((event, reduced.device))
@@ -305,9 +301,9 @@ _leaving: dict[torch.device, deque[tuple[torch.cuda.Event, Tensor]]] = {}
 
 
 def _keep_until(event: torch.cuda.Event, tensor: Tensor) -> None:
-    """Keep a tensor until an event: freed before, what computes could write it while it is read.
+    """Keep a tensor until an event: freed before, compute could overwrite it while it is read.
 
-    No longer: at the end of a backward they would be the gradients of the whole model.
+    No longer: at the end of a backward they would be the gradients of the full model.
     """
     _drop_passed(tensor.device)
     _leaving.setdefault(tensor.device, deque()).append((event, tensor))
@@ -315,6 +311,7 @@ def _keep_until(event: torch.cuda.Event, tensor: Tensor) -> None:
 
 def _drop_passed(device: torch.device) -> None:
     kept = _leaving.get(device)
+    # Events of one stream pass in order: behind one that has not, none has.
     while kept and kept[0][0].query():
         kept.popleft()
 
@@ -332,6 +329,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def _beside(device: torch.device) -> Iterator[None]:
     """Queue on the stream for copies, behind what was queued so far to compute."""
     stream = _stream(device)
+    # What is copied was computed there.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield

@@ -7,7 +7,7 @@
 Where one rank holds everything and nothing is cast, the shard *is* the unsharded buffer and, with
 ``use_orig_params=True``, the sharded parameters are the full ones.
 
-It is told which memory to show and holds none itself: that is ``FlatParamHandle``'s.
+It shows memory that ``FlatParamHandle`` owns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ParamViews:
         layout: where each original parameter lies.
         local_spans: which range of this rank's shard is of which original parameter.
         specs: what this rank holds of each original parameter.
-        flat_spec: what it holds of all of them, as one.
+        flat_spec: what it holds of the flat parameter.
         places: every place of every original parameter: the module, the attribute and the index.
         sharded: the parameters that users see.
         full: the parameters that compute, in the order of ``layout.spans``.
@@ -139,7 +139,7 @@ class ParamViews:
             self._placeholders = self._make_placeholders(shard, requires_grad[0])
             flat = FlatParameter(shard, requires_grad[0], self.layout, self._topology.index)
             for owned in self._owned:
-                # Kept any longer, the originals would be a whole copy of the unit on every rank.
+                # Kept any longer, the originals would be a full copy of the unit on every rank.
                 owned.flatten_into(flat, self.unit_name)
             self.sharded = [flat]
             return
@@ -247,7 +247,7 @@ class ParamViews:
         return shard
 
     def bring_back_by(self, bring_back: Callable[[], bool]) -> None:
-        """Say what gathers the full parameters where they are used after they were freed.
+        """Say what unshards the full parameters where they are used after they were resharded.
 
         Args:
             bring_back: whether they are there then; is not kept alive.
@@ -334,6 +334,7 @@ class ParamViews:
         with torch._C.DisableTorchFunctionSubclass():
             if self.use_orig_params:
                 for full, sharded in zip(self.full, self.sharded, strict=True):
+                    # Users freeze the sharded parameter; asked first, as setting it costs more.
                     if full.requires_grad is not sharded.requires_grad:
                         full.requires_grad_(sharded.requires_grad)
             else:

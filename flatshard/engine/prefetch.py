@@ -1,9 +1,10 @@
-"""``Prefetch``: gathers that begin before their unit runs, in the order that was recorded."""
+"""``Prefetch``: all-gathers that start before their unit runs, in the order that was recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flatshard.engine.events import profiled
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Unit
 from flatshard.options.strategy import BackwardPrefetch
@@ -15,7 +16,7 @@ class Prefetch:
 
     Attributes:
         order: of its units.
-        recomputes_whole: whether the forward that runs is the whole model's, computed again in
+        recomputes_whole: whether the forward that runs is the full model's, computed again in
             backward.
     """
 
@@ -26,19 +27,19 @@ class Prefetch:
 
         Args:
             state: of the model's step.
-            forward: whether to gather early in forward.
-            backward: when to gather in backward.
+            forward: whether to all-gather early in forward.
+            backward: when to all-gather in backward.
         """
         self.order = ExecutionOrder()
         self.recomputes_whole = False
-        self._state, self._units = state, state.units
+        self._observers, self._units = state.observers, state.units
         self._forward, self._backward = forward, backward
         self._ahead: list[Unit] = []  # what was begun here, and perhaps waited for since
 
     def refresh(self) -> None:
         """Look at the units again, after their buffers were made anew."""
         self._budget = max((unit.buffer_bytes for unit in self._units), default=0)
-        # Where backward gathers within a smaller group, that is quick.
+        # Where backward all-gathers within a smaller group, that is quick.
         self._backward_is_slow = any(
             unit.topology.intra_group.gathers_in_background and unit.placement.regather_size is None
             for unit in self._units
@@ -46,7 +47,7 @@ class Prefetch:
 
     @property
     def _begins_in_forward(self) -> bool:
-        """Whether to keep and gather in forward what backward begins with."""
+        """Whether to keep and all-gather in forward what backward begins with."""
         if self._backward is BackwardPrefetch.AUTO:
             return self._backward_is_slow
         return self._backward is BackwardPrefetch.END_OF_FORWARD
@@ -56,22 +57,22 @@ class Prefetch:
         return self._begins_in_forward and self.order.first_backward()[:1] == [unit.index]
 
     def in_forward(self) -> None:
-        """Begin the gathers of the units expected next."""
+        """Start the all-gathers of the units expected next."""
         if self._forward:
             self._begin(self.order.next_forward(), "forward")
 
     def after_forward(self) -> None:
-        """Begin those that backward will need first, once nothing more is to come in forward."""
+        """Start those that backward will need first, once nothing more is to come in forward."""
         if self._begins_in_forward:
             self._begin(self.order.first_backward()[1:], "backward")  # the first one is kept
 
     def in_recomputation(self, unit: Unit) -> None:
-        """Begin those of the units expected after ``unit`` where all is computed again."""
+        """Start those of the units expected after ``unit`` where all is computed again."""
         if self._forward and self.recomputes_whole:
             self._begin(self.order.next_recomputed(unit.index), "backward")
 
     def before_backward(self, unit: Unit) -> None:
-        """Begin those of the units whose backward is expected after this one's."""
+        """Start those of the units whose backward is expected after this one's."""
         if self._backward not in (None, BackwardPrefetch.BACKWARD_POST):
             self._begin(self.order.next_backward(unit.index), "backward")
 
@@ -81,7 +82,7 @@ class Prefetch:
             self._begin(self.order.next_backward(unit.index)[:1], "backward")
 
     def _begin(self, coming: Sequence[int], purpose: str) -> None:
-        """Begin the gather of the unit that comes first.
+        """Start the all-gather of the unit that comes first.
 
         Where it is on its way while this rank computes, also of those after it, as many as fit
         into the memory of the largest unit: else the wires would be idle whenever one has come.
@@ -89,7 +90,7 @@ class Prefetch:
         first = None
         for index in coming:
             unit = self._units[index]
-            if purpose == "backward" and not unit.gathers_in_backward:
+            if purpose == "backward" and not unit.unshards_in_backward:
                 continue
             if first is None:
                 first = index
@@ -98,11 +99,12 @@ class Prefetch:
             # A unit whose backward has begun may be resharded here and not yet on other ranks, so
             # they would not take part; or its optimizer has stepped.
             if purpose == "forward" or self.recomputes_whole or unit.outstanding_backwards > 0:
-                self._state.unshard(unit, purpose)
+                with self._observers.starting(purpose, unit), profiled("unshard", unit.name):
+                    unit.unshard(purpose)
                 self._ahead = [*self._under_way(), unit]
 
     def _fits_ahead(self, unit: Unit) -> bool:
-        """Whether to begin a gather for which no rank waits next."""
+        """Whether to start an all-gather for which no rank waits next."""
         if not unit.topology.intra_group.gathers_in_background:
             return False
         return sum(one.buffer_bytes for one in {*self._under_way(), unit}) <= self._budget

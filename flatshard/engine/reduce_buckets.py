@@ -46,7 +46,6 @@ class ReduceBucket:
         return all(reduce.done() for reduce in self._reduces())
 
     def _reduces(self) -> list[GradReduce]:
-        """The reductions under way."""
         reduces = (handle.grad_reduce for handle in self.handles)
         return [reduce for reduce in reduces if reduce is not None and not reduce.is_finished]
 

@@ -1,6 +1,6 @@
 """``SavedTensors``: autograd saves of unsharded parameters where they were, not their memory.
 
-A unit's buffer is freed between forward and backward, while autograd keeps views of it. Hooks
+A unit's buffer is resharded between forward and backward, while autograd keeps views of it. Hooks
 around the outermost forward turn each such view into a ``SavedView``; when autograd asks for it,
 the unit is unsharded again. So nothing saved can dangle, in whatever order backward runs.
 
@@ -74,13 +74,12 @@ class SavedTensors:
         self._packs: list[Callable[[Tensor], Any]] = []
 
     def _looks_in(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` looks into an unsharded buffer."""
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return False
         return tensor.untyped_storage()._cdata in self._buffers
 
     def protect(self, output: Any, unit_name: str) -> Any:
-        """A module's output, with copies of what looks into a buffer that is about to be freed."""
+        """A module's output, with copies of what looks into a buffer about to be freed."""
         if not any(map(self._looks_in, tensors_in(output))):
             return output
         output = pytree.tree_map_only(
@@ -89,7 +88,7 @@ class SavedTensors:
         if any(map(self._looks_in, tensors_in(output))):
             raise RuntimeError(
                 f"unit {unit_name!r} returns a view of its parameters inside an object. They are "
-                "freed after forward: return a clone()."
+                "resharded after forward: return a clone()."
             )
         return output
 
@@ -145,7 +144,7 @@ class SavedTensors:
 
         def unpack(packed: Any) -> Tensor:
             if type(packed) is SavedView:
-                # Freed since, or the strategy keeps a buffer that the optimizer made stale.
+                # Resharded since, or the strategy keeps a buffer that the optimizer made stale.
                 if not packed.handle.is_current:
                     backward.unshard_again(packed.unit)
                 return packed.restore()

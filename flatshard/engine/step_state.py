@@ -8,7 +8,7 @@ import torch
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.work import PendingSends
-from flatshard.engine.events import Kind, Observers, profiled
+from flatshard.engine.events import Observers
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
 
@@ -23,7 +23,7 @@ class StepState:
         number: below 256, tells models apart; alike on all ranks.
         observers: hear what the run does.
         pending_sends: what other ranks may still be reading from this one.
-        device: where something is gathered or reduced; None: a forward is only kernels.
+        device: where something is all-gathered or reduced; None: a forward is only kernels.
         syncs: per unit, what backward does with its gradients; read when a forward begins.
         under_no_sync: whether forwards that begin now only accumulate, wherever that is.
         accumulates: whether the last forward with gradients began so.
@@ -44,18 +44,7 @@ class StepState:
         self.expects_backward = False
 
     def plan_syncs(self) -> None:
-        """A forward with gradients begins: settle what its backward does with them."""
+        """A forward with gradients begins: decide what its backward does with them."""
         for unit, sync in zip(self.units, self.syncs, strict=True):
             unit.plan_sync(sync)
         self.accumulates = self.under_no_sync
-
-    def unshard(self, unit: Unit, purpose: str, *, everything: bool = False) -> None:
-        """See ``Unit.unshard``. Collective."""
-        with self.observers.starting(purpose, unit), profiled("unshard", unit.name):
-            unit.unshard(purpose, everything=everything)
-
-    def wait_unshard(self, unit: Unit, purpose: str, *, everything: bool = False) -> None:
-        """See ``Unit.wait_unshard``."""
-        waiting = self.observers.waiting(Kind.GATHER_WAIT, unit)
-        with waiting, profiled("wait_unshard", unit.name):
-            unit.wait_unshard(purpose, everything=everything)

@@ -6,8 +6,8 @@ It is unsharded and resharded as one, and knows nothing of the step around it: `
 [Note: several modules]
 Small neighbours are one unit (``coalescing``), whose forward is that of each of its modules. It is
 unsharded for the first that is called, and resharded after as many calls as there were in the last
-forward, or at the end of the outermost one: whatever the order of calls is on a rank, all gather
-equally often. In backward it is resharded when nothing can need it, as any unit.
+forward, or at the end of the outermost one: whatever the order of calls is on a rank, all ranks
+all-gather equally often. In backward it is resharded when nothing can need it, as any unit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MOVES = {
     Phase.FORWARD: {Phase.IDLE, Phase.BACKWARD},
     Phase.BACKWARD: {Phase.IDLE},
 }
-"""The moves allowed, beside staying."""
+"""The moves allowed, besides staying."""
 
 
 class Call:
@@ -71,11 +71,11 @@ class Unit:
         name: the same in one.
         handles: its flat parameters, one per dtype and ``requires_grad``, and one for each large
             parameter of the root; may be none.
-        num_trainable: of each flat parameter, how many gradients a whole backward brings.
+        num_trainable: of each flat parameter, how many gradients a full backward brings.
         topology: its groups.
         index: its number in the run.
         phase: see ``Phase``.
-        placement: what is freed when.
+        placement: what is resharded when.
         is_root: whether it is the outermost one.
         sync: what the backward of the forward begun last does with the gradients.
         num_loads: how often a state dict was loaded into it; alike on all ranks.
@@ -182,7 +182,7 @@ class Unit:
         return [handle for handle in self.handles if handle not in self._for_backward]
 
     @property
-    def gathers_in_backward(self) -> bool:
+    def unshards_in_backward(self) -> bool:
         """Whether backward needs any of the parameters."""
         return bool(self._for_backward)
 
@@ -200,9 +200,11 @@ class Unit:
         )
 
     @property
-    def gathered_bytes(self) -> int:
+    def unsharded_bytes(self) -> int:
         """Bytes of unsharded parameters now, and of secondary shards."""
-        return sum(handle.gathered_bytes + handle.gather.secondary_bytes for handle in self.handles)
+        return sum(
+            handle.unsharded_bytes + handle.gather.secondary_bytes for handle in self.handles
+        )
 
     @property
     def held_gradient_bytes(self) -> int:
@@ -228,7 +230,7 @@ class Unit:
         if phase is not self.phase and phase not in _MOVES[self.phase]:
             raise RuntimeError(
                 f"unit {self.name!r}: cannot go from {self.phase.name} to {phase.name}. A step was "
-                "left by an exception: start the next one with a forward of the whole model."
+                "left by an exception: start the next one with a forward of the full model."
             )
         self.phase = phase
 
@@ -244,7 +246,7 @@ class Unit:
 
     @property
     def is_prefetched(self) -> bool:
-        """Whether a gather was started that nobody waited for."""
+        """Whether an all-gather was started that nobody waited for."""
         return any(handle.state is ShardState.UNSHARDING for handle in self.handles)
 
     @property
@@ -305,7 +307,7 @@ class Unit:
             handle.params.use_unsharded_views()
 
     def reshard_by_policy(self) -> None:
-        """After backward: let the modules hold sharded parameters, and free what the strategy does.
+        """After backward: let the modules hold sharded parameters; reshard what the strategy does.
 
         State: any -> IDLE. Buffers stay where something saved outside our reach may need them.
         """
@@ -331,7 +333,7 @@ class Unit:
         )
 
     def reshard(self) -> None:
-        """As ``reshard_by_policy``, and free what the strategy would keep. State: any -> IDLE."""
+        """As ``reshard_by_policy``, and what the strategy would keep. State: any -> IDLE."""
         self._leave()
         for handle in self.handles:
             handle.gather.drop_secondary()
@@ -352,8 +354,8 @@ class Unit:
         self._calls_to_come, self._num_calls = self._num_calls or len(self.casts), 0
         self._outstanding_before += self.outstanding_backwards
         self.outstanding_backwards = 0
-        # A backward that reduces nothing may have run on other ranks alone. What it freed there
-        # must not be left here: they would wait for a gather that this rank does without.
+        # A backward that reduces nothing may have run on other ranks alone. What it
+        # resharded there must not stay here: they would wait for an all-gather without this rank.
         if self.sync is Sync.NONE and self.phase is Phase.IDLE and not self._is_sticky:
             for handle in self.handles:
                 if self._reshards_after_backward(handle):
@@ -378,12 +380,12 @@ class Unit:
         return len(self.casts) == 1 or self._calls_to_come <= 0
 
     def end_forward(self, *, is_needed_soon: bool) -> None:
-        """Free what the strategy frees, as no call is to come. State: FORWARD -> IDLE.
+        """Reshard what the strategy reshards, as no call is to come. State: FORWARD -> IDLE.
 
         Does nothing elsewhere, or while a call runs.
 
         Args:
-            is_needed_soon: backward begins with this unit: freeing it would only cost a gather.
+            is_needed_soon: backward begins with this unit: to reshard it would cost an all-gather.
         """
         if self.phase is not Phase.FORWARD or self.running:
             return
@@ -393,27 +395,27 @@ class Unit:
         stays = is_needed_soon or not self.placement.reshard_after_forward
         stays = stays and self._backward_follows
         for handle in self.handles:
-            # A backward that reduces nothing may run on this rank alone: it must not need a gather,
-            # nor see what others write into shards that are mapped.
+            # A backward that reduces nothing may run on this rank alone: it must not need an
+            # all-gather, nor see what others write into shards that are mapped.
             if self._is_sticky or (stays and self.sync is Sync.NONE):
                 handle.snapshot()
-            elif handle.is_mapped or not stays or self._spares(handle):
+            elif handle.is_mapped or not stays or self._reshards_anyway(handle):
                 if self._backward_follows:
                     handle.keep_secondary()
                 handle.reshard()
 
-    def _spares(self, handle: FlatParamHandle) -> bool:
-        """Whether to free what backward does not need of a unit that else stays for it."""
-        frees = self.placement.reshard_after_forward or handle.is_mapped
-        return frees and handle not in self._for_backward
+    def _reshards_anyway(self, handle: FlatParamHandle) -> bool:
+        """Whether to reshard what backward does not need of a unit that else stays for it."""
+        reshards = self.placement.reshard_after_forward or handle.is_mapped
+        return reshards and handle not in self._for_backward
 
     def copies_saved(self, handle: FlatParamHandle) -> bool:
         """Whether autograd saves values instead of a place that is unsharded again.
 
-        In the root, any rank may use a parameter as it likes: backward must not need a gather that
-        the other ranks do without.
+        In the root, any rank may use a parameter as it likes: backward must not need an all-gather
+        that the other ranks do without.
         """
-        return self.is_root and self._spares(handle)
+        return self.is_root and self._reshards_anyway(handle)
 
     # ------------------------------------------------------------ backward
 
@@ -462,7 +464,7 @@ class Unit:
     def reset(self) -> None:
         """Return to IDLE after a step that failed; drops its gradients."""
         self.running.clear()
-        self._sticky_version = -1  # what a failed backward saved, nobody asks for
+        self._sticky_version = -1  # no backward uses what a failed one saved
         self.end_iteration()
         for handle in self.handles:
             handle.drop_gradients()
@@ -470,7 +472,6 @@ class Unit:
 
 
 def _are_looked_up(handle: FlatParamHandle) -> bool:
-    """Whether only lookups use the parameters."""
     return all(type(module) in _LOOKUPS for module in handle.params.modules())
 
 

@@ -259,7 +259,7 @@ class Construction:
                 precision=kind.precision,
                 use_orig_params=settings.use_orig_params,
                 reduces_alone=kind.apart != 0,
-                on_grad=hooks.on_grad,
+                grad_hook=hooks.grad_hook,
                 on_outside_grad=hooks.on_outside_grad,
             )
             for kind, params in planned.flat_params.items()

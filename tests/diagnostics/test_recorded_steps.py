@@ -125,11 +125,13 @@ def _check_trace(trace: Any, reports: list[StepReport], kinds: list[str]) -> Non
         on_track.sort()
         for (_, end), (begin, _) in pairwise(on_track):
             assert end <= begin + 1e-3
-    waits = [e["dur"] for e in ranges if e["pid"] == 0 and e.get("cat") == "waiting for gathers"]
+    waits = [
+        e["dur"] for e in ranges if e["pid"] == 0 and e.get("cat") == "waiting for all-gathers"
+    ]
     expected = sum(unit.gather_wait_seconds for report in reports for unit in report.units)
     assert sum(waits) == pytest.approx(1e6 * expected)
     # Every collective that was begun has ended.
-    for kind, track in (("gather", "gather under way"), ("reduce", "reduction under way")):
+    for kind, track in (("gather", "all-gather under way"), ("reduce", "reduction under way")):
         ended = [event["pid"] for event in ranges if event.get("cat") == track]
         assert ended.count(0) == ended.count(1) == kinds.count(kind) > 0
 
