@@ -227,10 +227,10 @@ def _halve(module: nn.Module, _: Any) -> None:
 def mapped_for_long(rank: int, world_size: int, way: str) -> None:
     case, keywords = Case("writing", Writing, vectors, (nn.Linear,)), TRANSPORTS[way]
     with mapping_for(way) as made:
-        # What a module writes into unsharded parameters is gone when they are resharded.
+        # What a module writes into unsharded parameters is lost when they are resharded: it raises.
         model = case.wrap(case.model(), **keywords)
         before = model.state_dict()
-        with torch.no_grad():
+        with torch.no_grad(), pytest.raises(RuntimeError, match="edited parameters in place"):
             model(case.batch(rank, world_size)[0])
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
