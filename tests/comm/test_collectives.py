@@ -590,7 +590,7 @@ def _no_peer(rank: int, world_size: int) -> None:
     if rank == 1:
         return
     started = datetime.datetime.now()
-    with pytest.raises(CollectiveError, match=r"unit 'layers\.3', rank 0: gathering"):
+    with pytest.raises(CollectiveError, match=r"unit 'layers\.3', rank 0: all-gathering"):
         comm.all_gather(
             torch.zeros(4), torch.zeros(8), unit_fqn="layers.3", tag=1, purpose="test"
         ).finish()
