@@ -207,14 +207,15 @@ class ShardedWrapper(ModuleProxy):
         )
         built = Construction(module, auto_wrap_policy, settings, ignored, param_init_fn)
         initial_values = built.agree(sync_module_states)
-        if ranks.world.rank == 0:
-            if given.notes:
-                warnings.warn(f"ShardedWrapper ignores {'; '.join(given.notes)}", stacklevel=2)
-            for warning in built.warnings():
-                warnings.warn(warning, stacklevel=2)
+        messages = built.warnings() if ranks.world.rank == 0 else []
         built.make_units(self, ShardedWrapper, initial_values)
         optimizer_step.install()
+        # After the last collective: where warnings are errors, no other rank waits for rank 0.
         initial_values.warn()
+        if ranks.world.rank == 0 and given.notes:
+            warnings.warn(f"ShardedWrapper ignores {'; '.join(given.notes)}", stacklevel=2)
+        for message in messages:
+            warnings.warn(message, stacklevel=2)
 
     # ------------------------------------------------------------ training
 

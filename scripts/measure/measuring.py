@@ -48,7 +48,7 @@ def choose(parser: Parser, option: str, given: str, known: Iterable[str]) -> lis
 
 def require_proc(parser: Parser) -> None:
     if not Path("/proc/self/clear_refs").exists():
-        parser.error("this needs Linux's /proc to measure resident memory")
+        parser.error("this needs Linux's /proc to measure RSS")
 
 
 def reset_peak() -> None:

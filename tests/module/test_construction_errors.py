@@ -381,3 +381,23 @@ def _replaced(rank: int, world_size: int) -> None:
     model.fc1.module.weight = nn.Parameter(torch.ones(5, 7))
     with pytest.raises(RuntimeError, match=r"fc1\.weight"):
         model(torch.ones(2, 7))
+
+
+# ---------------------------------------------------------------- warnings that are errors
+
+
+def test_a_warning_that_is_an_error_leaves_no_rank_waiting() -> None:
+    """Rank 0 alone warns: it raised before the other ranks' last collective, and they waited."""
+    run_ranks(_warned_by_an_error, 2, group_timeout=5.0)
+
+
+def _warned_by_an_error(rank: int, world_size: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        keywords = {"bucket_cap_mb": 1, "sync_module_states": True}
+        if rank == 0:
+            with pytest.raises(UserWarning, match="ShardedWrapper ignores"):
+                ShardedWrapper(Mlp(), **keywords)
+        else:
+            ShardedWrapper(Mlp(), **keywords)
+    dist.barrier()
