@@ -176,12 +176,11 @@ class GradReduce:
             self._stages = [self._work]
             self._replica_part: Tensor | None = None  # until it is all-gathered
             self._replicated_numel = 0
-            across = topology.inter_group if topology.inter_group.size > 1 else topology.replicate
             # Of all models: which first stage is over first may differ between ranks.
-            self._queue = across.second_stages
+            self._queue = topology.across.second_stages
             # gloo moves an accelerator's tensors, too, but the host waits for it.
-            self._streams_wait = across.is_stream_ordered(self._out.device)
-            self._must_cross = topology.crosses and not hold
+            self._streams_wait = topology.across.is_stream_ordered(self._out.device)
+            self._must_cross = topology.across.size > 1 and not hold
             self._read_behind: list[object] = []
             if self._must_cross:
                 self._queue.append(self)
