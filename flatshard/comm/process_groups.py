@@ -144,11 +144,13 @@ _controls: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, torch.device]] = {}
 
 
 def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.device]:
-    """Where ranks of a group without host memory say a few numbers that the host wants to know.
+    """The group, and the device, by which ranks say a few numbers that the host wants to know.
 
-    Through host memory: to read them off an accelerator would wait for all of its work. Collective
-    at the first call for a group.
+    Collective at the first call for a group without host memory.
     """
+    if backend_for(group, "cpu") is not None:
+        return group, torch.device("cpu")
+    # Through host memory: to read them off an accelerator would wait for all of its work.
     if not dist.is_gloo_available():
         return group, current_cuda(group)
     if group not in _controls:

@@ -44,17 +44,24 @@ class Topology:
         return self.inter_group if self.inter_group.size > 1 else self.replicate
 
     def connect(self, device: torch.device, *, fixed_order: bool) -> None:
-        """Let the ranks find one another for reductions. Collective, see ``Communicator``."""
+        """Open connections for reductions on ``device``, where streams wait for them. Collective.
+
+        With ``fixed_order`` gradients are only exchanged, and added here.
+        """
         for group in (self.intra_group, self.inter_group, self.replicate):
-            group.connect(device, fixed_order=fixed_order, replicas=group is self.replicate)
+            transport, replicas = group.transport_for(device), group is self.replicate
+            if transport.stream_waits(device):
+                with named(group.meeting):
+                    transport.warm_up(device, fixed_order=fixed_order, replicas=replicas)
 
     @property
     def transport(self) -> str:
         """What moves its parameters and gradients, in words."""
-        ways = [group.transport for group in (self.intra_group, self.inter_group) if group.size > 1]
+        groups = (self.intra_group, self.inter_group)
+        ways = [group.transport_for().name for group in groups if group.size > 1]
         if self.replicate.size > 1:
-            ways.append(self.replicate.backend)  # all-reduces
-        return " + ".join(dict.fromkeys(ways)) or "nothing"
+            ways.append(self.replicate.transports[-1].name)  # all-reduces
+        return " + ".join(dict.fromkeys(ways)) or ALONE.transport_for().name
 
     @property
     def transport_reason(self) -> str:

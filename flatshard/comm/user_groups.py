@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from flatshard.comm.communicator import Communicator, gather_before
+from flatshard.comm.communicator import Communicator
+from flatshard.comm.process_groups import control_of, named
 from flatshard.comm.topology import Ranks, communicator, subgroup
+from flatshard.comm.transports import native
 from flatshard.options.collectives import TransportOptions
 
 
@@ -132,8 +134,10 @@ def _through(groups: Sequence[dist.ProcessGroup], value: Any) -> list[Any]:
     """The values of all ranks in this rank's row and, through them, in their columns."""
     values = [value]
     for group in groups:
-        gathered = gather_before(group, values, op_name="ShardedWrapper: comparing process groups")
-        values = list(chain.from_iterable(gathered))
+        if group.size() > 1:
+            with named(f"ShardedWrapper: comparing process groups, rank {dist.get_rank()}"):
+                gathered = native.gather_objects(values, *control_of(group))
+            values = list(chain.from_iterable(gathered))
     return values
 
 

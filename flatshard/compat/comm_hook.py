@@ -81,7 +81,8 @@ def register(
     for handle, its in planned:
         handle.set_comm_hook(its)
     if any(its.reduce is not None for _, its in planned):
-        world.set_apart()
+        # Made here, by all ranks: its first use is in the middle of a backward.
+        _ = world.apart
 
 
 def _agree(kinds: list[Any], problem: Exception | None, world: Communicator) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from flatshard.comm import communicator
+from flatshard.comm import event_log
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import raise_everywhere
 from flatshard.diagnostics.chrome_trace import chrome_trace
@@ -38,7 +38,7 @@ def recording(
     files = {"trace": _text(trace), "memory": _text(memory)}
     raise_everywhere(_problem(context, world, files), world)
     _check_same(files, world)
-    with communicator.record() as events:
+    with event_log.record() as events:
         recorder = StepRecorder(context.units, events, rank=world.rank, device=device)
         context.observers.add(recorder)
         try:

@@ -45,11 +45,11 @@ class HookTurns:
         """
         if not self._hooked:
             return
-        world = self._hooked[0].topology.world
+        world = self._hooked[0].topology.world.apart
         said = [self._order.num_ready(), int(not at_end)]
         values = torch.tensor(said, device=world.control_device)
         op_name = "communication hooks that can be called in backward"
-        world.reduce_scalars(values, "MIN", op_name=op_name, apart=True)
+        world.reduce_scalars(values, "MIN", op_name=op_name)
         num_ready, go_on = values.tolist()
         if go_on:
             # The smallest number: a hook that one rank cannot call yet would hold up the others.

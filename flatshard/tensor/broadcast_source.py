@@ -42,9 +42,10 @@ class BroadcastSource:
             value: all of it; looked at on rank 0 only.
             part: ``(numel held here,)``; where it goes.
         """
+        name = layout.spans[index].name
         if self._world.rank != 0:
             if self._is_first and part.numel():
-                self._world.receive(part, source=0, op_name=layout.spans[index].name)
+                self._world.transfer(part, source=0, to=self._world.rank, op_name=name)
             return
         assert value is not None, "rank 0 has the values"
         # In the ranks' order, one parameter at a time, as those that receive ask for them.
@@ -53,11 +54,8 @@ class BroadcastSource:
             if place == 0:
                 part.copy_(theirs)
             elif theirs.numel():
-                self._world.send(
-                    theirs.to(part.device, part.dtype).contiguous(),
-                    to=place,
-                    op_name=layout.spans[index].name,
-                )
+                sent = theirs.to(part.device, part.dtype).contiguous()
+                self._world.transfer(sent, source=0, to=place, op_name=name)
 
     def replicate(self, shard: Tensor) -> None:
         """Give the replicas of a filled shard the same. Collective: all ranks."""
