@@ -38,13 +38,11 @@ from flatshard.comm.process_groups import (
     control_of,
     host_backend,
     is_fake,
-    named,
     new_group,
-    sibling,
 )
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.transports import TRANSPORTS, LocalTransport, Members, Transport, native
-from flatshard.comm.work import AsyncWork
+from flatshard.comm.work import AsyncWork, named
 from flatshard.memory.buffers import BufferMemory
 from flatshard.options.collectives import Collectives, TransportOptions
 
@@ -92,8 +90,8 @@ class Communicator(Tags):
         # Their aborts and tags must not touch collectives of the user's.
         is_apart = is_gloo and self.options.collectives is not Collectives.NATIVE
         with named(self.meeting):
-            gather_group = sibling(group) if is_apart else group
-            reduce_group = sibling(group)
+            gather_group = new_group(group) if is_apart else group
+            reduce_group = new_group(group)
             self._control_group, self.control_device = control_of(gather_group)
         self.counter = CollectiveCounter(reduce_group.group_name, self.ranks, self.global_rank)
         self.members = Members(
@@ -124,7 +122,7 @@ class Communicator(Tags):
         on_host = not self.members.is_gloo and dist.is_gloo_available()
         backend = host_backend(self.group) if on_host else None
         with named(self.meeting):
-            group = new_group(self.group, self.ranks, backend=backend)
+            group = new_group(self.group, backend=backend)
         return Communicator(group, mode=TransportOptions(Collectives.NATIVE))
 
     # ------------------------------------------------------------ parameters and gradients

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from flatshard.comm.communicator import ALONE, AUTO, Communicator
-from flatshard.comm.process_groups import exists, named, new_group
+from flatshard.comm.process_groups import new_group
+from flatshard.comm.work import named
 from flatshard.options.collectives import TransportOptions
 from flatshard.options.strategy import Placement
 
@@ -191,8 +192,11 @@ def communicator(group: dist.ProcessGroup | None, *, mode: TransportOptions = AU
 
 def forget_destroyed() -> None:
     """Let go of the groups that were destroyed, and so of their threads."""
-    for key in [key for key in _communicators if not exists(key[0])]:
-        del _communicators[key]
+    for group, mode in list(_communicators):
+        try:
+            dist.get_process_group_ranks(group)
+        except (KeyError, RuntimeError, ValueError):
+            del _communicators[group, mode]
 
 
 def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.process_groups import control_of, named
+from flatshard.comm.process_groups import control_of
 from flatshard.comm.topology import Ranks, communicator, subgroup
 from flatshard.comm.transports import native
+from flatshard.comm.work import named
 from flatshard.options.collectives import TransportOptions
 
 

@@ -10,12 +10,13 @@ until the end of a forward or backward, before anybody may write.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatshard.comm.deadlock.detector import BlockedWait, WaitCondition, explain
+from flatshard.comm.deadlock.detector import WaitCondition, explain
 from flatshard.comm.deadlock.watchdog import watched
 
 
@@ -23,12 +24,50 @@ class CollectiveError(RuntimeError):
     """A collective failed: a peer died, ran other units, or did not come within the timeout."""
 
 
+_CAUSES = (
+    "A peer died, ran other units than this rank, or did not come within the group's timeout. "
+)
+
+
+class named(watched):
+    """Name the operation where a backend raises, or where it is slow.
+
+    Raises:
+        CollectiveError: the backend raised.
+    """
+
+    __slots__ = ("_causes",)
+
+    def __init__(
+        self, op_name: str | Callable[[], str], need: WaitCondition | None = None, causes: str = ""
+    ) -> None:
+        super().__init__((lambda: op_name) if isinstance(op_name, str) else op_name, need)
+        self._causes = causes
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        error = raised[1]
+        # No other rank has to do with a lack of memory, and who catches that knows it by its class.
+        if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+            return
+        failed, reason = f"{self.wait.describe()} failed", explain(self.wait)
+        if reason is not None:
+            raise CollectiveError(f"{failed}: {reason}") from error
+        remedy = f"{self._causes}Look for the first error on the other ranks."
+        if "Duplicate GPU" in str(error):  # NCCL's words
+            remedy = (
+                "Ranks have the same GPU: call torch.cuda.set_device(local_rank) before the "
+                "model is made, or pass device_id=local_rank."
+            )
+        raise CollectiveError(f"{failed}. {remedy} Reported by the backend: {error}") from error
+
+
 class AsyncWork:
     """A collective under way. Keeps its tensors alive until nobody needs them."""
 
     def __init__(
         self,
-        works: list[Any],
+        works: Sequence[Any],
         op_name: str,
         *kept: object,
         peers: Sequence[int] = (),
@@ -64,7 +103,7 @@ class AsyncWork:
         if self._sends:
             pending_sends.add(self)
         else:
-            self.wait_sends()
+            self.kept = ()
 
     def finish(self) -> None:
         """Have the result, and see that the others have theirs; raises as ``wait``."""
@@ -72,17 +111,27 @@ class AsyncWork:
         self.wait_sends()
 
     def _have(self) -> None:
-        self._wait_for(self._works, self._need)
-        self._works = []
-        # Once: a second wait must not average or widen again.
-        then, self._then = self._then, None
-        if then is not None:
-            try:
-                then()
-            except torch.OutOfMemoryError:
-                raise  # nobody else's fault
-            except RuntimeError as error:
-                raise self._failed(error) from error
+        # Taken off first: a second wait for what failed would hang, or hide the first error, and
+        # one for what is there must not average or widen again.
+        works, then = self._works, self._then
+        self._works, self._then = (), None
+        try:
+            if works:
+                with named(partial(self._describe, works), self._need, _CAUSES):
+                    for work in works:
+                        work.wait()
+            if then is not None:
+                with named(self._op_name, causes=_CAUSES):
+                    then()
+        except CollectiveError:
+            self._sends = ()  # they would not end either
+            raise
+
+    def _describe(self, works: Sequence[Any]) -> str:
+        for work, peer in zip(works, self._peers, strict=False):
+            if not work.is_completed():
+                return f"{self._op_name}, not heard of rank {peer}"
+        return self._op_name
 
     @property
     def reports_sent(self) -> bool:
@@ -96,6 +145,15 @@ class AsyncWork:
         self.wait_sends()
         return True
 
+    def wait_sends(self) -> None:
+        """Wait until the others have taken everything; raises as ``wait``."""
+        sends, self._sends = self._sends, ()
+        if sends:
+            with named(self._op_name, self._sends_need, _CAUSES):
+                for work in sends:
+                    work.wait()
+        self.kept = ()
+
     def keeps(self, tensor: Tensor) -> bool:
         """Whether it keeps the memory of ``tensor`` alive."""
         # By storage, not by object: views of a shard share its memory.
@@ -103,39 +161,6 @@ class AsyncWork:
         return any(
             isinstance(one, Tensor) and one.untyped_storage()._cdata == storage for one in self.kept
         )
-
-    def wait_sends(self) -> None:
-        """Wait until the others have taken everything; raises as ``wait``."""
-        self._wait_for(self._sends, self._sends_need)
-        self._sends, self.kept = (), ()
-
-    def _wait_for(self, works: Sequence[Any], need: WaitCondition | None) -> None:
-        if not works:
-            return
-        with watched(self._describe, need) as wait:
-            try:
-                for work in works:
-                    work.wait()
-            except RuntimeError as error:
-                raise self._failed(error, wait) from error
-
-    def _failed(self, error: RuntimeError, wait: BlockedWait | None = None) -> CollectiveError:
-        # A second wait for what failed would hang, or hide the first error.
-        described, self._works, self._sends = self._describe(), [], ()
-        reason = None if wait is None else explain(wait)
-        if reason is not None:
-            return CollectiveError(f"{described} failed: {reason}")
-        return CollectiveError(
-            f"{described} failed. A peer died, ran other units than this rank, or did not "
-            "come within the group's timeout. Look for the first error on the other ranks. "
-            f"Reported by the backend: {error}"
-        )
-
-    def _describe(self) -> str:
-        for work, peer in zip(self._works, self._peers, strict=False):
-            if not work.is_completed():
-                return f"{self._op_name}, not heard of rank {peer}"
-        return self._op_name
 
 
 class PendingSends:
