@@ -73,20 +73,7 @@ class SteppedInBackward(StepObserver):
         self._showing: list[nn.Parameter] = []  # those whose gradient was consumed
         self._consumed: dict[int, ConsumedGrad] = {}  # by the parameter's id
 
-    # ------------------------------------------------------------ which optimizers
-
-    def register(self, optimizer: torch.optim.Optimizer, scaler: Any) -> StepInBackward:
-        """Step this optimizer, too; see ``ShardedWrapper.step_in_backward``. Collective."""
-        agreed(
-            partial(self._check, optimizer, scaler),
-            [self._state.world],
-            "step_in_backward",
-            "Pass the same optimizer on every rank.",
-        )
-        self.optimizers.append(optimizer)
-        return StepInBackward(self, optimizer)
-
-    def _check(self, optimizer: Any, scaler: Any) -> tuple[bool, Facts]:
+    def check(self, optimizer: Any, scaler: Any) -> tuple[bool, Facts]:
         """Raise for what cannot be stepped in backward; else what ranks must agree on."""
         if scaler is not None and scaler.is_enabled():
             raise ValueError(
@@ -271,7 +258,9 @@ class SteppedInBackward(StepObserver):
         with torch._C.DisableTorchFunctionSubclass():
             for param in self._showing:
                 consumed = self._consumed.get(id(param))
-                if consumed is None or consumed.dtype != param.dtype:  # model.to(dtype) came after
+                # One of an earlier step serves again, but for a model that was moved since.
+                kind = param.dtype, param.device
+                if consumed is None or (consumed.dtype, consumed.device) != kind:
                     consumed = ConsumedGrad(param, self._owned[id(param)][1])
                     self._consumed[id(param)] = consumed
                 param.grad = consumed
@@ -289,7 +278,11 @@ def register(context: RunContext, optimizer: torch.optim.Optimizer, scaler: Any)
     if stepped is None:
         stepped = SteppedInBackward(context.state)
         context.observers.add(stepped)
-    return stepped.register(optimizer, scaler)
+    remedy = "Pass the same optimizer on every rank."
+    check = partial(stepped.check, optimizer, scaler)
+    agreed(check, [context.state.world], "step_in_backward", remedy)
+    stepped.optimizers.append(optimizer)
+    return StepInBackward(stepped, optimizer)
 
 
 def is_active(context: RunContext) -> bool:

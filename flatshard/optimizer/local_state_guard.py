@@ -32,7 +32,8 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
     watch(optimizer)
     for group in optimizer.param_groups:
         if _STAMP in group:
-            _check_stamp(optimizer, group.pop(_STAMP))
+            _check_stamp(optimizer, group[_STAMP])
+            del group[_STAMP]  # a check that failed raises the next time, too
 
 
 def watch(optimizer: torch.optim.Optimizer) -> None:
@@ -95,16 +96,15 @@ def _stamp(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Rank and layout of the parts that the state holds; None: nothing is sharded."""
     places: list[Any] = []
     rank = None
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param, FlatShardTensor):
-                rank, size = param.spec.comm.rank, param.spec.comm.size
-                places.append(param.spec.place)
-            elif isinstance(param, FlatParameter):
-                layout = param.flat_layout
-                rank, size = param.rank, layout.world_size
-                spans = [(span.shape, span.start, span.order) for span in layout.spans]
-                places.append((spans, layout.shard_range(rank)))
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if isinstance(param, FlatShardTensor):
+            rank, size = param.spec.comm.rank, param.spec.comm.size
+            places.append(param.spec.place)
+        elif isinstance(param, FlatParameter):
+            layout = param.flat_layout
+            rank, size = param.rank, layout.world_size
+            spans = [(span.shape, span.start, span.order) for span in layout.spans]
+            places.append((spans, layout.shard_range(rank)))
     if rank is None:
         return None
     digest = hashlib.sha256(repr(places).encode()).hexdigest()
