@@ -50,7 +50,7 @@ def agree(state: StepState, buckets: Sequence[ReduceBucket], rest: Set[int]) -> 
         RuntimeError: the ranks do not run the same program; on all of them.
     """
     voters = state.observers.voters
-    own = [_program(state), *_votes(state, buckets, rest)]
+    own: list[list[int]] = [_program(state), *_votes(state, buckets, rest)]
     ballots = [*own, *(one.votes() for one in voters)]
     # Small, and once per backward: one message costs what its latency costs.
     combined = torch.tensor(
@@ -77,7 +77,7 @@ def agree(state: StepState, buckets: Sequence[ReduceBucket], rest: Set[int]) -> 
     )
 
 
-def _votes(state: StepState, buckets: Sequence[ReduceBucket], rest: Set[int]) -> list[list[bool]]:
+def _votes(state: StepState, buckets: Sequence[ReduceBucket], rest: Set[int]) -> list[list[int]]:
     """In the order of ``Agreement``; what is uneven is two votes, one for each kind of rank."""
     owned = [(unit, handle) for unit in state.units for handle in unit.handles]
     # The turn of a bucket in `rest` reduces its gradients, on all ranks.

@@ -230,8 +230,10 @@ class GradientBuffer:
         if apart := self._apart & self.filled:
             # All ranges in one call, then all copies in one kernel.
             pieces = buffer.split_with_sizes(self._sizes)[1::2]
-            grads = [_in_memory_order(self.slots[index]) for index in apart]
-            torch._foreach_copy_([pieces[index] for index in apart], grads)
+            torch._foreach_copy_(
+                [pieces[index] for index in apart],
+                [_in_memory_order(self.slots[index]) for index in apart],
+            )
         return FlatChunks.of(buffer)
 
     def take_intra_reduced(self) -> Tensor | None:
