@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, Self
 
@@ -21,17 +20,11 @@ from flatshard.compat import comm_hook, torch_names
 from flatshard.diagnostics import recording
 from flatshard.diagnostics.non_finite import watch_non_finite
 from flatshard.diagnostics.step_report import StepReport
-from flatshard.module import construction, inspection
 from flatshard.module.construction import Construction
 from flatshard.module.conversion import convert, copy_model
+from flatshard.module.inspection import UnwrappedModel, check_module
 from flatshard.module.run import accumulating
-from flatshard.module.settings import (
-    ProcessGroups,
-    Settings,
-    check_grid_is_used,
-    ranks_or_alone,
-    read_strategy,
-)
+from flatshard.module.settings import ProcessGroups, Settings, ranks_or_alone, read_strategy
 from flatshard.module.sharding import (
     Sharding,
     handles_in,
@@ -42,7 +35,6 @@ from flatshard.module.sharding import (
 )
 from flatshard.module.summon import summon
 from flatshard.optimizer import grad_norm, in_backward
-from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.in_backward import StepInBackward
 from flatshard.options.collectives import as_coalesce_bytes, as_transport
 from flatshard.options.offload import CPUOffload, as_cpu_offload
@@ -161,61 +153,40 @@ class ShardedWrapper(ModuleProxy):
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
         **extra: Any,
     ) -> None:
-        """See the class."""
         super().__init__()
         given = torch_names.read_keywords(
             extra, inspect.signature(ShardedWrapper.__init__).parameters
         )
-        given.check_against(
+        broadcast_buffers, sync_module_states, device_id = given.merged(
             broadcast_buffers=broadcast_buffers,
             sync_module_states=sync_module_states,
             device_id=device_id,
         )
-        broadcast_buffers = given.ours.get("broadcast_buffers", broadcast_buffers)
-        sync_module_states = given.ours.get("sync_module_states", sync_module_states)
-        device_id = given.ours.get("device_id", device_id)
-        prefetch = as_backward_prefetch(backward_prefetch)
-        offload = as_cpu_offload(cpu_offload)
         if param_init_fn is not None and not callable(param_init_fn):
             raise TypeError(
                 f"param_init_fn: expected a function of a module, got {param_init_fn!r}"
             )
-        construction.check_module(module, auto_wrap_policy)
-        ignored = construction.read_ignored(module, ignored_modules, ignored_states)
-        inspection.check_params(module, construction.left_alone(module, ignored))
+        check_module(module, auto_wrap_policy)
+        model = UnwrappedModel.read(module, ignored_modules, ignored_states)
         transport = as_transport(collectives, wire_dtype)
         ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
-        check_grid_is_used(ranks, placement, strategy)
-        device = inspection.find_device(module, device_id, ranks.world.group, ignored)
-        inspection.check_transport(device, transport)
-        inspection.check_offload(device, offload)
-        if ranks.world.size > 1 and placement.sharded:
-            inspection.check_no_gradients(module, construction.left_alone(module, ignored))
         settings = Settings(
             ranks=ranks,
             strategy=strategy,
             placement=placement,
             precision=as_mixed_precision(mixed_precision),
-            offload=offload,
-            backward_prefetch=prefetch,
+            offload=as_cpu_offload(cpu_offload),
+            backward_prefetch=as_backward_prefetch(backward_prefetch),
             forward_prefetch=forward_prefetch is not False,
             use_orig_params=use_orig_params,
             coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
             broadcast_buffers=broadcast_buffers is not False,
-            device=device,
+            device=model.find_device(device_id, ranks.world.group),
         )
-        built = Construction(module, auto_wrap_policy, settings, ignored, param_init_fn)
-        initial_values = built.agree(sync_module_states)
-        messages = built.warnings() if ranks.world.rank == 0 else []
-        built.make_units(self, ShardedWrapper, initial_values)
-        optimizer_step.install()
-        # After the last collective: where warnings are errors, no other rank waits for rank 0.
-        initial_values.warn()
-        if ranks.world.rank == 0 and given.notes:
-            warnings.warn(f"ShardedWrapper ignores {'; '.join(given.notes)}", stacklevel=2)
-        for message in messages:
-            warnings.warn(message, stacklevel=2)
+        notes = [f"ShardedWrapper ignores {'; '.join(given.notes)}"] if given.notes else []
+        construction = Construction(model, auto_wrap_policy, settings, param_init_fn)
+        construction.wrap(self, ShardedWrapper, sync_module_states, notes)
 
     # ------------------------------------------------------------ training
 
