@@ -47,21 +47,11 @@ class Construction:
         self._offload = OffloadTargets()
 
     def wrap(
-        self,
-        root: ModuleProxy,
-        kind: type[ModuleProxy],
-        sync: bool | None,
-        notes: Iterable[str],
+        self, root: ModuleProxy, kind: type[ModuleProxy], sync: bool | None, notes: Iterable[str]
     ) -> None:
-        """Let ``root`` wrap the module, and wrappers of class ``kind`` its units.
+        """Let ``root``, which is empty, wrap the module, and wrappers of class ``kind`` its units.
 
-        Collective: all ranks.
-
-        Args:
-            root: an empty wrapper.
-            kind: the class of the wrappers inside.
-            sync: whether all ranks take rank 0's weights; see ``sync_module_states``.
-            notes: warnings about the user's keywords.
+        Collective: all ranks. ``sync`` is ``sync_module_states``; ``notes`` are further warnings.
 
         Raises:
             ValueError: on all ranks: they build different models, the number of ranks does not fit
@@ -92,7 +82,8 @@ class Construction:
             ranks.resolve(one.placement)
         self._reserve_offload()
         initial_values = compare_values(named, sync, ranks.world)
-        meta_init.check_initialisable(model, initial_values, self._init_fn)
+        if initial_values.any_missing:
+            meta_init.check_resets(model, initial_values, self._init_fn)
         model.move_buffers(settings.device)
         meta_init.broadcast_buffers(model.module, initial_values, settings.device)
         return initial_values
@@ -226,11 +217,10 @@ class Construction:
         self, initial_values: InitialValues, root: ModuleProxy, handles: Sequence[FlatParamHandle]
     ) -> None:
         """Initialise what was on the meta device, and fill replicas. Collective."""
+        device = self._settings.device
         if initial_values.any_missing:
-            made = meta_init.MetaInit(
-                root, handles, initial_values, self._init_fn, self._settings.device
-            )
-            sharding_of(root).is_left_empty = made.run()
+            init = meta_init.MetaInit(root, handles, initial_values, self._init_fn, device)
+            sharding_of(root).is_left_empty = init.run()
         # Replicas copy a shard, so only once every tensor in it has its value.
         for handle in handles:
             source = initial_values.source(handle.topology)

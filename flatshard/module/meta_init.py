@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,15 +46,11 @@ def leave_empty(module: nn.Module) -> None:
 # ---------------------------------------------------------------- before sharding
 
 
-def check_initialisable(
-    model: UnwrappedModel, start: InitialValues, init_fn: InitFn | None
-) -> None:
+def check_resets(model: UnwrappedModel, start: InitialValues, init_fn: InitFn | None) -> None:
     """Raise ValueError, on every rank, if one must initialise tensors and cannot. Collective."""
-    problem = None
-    if start.initialises and init_fn is None:
-        problem = _uninitialisable(model, start)
-    if start.any_missing:
-        raise_everywhere(ValueError(problem) if problem else None, start.world)
+    needs_resets = start.initialises and init_fn is None
+    problem = _uninitialisable(model, start) if needs_resets else None
+    raise_everywhere(ValueError(problem) if problem else None, start.world)
 
 
 def _uninitialisable(model: UnwrappedModel, start: InitialValues) -> str | None:
@@ -139,14 +136,15 @@ _Group = tuple[list[nn.Module], list[_Slot]]
 def _param_slots(handles: Iterable[FlatParamHandle]) -> list[_Slot]:
     slots = []
     for handle in handles:
-        like = handle.shard.new_empty(0, device="meta")
-        seen: set[int] = set()
-        for module, attribute, index in handle.params.places:
-            if index in handle.unfilled:
-                spec, is_first = handle.params.specs[index], index not in seen
-                meta = spec.empty(like)
-                slots.append(_Slot(module, attribute, spec.name, meta, handle, index, is_first))
-                seen.add(index)
+        for index in sorted(handle.unfilled):
+            spec = handle.params.specs[index]
+            meta = spec.empty(handle.shard.new_empty(0, device="meta"))
+            first, *others = handle.params.locations(index)
+            slots.append(_Slot(first.module, first.attribute, spec.name, meta, handle, index))
+            slots += [
+                _Slot(at.module, at.attribute, spec.name, meta, handle, index, is_first=False)
+                for at in others
+            ]
     return slots
 
 
@@ -220,7 +218,7 @@ class MetaInit:
         self._groups = self._find_groups(root)
 
     def _find_groups(self, root: nn.Module) -> list[_Group]:
-        """Without a ``param_init_fn`` each module with those below it in its unit, else units."""
+        """Each module that needs values with those below it in its unit; or whole units."""
         # The order of constructors: children first, in registration order, whatever the units. So
         # the same seed gives the values of a model built on its device. A module may initialise
         # parameters of those below it, as torch's attention does, hence groups. A `param_init_fn`
@@ -252,23 +250,22 @@ class MetaInit:
     def run(self) -> bool:
         """Initialise all tensors, alike on all ranks unless the user forbids it.
 
-        Collective: all ranks.
-
-        Returns:
-            Whether a module was left empty, on any rank.
-
-        Raises:
-            RuntimeError: on every rank: an initialiser fails or misses a tensor.
+        Collective: all ranks. Raises RuntimeError, on every rank, if an initialiser fails or misses
+        a tensor; returns whether a module was left empty, on any rank.
         """
         start, world = self._start, self._start.world
-        random_state = _random_state(self._device)
+        on_cuda = self._device.type == "cuda"
+        random_state = torch.get_rng_state()
+        cuda_state = torch.cuda.get_rng_state(self._device) if on_cuda else None
         sums = self._make_all()
         if not start.sends and world.size > 1:
             everyone = world.gather_objects(list(sums.values()), op_name="comparing weights")
             if start.take_differences(names_of_different(list(sums), everyone)):
                 # Rank 0 has only its shards by now. From the same random state it makes the same
                 # full tensors again, and sends them.
-                _set_random_state(random_state, self._device)
+                torch.set_rng_state(random_state)
+                if cuda_state is not None:
+                    torch.cuda.set_rng_state(cuda_state, self._device)
                 self._make_all()
         _tie(self._buffers)
         raise_everywhere(self._forgotten(), world)
@@ -321,13 +318,11 @@ class MetaInit:
             }
 
     def _initialise(self, module: nn.Module) -> None:
-        reset = _reset_of(module)
+        reset = _reset_of(module) if self._init_fn is None else partial(self._init_fn, module)
         what = "reset_parameters()" if self._init_fn is None else "param_init_fn"
+        assert reset is not None, "checked before sharding"
         try:
-            if self._init_fn is not None:
-                self._init_fn(module)
-            elif reset is not None:
-                reset()
+            reset()
         except Exception as error:
             raise RuntimeError(f"{self._where(module)}: {what} failed: {error}") from error
 
@@ -408,16 +403,3 @@ def check_loaded(root: nn.Module, handles: Iterable[FlatParamHandle], world: Com
             "Call model.load_state_dict(...) with all of them before the first forward."
         )
     raise_everywhere(problem, world)
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
-def _set_random_state(states: list[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)

@@ -28,7 +28,6 @@ from flatshard.options.strategy import (
 from flatshard.plan.wrap import UnitPlan
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-"""What ``process_group`` may be."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class Settings:
 
     @property
     def topology(self) -> Topology:
-        """The process groups of its placement."""
         return self.ranks.resolve(self.placement)
 
     def describe(self) -> str:
