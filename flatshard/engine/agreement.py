@@ -11,7 +11,6 @@ from itertools import chain, compress, islice
 
 import torch
 
-from flatshard.comm.consistency import loaded_on_some_ranks
 from flatshard.engine.events import Kind
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
@@ -127,4 +126,9 @@ def _check_program(name: str, maxima: Sequence[int]) -> None:
             "together, not under `if rank == 0:`. Start again from a checkpoint."
         )
     if loads:
-        raise loaded_on_some_ranks(name)
+        raise RuntimeError(
+            f"backward of {name or 'the model'!r}: load_state_dict() was called on some ranks "
+            "and not on others, or more often, so that the model is a mixture of parts. Call "
+            "it on every rank with the same state: torch.load(path, mmap=True) reads what is "
+            "needed alone."
+        )

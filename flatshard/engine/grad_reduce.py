@@ -75,12 +75,6 @@ class ReducePlan:
         return self.topology.intra_group.rank * self.intra_numel
 
     @property
-    def across(self) -> Communicator:
-        """The ranks of the second stage."""
-        topology = self.topology
-        return topology.inter_group if topology.inter_group.size > 1 else topology.replicate
-
-    @property
     def adds_replicas(self) -> bool:
         """Whether replicas' averages are added up in parts, which are then all-gathered."""
         return self.topology.replicate.adds_all_reduces(
@@ -159,7 +153,7 @@ class GradReduce:
         if plan.device.type == "cuda":
             self._computed = torch.Event(plan.device)
             self._computed.record()  # on the stream that is current on its device
-        intra_group = plan.topology.intra_group
+        intra_group, across = plan.topology.intra_group, plan.topology.across
         self._work = AsyncWork([], plan.unit_fqn)
         with torch.no_grad():
             if intra_group.size > 1:
@@ -169,15 +163,15 @@ class GradReduce:
                 (self._out,) = chunks.tensors
             self._stages = [self._work]
             # Of all models: which first stage is over first may differ between ranks.
-            self._queue = plan.across.second_stages
-            self._must_cross = plan.topology.crosses and not hold
+            self._queue = across.second_stages
+            self._must_cross = across.size > 1 and not hold
             self._must_gather = False  # what the second stage gives of the replicas' average
             self._read_behind: list[object] = []
             if not self._must_cross:
                 return
             self._queue.append(self)
             # gloo moves an accelerator's tensors, too, but the host waits for it.
-            if plan.across.is_stream_ordered(self._out.device):
+            if across.is_stream_ordered(self._out.device):
                 self._cross_behind(chunks)
             elif intra_group.size == 1:  # nothing to wait for
                 self.cross()
@@ -221,7 +215,7 @@ class GradReduce:
             self._queue[0]._begin_second()
 
     def _begin_second(self) -> None:
-        plan, across = self._plan, self._plan.across
+        plan, across = self._plan, self._plan.topology.across
         self._work.wait(plan.pending_sends)
         self._queue.popleft()
         self._must_cross = False
