@@ -20,9 +20,7 @@ def check_reduced(
     Collective: all ranks of ``world``, unless ``is_reducing``: the last forward began outside of
     ``no_sync``.
     """
-    mine = next(
-        (handle.unit_name for handle in handles if handle.grad_publish.shows_unreduced()), None
-    )
+    mine = next((h.unit_name for h in handles if h.grad_publish.unreduced.is_shown()), None)
     found = {world.rank: mine}
     if not is_reducing:
         # Ranks may have used different parameters since, and tell each other.
