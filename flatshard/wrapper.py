@@ -163,17 +163,13 @@ class ShardedWrapper(ModuleProxy):
     ) -> None:
         """See the class."""
         super().__init__()
-        given = torch_names.read_keywords(
-            extra, inspect.signature(ShardedWrapper.__init__).parameters
-        )
-        given.check_against(
-            broadcast_buffers=broadcast_buffers,
-            sync_module_states=sync_module_states,
-            device_id=device_id,
-        )
-        broadcast_buffers = given.ours.get("broadcast_buffers", broadcast_buffers)
-        sync_module_states = given.ours.get("sync_module_states", sync_module_states)
-        device_id = given.ours.get("device_id", device_id)
+        own = {
+            "broadcast_buffers": broadcast_buffers,
+            "sync_module_states": sync_module_states,
+            "device_id": device_id,
+        }
+        known = inspect.signature(ShardedWrapper.__init__).parameters
+        given, without_effect = torch_names.read_keywords(extra, own, known)
         prefetch = as_backward_prefetch(backward_prefetch)
         offload = as_cpu_offload(cpu_offload)
         if param_init_fn is not None and not callable(param_init_fn):
@@ -187,7 +183,7 @@ class ShardedWrapper(ModuleProxy):
         ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
         check_grid_is_used(ranks, placement, strategy)
-        device = inspection.find_device(module, device_id, ranks.world.group, ignored)
+        device = inspection.find_device(module, given["device_id"], ranks.world.group, ignored)
         inspection.check_transport(device, transport)
         inspection.check_offload(device, offload)
         if ranks.world.size > 1 and placement.sharded:
@@ -202,18 +198,18 @@ class ShardedWrapper(ModuleProxy):
             forward_prefetch=forward_prefetch is not False,
             use_orig_params=use_orig_params,
             coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
-            broadcast_buffers=broadcast_buffers is not False,
+            broadcast_buffers=given["broadcast_buffers"] is not False,
             device=device,
         )
         built = Construction(module, auto_wrap_policy, settings, ignored, param_init_fn)
-        initial_values = built.agree(sync_module_states)
+        initial_values = built.agree(given["sync_module_states"])
         messages = built.warnings() if ranks.world.rank == 0 else []
         built.make_units(self, ShardedWrapper, initial_values)
         optimizer_step.install()
         # After the last collective: where warnings are errors, no other rank waits for rank 0.
         initial_values.warn()
-        if ranks.world.rank == 0 and given.notes:
-            warnings.warn(f"ShardedWrapper ignores {'; '.join(given.notes)}", stacklevel=2)
+        if ranks.world.rank == 0 and without_effect:
+            warnings.warn(f"ShardedWrapper ignores {'; '.join(without_effect)}", stacklevel=2)
         for message in messages:
             warnings.warn(message, stacklevel=2)
 

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from flatshard.module.sharding import Sharding
 
 
 class Fate(enum.Enum):
-    """What happens to a name of torch's wrappers."""
-
-    SAME = "same"
-    """It means the same here."""
-    OTHER_NAME = "other name"
-    """It is accepted, and has another name here."""
-    IGNORED = "ignored"
-    """It has no effect, and setting it warns."""
-    RAISES = "raises"
-    """It raises, with the reason."""
+    SAME = "same"  # it means the same here
+    OTHER_NAME = "other name"  # it is accepted, and has another name here
+    IGNORED = "ignored"  # it has no effect, and setting it warns
+    RAISES = "raises"  # it raises, with the reason
 
 
 class Entry(NamedTuple):
@@ -32,26 +27,15 @@ class Entry(NamedTuple):
 
     fate: Fate
     text: str
-    default: Any = None
-    """torch's default, which may be passed without a warning."""
+    default: Any = None  # torch's, which may be passed without a warning
 
 
-def _same(text: str) -> Entry:
-    return Entry(Fate.SAME, text)
+_same = partial(Entry, Fate.SAME)
+_other = partial(Entry, Fate.OTHER_NAME)
+_ignored = partial(Entry, Fate.IGNORED)
+_raises = partial(Entry, Fate.RAISES)
 
-
-def _other(text: str) -> Entry:
-    return Entry(Fate.OTHER_NAME, text)
-
-
-def _ignored(text: str, default: Any = None) -> Entry:
-    return Entry(Fate.IGNORED, text, default)
-
-
-def _raises(text: str, default: Any = None) -> Entry:
-    return Entry(Fate.RAISES, text, default)
-
-
+# Keywords of their constructors.
 KEYWORDS: dict[str, Entry] = {
     "module": _same("the module to wrap"),
     "process_group": _same("a group of all ranks that train, or a pair (shard, replicate)"),
@@ -93,14 +77,8 @@ KEYWORDS: dict[str, Entry] = {
     "limit_all_gathers": _same("buffers in flight are always bounded"),
     "use_orig_params": _same("True by default here"),
 }
-"""Keywords of their constructors."""
 
-_GIVE_ALL_RANKS_BATCHES = (
-    "a rank that has finished cannot serve the others' all-gathers: give every rank equally many "
-    "batches (DistributedSampler(drop_last=True))"
-)
-_FINISHES = "backward() always finishes its reductions"
-
+# Their public methods beyond ``nn.Module``'s.
 METHODS: dict[str, Entry] = {
     "no_sync": _same("with `max_bytes` and `replicas_only` beside it"),
     "register_comm_hook": _same(
@@ -108,16 +86,21 @@ METHODS: dict[str, Entry] = {
         "takes buckets raises"
     ),
     # DistributedDataParallel
-    "join": _raises(_GIVE_ALL_RANKS_BATCHES),
-    "join_hook": _raises("see `join`"),
-    "join_device": _raises("see `join`"),
-    "join_process_group": _raises("see `join`"),
-    "scatter": _raises("one process trains on one device"),
-    "gather": _raises("one process trains on one device"),
+    "join": _raises(
+        "a rank that has finished cannot serve the others' all-gathers: give every rank equally "
+        "many batches (DistributedSampler(drop_last=True))"
+    ),
+    **dict.fromkeys(("join_hook", "join_device", "join_process_group"), _raises("see `join`")),
+    **dict.fromkeys(("scatter", "gather"), _raises("one process trains on one device")),
     "to_kwargs": _raises("move inputs yourself: x.to(device)"),
-    "finalize_backward": _raises(_FINISHES),
-    "require_manual_backward_finalization": _raises(_FINISHES),
-    "should_finalize_after_backward": _raises(_FINISHES),
+    **dict.fromkeys(
+        (
+            "finalize_backward",
+            "require_manual_backward_finalization",
+            "should_finalize_after_backward",
+        ),
+        _raises("backward() always finishes its reductions"),
+    ),
     "will_sync_module_buffers": _same("whether the next forward broadcasts buffers"),
     # FullyShardedDataParallel
     "check_is_root": _same("whether no other wrapper contains this one"),
@@ -126,36 +109,43 @@ METHODS: dict[str, Entry] = {
     "optim_state_dict": _same("full tensors by name"),
     "optim_state_dict_to_load": _same("and back"),
     "summon_full_params": _same("with `recurse`, `writeback`, `rank0_only`, ..."),
-    "state_dict_type": _same("FULL_STATE_DICT and its configs; others raise"),
-    "set_state_dict_type": _same("FULL_STATE_DICT and its configs; others raise"),
+    **dict.fromkeys(
+        ("state_dict_type", "set_state_dict_type"),
+        _same("FULL_STATE_DICT and its configs; others raise"),
+    ),
     "get_state_dict_type": _same("torch's `StateDictSettings`"),
-    "full_optim_state_dict": _raises("use `optim_state_dict`"),
-    "sharded_optim_state_dict": _raises("use `optim_state_dict`"),
-    "scatter_full_optim_state_dict": _raises("use `optim_state_dict_to_load`"),
-    "shard_full_optim_state_dict": _raises("use `optim_state_dict_to_load`"),
-    "flatten_sharded_optim_state_dict": _raises("use `optim_state_dict_to_load`"),
+    **dict.fromkeys(
+        ("full_optim_state_dict", "sharded_optim_state_dict"), _raises("use `optim_state_dict`")
+    ),
+    **dict.fromkeys(
+        (
+            "scatter_full_optim_state_dict",
+            "shard_full_optim_state_dict",
+            "flatten_sharded_optim_state_dict",
+        ),
+        _raises("use `optim_state_dict_to_load`"),
+    ),
     "rekey_optim_state_dict": _raises("names are those of the unwrapped model"),
 }
-"""Their public methods beyond ``nn.Module``'s."""
 
+# DistributedDataParallel's attributes, read-only here: in words, and as values.
 DDP_ATTRIBUTES: dict[str, tuple[str, Callable[[Sharding], Any]]] = {
     "require_backward_grad_sync": (
         "False under `no_sync`",
-        lambda sharding: not sharding.context.is_accumulating,
+        lambda one: not one.context.is_accumulating,
     ),
-    "device": ("where the model computes", lambda sharding: sharding.settings.device),
-    "device_type": ("its type", lambda sharding: sharding.settings.device.type),
+    "device": ("where the model computes", lambda one: one.settings.device),
+    "device_type": ("its type", lambda one: one.settings.device.type),
     "device_ids": (
         "its index in a list; None on the CPU",
-        lambda sharding: None if (index := sharding.settings.device.index) is None else [index],
+        lambda one: None if (index := one.settings.device.index) is None else [index],
     ),
     "output_device": ("its index; None on the CPU", lambda one: one.settings.device.index),
     "find_unused_parameters": ("True", lambda _: True),
     "static_graph": ("False", lambda _: False),
-    "broadcast_buffers": ("as set", lambda sharding: sharding.settings.broadcast_buffers),
+    "broadcast_buffers": ("as set", lambda one: one.settings.broadcast_buffers),
     "dim": ("0", lambda _: 0),
 }
-"""DistributedDataParallel's attributes, read-only here: in words, and as values."""
 
 
 def why_missing(name: str) -> str | None:
@@ -166,41 +156,21 @@ def why_missing(name: str) -> str | None:
     return f"{name} is not available on a ShardedWrapper: {entry.text}"
 
 
-class Read(NamedTuple):
-    """Keywords of torch's wrappers, translated to ours."""
+def read_keywords(
+    extra: dict[str, Any], own: dict[str, Any], known: Iterable[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Translate the keywords ``extra``, which the constructor (that has ``known``) does not name.
 
-    ours: dict[str, Any]
-    notes: list[str]
-    """One line per keyword that was set and has no effect."""
-
-    def check_against(self, **given: Any) -> None:
-        """Compare with the values given under our own names; None: not given.
-
-        Raises:
-            ValueError: they differ.
-        """
-        for name, value in self.ours.items():
-            if given[name] is not None and given[name] != value:
-                raise ValueError(
-                    f"ShardedWrapper: {name}={given[name]!r} contradicts another keyword that "
-                    f"means {name}={value!r}. Pass one of them."
-                )
-
-
-def read_keywords(extra: dict[str, Any], known: Iterable[str]) -> Read:
-    """Translate the keywords that the constructor does not know by name.
-
-    Args:
-        extra: the keywords beside the constructor's own, with their values.
-        known: the constructor's own keywords.
+    Returns:
+        ``own``, with the values that ``extra`` gives to what is None in it; and one line for each
+        keyword that was set and has no effect.
 
     Raises:
         TypeError: a keyword is unknown; names the nearest known one.
-        ValueError: a value that has no meaning here.
+        ValueError: a value that has no meaning here, or contradicts another keyword.
         NotImplementedError: a keyword that raises.
     """
-    ours: dict[str, Any] = {}
-    notes = []
+    meant, notes = dict(own), []
     for name, value in extra.items():
         entry = KEYWORDS.get(name)
         if entry is None:
@@ -214,36 +184,32 @@ def read_keywords(extra: dict[str, Any], known: Iterable[str]) -> Read:
         elif entry.fate is Fate.RAISES:
             raise NotImplementedError(f"ShardedWrapper: {name}={value!r}: {entry.text}")
         else:
-            for our_name, meant in _RENAMED[name](value).items():
-                if not _is_same_device(ours.setdefault(our_name, meant), meant):
+            for our_name, ours in _in_our_words(name, value).items():
+                if meant.get(our_name) is None:
+                    meant[our_name] = ours
+                elif not _is_same(meant[our_name], ours):
                     raise ValueError(
-                        f"ShardedWrapper: {name}={value!r}, but the model is on "
-                        f"{ours[our_name]!r}: outputs stay where the module makes them. Pass one "
-                        "device."
+                        f"ShardedWrapper: {name}={value!r} contradicts another keyword, which "
+                        f"means {our_name}={meant[our_name]!r}. Pass one of them."
                     )
-    return Read(ours, notes)
+    return meant, notes
 
 
-def _is_same_device(one: Any, other: Any) -> bool:
-    """Whether both mean the same device, as 0, "cuda:0" and ``torch.device("cuda", 0)`` do."""
-    return str(one).rpartition(":")[2] == str(other).rpartition(":")[2]
+def _is_same(one: Any, other: Any) -> bool:
+    # 0, "cuda:0" and torch.device("cuda", 0) are one device.
+    return one == other or str(one).rpartition(":")[2] == str(other).rpartition(":")[2]
 
 
-def _read_device_ids(value: Sequence[Any]) -> dict[str, Any]:
-    ids = list(value)
-    if not ids:
-        return {}  # as None, for a module on the CPU
-    if len(ids) != 1:
+def _in_our_words(name: str, value: Any) -> dict[str, Any]:
+    """What a keyword of another name means under our own names."""
+    if name == "init_sync":
+        return {} if value else {"sync_module_states": False}
+    if name != "device_ids":
+        return {"device_id" if name == "output_device" else "broadcast_buffers": value}
+    if len(value) > 1:
         raise ValueError(
-            f"ShardedWrapper: device_ids={ids}: a process trains on one device; pass one index, "
-            "or device_id"
+            f"ShardedWrapper: device_ids={list(value)}: a process trains on one device; pass one "
+            "index, or device_id"
         )
-    return {"device_id": ids[0]}
-
-
-_RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "device_ids": _read_device_ids,
-    "output_device": lambda value: {"device_id": value},
-    "forward_sync_buffers": lambda value: {"broadcast_buffers": value},
-    "init_sync": lambda value: {} if value else {"sync_module_states": False},
-}
+    # Empty is as None: a module on the CPU.
+    return {"device_id": value[0]} if value else {}
