@@ -66,13 +66,13 @@ def register(
     try:
         if is_late:
             raise RuntimeError(
-                f"register_comm_hook: {_describe(outermost.name)} is part of a model that has run "
-                "a forward. Register a unit's hook before the first forward, or one for all units "
-                "on the outermost wrapper."
+                f"{_describe(outermost.name)} is part of a model that has run a forward. Register "
+                "a unit's hook before the first forward, or one for all units on the outermost "
+                "wrapper."
             )
         planned = _plan([pair for pair in units if pair[0].handles], state, hook, world)
     except (TypeError, ValueError, RuntimeError) as error:
-        problem = error
+        problem = type(error)(f"register_comm_hook: {error}")
     # Nothing changes before all ranks agree: a hook on some ranks only would deadlock.
     raise_everywhere(problem, world)
     facts = {
@@ -97,46 +97,45 @@ def _plan(
         _check_can_register(unit)
     if not callable(hook):
         raise TypeError(
-            f"register_comm_hook: expected a callable as hook, got {hook!r}. The order of "
-            "arguments is register_comm_hook(state, hook)."
+            f"expected a callable as hook, got {hook!r}. The order of arguments is "
+            "register_comm_hook(state, hook)."
         )
     is_average, dtype = _read_average(hook)
     if is_average:
         _check_averages_over(world, state, hook)
+    planned = {}
     for unit, precision in units:
         wrapped_with = f"{_describe(unit.name)} was wrapped with MixedPrecision"
-        if is_average:
-            if dtype is not None and precision.reduce_dtype not in (None, dtype):
-                raise ValueError(
-                    f"register_comm_hook: {_name(hook)} reduces in {dtype}, but {wrapped_with}("
-                    f"reduce_dtype={precision.reduce_dtype}). Choose one."
-                )
-        elif precision.reduce_mode is ReduceMode.FIXED_ORDER:
+        if not is_average and precision.reduce_mode is ReduceMode.FIXED_ORDER:
             raise ValueError(
-                f"register_comm_hook: {_name(hook)} adds gradients in an order of its own, but "
-                f'{wrapped_with}(reduce_mode="fixed_order"). Choose one.'
+                f"{_name(hook)} adds gradients in an order of its own, but {wrapped_with}("
+                'reduce_mode="fixed_order"). Choose one.'
             )
+        if dtype is not None and precision.reduce_dtype not in (None, dtype):
+            raise ValueError(
+                f"{_name(hook)} reduces in {dtype}, but {wrapped_with}(reduce_dtype="
+                f"{precision.reduce_dtype}). Choose one."
+            )
+        if is_average:
+            planned[unit] = CommHook(dtype)
         else:
             _check_callable_for(unit, hook)
-    if is_average:
-        return {unit: CommHook(dtype) for unit, _ in units}
-    return {
-        unit: CommHook(reduce=_user_hook(state, hook, world, unit.placement.sharded))
-        for unit, _ in units
-    }
+            called = _user_hook(state, hook, world, unit.placement.sharded)
+            planned[unit] = CommHook(reduce=called)
+    return planned
 
 
 def _check_can_register(unit: Unit) -> None:
     for handle in unit.handles:
         if handle.comm_hook is not None:
             raise RuntimeError(
-                f"register_comm_hook: {_describe(unit.name)} has a hook already, which cannot be "
-                "replaced. Registering on a wrapper gives the hook to all units inside it."
+                f"{_describe(unit.name)} has a hook already, which cannot be replaced. Registering "
+                "on a wrapper gives the hook to all units inside it."
             )
         if handle.grad_publish.holds_gradients:
             raise RuntimeError(
-                f"register_comm_hook: {_describe(unit.name)} holds gradients accumulated under "
-                "no_sync. Register before, or after the backward that reduces them."
+                f"{_describe(unit.name)} holds gradients accumulated under no_sync. Register "
+                "before, or after the backward that reduces them."
             )
 
 
@@ -155,7 +154,8 @@ def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
         # The wrapper returns a new function each time, but always with the same code object.
         if code is not None and getattr(hook, "__code__", hook) in code.co_consts:
             wrapped = inspect.getclosurevars(hook).nonlocals["hook"]
-            return wrapped is getattr(ddp, "allreduce_hook", None), dtype
+            if wrapped is getattr(ddp, "allreduce_hook", None):
+                return True, dtype
     return False, None
 
 
@@ -166,16 +166,16 @@ def _check_averages_over(world: Communicator, state: Any, hook: Any) -> None:
         ranks = sorted(dist.get_process_group_ranks(group))
         if ranks != sorted(world.ranks):
             raise ValueError(
-                f"register_comm_hook: the state of {_name(hook)} is for ranks {ranks}, the model "
-                f"trains on ranks {sorted(world.ranks)}. Pass its process group."
+                f"the state of {_name(hook)} is for ranks {ranks}, the model trains on ranks "
+                f"{sorted(world.ranks)}. Pass its process group."
             )
     before = getattr(state, "gradient_predivide_factor", 1)
     after = getattr(state, "gradient_postdivide_factor", world.size)
     if before * after != world.size:
         raise ValueError(
-            f"register_comm_hook: the state of {_name(hook)} divides by {before} and {after}, "
-            f"which is not the average over {world.size} ranks that the hook means here. "
-            "Scale the loss instead, or write a hook of your own."
+            f"the state of {_name(hook)} divides by {before} and {after}, which is not the average "
+            f"over {world.size} ranks that the hook means here. Scale the loss instead, or write a "
+            "hook of your own."
         )
 
 
@@ -184,42 +184,30 @@ def _check_averages_over(world: Communicator, state: Any, hook: Any) -> None:
 
 def _check_callable_for(unit: Unit, hook: Any) -> None:
     """Raise if a hook needs buckets, if the unit is HYBRID, or if the arguments do not fit."""
+    arguments, kind = "state, grad", "not sharded: it averages grad over the ranks, in place"
     if unit.placement.sharded:
-        num_arguments = 3
-        expected = (
-            f"hook(state, full, out) for {_describe(unit.name)}, which is sharded: it fills out, "
-            "this rank's part, with the average of full over the ranks"
-        )
-    else:
-        num_arguments = 2
-        expected = (
-            f"hook(state, grad) for {_describe(unit.name)}, which is not sharded: it averages "
-            "grad over the ranks, in place"
-        )
+        arguments, kind = "state, full, out", "sharded: it fills out, this rank's part, with the "
+        kind += "average of full over the ranks"
+    expected = f"hook({arguments}) for {_describe(unit.name)}, which is {kind}"
     try:
         signature = inspect.signature(hook)
     except ValueError:  # some built-in functions do not tell
         signature = inspect.signature(lambda *_: None)
-    if any(
-        one.name == "bucket" or "GradBucket" in str(one.annotation)
-        for one in signature.parameters.values()
-    ):
+    takes = signature.parameters.values()
+    if any(one.name == "bucket" or "GradBucket" in str(one.annotation) for one in takes):
         raise NotImplementedError(
-            f"register_comm_hook: {_name(hook)} takes DistributedDataParallel's buckets, and there "
-            f"are none here. {_COMPRESS}; anything else as {expected}."
+            f"{_name(hook)} takes DistributedDataParallel's buckets, and there are none here. "
+            f"{_COMPRESS}; anything else as {expected}."
         )
     if unit.placement.hybrid:
         raise NotImplementedError(
-            f"register_comm_hook: {_describe(unit.name)} has a HYBRID strategy, and its "
-            f"gradients are reduced in two stages that no hook can replace. {_COMPRESS}; to call "
-            "a hook, use FULL_SHARD."
+            f"{_describe(unit.name)} has a HYBRID strategy, and its gradients are reduced in two "
+            f"stages that no hook can replace. {_COMPRESS}; to call a hook, use FULL_SHARD."
         )
     try:
-        signature.bind(*[None] * num_arguments)
+        signature.bind(*arguments.split())
     except TypeError as error:
-        raise TypeError(
-            f"register_comm_hook: expected {expected}, got {_name(hook)}{signature}"
-        ) from error
+        raise TypeError(f"expected {expected}, got {_name(hook)}{signature}") from error
 
 
 def _user_hook(

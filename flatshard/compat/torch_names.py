@@ -1,7 +1,6 @@
-"""Names of torch's own wrappers (DistributedDataParallel, FullyShardedDataParallel) and their fate.
+"""Names of torch's wrappers (DistributedDataParallel, FullyShardedDataParallel) that differ here.
 
-``KEYWORDS`` and ``METHODS`` are the single source: the constructor reads them, and tests compare
-them with the tables of docs/migration.md and with the installed torch, to notice new names.
+A test compares them with the tables of docs/migration.md and, to notice new names, with torch.
 """
 
 from __future__ import annotations
@@ -16,36 +15,28 @@ from flatshard.module.sharding import Sharding
 
 
 class Fate(enum.Enum):
-    SAME = "same"  # it means the same here
     OTHER_NAME = "other name"  # it is accepted, and has another name here
     IGNORED = "ignored"  # it has no effect, and setting it warns
     RAISES = "raises"  # it raises, with the reason
 
 
 class Entry(NamedTuple):
-    """The fate of a name, and how or why."""
+    """The fate of a keyword, and how or why."""
 
     fate: Fate
     text: str
     default: Any = None  # torch's, which may be passed without a warning
 
 
-_same = partial(Entry, Fate.SAME)
 _other = partial(Entry, Fate.OTHER_NAME)
 _ignored = partial(Entry, Fate.IGNORED)
 _raises = partial(Entry, Fate.RAISES)
 
-# Keywords of their constructors.
+# Of DistributedDataParallel's; the others, and FullyShardedDataParallel's, mean the same here.
 KEYWORDS: dict[str, Entry] = {
-    "module": _same("the module to wrap"),
-    "process_group": _same("a group of all ranks that train, or a pair (shard, replicate)"),
-    "device_mesh": _same("1-D, or 2-D (replicate, shard)"),
-    "mixed_precision": _same("torch's dataclasses are accepted, field by field: docs/precision.md"),
-    # DistributedDataParallel
     "device_ids": _other("one index is `device_id`; several raise, as there"),
     "output_device": _other("`device_id`; another one than it raises"),
     "dim": _raises("inputs are not scattered, so there is only 0", 0),
-    "broadcast_buffers": _same("rank 0's buffers before each forward; on by default"),
     "forward_sync_buffers": _other("`broadcast_buffers`"),
     "init_sync": _other("`sync_module_states`; True compares, and sends if needed"),
     "bucket_cap_mb": _ignored("there are no buckets; auto_wrap_policy makes units"),
@@ -63,69 +54,27 @@ KEYWORDS: dict[str, Entry] = {
         "make these parameters' module a unit of its own instead"
     ),
     "param_to_hook_all_reduce": _raises("reductions start when a unit is complete"),
-    # FullyShardedDataParallel
-    "sharding_strategy": _same("torch's enum and its names are accepted"),
-    "cpu_offload": _same("torch's dataclass too; also to a disk, see offload.md"),
-    "auto_wrap_policy": _same("torch's own policies too"),
-    "backward_prefetch": _same("torch's enum is accepted; the default is `AUTO`"),
-    "ignored_modules": _same("left alone"),
-    "ignored_states": _same("parameters or modules that are left alone"),
-    "param_init_fn": _same("left out: modules' `reset_parameters()`"),
-    "device_id": _same("an index or a device"),
-    "sync_module_states": _same("left out: where weights differ, rank 0's, with a warning"),
-    "forward_prefetch": _same("on unless False"),
-    "limit_all_gathers": _same("buffers in flight are always bounded"),
-    "use_orig_params": _same("True by default here"),
 }
 
-# Their public methods beyond ``nn.Module``'s.
-METHODS: dict[str, Entry] = {
-    "no_sync": _same("with `max_bytes` and `replicas_only` beside it"),
-    "register_comm_hook": _same(
-        "torch's fp16, bf16 and all-reduce hooks, with HYBRID strategies no others; a hook that "
-        "takes buckets raises"
-    ),
-    # DistributedDataParallel
-    "join": _raises(
+_FINISHES = "backward() always finishes its reductions"
+# Public methods of both that are missing here, and why.
+MISSING_METHODS = {
+    "join": (
         "a rank that has finished cannot serve the others' all-gathers: give every rank equally "
         "many batches (DistributedSampler(drop_last=True))"
     ),
-    **dict.fromkeys(("join_hook", "join_device", "join_process_group"), _raises("see `join`")),
-    **dict.fromkeys(("scatter", "gather"), _raises("one process trains on one device")),
-    "to_kwargs": _raises("move inputs yourself: x.to(device)"),
-    **dict.fromkeys(
-        (
-            "finalize_backward",
-            "require_manual_backward_finalization",
-            "should_finalize_after_backward",
-        ),
-        _raises("backward() always finishes its reductions"),
-    ),
-    "will_sync_module_buffers": _same("whether the next forward broadcasts buffers"),
-    # FullyShardedDataParallel
-    "check_is_root": _same("whether no other wrapper contains this one"),
-    "clip_grad_norm_": _same("`torch.nn.utils.clip_grad_norm_` is right too"),
-    "fsdp_modules": _same("`sharded_modules`"),
-    "optim_state_dict": _same("full tensors by name"),
-    "optim_state_dict_to_load": _same("and back"),
-    "summon_full_params": _same("with `recurse`, `writeback`, `rank0_only`, ..."),
-    **dict.fromkeys(
-        ("state_dict_type", "set_state_dict_type"),
-        _same("FULL_STATE_DICT and its configs; others raise"),
-    ),
-    "get_state_dict_type": _same("torch's `StateDictSettings`"),
-    **dict.fromkeys(
-        ("full_optim_state_dict", "sharded_optim_state_dict"), _raises("use `optim_state_dict`")
-    ),
-    **dict.fromkeys(
-        (
-            "scatter_full_optim_state_dict",
-            "shard_full_optim_state_dict",
-            "flatten_sharded_optim_state_dict",
-        ),
-        _raises("use `optim_state_dict_to_load`"),
-    ),
-    "rekey_optim_state_dict": _raises("names are those of the unwrapped model"),
+    **dict.fromkeys(("join_hook", "join_device", "join_process_group"), "see `join`"),
+    **dict.fromkeys(("scatter", "gather"), "one process trains on one device"),
+    "to_kwargs": "move inputs yourself: x.to(device)",
+    "finalize_backward": _FINISHES,
+    "require_manual_backward_finalization": _FINISHES,
+    "should_finalize_after_backward": _FINISHES,
+    "full_optim_state_dict": "use `optim_state_dict`",
+    "sharded_optim_state_dict": "use `optim_state_dict`",
+    "scatter_full_optim_state_dict": "use `optim_state_dict_to_load`",
+    "shard_full_optim_state_dict": "use `optim_state_dict_to_load`",
+    "flatten_sharded_optim_state_dict": "use `optim_state_dict_to_load`",
+    "rekey_optim_state_dict": "names are those of the unwrapped model",
 }
 
 # DistributedDataParallel's attributes, read-only here: in words, and as values.
@@ -150,10 +99,8 @@ DDP_ATTRIBUTES: dict[str, tuple[str, Callable[[Sharding], Any]]] = {
 
 def why_missing(name: str) -> str | None:
     """Why a method of torch's wrappers is missing here; None if it is not, or is unknown."""
-    entry = METHODS.get(name)
-    if entry is None or entry.fate is not Fate.RAISES:
-        return None
-    return f"{name} is not available on a ShardedWrapper: {entry.text}"
+    reason = MISSING_METHODS.get(name)
+    return reason and f"{name} is not available on a ShardedWrapper: {reason}"
 
 
 def read_keywords(

@@ -23,12 +23,14 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 
 def gather_full(
-    handle: FlatParamHandle, device: torch.device, *, is_kept: bool = True
+    handle: FlatParamHandle, shard: Tensor, device: torch.device | None, *, is_kept: bool = True
 ) -> list[Tensor]:
-    """Copies of the original parameters on ``device``, in the shard's own dtype.
+    """Copies on ``device`` of every original's range of all ranks' ``shard``, in the true shapes.
 
-    Collective: all ranks of the shard group, unless the buffer is current. A rank that does not
-    keep them only helps the others, and gets nothing.
+    ``shard`` is the handle's, or something of its shape such as its gradient. A rank that does not
+    keep the copies only helps the others, and gets nothing.
+
+    Collective: all ranks of the shard group, unless the buffer is current.
     """
     summoned = handle.summoned
     if summoned is not None and not summoned.is_held and not handle.is_whole:
@@ -40,30 +42,16 @@ def gather_full(
         )
     # Users may write to the copies outside of inference mode, which its own tensors do not allow.
     with torch.inference_mode(False), torch.no_grad():
-        flat = gather_flat(handle, handle.shard)
-        return split(handle, flat, device) if is_kept else []
-
-
-def gather_flat(handle: FlatParamHandle, shard: Tensor) -> Tensor:
-    """All ranks' ``shard`` side by side, ``(padded_numel,)``; may be the handle's own memory.
-
-    ``shard`` is the handle's, or something of its shape such as its gradient.
-
-    Collective: all ranks of the shard group, unless the buffer is current.
-    """
-    if handle.is_whole:
-        return shard.detach()
-    if shard is handle.shard and handle.is_current and handle.compute_dtype == shard.dtype:
-        return handle.buffer
-    flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
-    handle.gather.gather_full(shard.detach().to(handle.device), flat).finish()
-    disk.release(shard)  # its pages were read for the all-gather alone
-    return flat
-
-
-def split(handle: FlatParamHandle, flat: Tensor, device: torch.device) -> list[Tensor]:
-    """Copies on ``device`` of every original's range of ``flat``, in the true shapes."""
-    return [view_of(flat, span).to(device, copy=True) for span in handle.layout.spans]
+        if handle.is_whole:
+            flat = shard.detach()
+        elif shard is handle.shard and handle.is_current and handle.compute_dtype == shard.dtype:
+            flat = handle.buffer
+        else:
+            flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
+            handle.gather.gather_full(shard.detach().to(handle.device), flat).finish()
+            disk.release(shard)  # its pages were read for the all-gather alone
+        spans = handle.layout.spans if is_kept else ()
+        return [view_of(flat, span).to(device or flat.device, copy=True) for span in spans]
 
 
 def join(
@@ -81,18 +69,11 @@ def index_of(handle: FlatParamHandle, tensor: Tensor) -> int | None:
     """Which original parameter ``tensor`` shows, or None."""
     if isinstance(tensor, FlatShardTensor):
         return next((i for i, spec in enumerate(handle.params.specs) if spec is tensor.spec), None)
-    storage = tensor.untyped_storage()._cdata
-    if storage != handle.buffer.untyped_storage()._cdata:
+    if tensor.untyped_storage()._cdata != handle.buffer.untyped_storage()._cdata:
         return None
-    start = tensor.storage_offset()
-    return next(
-        (
-            index
-            for index, span in enumerate(handle.layout.spans)
-            if span.start == start and span.shape == tuple(tensor.shape)
-        ),
-        None,
-    )
+    place = tensor.storage_offset(), tuple(tensor.shape)
+    spans = enumerate(handle.layout.spans)
+    return next((index for index, span in spans if (span.start, span.shape) == place), None)
 
 
 # ---------------------------------------------------------------- summon_full_params
@@ -253,14 +234,11 @@ class Summoned:
         device = torch.device("cpu") if request.offload_to_cpu else handle.device
         # Copies in the shard's own dtype, not the unsharded buffer: that one may be cast, and may
         # be overwritten by an all-gather at any time.
-        flat = gather_flat(handle, handle.shard)
-        # Only a rank that shows them splits them: elsewhere one unit at a time is in memory.
-        values = split(handle, flat, device) if self.is_held else []
+        values = gather_full(handle, handle.shard, device, is_kept=self.is_held)
         grads: list[Tensor | None] = [None] * len(values)
         present = [grad is not None for grad in _grads(handle)]
         if request.with_grads and any(present):
-            flat = gather_flat(handle, _grad_shard(handle))
-            full = split(handle, flat, device) if self.is_held else []
+            full = gather_full(handle, _grad_shard(handle), device, is_kept=self.is_held)
             grads = [g if present[i % len(present)] else None for i, g in enumerate(full)]
         if self.is_held:
             self._show(values, grads)

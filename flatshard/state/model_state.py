@@ -121,7 +121,7 @@ def _replace_by_full(
     if not indices:
         return
     device = torch.device("cpu") if options.offload_to_cpu else handle.device
-    full = gather_full(handle, device, is_kept=is_saving)
+    full = gather_full(handle, handle.shard, device, is_kept=is_saving)
     for key, index in indices.items():
         if is_saving:
             state_dict[key] = full[index]

@@ -31,10 +31,9 @@ from flatshard.engine.unit import Unit
 from flatshard.optimizer import local_state_guard
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.buckets import ONE_PER_PARAMETER
-from flatshard.state.full_params import gather_flat, join, worlds_of
+from flatshard.state.full_params import gather_full, join, worlds_of
 from flatshard.state.model_state import without_ddp_prefix
 from flatshard.state.optim_fqns import OptimParam, OptimParams, unwrapped
-from flatshard.tensor.flat_parameter import view_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 StateDict = dict[str, Any]
@@ -103,8 +102,8 @@ def full_state(
     # In the units' order, which all ranks share.
     with torch.inference_mode(False), torch.no_grad():
         for handle in chain.from_iterable(unit.handles for unit in units):
-            mine = [entry for entry in entries.values() if entry.param.handle is handle]
-            _gather(handle, mine, full if is_saving else None, device)
+            own_entries = [entry for entry in entries.values() if entry.param.handle is handle]
+            _gather(handle, own_entries, full if is_saving else None, device)
     if not is_saving:
         return {}
     rest = {key: _copied(v, device) for key, v in own["state"].items() if key not in entries}
@@ -168,13 +167,10 @@ def _gather(
         else:
             parts = ((entry.param.indices[0], entry.parts[key]) for entry in some)
             shard = join(handle, parts, dtype)
-        flat = gather_flat(handle, shard)
-        if full is None:
-            continue
-        for param in [entry.param for entry in some]:
-            for fqn, index in zip(param.fqns, param.indices, strict=True):
-                view = view_of(flat, handle.layout.spans[index])
-                full[fqn][key] = view.to(device or view.device, copy=True)
+        tensors = gather_full(handle, shard, device, is_kept=full is not None)
+        for entry in some if full is not None else ():
+            for fqn, index in zip(entry.param.fqns, entry.param.indices, strict=True):
+                full[fqn][key] = tensors[index]
 
 
 def _copied(value: Any, device: torch.device | None = None) -> Any:
