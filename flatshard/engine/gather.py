@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
+from flatshard.comm.requests import BufferRequest, Gather
 from flatshard.comm.topology import Topology
 from flatshard.comm.work import AsyncWork, PendingSends
 from flatshard.engine.offload import HostToDevice, OffloadTargets
@@ -105,13 +106,10 @@ class ParamGather:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> BufferMemory:
         """Memory for the unsharded buffer, ``(numel,)``; maybe for a shard of ``dtype`` too."""
-        return self._topology.intra_group.allocate_unsharded(
-            numel,
-            self.compute_dtype(dtype),
-            self._device,
-            tags=(self.tags[0], self._map_tag),
-            shard_files=self._targets.shard.files if self.reads_shard(dtype) else None,
-        )
+        files = self._targets.shard.files if self.reads_shard(dtype) else None
+        tags, compute_dtype = (self.tags[0], self._map_tag), self.compute_dtype(dtype)
+        request = BufferRequest(numel, compute_dtype, self._device, tags, files)
+        return self._topology.intra_group.allocate_unsharded(request)
 
     # ------------------------------------------------------------ during a step
 
@@ -142,13 +140,9 @@ class ParamGather:
             source = self._float8.pack(self._to_device.copy(shard, shard.dtype, version))
             # Not into the buffer: float8 is unpacked there when all of it has come.
             self._packed = out = source.new_empty(source.numel() * comm.size)
+        buffer = None if out is self._packed else memory
         return comm.all_gather(
-            source,
-            out,
-            unit_fqn=self._unit_fqn,
-            tag=self.tags[0],
-            purpose=purpose,
-            memory=None if out is self._packed else memory,
+            Gather(source, out, self._unit_fqn, self.tags[0], purpose, memory=buffer)
         )
 
     def _source(self, shard: Tensor, version: int) -> Tensor:
@@ -232,9 +226,7 @@ class ParamGather:
         return self._gather_exactly(intra_group, part, out, self._full_tags[0])
 
     def _gather_exactly(self, comm: Communicator, part: Tensor, out: Tensor, tag: int) -> AsyncWork:
-        return comm.all_gather(
-            part, out, unit_fqn=self._unit_fqn, tag=tag, purpose=_FULL, exact=True
-        )
+        return comm.all_gather(Gather(part, out, self._unit_fqn, tag, _FULL, exact=True))
 
 
 class SecondaryShard:
@@ -289,7 +281,7 @@ class SecondaryShard:
         if self._part is None:
             self._part = source.new_empty(source.numel() * inter_group.size)
         self._refresh = inter_group.all_gather(
-            source, self._part, unit_fqn=self._unit_name, tag=tag, purpose="this node"
+            Gather(source, self._part, self._unit_name, tag, "this node")
         )
         self._version = version
 
@@ -311,9 +303,7 @@ class SecondaryShard:
         """Begin filling ``out``, ``(padded_numel,)``. Collective: all ranks of ``comm``."""
         self.finish_refresh()
         assert self._part is not None, "there is a part to gather from"
-        return self.comm.all_gather(
-            self._part, out, unit_fqn=self._unit_name, tag=self._tag, purpose=purpose
-        )
+        return self.comm.all_gather(Gather(self._part, out, self._unit_name, self._tag, purpose))
 
     def drop(self) -> None:
         """Give the memory back."""

@@ -139,7 +139,7 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
     def prepare() -> tuple[Any, Facts]:
         facts: Facts = {}
         for handle in handles:
-            unreduced = handle.grad_publish.shows_unreduced()
+            unreduced = handle.grad_publish.unreduced.is_shown()
             specs, grads = handle.params.specs, _grads(handle)
             for index, spec in enumerate(specs):
                 where = f"parameter {spec.name!r} (unit {handle.unit_name!r})"
