@@ -168,9 +168,10 @@ def _gather(
             parts = ((entry.param.indices[0], entry.parts[key]) for entry in some)
             shard = join(handle, parts, dtype)
         tensors = gather_full(handle, shard, device, is_kept=full is not None)
-        for entry in some if full is not None else ():
-            for fqn, index in zip(entry.param.fqns, entry.param.indices, strict=True):
-                full[fqn][key] = tensors[index]
+        if full is not None:
+            for param in [entry.param for entry in some]:
+                for fqn, index in zip(param.fqns, param.indices, strict=True):
+                    full[fqn][key] = tensors[index]
 
 
 def _copied(value: Any, device: torch.device | None = None) -> Any:
