@@ -25,7 +25,7 @@ from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, named
 from flatshard.engine import grad_reduce, offload, reduce_buckets
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
-from flatshard.module import inspection
+from flatshard.module.inspection import UnwrappedModel
 from flatshard.options.collectives import Collectives, TransportOptions
 from flatshard.options.precision import GradDtypes
 from flatshard.plan import coalescing
@@ -321,9 +321,8 @@ def test_ranks_on_one_gpu_are_told_what_to_do() -> None:
 
 def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> None:
     group: Any = SimpleNamespace(bound_device_id=torch.device("cuda", 1), _device_types=["cuda"])
-    ignored: Any = SimpleNamespace(ids=set)
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
-        found = inspection.find_device(torch.nn.Linear(1, 1), None, group, ignored)
+        found = UnwrappedModel(torch.nn.Linear(1, 1)).find_device(None, group)
     assert found == torch.device("cuda", 1)
 
 
@@ -375,10 +374,7 @@ def test_small_gradients_on_an_accelerator_are_copied_at_once() -> None:
         return GradientBuffer(layout, dtypes=dtypes, device=torch.device(device), rank=0)
 
     gradients = buffer_on("cpu")
-    on_device = buffer_on("meta")
-    assert (gradients._apart_below, on_device._apart_below) == (0, 1 << 20)
-    # Decide for this CPU as for a device.
-    gradients._apart_below, gradients._casts_late = on_device._apart_below, on_device._casts_late
+    gradients._casts_late = buffer_on("meta")._casts_late  # on this CPU as on a device
     # One comes in two parts, and one not at all.
     came = [(i, layout.spans[i]) for i in (0, 1, 2, 2, 4)]
     grads = [torch.full(span.shape, 1.0 + i, dtype=torch.bfloat16) for i, span in came]
@@ -463,7 +459,7 @@ def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
         sizes.append(handle.layout.padded_numel * handle.reduce_dtype.itemsize)
     context.refresh()
     assert len(reduce_buckets.split([context.root])) > 1, "the root's large parameters are apart"
-    assert context._backward.max_bytes_in_flight == 2 * max(sizes)
+    assert context._backward.queue.max_bytes_in_flight == 2 * max(sizes)
     for handle in _handles(model):
         handle.device = torch.device("cpu")
     context.refresh()
