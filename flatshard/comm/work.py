@@ -10,6 +10,7 @@ until the end of a forward or backward, before anybody may write.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -62,34 +63,24 @@ class named(watched):
         raise CollectiveError(f"{failed}. {remedy} Reported by the backend: {error}") from error
 
 
+@dataclass(eq=False)
 class AsyncWork:
     """A collective under way. Keeps its tensors alive until nobody needs them."""
 
-    def __init__(
-        self,
-        works: Sequence[Any],
-        op_name: str,
-        *kept: object,
-        peers: Sequence[int] = (),
-        then: Callable[[], None] | None = None,
-        sends: Sequence[Any] = (),
-        reports_end: bool = True,
-        need: WaitCondition | None = None,
-        sends_need: WaitCondition | None = None,
-    ) -> None:
-        """Keep what was started; ``op_name`` names the unit, the rank and the collective."""
-        self._works = works  # the backend's handles that the result needs
-        self._op_name = op_name
-        self.kept = kept  # alive until the other ranks have taken everything
-        self._peers = peers  # the ranks that the first handles receive from, where each has its own
-        self._then = then  # called once after the wait
-        self._sends = sends  # complete when the other ranks have taken what this one gave
-        self.reports_end = reports_end  # whether `done` can become true before the wait
-        self._need, self._sends_need = need, sends_need  # what works and sends wait for
+    works: Sequence[Any]  # the backend's handles that the result needs
+    op_name: str  # names the unit, the rank and the collective
+    kept: Sequence[object] = ()  # alive until the other ranks have taken everything
+    _: KW_ONLY
+    peers: Sequence[int] = ()  # the ranks that the first works receive from, where each has its own
+    then: Callable[[], None] | None = None  # called once after the wait
+    sends: Sequence[Any] = ()  # complete when the other ranks have taken what this one gave
+    reports_end: bool = True  # whether `done` can become true before the wait
+    need: WaitCondition | None = None  # what works wait for
+    sends_need: WaitCondition | None = None
 
     def done(self) -> bool:
         """Whether ``wait`` would return without waiting for other ranks."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)
 
     def wait(self, pending_sends: PendingSends) -> None:
         """Have the result; on an accelerator the current stream waits, not the host.
@@ -100,7 +91,7 @@ class AsyncWork:
             CollectiveError: a peer failed or did not come within the group's timeout.
         """
         self._have()
-        if self._sends:
+        if self.sends:
             pending_sends.add(self)
         else:
             self.kept = ()
@@ -113,43 +104,43 @@ class AsyncWork:
     def _have(self) -> None:
         # Taken off first: a second wait for what failed would hang, or hide the first error, and
         # one for what is there must not average or widen again.
-        works, then = self._works, self._then
-        self._works, self._then = (), None
+        works, then = self.works, self.then
+        self.works, self.then = (), None
         try:
             if works:
-                with named(partial(self._describe, works), self._need, _CAUSES):
+                with named(partial(self._describe, works), self.need, _CAUSES):
                     for work in works:
                         work.wait()
             if then is not None:
-                with named(self._op_name, causes=_CAUSES):
+                with named(self.op_name, causes=_CAUSES):
                     then()
         except CollectiveError:
-            self._sends = ()  # they would not end either
+            self.sends = ()  # they would not end either
             raise
 
     def _describe(self, works: Sequence[Any]) -> str:
-        for work, peer in zip(works, self._peers, strict=False):
+        for work, peer in zip(works, self.peers, strict=False):
             if not work.is_completed():
-                return f"{self._op_name}, not heard of rank {peer}"
-        return self._op_name
+                return f"{self.op_name}, not heard of rank {peer}"
+        return self.op_name
 
     @property
     def reports_sent(self) -> bool:
         """Whether ``is_sent`` can become true before ``wait_sends``."""
-        return all(getattr(work, "reports_end", True) for work in self._sends)
+        return all(getattr(work, "reports_end", True) for work in self.sends)
 
     def is_sent(self) -> bool:
         """Whether the others have taken everything; nothing is kept then."""
-        if not all(work.is_completed() for work in self._sends):
+        if not all(work.is_completed() for work in self.sends):
             return False
         self.wait_sends()
         return True
 
     def wait_sends(self) -> None:
         """Wait until the others have taken everything; raises as ``wait``."""
-        sends, self._sends = self._sends, ()
+        sends, self.sends = self.sends, ()
         if sends:
-            with named(self._op_name, self._sends_need, _CAUSES):
+            with named(self.op_name, self.sends_need, _CAUSES):
                 for work in sends:
                     work.wait()
         self.kept = ()

@@ -122,7 +122,7 @@ def _collectives(late: bool) -> Iterator[None]:
         return gather(out, whole.chunk(group.size())[0], group, **keywords)
 
     def under_way(_: object, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
-        return AsyncWork([work], op_name, *kept, **more)
+        return AsyncWork([work], op_name, kept, **more)
 
     with (
         mock.patch.object(native, "_all_gather_single", gather),

@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 
 from flatshard.comm.deadlock import detector
-from flatshard.comm.deadlock.detector import BlockedWait, Deadlock, WaitCondition
+from flatshard.comm.deadlock.detector import UNKNOWN, BlockedWait, Deadlock, WaitCondition
 
 PATIENCE_SECONDS = 60.0
 """How long a wait may take before it is logged."""
@@ -136,7 +136,7 @@ class watched:
     __slots__ = ("wait",)
 
     def __init__(self, describe: Callable[[], str], need: WaitCondition | None = None) -> None:
-        self.wait = BlockedWait(describe, need)
+        self.wait = BlockedWait(describe, UNKNOWN if need is None else need)
 
     def __enter__(self) -> BlockedWait:
         _watchdog.add(self.wait)

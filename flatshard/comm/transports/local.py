@@ -36,4 +36,4 @@ class LocalTransport(Transport):
         raise NotImplementedError("one rank's gradients are their average")
 
     def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
-        return AsyncWork([], op_name, buffer)
+        return AsyncWork([], op_name, [buffer])

@@ -88,7 +88,7 @@ class NativeTransport(Transport):
     def _under_way(self, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
         # Fake collectives are completed at once, but never report it.
         works = [] if self._members.is_fake else [work]
-        return AsyncWork(works, op_name, *kept, **more)
+        return AsyncWork(works, op_name, kept, **more)
 
     def warm_up(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
         # A backend that connects at the first reduction holds up the host in it. In a backward a
