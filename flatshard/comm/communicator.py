@@ -1,22 +1,11 @@
 """``Communicator``: the ranks of a group; picks the transport that moves a tensor between them.
 
-[Note: transports]
-The first of ``transports.TRANSPORTS`` that a group has and that accepts a tensor moves it. None is
-better for small tensors and worse for large ones (1 MB: 0.4 ms by any), so the size decides only
-how many pieces an average has, and whether shards are mapped.
-
 [Note: sums]
 All transports but the native one add here, in rank order and in no less than fp32, whatever dtype
 the gradients travel in: the average is the same in every run. A backend adds as it likes, in the
 dtype that it is given. Where a fixed order is asked for, it only exchanges the parts, by an
 all-to-all, and they are added here. An all-reduce in a fixed order, or of gradients narrower than
 fp32, is such a reduce-scatter and then an all-gather of the parts.
-
-[Note: groups]
-Ordered collectives on one group match by order. Reductions start when gradients are there,
-all-gathers when parameters are needed, and the two may interleave differently on each rank: each
-kind has a group of its own. What ranks agree on at the end of backward shares the all-gathers'
-group, where the order is that of the program.
 """
 
 from __future__ import annotations
@@ -47,8 +36,6 @@ from flatshard.memory.buffers import BufferMemory
 from flatshard.options.collectives import Collectives, TransportOptions
 
 AUTO = TransportOptions()
-"""What fits best; see the note on transports."""
-
 HOST = torch.device("cpu")
 
 
@@ -58,7 +45,7 @@ class Communicator(Tags):
     def __init__(self, group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> None:
         """Find out how the ranks can talk; ``group`` None is this rank alone.
 
-        Collective when ``group`` has several ranks: makes the groups of the note above.
+        Collective when ``group`` has several ranks.
 
         Raises:
             ValueError: what ``mode`` asks for cannot be had with the group's backend.
@@ -89,6 +76,10 @@ class Communicator(Tags):
             self.options.check_without_gloo(str(dist.get_backend(group)), self.global_rank)
         # Their aborts and tags must not touch collectives of the user's.
         is_apart = is_gloo and self.options.collectives is not Collectives.NATIVE
+        # Ordered collectives on one group match by order. Reductions start when gradients are
+        # there, all-gathers when parameters are needed, and the two may interleave differently on
+        # each rank: each kind has a group of its own. What ranks agree on at the end of backward
+        # shares the all-gathers' group, where the order is that of the program.
         with named(self.meeting):
             gather_group = new_group(group) if is_apart else group
             reduce_group = new_group(group)
@@ -129,6 +120,8 @@ class Communicator(Tags):
 
     def transport_for(self, device: torch.device = HOST, tag: int = 0) -> Transport:
         """What moves the tensors on ``device`` of the flat parameter with this tag."""
+        # None is better for small tensors and worse for large ones (1 MB: 0.4 ms by any), so this
+        # needs not know the size.
         return next(one for one in self.transports if one.accepts(device, tag))
 
     def num_in_order(self, device: torch.device) -> int:

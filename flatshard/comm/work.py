@@ -1,11 +1,4 @@
-"""``AsyncWork``: a collective under way, and what other ranks have yet to read of it.
-
-[Note: sends]
-A rank has what it asked for as soon as all others have sent theirs; that the others have taken what
-this one sent is a matter of its own. Until then it must not be overwritten, but nothing else need
-wait for it: a rank that is ahead would otherwise wait at every unit. ``PendingSends`` keeps it
-until the end of a forward or backward, before anybody may write.
-"""
+"""``AsyncWork``: a collective under way, and what other ranks have yet to read of it."""
 
 from __future__ import annotations
 
@@ -156,6 +149,11 @@ class AsyncWork:
 
 class PendingSends:
     """Collectives of which this rank has the result, and other ranks perhaps not yet."""
+
+    # A rank has what it asked for as soon as all others have sent theirs; that the others have
+    # taken what this one sent is a matter of its own. Until then it must not be overwritten, but
+    # nothing else need wait for it: a rank that is ahead would otherwise wait at every unit. It is
+    # kept here until the end of a forward or backward, before anybody may write.
 
     def __init__(self) -> None:
         self._pending: list[AsyncWork] = []

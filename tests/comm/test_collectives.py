@@ -17,8 +17,8 @@ from torch.utils import checkpoint
 from flatshard import CollectiveError, ShardedWrapper, collectives, sharded_modules
 from flatshard.comm.flat_chunks import FlatChunks
 from flatshard.comm.process_groups import control_of, new_group
+from flatshard.comm.ranks import communicator
 from flatshard.comm.requests import Gather, ReduceScatter
-from flatshard.comm.topology import communicator
 from flatshard.comm.transports import sockets
 from flatshard.comm.work import AsyncWork, PendingSends
 from flatshard.options.collectives import Collectives, TransportOptions

@@ -284,8 +284,7 @@ def _in_words(stuck: _Reports) -> str:
 
 
 def _default_store() -> Any:
-    assert dist.group.WORLD is not None, "there is a default group"
-    return dist.group.WORLD.get_group_store()  # type: ignore[attr-defined]
+    return dist.group.WORLD.get_group_store()  # type: ignore[union-attr, attr-defined]
 
 
 def _own_store() -> Any:
