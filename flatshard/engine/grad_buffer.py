@@ -100,6 +100,8 @@ class GradientBuffer:
 
     def waits_for(self, sync: Sync) -> bool:
         """Whether there is something that a reduction with ``sync`` would reduce further."""
+        if sync is Sync.NONE:
+            return False
         return bool(self.filled) or (sync is Sync.ALL and self.intra_reduced is not None)
 
     # ------------------------------------------------------------ accumulate
