@@ -33,15 +33,12 @@ class Agreement:
 
 
 def agree(
-    state: StepState, num_buckets: int, rest: Set[int], to_come: Set[FlatParamHandle]
+    state: StepState,
+    num_buckets: int,
+    rest: Set[int],  # indices of the buckets that have not had their turn here
+    to_come: Set[FlatParamHandle],  # whose gradients these turns reduce
 ) -> Agreement:
     """Ask the other ranks. Collective: all ranks, at the end of each backward that reduces.
-
-    Args:
-        state: of the model's step.
-        num_buckets: of all units.
-        rest: indices of the buckets that have not had their turn here.
-        to_come: the flat parameters whose gradients these turns reduce.
 
     Raises:
         RuntimeError: the ranks do not run the same program; on all of them.
@@ -58,17 +55,7 @@ def agree(
         [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in owned],
         [i in h.grad_buffer.used_by_rank for _, h in owned for i in range(len(h.full))],
     ]
-    ballots = [*own, *(one.votes() for one in voters)]
-    # Small, and once per backward: one message costs what its latency costs.
-    combined = torch.tensor(
-        list(chain.from_iterable(ballots)), dtype=torch.uint8, device=state.world.control_device
-    )
-    with state.observers.waiting(Kind.RANKS_WAIT):
-        op_name = "used parameters of all units, backward"
-        state.world.reduce_scalars(combined, "MAX", op_name=op_name)
-    # Waits for the device, if the numbers are there: what follows differs by their values.
-    numbers = iter(combined.tolist())
-    maxima = [list(islice(numbers, len(ballot))) for ballot in ballots]
+    maxima = _maxima(state, [*own, *(one.votes() for one in voters)])
     program, started, waiting, edited, left_over, used = maxima[: len(own)]
     _check_program(state.root.name, program)
     # All ranks have the same observers, in the same order.
@@ -81,6 +68,20 @@ def agree(
         uneven=[i for i, both in enumerate(zip(started, waiting, strict=True)) if all(both)],
         edited=list(compress(state.units, edited)),
     )
+
+
+def _maxima(state: StepState, ballots: list[list[int]]) -> list[list[int]]:
+    """Of each number, the largest of all ranks. Collective."""
+    # Small, and once per backward: one message costs what its latency costs.
+    combined = torch.tensor(
+        list(chain.from_iterable(ballots)), dtype=torch.uint8, device=state.world.control_device
+    )
+    with state.observers.waiting(Kind.RANKS_WAIT):
+        op_name = "used parameters of all units, backward"
+        state.world.reduce_scalars(combined, "MAX", op_name=op_name)
+    # Waits for the device, if the numbers are there: what follows differs by their values.
+    numbers = iter(combined.tolist())
+    return [list(islice(numbers, len(ballot))) for ballot in ballots]
 
 
 def _program(state: StepState) -> list[int]:

@@ -40,8 +40,6 @@ _running: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 
 class Backward:
-    """The backwards of one model."""
-
     def __init__(self, state: StepState, prefetch: Prefetch) -> None:
         self._state, self._observers, self._prefetch = state, state.observers, prefetch
         self.queue = ReduceQueue(state)
@@ -58,8 +56,6 @@ class Backward:
             and torch._C._current_graph_task_id() != -1
             and self._end_callback() is not None
         )
-
-    # ------------------------------------------------------------ it begins
 
     def begin(self) -> bool:
         """Prepare the end of the backward that runs now, once; False outside of a backward."""
@@ -159,7 +155,6 @@ class Backward:
         self._reshard_if_over(unit)
 
     def receive_of_input(self, unit: Unit, call: Call) -> None:
-        """The gradient of an input of a call has come."""
         if unit.receive_input_gradient(call):
             self._reshard_if_over(unit)
 
@@ -174,7 +169,6 @@ class Backward:
     # ------------------------------------------------------------ it ends
 
     def _end(self) -> None:
-        """Autograd has run the last node; see the note."""
         state, failed = self._state, True
         used: dict[FlatParamHandle, list[bool]] = {}
         try:
@@ -220,7 +214,6 @@ class Backward:
         return agreed.used
 
     def _run_hooks(self, used: dict[FlatParamHandle, list[bool]]) -> None:
-        """Call users' post-accumulate hooks of what has a gradient."""
         handles = [(unit, handle) for unit in self._state.units for handle in unit.handles]
         try:
             for unit, handle in handles:
@@ -229,8 +222,6 @@ class Backward:
         finally:
             for _, handle in handles:
                 handle.grad_publish.give_hooks_back()
-
-    # ------------------------------------------------------------ it failed
 
     def recover(self) -> None:
         """Drop what is left of a backward that failed, unless one is running."""

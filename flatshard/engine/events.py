@@ -104,11 +104,7 @@ _EVENTS = {name for name in vars(StepObserver) if not name.startswith("_")} - _P
 
 
 class Observers(StepObserver):
-    """The observers of one run: whoever calls an event of this, calls it of all of them.
-
-    Attributes:
-        voters: those that override ``votes``.
-    """
+    """The observers of one run: whoever calls an event of this, calls it of all of them."""
 
     def __init__(self) -> None:
         self._all: list[StepObserver] = []
@@ -128,18 +124,15 @@ class Observers(StepObserver):
         return [one for one in self._all if getattr(type(one), event) is not base]
 
     def add(self, observer: StepObserver) -> None:
-        """Tell ``observer``, too, from now on; after those that were added before."""
-        self._all.append(observer)
+        self._all.append(observer)  # told after those that were added before
         self._sort()
 
     def remove(self, observer: StepObserver) -> None:
-        """Tell it no more; does nothing where it is not there."""
-        # New lists: a loop over the present ones may be what removes it.
+        """Tell it no more, if it is there; may be called in an event."""
         self._all = [one for one in self._all if one is not observer]
         self._sort()
 
     def find(self, kind: type[O]) -> O | None:
-        """The observer of this class, if there is one."""
         return next((one for one in self._all if isinstance(one, kind)), None)
 
     def starting(self, purpose: str, unit: Unit | None) -> AbstractContextManager[object]:

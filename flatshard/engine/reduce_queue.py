@@ -46,13 +46,10 @@ class ReduceBucket:
         return [handle for handle in self.handles if self.unit.num_trainable[handle]]
 
     def is_complete(self) -> bool:
-        """Whether all gradients have come."""
         for handle in self.handles:  # a loop: asked for every gradient
             if len(handle.grad_buffer.arrived) < self.unit.num_trainable[handle]:
                 return False
         return True
-
-    # ------------------------------------------------------------ a reduction
 
     def start(self, handles: Iterable[FlatParamHandle]) -> None:
         """Start averaging gradients over the ranks; those that did not arrive count as zero.
@@ -77,17 +74,11 @@ class ReduceBucket:
         return [reduce for reduce in reduces if reduce is not None and not reduce.is_finished]
 
     def is_reduced(self) -> bool:
-        """Whether ``finish`` would return at once."""
         return all(reduce.done() for reduce in self.under_way())
 
     def advance(self) -> bool:
         """Begin second stages whose first is over; False when one must wait."""
         return all(reduce.advance() for reduce in self.under_way())
-
-    def cross(self) -> None:
-        """Start second stages that wait for their first. Collective: in the same order."""
-        for reduce in self.under_way():
-            reduce.cross()
 
     def wait_until_reduced(self) -> bool:
         """Wait a while; False when a peer seems unable to take part yet."""
@@ -111,14 +102,12 @@ class ReduceBucket:
         """
         for handle in self.handles:
             reduce = handle.grad_reduce
-            if reduce is None or reduce.is_finished:
-                continue
-            out = reduce.finish()
-            if not reduce.hold:
-                handle.grad_publish.add(out)
-                continue
-            with torch.no_grad():
-                handle.grad_buffer.add_intra_reduced(out)
+            if reduce is not None and not reduce.is_finished:
+                out = reduce.finish()
+                if reduce.hold:
+                    handle.grad_buffer.add_intra_reduced(out)
+                else:
+                    handle.grad_publish.add(out)
 
 
 class ReduceQueue:
@@ -133,7 +122,7 @@ class ReduceQueue:
         self._uneven = UnevenUnits()
         self._in_flight: list[ReduceBucket] = []
         self._to_reduce: Counter[Unit] = Counter()  # of each, buckets in this backward
-        self._must_wait = False  # for the end of backward
+        self._must_wait = False  # whether nothing starts before the end of backward
         self._hooked: list[Unit] = []  # with hooks to call; none once a rank is at its end
         self._num_agreed = 0  # buckets, from the first on, that all ranks could reduce
 
@@ -149,7 +138,6 @@ class ReduceQueue:
         self.max_bytes_in_flight = max(sizes, default=0)
 
     def begin_backward(self, *, must_wait: bool) -> None:
-        """Forget the last backward's; ``must_wait``: nothing starts before the end of this one."""
         self._must_wait = must_wait
         self._order.begin_backward()
         self._to_reduce.clear()
@@ -161,8 +149,6 @@ class ReduceQueue:
                 self._order.ready(bucket.index)
             else:
                 self._to_reduce[bucket.unit] += 1
-
-    # ------------------------------------------------------------ during backward
 
     def add(self, bucket: ReduceBucket) -> None:
         """A bucket's gradients have all come: start it, or what waited for it, and finish some."""
@@ -268,13 +254,14 @@ class ReduceQueue:
         # All second stages start before any is waited for.
         for bucket in self._in_flight:
             with self._observers.waiting(Kind.REDUCE_WAIT, bucket.unit, ends=False):
-                bucket.cross()
+                for reduce in bucket.under_way():
+                    reduce.cross()
         for bucket in self._in_flight:
             self._finish(bucket)
         self._in_flight.clear()
 
     def _agree_on_order(self) -> None:
-        """From now on, use the order in which rank 0's units became ready. Collective, once."""
+        """Adopt the order in which rank 0's units became ready. Collective, once."""
         world = self._state.world
         order = torch.tensor(self._order.suggested(), device=world.control_device)
         with self._observers.waiting(Kind.RANKS_WAIT):

@@ -25,8 +25,6 @@ from torch.utils import _pytree as pytree
 
 _OWN_DTYPES = "_flatshard_own_dtypes"
 
-# ---------------------------------------------------------------- values
-
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Cast the floating point tensors in a value: in containers, and in fields of dataclasses."""
@@ -65,9 +63,6 @@ def _cast_arguments(
     )
 
 
-# ---------------------------------------------------------------- units
-
-
 @dataclass(frozen=True)
 class UnitCasts:
     """The casts of a unit's inputs and outputs; None: they stay as they are."""
@@ -87,20 +82,14 @@ class UnitCasts:
         return output if self.outputs is None else cast_floats(output, self.outputs)
 
 
-# ---------------------------------------------------------------- modules
-
-
 class ModuleCasts:
-    """Hooks of one module that computes in another dtype than what is around it; see the note.
-
-    Args:
-        dtype: in which it computes; None: the one that its parameters, or else buffers, have.
-        outside: in which what is around it computes, for a module that is called without floating
-            point tensors; None: its outputs stay as they are then.
-    """
+    """Hooks of one module that computes in another dtype than what is around it; see the note."""
 
     def __init__(self, dtype: torch.dtype | None, outside: torch.dtype | None) -> None:
-        self._dtype, self._outside = dtype, outside
+        # None: the dtype that its parameters, or else buffers, have.
+        self._dtype = dtype
+        # In which its outputs are, where it is called without floating point tensors.
+        self._outside = outside
         self._called_with: torch.dtype | None = None
 
     def install(self, module: nn.Module) -> None:
@@ -125,15 +114,10 @@ def _first_float(values: Iterable[Any]) -> torch.dtype | None:
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
 
-# ---------------------------------------------------------------- buffers
-
-
 def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection[int]) -> None:
-    """Cast modules' floating point buffers, for good; state dicts give them uncast.
+    """Cast modules' own floating point buffers, for good; state dicts give them uncast.
 
-    Args:
-        wanted: modules, each with the dtype of its own buffers, not those of its children.
-        left_alone: ids of buffers that stay as they are.
+    Buffers whose ids are ``left_alone`` stay as they are.
     """
     for module in wanted:  # before any is cast: some may be the same
         own = {
@@ -184,8 +168,6 @@ def _give_own_dtypes(
         if isinstance(value, Tensor) and value is not module._buffers.get(name):
             state_dict[prefix + name] = value.to(dtype)
 
-
-# ---------------------------------------------------------------- gradients
 
 # Torch's optimizers, by name, that cannot step where gradients are in another dtype than the
 # parameter's, as MixedPrecision(keep_low_precision_grads=True) leaves them; and that should not.

@@ -39,16 +39,12 @@ class PrecisionPlan:
     def __init__(
         self,
         root: nn.Module,
+        # Of every unit that is to be made, the root too. A unit inside another one with a policy of
+        # its own takes no overrides from around it.
         policies: Mapping[nn.Module, MixedPrecision],
-        left_alone: Collection[int],
+        left_alone: Collection[int],  # ids of parameters and buffers: ignored, or another unit's
     ) -> None:
         """Decide.
-
-        Args:
-            root: what is to be wrapped.
-            policies: every unit that is to be made, the root too, with its policy. A unit inside
-                another one with a policy of its own takes no overrides from around it.
-            left_alone: ids of parameters and buffers that are ignored, or are another unit's.
 
         Raises:
             TypeError: a function in ``overrides`` gives something else than a floating point dtype.
@@ -72,7 +68,7 @@ class PrecisionPlan:
             if not any(isinstance(module, ModuleProxy) for module in chain):
                 self._names.setdefault(chain[-1], []).append(name)
                 chains.append(chain)
-        # Once all names are known: any name of a module may be the one that is overridden.
+        # Not before: of a module's names, any may be the one that is overridden.
         for chain in chains:
             self._plan_module(chain)
 
@@ -140,8 +136,6 @@ class PrecisionPlan:
             )
         self._by_function[name] = dtype
         return Override.of(dtype, [param])
-
-    # ------------------------------------------------------------ the plan
 
     def describe(self) -> str:
         """The answers of functions, which must be the same on every rank."""
