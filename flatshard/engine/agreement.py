@@ -44,7 +44,7 @@ def agree(
         RuntimeError: the ranks do not run the same program; on all of them.
     """
     voters = state.observers.voters
-    owned = [(unit, handle) for unit in state.units for handle in unit.handles]
+    handles = state.handles
     own: list[list[int]] = [
         _program(state),
         # Two votes on what is uneven, one for each kind of rank.
@@ -52,8 +52,8 @@ def agree(
         [index in rest for index in range(num_buckets)],
         # No rank raises alone: the others would wait for its reductions.
         [any(h.grad_publish.unreduced.was_edited for h in unit.handles) for unit in state.units],
-        [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in owned],
-        [i in h.grad_buffer.used_by_rank for _, h in owned for i in range(len(h.full))],
+        [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in handles],
+        [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.full))],
     ]
     maxima = _maxima(state, [*own, *(one.votes() for one in voters)])
     program, started, waiting, edited, left_over, used = maxima[: len(own)]
@@ -63,8 +63,8 @@ def agree(
         voter.tally(their_maxima)
     flags = map(bool, used)
     return Agreement(
-        used={handle: list(islice(flags, len(handle.full))) for _, handle in owned},
-        left_over=list(compress(owned, left_over)),
+        used={handle: list(islice(flags, len(handle.full))) for _, handle in handles},
+        left_over=list(compress(handles, left_over)),
         uneven=[i for i, both in enumerate(zip(started, waiting, strict=True)) if all(both)],
         edited=list(compress(state.units, edited)),
     )

@@ -208,8 +208,8 @@ class GradientBuffer:
 
     def _chunks(self) -> FlatChunks:
         if self._chunk_plan is not None:
-            grads = {index: _in_memory_order(self.slots[index]) for index in self.filled}
-            return self._chunk_plan.chunks(grads)
+            in_order = self._in_memory_order(self.filled)
+            return self._chunk_plan.chunks(dict(zip(self.filled, in_order, strict=True)))
         spans = self._layout.spans
         buffer = self._allocate() if self._buffer is None else self._buffer
         if len(self.filled) < len(spans):
@@ -218,11 +218,14 @@ class GradientBuffer:
         if apart := self._apart & self.filled:
             # All ranges in one call, then all copies in one kernel.
             pieces = buffer.split_with_sizes(self._sizes)[1::2]
-            torch._foreach_copy_(
-                [pieces[index] for index in apart],
-                [_in_memory_order(self.slots[index]) for index in apart],
-            )
+            grads = self._in_memory_order(apart)
+            torch._foreach_copy_([pieces[index] for index in apart], grads)
         return FlatChunks.of(buffer)
+
+    def _in_memory_order(self, indices: set[int]) -> list[Tensor]:
+        """These gradients' elements as they lie, ``(numel,)`` each: all are dense."""
+        slots = [self.slots[index] for index in indices]
+        return [one if one.dim() == 1 else one.as_strided((one.numel(),), (1,)) for one in slots]
 
     def take_intra_reduced(self) -> Tensor | None:
         held, self.intra_reduced = self.intra_reduced, None
@@ -243,10 +246,3 @@ def zero(pieces: list[Tensor]) -> None:
     """Zero all of them; on an accelerator in one kernel."""
     if pieces:
         torch._foreach_zero_(pieces)
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements as they lie, ``(numel,)``; a view, or the tensor itself."""
-    if tensor.dim() == 1:  # most are
-        return tensor
-    return tensor.as_strided((tensor.numel(),), (1,))

@@ -130,7 +130,7 @@ class ReduceQueue:
         """Look at the units again, after their buffers were made anew."""
         units = self._state.units
         # An accelerator's host is far ahead of it: reductions fill whatever they may.
-        on_accelerator = any(h.device.type != "cpu" for unit in units for h in unit.handles)
+        on_accelerator = any(h.device.type != "cpu" for _, h in self._state.handles)
         sizes = [
             sum(2 * h.layout.padded_numel * h.reduce_dtype.itemsize for h in one.handles)
             for one in (self.buckets if on_accelerator else units)
