@@ -44,6 +44,7 @@ class named(watched):
         # No other rank has to do with a lack of memory, and who catches that knows it by its class.
         if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
             return
+        # Of a rank that found a deadlock and left, the backend sees a closed connection only.
         failed, reason = f"{self.wait.describe()} failed", explain(self.wait)
         if reason is not None:
             raise CollectiveError(f"{failed}: {reason}") from error

@@ -419,7 +419,7 @@ BAD: dict[str, tuple[Callable[[], Keywords], type[Exception], str]] = {
         ValueError,
         "is for HYBRID strategies, got FULL_SHARD",
     ),
-    "same-twice": (_same_twice, ValueError, "share several ranks"),
+    "same-twice": (_same_twice, ValueError, "share 4 ranks"),
     "three-dims": (lambda: _mesh((2, 2, 1), None), ValueError, "got 3"),
     "both": (
         lambda: {**_mesh((4,), None), "process_group": dist.group.WORLD},
