@@ -101,6 +101,7 @@ class Watchdog:
             if not wait.was_logged and now - wait.began >= PATIENCE_SECONDS:
                 wait.was_logged = True
                 _logger.warning("waiting for %d seconds: %s", now - wait.began, self._about(wait))
+        # Of several threads one may begin what other ranks wait for.
         if len(self._users) == 1:
             self._deadlock.look(waits[-1] if waits else None)
 
