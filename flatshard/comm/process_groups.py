@@ -9,6 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,13 @@ def new_group(
     if on_host and backend_for(parent, "cpu") is None and dist.is_gloo_available():
         backend = "fake" if is_fake(parent) else "gloo"
     has_all_ranks = is_world and len(ranks) == dist.get_world_size()
-    # Only members call this, so that nobody else may be waited for.
-    with contextlib.nullcontext() if has_all_ranks else _not_split():
+    # Only members call this. Where the default group is bound to a device, NCCL would split its
+    # communicator, for which all ranks are needed.
+    world: Any = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if bound is not None and not has_all_ranks:
+        world.bound_device_id = None
+    try:
         group = dist.new_group(
             list(ranks),
             timeout=timeout_of(parent),
@@ -47,25 +53,11 @@ def new_group(
             use_local_synchronization=not has_all_ranks,
             group_desc="flatshard",
         )
+    finally:
+        if bound is not None:
+            world.bound_device_id = bound
     assert isinstance(group, dist.ProcessGroup), "this rank is a member of the new group"
     return group
-
-
-@contextlib.contextmanager
-def _not_split() -> Iterator[None]:
-    """Make groups inside without the ranks that are no members."""
-    world = dist.group.WORLD
-    bound = getattr(world, "bound_device_id", None)
-    if bound is None:
-        yield
-        return
-    # Where the default group is bound to a device, NCCL would split its communicator, for which
-    # all ranks are needed.
-    world.bound_device_id = None  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        world.bound_device_id = bound  # type: ignore[union-attr]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
