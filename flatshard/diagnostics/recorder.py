@@ -249,7 +249,8 @@ class StepRecorder(StepObserver):
             # may be in any unit's wait: so look at all units whose buffers are still read.
             for one in list(self._reducing.values()):
                 self.look(one)
-                if not one.gives_gradients:
+                reduces = [handle.grad_reduce for handle in one.handles]
+                if not any(reduce is not None and reduce.keeps_memory for reduce in reduces):
                     del self._reducing[one.index]
 
     def _note(self, events: list[Event], purpose: str, now: float) -> None:
@@ -273,7 +274,10 @@ class StepRecorder(StepObserver):
 
     def look(self, unit: Unit) -> None:
         """Record the memory of a unit, if it has changed."""
-        held = unit.unsharded_bytes, unit.held_gradient_bytes
+        held = (
+            sum(handle.unsharded_bytes for handle in unit.handles),
+            sum(handle.gradient_bytes for handle in unit.handles),
+        )
         if self._held.get(unit.index, (0, 0)) != held:
             self._held[unit.index] = held
             self._samples.append(MemorySample(self._clock(), unit.index, *held))

@@ -75,7 +75,9 @@ class Backward:
         # An accelerator's host is far ahead of it: reductions fill whatever they may.
         on_accelerator = any(h.device.type != "cpu" for unit in units for h in unit.handles)
         sizes = [
-            sum(2 * h.layout.padded_numel * h.reduce_dtype.itemsize for h in one.handles)
+            sum(
+                2 * h.layout.padded_numel * h.reduce_plan.reduce_dtype.itemsize for h in one.handles
+            )
             for one in (self.buckets if on_accelerator else units)
         ]
         self.max_bytes_in_flight = max(sizes, default=0)
@@ -160,7 +162,7 @@ class Backward:
             unit.stick()
         if unit.phase is Phase.BACKWARD:
             return
-        if unit.unshards_in_backward:
+        if unit.for_backward:
             # All ranks come here, so hooks can reduce what all ranks have.
             if self.begin():
                 self._hook_turns.agree()
@@ -184,7 +186,7 @@ class Backward:
         with observers.starting("backward", unit), profiled("unshard", name):
             unit.unshard("backward", everything=everything)
         with observers.waiting(Kind.GATHER_WAIT, unit), profiled("wait_unshard", name):
-            unit.wait_unshard("backward", everything=everything)
+            unit.wait_unshard()
 
     def bring_back(self, unit: Unit) -> bool:
         """``unshard_again``, if a backward has begun; what it does without was used after all."""

@@ -84,13 +84,13 @@ class Forward:
             self._prefetch.in_recomputation(unit)
             return call
         unit.outstanding_backwards += state.expects_backward
-        if not unit.is_open:
+        if unit.phase is not Phase.FORWARD or not unit.is_current:
             self._prefetch.order.record(unit.index)
             with self._observers.starting("forward", unit), profiled("unshard", unit.name):
                 unit.unshard("forward")
             waiting = self._observers.waiting(Kind.GATHER_WAIT, unit)
             with waiting, profiled("wait_unshard", unit.name):
-                unit.wait_unshard("forward")
+                unit.wait_unshard()
             unit.begin_forward()
             if len(unit.running) == 1:
                 for begun in self._observers.unsharded:
@@ -171,7 +171,7 @@ class Forward:
         # All-gathers across nodes are slow: all units' overlap the forward.
         with self._observers.starting("forward", None):
             for handle in self._crossing:
-                handle.begin_refresh()
+                handle.gather.begin_refresh(handle.shard.detach(), handle.version)
 
     def _end(self, failed: bool) -> None:
         """The outermost module has returned or raised."""

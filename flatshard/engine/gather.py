@@ -18,8 +18,9 @@ from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.topology import Topology
-from flatshard.comm.work import AsyncWork, PendingSends
+from flatshard.comm.work import AsyncWork
 from flatshard.engine.offload import HostToDevice, OffloadTargets
+from flatshard.engine.run_link import RunLink
 from flatshard.memory.buffers import BufferMemory
 from flatshard.options.precision import ParamPrecision
 from flatshard.precision.float8 import Float8Shard
@@ -29,85 +30,54 @@ _FULL = "full tensors, which all ranks must ask for together (state_dict(), say)
 
 
 class ParamGather:
-    """All-gathers one flat parameter. Keeps what is under way, and no state of the handle's.
-
-    Attributes:
-        tags: of its all-gathers over the intra and the inter group; reductions use them too.
-    """
+    """All-gathers one flat parameter. Keeps what is under way, and no state of the handle's."""
 
     def __init__(
         self,
-        unit_fqn: str,
+        link: RunLink,
         topology: Topology,
         device: torch.device,
         precision: ParamPrecision,
         targets: OffloadTargets,
         shard_numel: int,
     ) -> None:
-        """Plan; allocates and communicates nothing.
-
-        Args:
-            unit_fqn: names the unit in errors.
-            topology: the ranks that share the flat parameter.
-            device: where the unit computes.
-            precision: in which dtype it is all-gathered.
-            targets: where the shard lives.
-            shard_numel: elements of a shard.
-        """
-        self._unit_fqn, self._topology = unit_fqn, topology
+        self._link, self._topology = link, topology
         self._precision, self._targets = precision, targets
-        self._is_whole = topology.shard.size == 1
         intra_group, inter_group = topology.intra_group, topology.inter_group
-        self.tags = intra_group.new_tag(), inter_group.new_tag()
+        self.tags = intra_group.new_tag(), inter_group.new_tag()  # reductions use them too
         # Apart from those of a step: a state_dict() on one rank alone must not take what another
         # rank sends for its forward.
         self._full_tags = intra_group.new_tag(), inter_group.new_tag()
         self._map_tag = intra_group.new_tag()
         self._float8: Float8Shard | None = None
-        if precision.gather_dtype is not None and not self._is_whole:
+        if precision.gather_dtype is not None and topology.shard.size > 1:
             self._float8 = Float8Shard(precision.gather_dtype, shard_numel)
         self._secondary: SecondaryShard | None = None
-        if topology.regather is not None:
-            self._secondary = SecondaryShard(topology.regather, unit_fqn)
-        elif inter_group.size > 1:
-            self._secondary = SecondaryShard(intra_group, unit_fqn)
-        self._pending_sends = PendingSends()
+        if topology.regather is not None or inter_group.size > 1:
+            nearby = intra_group if topology.regather is None else topology.regather
+            self._secondary = SecondaryShard(nearby, link)
         self._work: AsyncWork | None = None
         self._packed: Tensor | None = None
         self.move_to(device)
 
     def move_to(self, device: torch.device) -> None:
         """Compute on ``device`` from now on; what was kept to all-gather from is dropped."""
-        self._device, self._to_device = device, HostToDevice(device, self._targets)
+        self._device, self._to_device = device, HostToDevice(device, self._targets, self._link)
         if self._secondary is not None:
             self._secondary.drop()
 
-    def share_pending_sends(self, pending_sends: PendingSends) -> None:
-        """Keep what other ranks still read from this one in the run's list."""
-        self._pending_sends = pending_sends
-        if self._secondary is not None:
-            self._secondary.pending_sends = pending_sends
-
-    def rename(self, unit_fqn: str) -> None:
-        """Take another name for errors."""
-        self._unit_fqn = unit_fqn
-        if self._secondary is not None:
-            self._secondary.rename(unit_fqn)
-
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the unsharded parameters, for a shard of ``dtype``."""
-        return self._precision.unsharded_dtype(dtype)
-
     def reads_shard(self, dtype: torch.dtype) -> bool:
         """Whether all-gathers read the shard as it lies in host memory, in its own ``dtype``."""
-        is_copied = self._secondary is not None or self._float8 is not None or self._is_whole
-        return self._device.type == "cpu" and not is_copied and self.compute_dtype(dtype) == dtype
+        is_copied = self._secondary is not None or self._float8 is not None
+        is_cast = self._precision.unsharded_dtype(dtype) != dtype
+        is_alone = self._topology.shard.size == 1
+        return self._device.type == "cpu" and not (is_copied or is_cast or is_alone)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> BufferMemory:
         """Memory for the unsharded buffer, ``(numel,)``; maybe for a shard of ``dtype`` too."""
         return self._topology.intra_group.allocate_unsharded(
             numel,
-            self.compute_dtype(dtype),
+            self._precision.unsharded_dtype(dtype),
             self._device,
             tags=(self.tags[0], self._map_tag),
             shard_files=self._targets.shard.files if self.reads_shard(dtype) else None,
@@ -116,7 +86,7 @@ class ParamGather:
     # ------------------------------------------------------------ during a step
 
     def start(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> None:
-        """Start to fill the unsharded buffer from where that is cheapest.
+        """Start to fill the unsharded buffer in ``memory`` from where that is cheapest.
 
         Collective: all ranks that it is all-gathered from.
 
@@ -127,14 +97,14 @@ class ParamGather:
             purpose: what for, in errors.
         """
         with self._to_device.stream():
-            self._work = self._begin(shard, version, memory, purpose)
-        self._to_device.track(shard, self._unit_fqn, self._pending_sends)
+            if self._secondary is not None:
+                self.begin_refresh(shard, version)
+                if self._secondary.is_current(version):
+                    self._work = self._secondary.gather(memory.buffer, purpose)
+                    return
+            self._work = self._gather(shard, version, memory, purpose)
 
-    def _begin(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> AsyncWork:
-        if self._secondary is not None:
-            self.begin_refresh(shard, version)
-            if self._secondary.is_current(version):
-                return self._secondary.gather(memory.buffer, purpose)
+    def _gather(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> AsyncWork:
         comm, out = self._topology.intra_group, memory.buffer
         if self._float8 is None:
             source = self._source(shard, version)
@@ -145,7 +115,7 @@ class ParamGather:
         return comm.all_gather(
             source,
             out,
-            unit_fqn=self._unit_fqn,
+            unit_fqn=self._link.unit_name,
             tag=self.tags[0],
             purpose=purpose,
             memory=None if out is self._packed else memory,
@@ -153,8 +123,8 @@ class ParamGather:
 
     def _source(self, shard: Tensor, version: int) -> Tensor:
         """The shard where the unit computes, in the dtype that computes."""
-        dtype = self.compute_dtype(shard.dtype)
-        if self._is_whole and not self._targets.keeps_copy:
+        dtype = self._precision.unsharded_dtype(shard.dtype)
+        if self._topology.shard.size == 1 and not self._targets.keeps_copy:
             dtype = shard.dtype  # one rank's all-gather is a copy, which casts
         return self._to_device.copy(shard, dtype, version)
 
@@ -168,7 +138,7 @@ class ParamGather:
         packed, self._packed = self._packed, None
         if work is None:
             return
-        work.wait(self._pending_sends)
+        work.wait(self._link.pending_sends)
         # What is on the stream for copies must be over before the compute stream reads.
         self._to_device.wait_on_stream()
         if packed is not None:
@@ -188,12 +158,11 @@ class ParamGather:
 
         Collective: all ranks of ``inter_group``.
         """
-        inter_group = self._topology.inter_group
-        if self._secondary is not None and inter_group.size > 1:
+        inter_group, secondary = self._topology.inter_group, self._secondary
+        if secondary is not None and inter_group.size > 1:
             with torch.inference_mode(False), torch.no_grad(), self._to_device.stream():
                 source = self._source(shard, version)
-                self._secondary.begin_refresh(source, version, inter_group, self.tags[1])
-            self._to_device.track(shard, self._unit_fqn, self._pending_sends)
+                secondary.begin_refresh(source, version, inter_group, self.tags[1])
 
     def finish_refresh(self) -> None:
         """Wait for what ``begin_refresh`` began: the shard may be written after it."""
@@ -212,7 +181,6 @@ class ParamGather:
 
     @property
     def secondary_bytes(self) -> int:
-        """Bytes that are kept, besides the shard, to all-gather from."""
         return 0 if self._secondary is None else self._secondary.nbytes
 
     # ------------------------------------------------------------ between steps
@@ -233,41 +201,31 @@ class ParamGather:
 
     def _gather_exactly(self, comm: Communicator, part: Tensor, out: Tensor, tag: int) -> AsyncWork:
         return comm.all_gather(
-            part, out, unit_fqn=self._unit_fqn, tag=tag, purpose=_FULL, exact=True
+            part, out, unit_fqn=self._link.unit_name, tag=tag, purpose=_FULL, exact=True
         )
 
 
 class SecondaryShard:
-    """This rank's part of what ``comm`` all-gathers.
+    """This rank's part of what ``comm`` all-gathers."""
 
-    Attributes:
-        comm: the ranks whose parts make up the flat parameter.
-        pending_sends: what other ranks may still be reading from this one.
-    """
-
-    def __init__(self, comm: Communicator, unit_name: str) -> None:
-        """Plan; allocates nothing."""
-        self.comm = comm
-        self.pending_sends = PendingSends()
-        self._unit_name = unit_name
+    def __init__(self, comm: Communicator, link: RunLink) -> None:
+        self._comm, self._link = comm, link
         self._tag = comm.new_tag()
         self._part: Tensor | None = None
-        self._version = -1
+        self._version = -1  # of the shards that it shows, or will once the refresh is over
         self._refresh: AsyncWork | None = None
 
     def is_current(self, version: int) -> bool:
-        """Whether it has, or will have, the parameters as of ``version``."""
         return self._part is not None and self._version == version
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it now."""
-        return 0 if self._part is None else self._part.numel() * self._part.element_size()
+        return 0 if self._part is None else self._part.nbytes
 
     def cut(self, buffer: Tensor, version: int) -> None:
         """Keep this rank's part of an unsharded buffer, ``(padded_numel,)``."""
         if not self.is_current(version):
-            self._part = buffer.chunk(self.comm.size)[self.comm.rank].clone()
+            self._part = buffer.chunk(self._comm.size)[self._comm.rank].clone()
             self._version = version
 
     def begin_refresh(
@@ -289,7 +247,7 @@ class SecondaryShard:
         if self._part is None:
             self._part = source.new_empty(source.numel() * inter_group.size)
         self._refresh = inter_group.all_gather(
-            source, self._part, unit_fqn=self._unit_name, tag=tag, purpose="this node"
+            source, self._part, unit_fqn=self._link.unit_name, tag=tag, purpose="this node"
         )
         self._version = version
 
@@ -302,7 +260,7 @@ class SecondaryShard:
         refresh, self._refresh = self._refresh, None
         if refresh is not None:
             try:
-                refresh.wait(self.pending_sends)
+                refresh.wait(self._link.pending_sends)
             except Exception:
                 self._version = -1  # what came is partial: all-gather it again
                 raise
@@ -311,15 +269,10 @@ class SecondaryShard:
         """Begin filling ``out``, ``(padded_numel,)``. Collective: all ranks of ``comm``."""
         self.finish_refresh()
         assert self._part is not None, "there is a part to gather from"
-        return self.comm.all_gather(
-            self._part, out, unit_fqn=self._unit_name, tag=self._tag, purpose=purpose
+        return self._comm.all_gather(
+            self._part, out, unit_fqn=self._link.unit_name, tag=self._tag, purpose=purpose
         )
 
     def drop(self) -> None:
-        """Give the memory back."""
         self.finish_refresh()
         self._part, self._version = None, -1
-
-    def rename(self, unit_name: str) -> None:
-        """Take another name for errors."""
-        self._unit_name = unit_name

@@ -227,7 +227,7 @@ class GradPublish:
                 if is_view:
                     set_grad(param, self._unreduced_view(index, part))
                 grad: Any = param.grad
-                grad.unreduced_of = params.unit_name
+                grad.unreduced_of = params.link.unit_name
                 self._unreduced[index] = (grad, local_range(grad)._version, is_view)
         self.give_hooks_back()
 
@@ -300,7 +300,7 @@ class GradPublish:
         """
         self._collect_unreduced()
         if self.was_edited:
-            raise edited(self._params.unit_name)
+            raise edited(self._params.link.unit_name)
         self._earlier = [None if g is None else fn(g) for g in self._earlier]
         grads = [param.grad for param in self._params.sharded]
         for param in self._params.sharded:

@@ -14,6 +14,7 @@ from flatshard.engine.backward import Backward
 from flatshard.engine.forward import Forward
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.handle_making import copied
 from flatshard.engine.saved_tensors import tensors_in
 from flatshard.engine.unit import Unit
 
@@ -42,8 +43,10 @@ class UnitHooks:
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
         """Let the unit own flat parameters that call the methods below."""
         self.unit.own(handles)
-        for handle in self.unit.lookups:
-            handle.params.bring_back_by(self._bring_back)
+        for handle in self.unit.handles:
+            # What only lookups use, backward does without, unless it is used otherwise, too.
+            if handle not in self.unit.for_backward:
+                handle.params.bring_back_by(self._bring_back)
 
     def copy_into(self, memo: dict[int, Any], twin: UnitHooks, unit: Unit) -> None:
         """Make ``twin``, which copied modules already call, the hooks of ``unit``, a copy."""
@@ -51,7 +54,7 @@ class UnitHooks:
         # The copied modules have hooks already: torch copied them with everything else.
         twin.unit = unit
         twin.own(
-            handle.copy_for(memo, twin.grad_hook, twin.on_outside_grad)
+            copied(handle, memo, twin.grad_hook, twin.on_outside_grad)
             for handle in self.unit.handles
         )
 

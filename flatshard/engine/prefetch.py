@@ -90,7 +90,7 @@ class Prefetch:
         first = None
         for index in coming:
             unit = self._units[index]
-            if purpose == "backward" and not unit.unshards_in_backward:
+            if purpose == "backward" and not unit.for_backward:
                 continue
             if first is None:
                 first = index

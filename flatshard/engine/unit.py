@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -47,41 +48,19 @@ _MOVES = {
 """The moves allowed, besides staying."""
 
 
+@dataclass(eq=False, slots=True)
 class Call:
-    """One call of a unit's module, which a backward belongs to.
+    """One call of a unit's module, which a backward belongs to."""
 
-    Attributes:
-        num_inputs: how many of its inputs have a gradient; when all have come, backward is through.
-        has_begun: whether its backward has begun.
-    """
-
-    __slots__ = ("has_begun", "num_inputs")
-
-    def __init__(self) -> None:
-        self.num_inputs = 0
-        self.has_begun = False
+    num_inputs: int = 0  # that have a gradient; when all have come, backward is through
+    has_begun: bool = False  # the backward
 
 
 class Unit:
     """A wrapped module, or several, and their flat parameters.
 
-    Attributes:
-        casts: of each module, which keeps its own class and forward, how its inputs are cast.
-        names: the modules' names in the unwrapped model; empty for the model itself.
-        name: the same in one.
-        handles: its flat parameters, one per dtype and ``requires_grad``, and one for each large
-            parameter of the root; may be none.
-        num_trainable: of each flat parameter, how many gradients a full backward brings.
-        topology: its groups.
-        index: its number in the run.
-        phase: see ``Phase``.
-        placement: what is resharded when.
-        is_root: whether it is the outermost one.
-        sync: what the backward of the forward begun last does with the gradients.
-        num_loads: how often a state dict was loaded into it; alike on all ranks.
-        running: calls of its modules under way, the innermost last.
-        outstanding_backwards: forward calls in the last iteration whose backward has not started.
-            Same on all ranks, also where an earlier forward failed on some.
+    ``casts`` says of each module, which keeps its own class and forward, how its inputs are cast;
+    ``names`` are the modules' in the unwrapped model, ``name`` the same in one.
     """
 
     def __init__(
@@ -95,12 +74,19 @@ class Unit:
         """A unit without parameters; ``own`` adds them."""
         self.casts = dict(modules)
         self.names, self.name = list(names), name_of(names)
+        # One per dtype and `requires_grad`, and one for each large parameter of the root; or none.
         self.handles: list[FlatParamHandle] = []
+        self.for_backward: list[FlatParamHandle] = []  # without what lookups alone use
+        # Of each, how many gradients a full backward brings.
         self.num_trainable: dict[FlatParamHandle, int] = {}
         self.index, self.phase = -1, Phase.IDLE
         self.placement, self.topology = placement, topology
-        self.sync, self.is_root, self.num_loads = Sync.ALL, True, 0
-        self.running: list[Call] = []
+        self.is_root = True
+        self.num_loads = 0  # of state dicts; alike on all ranks
+        self.sync = Sync.ALL  # what the backward of the forward begun last does with gradients
+        self.running: list[Call] = []  # the innermost last
+        # Forward calls in the last iteration whose backward has not started. Same on all ranks,
+        # also where an earlier forward failed on some.
         self.outstanding_backwards = 0
         self._outstanding_before = 0  # of iterations before the last
         self._ends_unseen = False  # whether a backward of it has no input that tells its end
@@ -108,7 +94,6 @@ class Unit:
         self._calls_to_come = 0  # in it, if it is like the one before
         self._backward_follows = False  # after the last call
         self._outstanding_inputs: dict[Call, int] = {}
-        self._for_backward: list[FlatParamHandle] = []
         self._sticky_version = -1  # of the parameters that a differentiable backward uses
 
     def copy_into(self, memo: dict[int, Any], twin: Unit) -> None:
@@ -120,19 +105,16 @@ class Unit:
         twin.running, twin._outstanding_inputs = [], {}
 
     def refuse_to_part(self) -> NoReturn:
-        """Raise for a copy of the module without its wrapper."""
         raise RuntimeError(
             f"unit {self.name!r}: the module of a ShardedWrapper cannot be copied or pickled "
             "without it. Copy the wrapper (copy.deepcopy(model)), and save model.state_dict()."
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Not available alone; see ``refuse_to_part``."""
         self.refuse_to_part()
 
     @property
     def modules(self) -> Collection[nn.Module]:
-        """The modules; mostly one."""
         return self.casts.keys()
 
     def rename(self, names: Sequence[str], *, is_root: bool) -> None:
@@ -145,7 +127,11 @@ class Unit:
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
         """Own these flat parameters, and no others."""
         self.handles = list(handles)
-        self._for_backward = [handle for handle in self.handles if not _are_looked_up(handle)]
+        self.for_backward = [
+            handle
+            for handle in self.handles
+            if not all(type(module) in _LOOKUPS for module in handle.params.modules())
+        ]
         self.count_trainable()
 
     def count_trainable(self) -> None:
@@ -161,63 +147,19 @@ class Unit:
                 wanted = Sync.NONE
         self.sync = wanted
 
-    # ------------------------------------------------------------ what it is and holds
-
-    @property
-    def trainable_handles(self) -> list[FlatParamHandle]:
-        """Flat parameters with something to reduce."""
-        return [handle for handle, count in self.num_trainable.items() if count]
-
     @property
     def calls_hook(self) -> bool:
         """Whether a user's function reduces the unit's gradients in this backward."""
         return self.sync is Sync.ALL and any(
             handle.comm_hook is not None and handle.comm_hook.reduce is not None
-            for handle in self.trainable_handles
+            for handle, count in self.num_trainable.items()
+            if count
         )
-
-    @property
-    def lookups(self) -> list[FlatParamHandle]:
-        """Flat parameters that only lookups use, which backward does without."""
-        return [handle for handle in self.handles if handle not in self._for_backward]
-
-    @property
-    def unshards_in_backward(self) -> bool:
-        """Whether backward needs any of the parameters."""
-        return bool(self._for_backward)
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of its unsharded buffers while they exist."""
         return sum(handle.buffer_bytes for handle in self.handles)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the unit's unsharded gradients while they are accumulated."""
-        return sum(
-            handle.layout.padded_numel * handle.grad_buffer.dtypes.accum_dtype.itemsize
-            for handle in self.trainable_handles
-        )
-
-    @property
-    def unsharded_bytes(self) -> int:
-        """Bytes of unsharded parameters now, and of secondary shards."""
-        return sum(
-            handle.unsharded_bytes + handle.gather.secondary_bytes for handle in self.handles
-        )
-
-    @property
-    def held_gradient_bytes(self) -> int:
-        """Bytes of gradients now that are not in ``.grad``."""
-        return sum(handle.gradient_bytes for handle in self.handles)
-
-    @property
-    def gives_gradients(self) -> bool:
-        """Whether gradients are being reduced, or other ranks are still reading them."""
-        return any(
-            handle.grad_reduce is not None and handle.grad_reduce.keeps_memory
-            for handle in self.handles
-        )
 
     # ------------------------------------------------------------ state
 
@@ -235,11 +177,6 @@ class Unit:
         self.phase = phase
 
     @property
-    def is_open(self) -> bool:
-        """Whether it was unsharded for a call in this forward, and not resharded since."""
-        return self.phase is Phase.FORWARD and self.is_current
-
-    @property
     def is_current(self) -> bool:
         """Whether all its parameters are unsharded, as the shards are now."""
         return all(handle.is_current for handle in self.handles)
@@ -252,8 +189,10 @@ class Unit:
     @property
     def is_at_rest(self) -> bool:
         """Whether nothing is unsharded, on its way, or kept for backward."""
+        keeps_secondary = self.topology.regather is not None
         return self.phase is Phase.IDLE and not any(
-            handle.state is not ShardState.SHARDED or handle.has_secondary
+            handle.state is not ShardState.SHARDED
+            or (keeps_secondary and handle.gather.secondary_bytes)
             for handle in self.handles
         )
 
@@ -285,9 +224,6 @@ class Unit:
 
     # ------------------------------------------------------------ unshard and reshard
 
-    def _needed(self, purpose: str, everything: bool) -> list[FlatParamHandle]:
-        return self.handles if everything or purpose == "forward" else self._for_backward
-
     def unshard(self, purpose: str, *, everything: bool = False) -> None:
         """Start to all-gather what is needed for "forward" or "backward". Collective.
 
@@ -295,13 +231,15 @@ class Unit:
             purpose: what for.
             everything: in backward also what lookups alone use.
         """
-        for handle in self._needed(purpose, everything):
+        needs_all = everything or purpose == "forward"
+        for handle in self.handles if needs_all else self.for_backward:
             handle.unshard(purpose)
 
-    def wait_unshard(self, purpose: str, *, everything: bool = False) -> None:
+    def wait_unshard(self) -> None:
         """Wait for what ``unshard`` started, and let the modules hold unsharded parameters."""
-        for handle in self._needed(purpose, everything):
-            handle.wait_unshard()
+        for handle in self.handles:
+            if handle.state is ShardState.UNSHARDING:
+                handle.wait_unshard()
         # All, also what backward does without: recomputed forwards look at the modules.
         for handle in self.handles:
             handle.params.use_unsharded_views()
@@ -329,7 +267,7 @@ class Unit:
         return (
             self.placement.reshard_after_backward
             or self.topology.shard.size == 1
-            or handle.is_mapped
+            or handle.memory.shows_shards
         )
 
     def reshard(self) -> None:
@@ -399,15 +337,15 @@ class Unit:
             # all-gather, nor see what others write into shards that are mapped.
             if self._is_sticky or (stays and self.sync is Sync.NONE):
                 handle.snapshot()
-            elif handle.is_mapped or not stays or self._reshards_anyway(handle):
+            elif handle.memory.shows_shards or not stays or self._reshards_anyway(handle):
                 if self._backward_follows:
                     handle.keep_secondary()
                 handle.reshard()
 
     def _reshards_anyway(self, handle: FlatParamHandle) -> bool:
         """Whether to reshard what backward does not need of a unit that else stays for it."""
-        reshards = self.placement.reshard_after_forward or handle.is_mapped
-        return reshards and handle not in self._for_backward
+        reshards = self.placement.reshard_after_forward or handle.memory.shows_shards
+        return reshards and handle not in self.for_backward
 
     def copies_saved(self, handle: FlatParamHandle) -> bool:
         """Whether autograd saves values instead of a place that is unsharded again.
@@ -443,14 +381,10 @@ class Unit:
 
     def receive_input_gradient(self, call: Call) -> bool:
         """A gradient of an input of ``call`` has come; returns whether it was the last one."""
-        outstanding = self._outstanding_inputs.get(call)
-        if outstanding is None:
-            return False
+        outstanding = self._outstanding_inputs.pop(call, 0)
         if outstanding > 1:
             self._outstanding_inputs[call] = outstanding - 1
-            return False
-        del self._outstanding_inputs[call]
-        return True
+        return outstanding == 1
 
     @property
     def ends_backward(self) -> bool:
@@ -469,10 +403,6 @@ class Unit:
         for handle in self.handles:
             handle.drop_gradients()
         self.reshard()
-
-
-def _are_looked_up(handle: FlatParamHandle) -> bool:
-    return all(type(module) in _LOOKUPS for module in handle.params.modules())
 
 
 def _renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from flatshard.comm.process_groups import copying
+from flatshard.engine import handle_making
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.unit import Unit
@@ -45,7 +46,7 @@ def convert(
     handles = [handle for unit in units for handle in unit.handles]
     # Check all units before converting any: an error must leave no unit converted.
     for handle in handles:
-        handle.check_keeps_order(fn)
+        handle_making.check_keeps_order(handle, fn)
     context.is_converting = True
     try:
         with _hidden(shardings_in(root.wrapper), handles):
@@ -53,7 +54,7 @@ def convert(
     finally:
         context.is_converting = False
     for handle in handles:
-        handle.convert(fn)
+        handle_making.convert(handle, fn)
     context.refresh()
 
 
@@ -100,10 +101,13 @@ def without_flat_parameters(shardings: Iterable[Sharding]) -> Iterator[None]:
 @contextlib.contextmanager
 def _hidden(shardings: Iterable[Sharding], handles: Iterable[FlatParamHandle]) -> Iterator[None]:
     """Hide all parameters that handles own from the modules inside the context."""
-    hidden = [one for handle in handles for one in handle.params.hide()]
+    places = [place for handle in handles for place in handle.params.places]
+    hidden = [(module, attribute, module._parameters[attribute]) for module, attribute, _ in places]
+    for module, attribute, _ in hidden:
+        module._parameters[attribute] = None
     try:
         with without_flat_parameters(shardings):
             yield
     finally:
-        for held, attribute, param in hidden:
-            held[attribute] = param
+        for module, attribute, param in hidden:
+            module._parameters[attribute] = param

@@ -237,7 +237,7 @@ class SteppedInBackward(StepObserver):
 
     def _may_step(self, unit: Unit) -> bool:
         return unit.is_done and all(
-            not handle.has_unpublished_part
+            not (handle.is_reducing or handle.grad_buffer.accumulated)
             and self._knows_all_used(handle)
             and not self._state.pending_sends.is_sending(handle.shard)
             and not _has_hooks(handle)

@@ -65,7 +65,7 @@ def gather_flat(handle: FlatParamHandle, shard: Tensor) -> Tensor:
     """
     if handle.is_whole:
         return shard.detach()
-    if shard is handle.shard and handle.is_current and handle.compute_dtype == shard.dtype:
+    if shard is handle.shard and handle.is_current and handle.buffer.dtype == shard.dtype:
         return handle.buffer
     flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
     handle.gather.gather_full(shard.detach().to(handle.device), flat).finish()

@@ -1,0 +1,145 @@
+"""Makes, converts and copies ``FlatParamHandle``s: what is no part of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatshard.engine.handle import FlatParamHandle, HandleOptions
+from flatshard.engine.param_views import ParamViews
+from flatshard.engine.run_link import RunLink
+from flatshard.plan.layout import memory_order, strides_of
+from flatshard.plan.param_info import ParamInfo, layout_of
+from flatshard.tensor.broadcast_source import BroadcastSource
+
+GradHook = Callable[[FlatParamHandle, int], Callable[[Tensor], None]]
+
+
+def make_handle(
+    owned: list[ParamInfo],
+    unit_name: str,
+    options: HandleOptions,
+    *,
+    device: torch.device,
+    missing: Collection[int],
+    source: BroadcastSource | None,
+    grad_hook: GradHook,
+    on_outside_grad: Callable[[], object],
+) -> FlatParamHandle:
+    """Keep this rank's part of ``owned``, and turn the originals into views of it.
+
+    Collective with a ``source``.
+
+    Args:
+        owned: parameters of one dtype and ``requires_grad``.
+        unit_name: the unit's name in the unwrapped model.
+        options: how to shard, keep and send them.
+        device: where the unit computes.
+        missing: ids of parameters without values yet; they are ``unfilled``.
+        source: hands rank 0's values out; None: each rank has its own.
+        grad_hook: see ``FlatParamHandle``.
+        on_outside_grad: called before autograd adds to a sharded parameter's ``.grad`` what came
+            of its use outside of forward; is not kept alive.
+    """
+    layout, dtype = layout_of(owned, options.topology.shard.size), owned[0].param.dtype
+    params = ParamViews(
+        owned,
+        RunLink(unit_name),
+        layout=layout,
+        topology=options.topology,
+        use_orig_params=options.use_orig_params,
+        state_disk=options.targets.state,
+        on_outside_grad=on_outside_grad,
+    )
+    handle = FlatParamHandle(params, options, dtype=dtype, device=device, grad_hook=grad_hook)
+    with torch.inference_mode(False), torch.no_grad():
+        handle.adopt(torch.zeros(layout.shard_numel, dtype=dtype, device=device))
+        handle.unfilled = {i for i, one in enumerate(owned) if id(one.param) in missing}
+        for index, one in enumerate(owned):
+            if index not in handle.unfilled:
+                handle.fill(index, one.param, source)
+        handle.show_shard()
+    handle.make_buffer()
+    return handle
+
+
+def copied(
+    handle: FlatParamHandle,
+    memo: dict[int, Any],
+    grad_hook: GradHook,
+    on_outside_grad: Callable[[], object],
+) -> FlatParamHandle:
+    """The same for modules that were deep-copied, as the finished copy's ``memo`` knows them.
+
+    Gradients that wait for a reduction stay with the original. The rest as in ``make_handle``.
+    """
+    handle.absorb_replaced()
+    twin = FlatParamHandle(
+        handle.params.copied(memo, RunLink(handle.unit_name), on_outside_grad),
+        handle.options,
+        dtype=handle.shard.dtype,
+        device=handle.device,
+        grad_hook=grad_hook,
+    )
+    twin.unfilled = set(handle.unfilled)
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        twin.adopt(handle.shard.detach().clone())
+        twin.show_shard()
+    twin.make_buffer()
+    return twin
+
+
+def convert(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
+    """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
+    handle.reshard()
+    # Other ranks may still be reading the shard's present memory.
+    handle.gather.finish_refresh()
+    handle.absorb_replaced()
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        shard, before = handle.shard, handle.shard.data_ptr()
+        converted = fn(shard)
+        if converted is shard and converted.data_ptr() == before:
+            return
+        if converted.device.type == "meta":
+            raise RuntimeError(
+                f"unit {handle.unit_name!r}: moving a sharded model to the meta device would "
+                "lose its weights"
+            )
+        if converted.device != shard.device:
+            handle.device = converted.device
+        handle.gather.move_to(handle.device)
+        grads = handle.grad_publish.take_off(fn)
+        handle.adopt(converted)
+        handle.show_shard()
+        take_in = handle.options.targets.gradient.take_in
+        handle.grad_publish.put_back(grads, lambda grad: take_in(fn(grad)))
+    handle.make_buffer()
+    handle.replan_gradients()
+
+
+def check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
+    """Refuse a ``module._apply`` function that gives a parameter another memory format.
+
+    Optimizer state lies in the order of the shard, and nobody would rearrange it.
+
+    Raises:
+        RuntimeError: it does.
+    """
+    after: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for span, spec in zip(handle.layout.spans, handle.params.specs, strict=True):
+        if span.order not in after:
+            # As many dimensions in the same order, but small: the shape takes no part.
+            sizes = (2,) * len(span.order)
+            strides = strides_of(sizes, span.order)
+            probe = fn(handle.shard.new_zeros(2 ** len(sizes)).as_strided(sizes, strides))
+            after[span.order] = memory_order(probe.shape, probe.stride())
+        asked = strides_of(span.shape, after[span.order])
+        if asked != span.strides:
+            raise RuntimeError(
+                f"parameter {spec.name!r} (unit {handle.unit_name!r}): the memory format cannot "
+                f"be changed after wrapping: strides are {span.strides}, {asked} are asked for. "
+                "Call model.to(memory_format=...) before ShardedWrapper(model): formats are kept."
+            )
