@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
-from flatshard.comm.flat_chunks import FlatChunks, as_bytes, sum_dtype
+from flatshard.comm.flat_chunks import as_bytes, sum_dtype
 from flatshard.comm.process_groups import (
     Tags,
     backend_for,
@@ -42,10 +42,10 @@ from flatshard.comm.process_groups import (
     new_group,
     sibling,
 )
+from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.transports import TRANSPORTS, Members, Transport, native
 from flatshard.comm.work import AsyncWork
 from flatshard.memory.buffers import BufferMemory
-from flatshard.memory.mapped_files import Files
 from flatshard.memory.page_pool import allocate
 from flatshard.options.collectives import Collectives, TransportOptions
 
@@ -233,7 +233,7 @@ class Communicator(Tags):
     def adds_all_reduces(
         self, dtype: torch.dtype, device: torch.device, *, fixed_order: bool
     ) -> bool:
-        """Whether an all-reduce is a ``reduce_scatter`` and ``gather_reduced``; see the notes."""
+        """Whether an all-reduce is a reduce-scatter and a ``reduced`` all-gather; see the notes."""
         return self.size > 1 and (
             fixed_order or self.sum_dtype(dtype, device, fixed_order=False) is not dtype
         )
@@ -268,117 +268,56 @@ class Communicator(Tags):
                 self.group, self.ranks, backend=host_backend(self.group) if in_host_memory else None
             )
 
-    def allocate_unsharded(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        tags: tuple[int, int],
-        shard_files: Files | None = None,
-    ) -> BufferMemory:
+    def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         """Memory for an unsharded buffer; see ``Transport.allocate_unsharded``."""
         if self.size == 1:
-            return allocate(numel, dtype, device)
-        return self.transport_for(device, max(tags)).allocate_unsharded(
-            numel, dtype, device, tags=tags, shard_files=shard_files
-        )
+            return allocate(request.numel, request.dtype, request.device)
+        return self.transport_for(request.device, max(request.tags)).allocate_unsharded(request)
 
     # ------------------------------------------------------------ parameters and gradients
 
-    def all_gather(
-        self,
-        shard: Tensor,
-        out: Tensor,
-        *,
-        unit_fqn: str,
-        tag: int,
-        purpose: str,
-        memory: BufferMemory | None = None,
-        exact: bool = False,
-    ) -> AsyncWork:
-        """Begin filling ``out`` with every rank's shard, in rank order; see ``Transport.gather``.
+    def all_gather(self, request: Gather) -> AsyncWork:
+        """Begin filling ``request.out`` with every rank's shard, in rank order.
 
-        Collective: all ranks of the group.
-
-        Args:
-            shard: this rank's part, ``(shard_numel,)``; must not be written before the wait.
-            out: ``(shard_numel * size,)``, same dtype and device.
-            unit_fqn: names the unit in errors and recordings.
-            tag: the flat parameter's number from ``new_tag``.
-            purpose: what for, in errors.
-            memory: as there.
-            exact: as there.
+        Collective: all ranks of the group; a ``reduced`` one in the same order of calls as
+        reductions, where the transport is ordered.
 
         Raises:
             ValueError: the two lengths do not fit the group size.
         """
+        shard, out = request.shard, request.out
         if out.numel() != shard.numel() * self.size:
             raise ValueError(
-                f"{unit_fqn}: all-gathering {shard.numel()} elements from {self.size} ranks does "
-                f"not fill {out.numel()}"
+                f"{request.unit_fqn}: all-gathering {shard.numel()} elements from {self.size} "
+                f"ranks does not fill {out.numel()}"
             )
-        op_name = self._op_name(unit_fqn, f"all-gathering parameters for {purpose}")
+        action = f"all-gathering parameters for {request.purpose}"
+        if request.reduced:
+            action = "all-reducing gradients in backward"
+        op_name = self._op_name(request.unit_fqn, action)
         if self.size == 1:
             out.copy_(shard)
             return AsyncWork([], op_name)
-        self._note("gather", unit_fqn, out.nbytes)
+        if not request.reduced:  # else its first half was noted
+            self._note("gather", request.unit_fqn, out.nbytes)
         with named(op_name):
-            return self.transport_for(shard.device, tag).gather(
-                shard, out, op_name=op_name, tag=tag, memory=memory, exact=exact
-            )
+            return self.transport_for(shard.device, request.tag).gather(request, op_name)
 
-    def reduce_scatter(
-        self,
-        chunks: FlatChunks,
-        out: Tensor,
-        *,
-        unit_fqn: str,
-        tag: int,
-        fixed_order: bool = False,
-        kind: str = "reduce",
-    ) -> AsyncWork:
+    def reduce_scatter(self, request: ReduceScatter) -> AsyncWork:
         """Begin averaging over the ranks; see ``Transport.reduce_scatter``.
 
         Collective: all ranks of the group, in the same order of calls.
-
-        Args:
-            chunks: ``shard_numel * size`` elements; a single chunk is undefined afterwards.
-            out: ``(shard_numel,)`` in ``sum_dtype``, for this rank's part; valid after the wait.
-            unit_fqn: names the unit in errors and recordings.
-            tag: the flat parameter's number from ``new_tag``.
-            fixed_order: whether to add in rank order also where the backend would add.
-            kind: "all_reduce" where ``gather_reduced`` follows.
         """
-        nbytes = out.numel() * self.size * chunks.dtype.itemsize
+        out = request.out
+        nbytes = out.numel() * self.size * request.chunks.dtype.itemsize
         action = "reduce-scattering"
-        if kind == "all_reduce":
+        if request.kind == "all_reduce":
             nbytes = (nbytes + out.nbytes * self.size) // 2
             action = "all-reducing"
-        self._note(kind, unit_fqn, nbytes)
-        op_name = self._op_name(unit_fqn, f"{action} gradients in backward")
+        self._note(request.kind, request.unit_fqn, nbytes)
+        op_name = self._op_name(request.unit_fqn, f"{action} gradients in backward")
         with named(op_name):
-            return self.transport_for(out.device, tag).reduce_scatter(
-                chunks, out, op_name=op_name, tag=tag, fixed_order=fixed_order
-            )
-
-    def gather_reduced(self, part: Tensor, out: Tensor, *, unit_fqn: str, tag: int) -> AsyncWork:
-        """Begin the second half of an all-reduce, whose first was a ``reduce_scatter``.
-
-        Collective: all ranks of the group; in the same order of calls as reductions, where the
-        transport is ordered.
-
-        Args:
-            part: result of that, ``(shard_numel,)``; must not be written before the wait.
-            out: ``(shard_numel * size,)``, same dtype and device.
-            unit_fqn: as in ``reduce_scatter``.
-            tag: as in ``reduce_scatter``.
-        """
-        op_name = self._op_name(unit_fqn, "all-reducing gradients in backward")
-        with named(op_name):
-            return self.transport_for(part.device, tag).gather_reduced(
-                part, out, op_name=op_name, tag=tag
-            )
+            return self.transport_for(out.device, request.tag).reduce_scatter(request, op_name)
 
     def all_reduce(self, buffer: Tensor, *, unit_fqn: str) -> AsyncWork:
         """Begin averaging ``buffer`` over the ranks, in place.
@@ -393,7 +332,7 @@ class Communicator(Tags):
         able = (one for one in self.transports if one.can_all_reduce)
         transport = next(one for one in able if one.accepts(buffer.device, 0))
         with named(op_name):
-            return transport.all_reduce(buffer, op_name=op_name)
+            return transport.all_reduce(buffer, op_name)
 
     def _note(self, kind: str, unit_fqn: str, nbytes: int) -> None:
         for events in _recorders:

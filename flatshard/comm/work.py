@@ -24,12 +24,7 @@ class CollectiveError(RuntimeError):
 
 
 class AsyncWork:
-    """A collective under way. Keeps its tensors alive until nobody needs them.
-
-    Attributes:
-        reports_end: whether ``done`` can become true before the wait.
-        kept: tensors and others that stay alive until the other ranks have taken everything.
-    """
+    """A collective under way. Keeps its tensors alive until nobody needs them."""
 
     def __init__(
         self,
@@ -43,27 +38,15 @@ class AsyncWork:
         need: WaitCondition | None = None,
         sends_need: WaitCondition | None = None,
     ) -> None:
-        """Keep what was started.
-
-        Args:
-            works: the backend's handles that the result needs, all to be waited for.
-            op_name: names the unit, the rank and the collective.
-            kept: what must stay alive, tensors above all.
-            peers: the ranks that the first handles receive from, where each has its own.
-            then: called once after the wait.
-            sends: handles that complete when the other ranks have taken what this one gave.
-            reports_end: see the class.
-            need: what the result needs of the other ranks.
-            sends_need: what ``sends`` needs of them.
-        """
-        self.reports_end = reports_end
-        self._works = works
+        """Keep what was started; ``op_name`` names the unit, the rank and the collective."""
+        self._works = works  # the backend's handles that the result needs
         self._op_name = op_name
-        self.kept = kept
-        self._peers = peers
-        self._then = then
-        self._sends = list(sends)
-        self._need, self._sends_need = need, sends_need
+        self.kept = kept  # alive until the other ranks have taken everything
+        self._peers = peers  # the ranks that the first handles receive from, where each has its own
+        self._then = then  # called once after the wait
+        self._sends = sends  # complete when the other ranks have taken what this one gave
+        self.reports_end = reports_end  # whether `done` can become true before the wait
+        self._need, self._sends_need = need, sends_need  # what works and sends wait for
 
     def done(self) -> bool:
         """Whether ``wait`` would return without waiting for other ranks."""
@@ -83,8 +66,14 @@ class AsyncWork:
         else:
             self.wait_sends()
 
+    def finish(self) -> None:
+        """Have the result, and see that the others have theirs; raises as ``wait``."""
+        self._have()
+        self.wait_sends()
+
     def _have(self) -> None:
-        self._works = self._wait_for(self._works, self._need)
+        self._wait_for(self._works, self._need)
+        self._works = []
         # Once: a second wait must not average or widen again.
         then, self._then = self._then, None
         if then is not None:
@@ -94,15 +83,6 @@ class AsyncWork:
                 raise  # nobody else's fault
             except RuntimeError as error:
                 raise self._failed(error) from error
-
-    def finish(self) -> None:
-        """Have the result, and see that the others have theirs.
-
-        Raises:
-            CollectiveError: as ``wait``.
-        """
-        self._have()
-        self.wait_sends()
 
     @property
     def reports_sent(self) -> bool:
@@ -125,28 +105,23 @@ class AsyncWork:
         )
 
     def wait_sends(self) -> None:
-        """Wait until the others have taken everything.
+        """Wait until the others have taken everything; raises as ``wait``."""
+        self._wait_for(self._sends, self._sends_need)
+        self._sends, self.kept = (), ()
 
-        Raises:
-            CollectiveError: as ``wait``.
-        """
-        self._sends = self._wait_for(self._sends, self._sends_need)
-        self.kept = ()
-
-    def _wait_for(self, works: list[Any], need: WaitCondition | None) -> list[Any]:
-        """Wait for all; returns what is still to be waited for: nothing."""
-        if works:
-            with watched(self._describe, need) as wait:
+    def _wait_for(self, works: Sequence[Any], need: WaitCondition | None) -> None:
+        if not works:
+            return
+        with watched(self._describe, need) as wait:
+            try:
                 for work in works:
-                    try:
-                        work.wait()
-                    except RuntimeError as error:
-                        raise self._failed(error, wait) from error
-        return []
+                    work.wait()
+            except RuntimeError as error:
+                raise self._failed(error, wait) from error
 
     def _failed(self, error: RuntimeError, wait: BlockedWait | None = None) -> CollectiveError:
         # A second wait for what failed would hang, or hide the first error.
-        described, self._works, self._sends = self._describe(), [], []
+        described, self._works, self._sends = self._describe(), [], ()
         reason = None if wait is None else explain(wait)
         if reason is not None:
             return CollectiveError(f"{described} failed: {reason}")
@@ -157,12 +132,10 @@ class AsyncWork:
         )
 
     def _describe(self) -> str:
-        late = [
-            peer
-            for work, peer in zip(self._works, self._peers, strict=False)
-            if not work.is_completed()
-        ]
-        return f"{self._op_name}, not heard of rank {late[0]}" if late else self._op_name
+        for work, peer in zip(self._works, self._peers, strict=False):
+            if not work.is_completed():
+                return f"{self._op_name}, not heard of rank {peer}"
+        return self._op_name
 
 
 class PendingSends:
@@ -174,7 +147,6 @@ class PendingSends:
         self._silent: list[AsyncWork] = []
 
     def add(self, pending: AsyncWork) -> None:
-        """Keep one more."""
         (self._pending if pending.reports_sent else self._silent).append(pending)
 
     def wait_sends(self) -> None:

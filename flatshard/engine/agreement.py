@@ -10,7 +10,6 @@ from itertools import chain, islice
 
 import torch
 
-from flatshard.comm.consistency import loaded_on_some_ranks
 from flatshard.engine.events import Kind
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
@@ -94,7 +93,12 @@ class Agreement:
                 "together, not under `if rank == 0:`. Start again from a checkpoint."
             )
         if differs[2]:
-            raise loaded_on_some_ranks(name)
+            raise RuntimeError(
+                f"backward of {name or 'the model'!r}: load_state_dict() was called on some ranks "
+                "and not on others, or more often, so that the model is a mixture of parts. Call "
+                "it on every rank with the same state: torch.load(path, mmap=True) reads what is "
+                "needed alone."
+            )
 
     def _used_here(self) -> list[int]:
         votes: list[int] = []

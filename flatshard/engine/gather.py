@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
+from flatshard.comm.requests import BufferRequest, Gather
 from flatshard.comm.topology import Topology
 from flatshard.comm.work import AsyncWork
 from flatshard.engine.offload import HostToDevice, OffloadTargets
@@ -75,13 +76,10 @@ class ParamGather:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> BufferMemory:
         """Memory for the unsharded buffer, ``(numel,)``; maybe for a shard of ``dtype`` too."""
-        return self._topology.intra_group.allocate_unsharded(
-            numel,
-            self._precision.unsharded_dtype(dtype),
-            self._device,
-            tags=(self.tags[0], self._map_tag),
-            shard_files=self._targets.shard.files if self.reads_shard(dtype) else None,
-        )
+        files = self._targets.shard.files if self.reads_shard(dtype) else None
+        tags, compute_dtype = (self.tags[0], self._map_tag), self._precision.unsharded_dtype(dtype)
+        request = BufferRequest(numel, compute_dtype, self._device, tags, files)
+        return self._topology.intra_group.allocate_unsharded(request)
 
     # ------------------------------------------------------------ during a step
 
@@ -112,13 +110,9 @@ class ParamGather:
             source = self._float8.pack(self._to_device.copy(shard, shard.dtype, version))
             # Not into the buffer: float8 is unpacked there when all of it has come.
             self._packed = out = source.new_empty(source.numel() * comm.size)
+        buffer = None if out is self._packed else memory
         return comm.all_gather(
-            source,
-            out,
-            unit_fqn=self._link.unit_name,
-            tag=self.tags[0],
-            purpose=purpose,
-            memory=None if out is self._packed else memory,
+            Gather(source, out, self._link.unit_name, self.tags[0], purpose, memory=buffer)
         )
 
     def _source(self, shard: Tensor, version: int) -> Tensor:
@@ -200,9 +194,7 @@ class ParamGather:
         return self._gather_exactly(intra_group, part, out, self._full_tags[0])
 
     def _gather_exactly(self, comm: Communicator, part: Tensor, out: Tensor, tag: int) -> AsyncWork:
-        return comm.all_gather(
-            part, out, unit_fqn=self._link.unit_name, tag=tag, purpose=_FULL, exact=True
-        )
+        return comm.all_gather(Gather(part, out, self._link.unit_name, tag, _FULL, exact=True))
 
 
 class SecondaryShard:
@@ -247,7 +239,7 @@ class SecondaryShard:
         if self._part is None:
             self._part = source.new_empty(source.numel() * inter_group.size)
         self._refresh = inter_group.all_gather(
-            source, self._part, unit_fqn=self._link.unit_name, tag=tag, purpose="this node"
+            Gather(source, self._part, self._link.unit_name, tag, "this node")
         )
         self._version = version
 
@@ -270,7 +262,7 @@ class SecondaryShard:
         self.finish_refresh()
         assert self._part is not None, "there is a part to gather from"
         return self._comm.all_gather(
-            self._part, out, unit_fqn=self._link.unit_name, tag=self._tag, purpose=purpose
+            Gather(self._part, out, self._link.unit_name, self._tag, purpose)
         )
 
     def drop(self) -> None:

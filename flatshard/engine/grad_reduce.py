@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.flat_chunks import FlatChunks
+from flatshard.comm.requests import Gather, ReduceScatter
 from flatshard.comm.topology import Topology
 from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends
 from flatshard.engine.grad_buffer import zero
@@ -176,12 +177,11 @@ class GradReduce:
             self._stages = [self._work]
             self._replica_part: Tensor | None = None  # until it is all-gathered
             self._replicated_numel = 0
-            across = topology.inter_group if topology.inter_group.size > 1 else topology.replicate
             # Of all models: which first stage is over first may differ between ranks.
-            self._queue = across.second_stages
+            self._queue = topology.across.second_stages
             # gloo moves an accelerator's tensors, too, but the host waits for it.
-            self._streams_wait = across.is_stream_ordered(self._out.device)
-            self._must_cross = topology.crosses and not hold
+            self._streams_wait = topology.across.is_stream_ordered(self._out.device)
+            self._must_cross = topology.across.size > 1 and not hold
             self._read_behind: list[object] = []
             if self._must_cross:
                 self._queue.append(self)
@@ -210,7 +210,7 @@ class GradReduce:
         """Start to fill ``_out`` with this rank's part of the average over ``comm``."""
         unit_fqn, fixed_order = self._plan.unit_fqn, self._plan.fixed_order
         return comm.reduce_scatter(
-            chunks, self._out, unit_fqn=unit_fqn, tag=tag, fixed_order=fixed_order, kind=kind
+            ReduceScatter(chunks, self._out, unit_fqn, tag, fixed_order, kind)
         )
 
     def _cross_behind(self) -> None:
@@ -276,7 +276,9 @@ class GradReduce:
         self._work.wait(plan.pending_sends)
         full = plan.new_output(part.numel() * replicate.size, part.dtype)
         self._out = full[: self._replicated_numel]  # without the zeros of `_padded`
-        self._work = replicate.gather_reduced(part, full, unit_fqn=plan.unit_fqn, tag=plan.tags[2])
+        self._work = replicate.all_gather(
+            Gather(part, full, plan.unit_fqn, plan.tags[2], "", exact=True, reduced=True)
+        )
         self._stages.append(self._work)
 
     def advance(self) -> bool:

@@ -166,7 +166,11 @@ def _check_one_world(units: Sequence[Unit]) -> None:
 def _check_one_grid(units: Sequence[Unit]) -> None:
     """Raise if one unit shards over the ranks over which another replicates, and vice versa."""
     # All ranks find the same: a rank's shard and replicate groups share no other rank.
-    grids = [(unit, *unit.topology.grid) for unit in units if unit.topology.crosses]
+    grids = [
+        (unit, unit.topology.intra_group.ranks, unit.topology.across.ranks)
+        for unit in units
+        if unit.topology.across.size > 1
+    ]
     for unit, shard, replicate in grids:
         outermost, its_shard, its_replicate = grids[-1]
         if (shard, replicate) == (its_replicate, its_shard):

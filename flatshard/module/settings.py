@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.comm.topology import Ranks, Topology, read_ranks
+from flatshard.comm.topology import Ranks, Topology
+from flatshard.comm.user_groups import read_ranks
 from flatshard.options.collectives import TransportOptions, check_launch_without_group
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision

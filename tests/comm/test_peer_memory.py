@@ -100,9 +100,9 @@ def sending_in_place() -> Iterator[list[int]]:
     reduce_scatter = sockets.SocketTransport.reduce_scatter
     numbers: list[int] = []
 
-    def counted(self: Any, chunks: Any, *args: Any, **keywords: Any) -> Any:
-        numbers.append(len(chunks.parts))
-        return reduce_scatter(self, chunks, *args, **keywords)
+    def counted(self: Any, request: Any, op_name: str) -> Any:
+        numbers.append(len(request.chunks.parts))
+        return reduce_scatter(self, request, op_name)
 
     with (
         mock.patch.object(grad_buffer, "_IN_PLACE_BYTES", 0),

@@ -34,8 +34,7 @@ _REMEDY = (
     "and whatever else is collective on every rank, not under `if rank == 0:`"
 )
 
-_END_SECONDS = 5.0
-"""How long the end of the program waits for the thread."""
+_END_SECONDS = 5.0  # how long the end of the program waits for the thread
 
 _logger = logging.getLogger("flatshard")
 
@@ -44,8 +43,7 @@ class Watchdog:
     """The waits of this process, and the thread that looks at them."""
 
     def __init__(self) -> None:
-        """No thread runs before the first wait."""
-        self._pid = 0
+        self._pid = 0  # no thread runs before the first wait
         self._waits: list[BlockedWait] = []  # by all threads, in the order of their beginnings
         self._users: set[threading.Thread] = set()
         self._thread: threading.Thread | None = None
@@ -64,7 +62,6 @@ class Watchdog:
         self._waits.append(wait)
 
     def remove(self, wait: BlockedWait) -> None:
-        """The wait is over."""
         if wait in self._waits:  # not where the process was forked inside of it
             self._waits.remove(wait)
 
@@ -76,16 +73,14 @@ class Watchdog:
     def _start(self) -> None:
         self.__init__()  # type: ignore[misc]  # a fork has neither its parent's thread nor waits
         self._pid = os.getpid()
-        thread = threading.Thread(target=self._watch, name="flatshard-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="flatshard-watchdog", daemon=True)
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError as error:
             _logger.warning("deadlocks and long waits are not looked for: %s", error)
-        else:
-            self._thread = thread
 
     def stop(self) -> None:
-        """Let the thread look at nothing any more; see the note on the end of the program."""
+        # See the note: held from here on, so that the thread looks at nothing any more.
         if self._thread is not None and self._thread.is_alive():
             self._looking.acquire(timeout=_END_SECONDS)
 
@@ -113,7 +108,6 @@ class Watchdog:
             self._deadlock.look(waits[-1] if waits else None)
 
     def _about(self, wait: BlockedWait) -> str:
-        """What is waited for, and what is known of the ranks that do not come."""
         lines = [wait.describe()]
         if len(self._users) > 1:
             lines.append(
@@ -136,12 +130,7 @@ atexit.register(_watchdog.stop)
 class watched:
     """Log ``describe()`` if the block, which waits for other ranks, is slow.
 
-    Args:
-        describe: says what is waited for.
-        need: what ends the wait; None: nobody looks whether it ever ends.
-
-    Attributes:
-        wait: the wait.
+    ``need`` is what ends the wait; None: nobody looks whether it ever ends.
     """
 
     __slots__ = ("wait",)
