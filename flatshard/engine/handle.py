@@ -15,7 +15,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +77,6 @@ class FlatParamHandle:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        grad_hook: Callable[[FlatParamHandle, int], Callable[[Tensor], None]],
     ) -> None:
         """Without memory; ``adopt``, ``show_shard`` and ``make_buffer`` come next, in this order.
 
@@ -87,8 +85,6 @@ class FlatParamHandle:
             options: how to shard, keep and send it.
             dtype: of the shard.
             device: where the unit computes; the shard may live elsewhere.
-            grad_hook: makes, of this handle and a full parameter's index, what that parameter
-                calls once autograd has filled its ``.grad``.
         """
         self.params, self.options, self.device = params, options, device
         self.layout, self.link, self.local_spans = params.layout, params.link, params.local_spans
@@ -100,7 +96,6 @@ class FlatParamHandle:
         self.state = ShardState.SHARDED
         self._unsharded_version = -1  # of the shard when the buffer was filled
         self._targets, self._precision = options.targets, options.precision
-        self._grad_hook = grad_hook
         self.gather = ParamGather(
             self.link,
             self.topology,
@@ -159,9 +154,7 @@ class FlatParamHandle:
             # ``(layout.padded_numel,)``. One storage object for life: autograd saves views of it (a
             # `weight.t()`, say). While sharded it is resized to nothing, or gives its pages back.
             self.buffer = self.memory.buffer
-        self.params.make_full(
-            self.buffer, is_shard=self._aliased, grad_hook=partial(self._grad_hook, self)
-        )
+        self.params.make_full(self.buffer, is_shard=self._aliased)
         if not self._aliased:
             freed_parameter.show_crashes()
             self._free_buffer()

@@ -15,8 +15,6 @@ from flatshard.plan.layout import memory_order, strides_of
 from flatshard.plan.param_info import ParamInfo, layout_of
 from flatshard.tensor.broadcast_source import BroadcastSource
 
-GradHook = Callable[[FlatParamHandle, int], Callable[[Tensor], None]]
-
 
 def make_handle(
     owned: list[ParamInfo],
@@ -26,8 +24,6 @@ def make_handle(
     device: torch.device,
     missing: Collection[int],
     source: BroadcastSource | None,
-    grad_hook: GradHook,
-    on_outside_grad: Callable[[], object],
 ) -> FlatParamHandle:
     """Keep this rank's part of ``owned``, and turn the originals into views of it.
 
@@ -40,9 +36,6 @@ def make_handle(
         device: where the unit computes.
         missing: ids of parameters without values yet; they are ``unfilled``.
         source: hands rank 0's values out; None: each rank has its own.
-        grad_hook: see ``FlatParamHandle``.
-        on_outside_grad: called before autograd adds to a sharded parameter's ``.grad`` what came
-            of its use outside of forward; is not kept alive.
     """
     layout, dtype = layout_of(owned, options.topology.shard.size), owned[0].param.dtype
     params = ParamViews(
@@ -52,9 +45,8 @@ def make_handle(
         topology=options.topology,
         use_orig_params=options.use_orig_params,
         state_disk=options.targets.state,
-        on_outside_grad=on_outside_grad,
     )
-    handle = FlatParamHandle(params, options, dtype=dtype, device=device, grad_hook=grad_hook)
+    handle = FlatParamHandle(params, options, dtype=dtype, device=device)
     with torch.inference_mode(False), torch.no_grad():
         handle.adopt(torch.zeros(layout.shard_numel, dtype=dtype, device=device))
         handle.unfilled = {i for i, one in enumerate(owned) if id(one.param) in missing}
@@ -66,23 +58,17 @@ def make_handle(
     return handle
 
 
-def copied(
-    handle: FlatParamHandle,
-    memo: dict[int, Any],
-    grad_hook: GradHook,
-    on_outside_grad: Callable[[], object],
-) -> FlatParamHandle:
+def copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
     """The same for modules that were deep-copied, as the finished copy's ``memo`` knows them.
 
-    Gradients that wait for a reduction stay with the original. The rest as in ``make_handle``.
+    Gradients that wait for a reduction stay with the original.
     """
     handle.absorb_replaced()
     twin = FlatParamHandle(
-        handle.params.copied(memo, RunLink(handle.unit_name), on_outside_grad),
+        handle.params.copied(memo, RunLink(handle.unit_name)),
         handle.options,
         dtype=handle.shard.dtype,
         device=handle.device,
-        grad_hook=grad_hook,
     )
     twin.unfilled = set(handle.unfilled)
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

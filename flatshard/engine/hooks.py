@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,14 +21,9 @@ from flatshard.engine.unit import Unit
 
 
 class UnitHooks:
-    """The hooks of one unit; ``attach`` says whose step they belong to.
-
-    Attributes:
-        unit: the unit.
-    """
+    """The hooks of one unit; ``attach`` says whose step they belong to."""
 
     def __init__(self, unit: Unit) -> None:
-        """Hook the forwards of the unit's modules."""
         self.unit = unit
         before, after = _ModuleHook(self, "_pre_forward"), _ModuleHook(self, "_post_forward")
         for module in unit.modules:
@@ -37,7 +33,6 @@ class UnitHooks:
             module.register_forward_hook(after, always_call=True)
 
     def attach(self, forward: Forward, backward: Backward) -> None:
-        """Call these from now on."""
         self._forward, self._backward = forward, backward
 
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
@@ -45,18 +40,16 @@ class UnitHooks:
         self.unit.own(handles)
         for handle in self.unit.handles:
             # What only lookups use, backward does without, unless it is used otherwise, too.
-            if handle not in self.unit.for_backward:
-                handle.params.bring_back_by(self._bring_back)
+            bring_back = None if handle in self.unit.for_backward else self._bring_back
+            grad_hook = partial(self._grad_hook, handle)
+            handle.params.connect(grad_hook, self._on_outside_grad, bring_back)
 
     def copy_into(self, memo: dict[int, Any], twin: UnitHooks, unit: Unit) -> None:
         """Make ``twin``, which copied modules already call, the hooks of ``unit``, a copy."""
         self.unit.copy_into(memo, unit)
         # The copied modules have hooks already: torch copied them with everything else.
         twin.unit = unit
-        twin.own(
-            copied(handle, memo, twin.grad_hook, twin.on_outside_grad)
-            for handle in self.unit.handles
-        )
+        twin.own(copied(handle, memo) for handle in self.unit.handles)
 
     # ------------------------------------------------------------ of modules
 
@@ -95,7 +88,7 @@ class UnitHooks:
 
     # ------------------------------------------------------------ of parameters
 
-    def grad_hook(self, handle: FlatParamHandle, index: int) -> Callable[[Tensor], None]:
+    def _grad_hook(self, handle: FlatParamHandle, index: int) -> Callable[[Tensor], None]:
         """Make what full parameter ``index`` calls once autograd has filled its ``.grad``."""
         # Weakly: Python's collector does not see what autograd holds, and would free no cycle.
         this, owner = weakref.ref(self), weakref.ref(handle)
@@ -120,12 +113,11 @@ class UnitHooks:
         hook.of_flatshard = True  # type: ignore[attr-defined]
         return hook
 
-    def on_outside_grad(self) -> None:
+    def _on_outside_grad(self) -> None:
         """A sharded parameter gets a gradient from its use outside of forward."""
         self._backward.begin()
 
     def _bring_back(self) -> bool:
-        """Parameters of lookups alone are used otherwise; see ``Backward.bring_back``."""
         return self._backward.bring_back(self.unit)
 
 

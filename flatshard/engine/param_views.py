@@ -30,6 +30,7 @@ from flatshard.tensor.param_swap import SwappableParam
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, attributes_of
 
+GradHook = Callable[[int], Callable[[Tensor], None]]
 T = TypeVar("T")
 
 
@@ -45,7 +46,6 @@ class ParamViews:
         topology: Topology,
         use_orig_params: bool,
         state_disk: DiskMemory | None,
-        on_outside_grad: Callable[[], object],
     ) -> None:
         """Describe what this rank holds; ``show_shard`` and ``make_full`` fill it.
 
@@ -56,8 +56,6 @@ class ParamViews:
             topology: the ranks that share them.
             use_orig_params: whether users see original parameters or one ``FlatParameter``.
             state_disk: where optimizers keep what has the parameters' shape; None: in memory.
-            on_outside_grad: called before autograd adds to a sharded parameter's ``.grad`` what
-                came of its use outside of forward; is not kept alive.
         """
         self.link, self.layout, self._topology = link, layout, topology
         self.is_whole, self.use_orig_params = topology.shard.size == 1, use_orig_params
@@ -78,11 +76,12 @@ class ParamViews:
             for site in one.locations
         ]
         self._rnns = [module for module in self.modules() if isinstance(module, nn.RNNBase)]
-        self._make_specs(state_disk, _weakly(on_outside_grad, gone=None))
+        self._grad_hook: GradHook | None = None
+        self._make_specs(state_disk)
 
     # ------------------------------------------------------------ construction
 
-    def _make_specs(self, disk: DiskMemory | None, on_outside_grad: Callable[[], object]) -> None:
+    def _make_specs(self, disk: DiskMemory | None) -> None:
         topology, layout, unit = self._topology, self.layout, self.link.unit_name
         self.specs = [
             ShardSpec(
@@ -96,7 +95,6 @@ class ParamViews:
                 replicas=topology.replicate,
                 order=span.order,
                 state_disk=disk,
-                on_outside_grad=on_outside_grad,
             )
             for span, local in zip(layout.spans, self.local_spans, strict=True)
         ]
@@ -161,20 +159,10 @@ class ParamViews:
         ]
         return shard
 
-    def make_full(
-        self,
-        buffer: Tensor,
-        *,
-        is_shard: bool,
-        grad_hook: Callable[[int], Callable[[Tensor], None]],
-    ) -> None:
-        """Make the full parameters; once per buffer.
+    def make_full(self, buffer: Tensor, *, is_shard: bool) -> None:
+        """Make the full parameters over an unsharded buffer, ``(layout.padded_numel,)``, once.
 
-        Args:
-            buffer: the unsharded buffer, ``(layout.padded_numel,)``.
-            is_shard: whether that is the shard as well.
-            grad_hook: makes what is called with a full parameter, given by its index, once
-                autograd has put its gradient into ``.grad``.
+        ``is_shard``: the buffer is the shard as well.
         """
         requires_grad, before = self.requires_grad(), self.full
         with torch.inference_mode(False), torch.no_grad():
@@ -182,26 +170,52 @@ class ParamViews:
                 self.full = self.sharded
             else:
                 self._may_read = True
-                self.full = [
-                    nn.Parameter(view_of(buffer, span), requires_grad=False)
-                    for span in self.layout.spans
-                ]
+                spans = self.layout.spans
+                self.full = [nn.Parameter(view_of(buffer, s), requires_grad=False) for s in spans]
                 for spec, full in zip(self.specs, self.full, strict=True):
                     freed_parameter.name(full, spec)
             for index, full in enumerate(self.full):
                 self.specs[index].full = full
-                # Originals that compute themselves are the same objects after a conversion.
-                is_new = not before or before[index] is not full
-                if is_new and (full.is_floating_point() or full.is_complex()):
-                    # A frozen tensor refuses hooks; it may be unfrozen later.
-                    full.requires_grad_(True)
-                    full.register_post_accumulate_grad_hook(grad_hook(index))
-                    if before:
-                        # The dictionary, so that handles can still remove what is in it.
-                        full._backward_hooks = before[index]._backward_hooks
                 full.requires_grad_(requires_grad[index])  # False for integers
+                # Originals that compute themselves are the same objects after a conversion.
+                if before and before[index] is not full:
+                    # The dictionary, so that handles can still remove what is in it.
+                    full._backward_hooks = before[index]._backward_hooks
+                    self._hook_grad(index)
                 if self.use_orig_params and not self.is_whole:
                     self._owned[index].move_hooks(full)
+
+    def _hook_grad(self, index: int) -> None:
+        full = self.full[index]
+        if self._grad_hook is not None and (full.is_floating_point() or full.is_complex()):
+            is_trained = full.requires_grad
+            # A frozen tensor refuses hooks; it may be unfrozen later.
+            full.requires_grad_(True)
+            full.register_post_accumulate_grad_hook(self._grad_hook(index))
+            full.requires_grad_(is_trained)
+
+    def connect(
+        self,
+        grad_hook: GradHook,
+        on_outside_grad: Callable[[], object],
+        bring_back: Callable[[], bool] | None,
+    ) -> None:
+        """Say what autograd calls; the latter two are not kept alive.
+
+        Args:
+            grad_hook: makes what is called with a full parameter, given by its index, once
+                autograd has put its gradient into ``.grad``.
+            on_outside_grad: called before autograd adds to a sharded parameter's ``.grad`` what
+                came of its use outside of forward.
+            bring_back: unshards full parameters that are used after they were resharded, and
+                returns whether they are there then; None: nothing does.
+        """
+        self._grad_hook = grad_hook
+        for index, spec in enumerate(self.specs):
+            self._hook_grad(index)
+            spec.on_outside_grad = _weakly(on_outside_grad, gone=None)
+            if bring_back is not None:
+                spec.bring_back = _weakly(bring_back, gone=False)
 
     def set_accessible(self, may_read: bool) -> None:
         """Say whether the full parameters have memory, unless they compute themselves."""
@@ -209,17 +223,7 @@ class ParamViews:
             self._may_read = may_read
             freed_parameter.set_accessible(self.full, may_read)
 
-    def bring_back_by(self, bring_back: Callable[[], bool]) -> None:
-        """Say what unshards the full parameters where they are used after they were resharded.
-
-        It returns whether they are there then, and is not kept alive.
-        """
-        for spec in self.specs:
-            spec.bring_back = _weakly(bring_back, gone=False)
-
-    def copied(
-        self, memo: dict[int, Any], link: RunLink, on_outside_grad: Callable[[], object]
-    ) -> ParamViews:
+    def copied(self, memo: dict[int, Any], link: RunLink) -> ParamViews:
         """The same for modules that were deep-copied; shows nothing before ``show_shard``."""
         twin = ParamViews(
             [owned.copied(memo) for owned in self._owned],
@@ -228,7 +232,6 @@ class ParamViews:
             topology=self._topology,
             use_orig_params=self.use_orig_params,
             state_disk=self.flat_spec.state_disk,
-            on_outside_grad=on_outside_grad,
         )
         for copied, spec in zip(twin.specs, self.specs, strict=True):
             copied.name = spec.name  # that of the layout is relative to the first root

@@ -37,11 +37,7 @@ class SavedView(NamedTuple):
     version: int
 
     def restore(self) -> Tensor:
-        """The view, of a unit that is unsharded.
-
-        Raises:
-            RuntimeError: the parameters were edited since.
-        """
+        """The view, of a unit that is unsharded."""
         handle = self.handle
         # Torch's own check is off for what hooks pack.
         if handle.version != self.version:
@@ -54,12 +50,7 @@ class SavedView(NamedTuple):
 
 
 class SavedTensors:
-    """The pair of hooks for one tree of units.
-
-    Args:
-        units: every unit.
-        backward: unshards a unit again whose saved views are wanted.
-    """
+    """The pair of hooks for one tree of units."""
 
     def __init__(self, units: Iterable[Unit], backward: Backward) -> None:
         self._backward = backward
@@ -110,7 +101,6 @@ class SavedTensors:
         self._packs.append(pack)
 
     def pop(self) -> None:
-        """Undo the last ``push``."""
         hooks = self._active.pop()
         if hooks is not None:
             self._packs.pop()
@@ -132,14 +122,8 @@ class SavedTensors:
                     reinterprets |= tensor.is_conj() or tensor.is_neg()
                     if reinterprets or unit.copies_saved(handle):  # both are rare
                         return outer_pack(tensor.clone())
-                    return SavedView(
-                        unit,
-                        handle,
-                        tensor.size(),
-                        tensor.stride(),
-                        int(tensor.storage_offset()),
-                        handle.version,
-                    )
+                    size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+                    return SavedView(unit, handle, size, stride, int(offset), handle.version)
             return outer_pack(tensor)
 
         def unpack(packed: Any) -> Tensor:

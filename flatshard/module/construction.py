@@ -262,8 +262,6 @@ class Construction:
                 device=settings.device,
                 missing=initial_values.missing,
                 source=initial_values.source(topology),
-                grad_hook=hooks.grad_hook,
-                on_outside_grad=hooks.on_outside_grad,
             )
             for kind, params in planned.flat_params.items()
         )
