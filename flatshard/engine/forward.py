@@ -183,7 +183,7 @@ class Forward:
         # The optimizer may write shards next: no other rank may still be reading them.
         with self._observers.waiting(Kind.RANKS_WAIT):
             for handle in self._crossing:
-                handle.gather.finish_refresh()
+                handle.gather.secondary.finish_refresh()
             if not failed:  # else the error on its way is the one to see
                 self._state.pending_sends.wait_sends()
         for hear in self._observers.end_forward:

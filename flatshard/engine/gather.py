@@ -16,7 +16,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatshard.comm.communicator import Communicator
 from flatshard.comm.requests import BufferRequest, Gather
 from flatshard.comm.topology import Topology
 from flatshard.comm.work import AsyncWork
@@ -25,9 +24,6 @@ from flatshard.engine.run_link import RunLink
 from flatshard.memory.buffers import BufferMemory
 from flatshard.options.precision import ParamPrecision
 from flatshard.precision.float8 import Float8Shard
-
-_FULL = "full tensors, which all ranks must ask for together (state_dict(), say),"
-"""What such an all-gather is for, in errors."""
 
 
 class ParamGather:
@@ -48,15 +44,12 @@ class ParamGather:
         self.tags = intra_group.new_tag(), inter_group.new_tag()  # reductions use them too
         # Apart from those of a step: a state_dict() on one rank alone must not take what another
         # rank sends for its forward.
-        self._full_tags = intra_group.new_tag(), inter_group.new_tag()
+        self.full_tags = intra_group.new_tag(), inter_group.new_tag()
         self._map_tag = intra_group.new_tag()
         self._float8: Float8Shard | None = None
         if precision.gather_dtype is not None and topology.shard.size > 1:
             self._float8 = Float8Shard(precision.gather_dtype, shard_numel)
-        self._secondary: SecondaryShard | None = None
-        if topology.regather is not None or inter_group.size > 1:
-            nearby = intra_group if topology.regather is None else topology.regather
-            self._secondary = SecondaryShard(nearby, link)
+        self.secondary = SecondaryShard(topology, link)
         self._work: AsyncWork | None = None
         self._packed: Tensor | None = None
         self.move_to(device)
@@ -64,12 +57,11 @@ class ParamGather:
     def move_to(self, device: torch.device) -> None:
         """Compute on ``device`` from now on; what was kept to all-gather from is dropped."""
         self._device, self._to_device = device, HostToDevice(device, self._targets, self._link)
-        if self._secondary is not None:
-            self._secondary.drop()
+        self.secondary.drop()
 
     def reads_shard(self, dtype: torch.dtype) -> bool:
         """Whether all-gathers read the shard as it lies in host memory, in its own ``dtype``."""
-        is_copied = self._secondary is not None or self._float8 is not None
+        is_copied = self.secondary.is_kept or self._float8 is not None
         is_cast = self._precision.unsharded_dtype(dtype) != dtype
         is_alone = self._topology.shard.size == 1
         return self._device.type == "cpu" and not (is_copied or is_cast or is_alone)
@@ -80,8 +72,6 @@ class ParamGather:
         tags, compute_dtype = (self.tags[0], self._map_tag), self._precision.unsharded_dtype(dtype)
         request = BufferRequest(numel, compute_dtype, self._device, tags, files)
         return self._topology.intra_group.allocate_unsharded(request)
-
-    # ------------------------------------------------------------ during a step
 
     def start(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> None:
         """Start to fill the unsharded buffer in ``memory`` from where that is cheapest.
@@ -95,12 +85,11 @@ class ParamGather:
             purpose: what for, in errors.
         """
         with self._to_device.stream():
-            if self._secondary is not None:
-                self.begin_refresh(shard, version)
-                if self._secondary.is_current(version):
-                    self._work = self._secondary.gather(memory.buffer, purpose)
-                    return
-            self._work = self._gather(shard, version, memory, purpose)
+            self.begin_refresh(shard, version)
+            if self.secondary.is_current(version):
+                self._work = self.secondary.gather(memory.buffer, purpose)
+            else:
+                self._work = self._gather(shard, version, memory, purpose)
 
     def _gather(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> AsyncWork:
         comm, out = self._topology.intra_group, memory.buffer
@@ -142,67 +131,28 @@ class ParamGather:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether ``start`` began something that ``finish`` has not waited for."""
         return self._work is not None
 
-    # ------------------------------------------------------------ the secondary shard
-
     def begin_refresh(self, shard: Tensor, version: int) -> None:
-        """Start to all-gather what other nodes changed, if a secondary shard is kept.
+        """Start to all-gather what other nodes changed, if a secondary shard shows it.
 
         Collective: all ranks of ``inter_group``.
         """
-        inter_group, secondary = self._topology.inter_group, self._secondary
-        if secondary is not None and inter_group.size > 1:
+        if self._topology.inter_group.size > 1 and not self.secondary.is_current(version):
             with torch.inference_mode(False), torch.no_grad(), self._to_device.stream():
                 source = self._source(shard, version)
-                secondary.begin_refresh(source, version, inter_group, self.tags[1])
-
-    def finish_refresh(self) -> None:
-        """Wait for what ``begin_refresh`` began: the shard may be written after it."""
-        if self._secondary is not None:
-            self._secondary.finish_refresh()
-
-    def keep_secondary(self, buffer: Tensor, version: int) -> None:
-        """Keep, of an unsharded buffer, what backward all-gathers from, if it does so."""
-        if self._topology.regather is not None and self._secondary is not None:
-            self._secondary.cut(buffer, version)
-
-    def drop_secondary(self) -> None:
-        """After backward: give back what ``keep_secondary`` kept."""
-        if self._topology.regather is not None and self._secondary is not None:
-            self._secondary.drop()
-
-    @property
-    def secondary_bytes(self) -> int:
-        return 0 if self._secondary is None else self._secondary.nbytes
-
-    # ------------------------------------------------------------ between steps
-
-    def gather_full(self, part: Tensor, out: Tensor) -> AsyncWork:
-        """Start to all-gather something of the shard's shape, ``(padded_numel,)`` in all, as it is.
-
-        Over two groups first across nodes, for which it waits, then within.
-
-        Collective: all ranks of the shard group.
-        """
-        intra_group, inter_group = self._topology.intra_group, self._topology.inter_group
-        if inter_group.size > 1:
-            with torch.no_grad():
-                source, part = part, part.new_empty(part.numel() * inter_group.size)
-                self._gather_exactly(inter_group, source, part, self._full_tags[1]).finish()
-        return self._gather_exactly(intra_group, part, out, self._full_tags[0])
-
-    def _gather_exactly(self, comm: Communicator, part: Tensor, out: Tensor, tag: int) -> AsyncWork:
-        return comm.all_gather(Gather(part, out, self._link.unit_name, tag, _FULL, exact=True))
+                self.secondary.begin_refresh(source, version, self.tags[1])
 
 
 class SecondaryShard:
-    """This rank's part of what ``comm`` all-gathers."""
+    """This rank's part of what nearby ranks all-gather; nothing with most strategies."""
 
-    def __init__(self, comm: Communicator, link: RunLink) -> None:
-        self._comm, self._link = comm, link
-        self._tag = comm.new_tag()
+    def __init__(self, topology: Topology, link: RunLink) -> None:
+        self._link, self._inter_group = link, topology.inter_group
+        self._is_temporary = topology.regather is not None  # from a forward to its backward
+        self.is_kept = self._is_temporary or topology.inter_group.size > 1
+        self._comm = topology.intra_group if topology.regather is None else topology.regather
+        self._tag = self._comm.new_tag() if self.is_kept else 0
         self._part: Tensor | None = None
         self._version = -1  # of the shards that it shows, or will once the refresh is over
         self._refresh: AsyncWork | None = None
@@ -214,37 +164,41 @@ class SecondaryShard:
     def nbytes(self) -> int:
         return 0 if self._part is None else self._part.nbytes
 
+    @property
+    def waits_for_backward(self) -> bool:
+        return self._is_temporary and self._part is not None
+
     def cut(self, buffer: Tensor, version: int) -> None:
-        """Keep this rank's part of an unsharded buffer, ``(padded_numel,)``."""
-        if not self.is_current(version):
+        """Keep, of an unsharded buffer, ``(padded_numel,)``, what backward all-gathers from."""
+        if self._is_temporary and not self.is_current(version):
             self._part = buffer.chunk(self._comm.size)[self._comm.rank].clone()
             self._version = version
 
-    def begin_refresh(
-        self, source: Tensor, version: int, inter_group: Communicator, tag: int
-    ) -> None:
-        """Start to all-gather the part over ``inter_group``, unless it is current.
+    def end_backward(self) -> None:
+        """Give back what ``cut`` kept."""
+        if self._is_temporary:
+            self.drop()
 
-        Collective: all ranks of ``inter_group``.
+    def begin_refresh(self, source: Tensor, version: int, tag: int) -> None:
+        """Start to all-gather it over the inter group.
+
+        Collective: all ranks of that group.
 
         Args:
             source: this rank's shard in the dtype to keep; not to be written before it is sent.
             version: the shard's.
-            inter_group: the ranks whose shards make up the part.
-            tag: from ``inter_group.new_tag()``, once.
+            tag: of the inter group, for this alone.
         """
-        if self.is_current(version):
-            return
         self.finish_refresh()
         if self._part is None:
-            self._part = source.new_empty(source.numel() * inter_group.size)
-        self._refresh = inter_group.all_gather(
+            self._part = source.new_empty(source.numel() * self._inter_group.size)
+        self._refresh = self._inter_group.all_gather(
             Gather(source, self._part, self._link.unit_name, tag, "this node")
         )
         self._version = version
 
     def finish_refresh(self) -> None:
-        """Wait for what ``begin_refresh`` began.
+        """Wait for what ``begin_refresh`` began: the shard may be written after it.
 
         Raises:
             CollectiveError: a peer failed.
@@ -258,7 +212,7 @@ class SecondaryShard:
                 raise
 
     def gather(self, out: Tensor, purpose: str) -> AsyncWork:
-        """Begin filling ``out``, ``(padded_numel,)``. Collective: all ranks of ``comm``."""
+        """Begin filling ``out``, ``(padded_numel,)``. Collective: all nearby ranks."""
         self.finish_refresh()
         assert self._part is not None, "there is a part to gather from"
         return self._comm.all_gather(

@@ -33,8 +33,7 @@ from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.buffers import BufferMemory, ShardItself
 from flatshard.options.precision import GradDtypes, ParamPrecision
 from flatshard.tensor import freed_parameter
-from flatshard.tensor.broadcast_source import BroadcastSource
-from flatshard.tensor.flat_parameter import part_of, view_of
+from flatshard.tensor.flat_parameter import view_of
 
 
 class ShardState(enum.Enum):
@@ -80,11 +79,7 @@ class FlatParamHandle:
     ) -> None:
         """Without memory; ``adopt``, ``show_shard`` and ``make_buffer`` come next, in this order.
 
-        Args:
-            params: what users and modules hold; decides names and layout.
-            options: how to shard, keep and send it.
-            dtype: of the shard.
-            device: where the unit computes; the shard may live elsewhere.
+        ``dtype`` is the shard's. On ``device`` the unit computes; the shard may live elsewhere.
         """
         self.params, self.options, self.device = params, options, device
         self.layout, self.link, self.local_spans = params.layout, params.link, params.local_spans
@@ -160,24 +155,6 @@ class FlatParamHandle:
             self._free_buffer()
         self.params.use_sharded_views()
 
-    def fill(self, index: int, value: Tensor | None, source: BroadcastSource | None) -> None:
-        """Keep this rank's part of the values of original parameter ``index``.
-
-        Collective with a ``source``: all ranks.
-
-        Args:
-            index: which one.
-            value: all of it, on any device; with a ``source`` rank 0's alone counts.
-            source: hands rank 0's values out; None: each rank has its own.
-        """
-        if source is not None:
-            source.hand_out(self.layout, index, value, self.part(index))
-        else:
-            assert value is not None, "every rank has the values"
-            span, local = self.layout.spans[index], self.local_spans[index]
-            self.part(index).copy_(part_of(value, span, local))
-        self.unfilled.discard(index)
-
     def part(self, index: int) -> Tensor:
         """This rank's part of original parameter ``index``, ``(numel held here,)``; a view."""
         local = self.local_spans[index]
@@ -195,12 +172,9 @@ class FlatParamHandle:
     # ------------------------------------------------------------ unshard and reshard
 
     def unshard(self, purpose: str) -> None:
-        """Start to all-gather the parameters, unless they are there or coming.
+        """Start to all-gather the parameters for "forward" or "backward", unless they are there.
 
         Collective: all ranks of the shard group.
-
-        Args:
-            purpose: what for, in errors: "forward" or "backward".
 
         State: SHARDED -> UNSHARDING.
         """
@@ -228,12 +202,9 @@ class FlatParamHandle:
         self._move_to(ShardState.UNSHARDING)
 
     def wait_unshard(self) -> None:
-        """Finish the all-gather that ``unshard`` started.
+        """Finish the all-gather that ``unshard`` started. Raises CollectiveError.
 
         State: UNSHARDING -> UNSHARDED.
-
-        Raises:
-            CollectiveError: a peer failed.
         """
         if self.gather.is_under_way:
             try:
@@ -281,7 +252,7 @@ class FlatParamHandle:
     def keep_secondary(self) -> None:
         """Before ``reshard`` between forward and backward: keep what backward all-gathers from."""
         if self.is_current:
-            self.gather.keep_secondary(self.buffer, self._unsharded_version)
+            self.gather.secondary.cut(self.buffer, self._unsharded_version)
 
     def absorb_replaced(self) -> None:
         """Where plain originals stand over the shard, take over data assigned to ``p.data``."""
@@ -328,7 +299,7 @@ class FlatParamHandle:
     def unsharded_bytes(self) -> int:
         """Bytes now of the unsharded buffer, besides all ranks' shards, and of a secondary one."""
         held = 0 if self.state is ShardState.SHARDED else self.memory.held_bytes
-        return held + self.gather.secondary_bytes
+        return held + self.gather.secondary.nbytes
 
     # ------------------------------------------------------------ gradients
 

@@ -14,6 +14,7 @@ from flatshard.engine.run_link import RunLink
 from flatshard.plan.layout import memory_order, strides_of
 from flatshard.plan.param_info import ParamInfo, layout_of
 from flatshard.tensor.broadcast_source import BroadcastSource
+from flatshard.tensor.flat_parameter import part_of
 
 
 def make_handle(
@@ -52,10 +53,32 @@ def make_handle(
         handle.unfilled = {i for i, one in enumerate(owned) if id(one.param) in missing}
         for index, one in enumerate(owned):
             if index not in handle.unfilled:
-                handle.fill(index, one.param, source)
+                fill(handle, index, one.param, source)
         handle.show_shard()
     handle.make_buffer()
     return handle
+
+
+def fill(
+    handle: FlatParamHandle, index: int, value: Tensor | None, source: BroadcastSource | None
+) -> None:
+    """Keep this rank's part of the values of original parameter ``index``.
+
+    Collective with a ``source``: all ranks.
+
+    Args:
+        handle: whose.
+        index: which one.
+        value: all of it, on any device; with a ``source`` rank 0's alone counts.
+        source: hands rank 0's values out; None: each rank has its own.
+    """
+    if source is not None:
+        source.hand_out(handle.layout, index, value, handle.part(index))
+    else:
+        assert value is not None, "every rank has the values"
+        span, local = handle.layout.spans[index], handle.local_spans[index]
+        handle.part(index).copy_(part_of(value, span, local))
+    handle.unfilled.discard(index)
 
 
 def copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
@@ -82,7 +105,7 @@ def convert(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
     """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
     handle.reshard()
     # Other ranks may still be reading the shard's present memory.
-    handle.gather.finish_refresh()
+    handle.gather.secondary.finish_refresh()
     handle.absorb_replaced()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         shard, before = handle.shard, handle.shard.data_ptr()

@@ -28,7 +28,7 @@ from flatshard.tensor import freed_parameter
 from flatshard.tensor.flat_parameter import FlatParameter, FlatParameterPart, view_of
 from flatshard.tensor.param_swap import SwappableParam
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, attributes_of
+from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 GradHook = Callable[[int], Callable[[Tensor], None]]
 T = TypeVar("T")
@@ -49,13 +49,7 @@ class ParamViews:
     ) -> None:
         """Describe what this rank holds; ``show_shard`` and ``make_full`` fill it.
 
-        Args:
-            owned: parameters of one dtype and ``requires_grad``, with their places.
-            link: names the unit.
-            layout: where each of them lies.
-            topology: the ranks that share them.
-            use_orig_params: whether users see original parameters or one ``FlatParameter``.
-            state_disk: where optimizers keep what has the parameters' shape; None: in memory.
+        ``state_disk``: where optimizers keep what has the parameters' shape; None: in memory.
         """
         self.link, self.layout, self._topology = link, layout, topology
         self.is_whole, self.use_orig_params = topology.shard.size == 1, use_orig_params
@@ -114,13 +108,9 @@ class ParamViews:
         )
 
     def show_shard(self, shard: Tensor) -> Tensor:
-        """Let what users see show a shard; the originals keep their identity.
+        """Let what users see show a shard, ``(layout.shard_numel,)``; originals stay the objects.
 
-        Args:
-            shard: ``(layout.shard_numel,)``, of any dtype and device.
-
-        Returns:
-            ``shard``, or the same memory with the version counter of what users hold.
+        Returns ``shard``, or the same memory with the version counter of what users hold.
         """
         requires_grad = self.requires_grad()
         if not self.use_orig_params:
@@ -256,13 +246,6 @@ class ParamViews:
             found = [param.requires_grad for param in self.sharded]
         return found if self.use_orig_params else found * len(self.specs)
 
-    def traits(self, index: int) -> tuple[bool, dict[str, Any]]:
-        """Whether original parameter ``index`` is trained, and the attributes users gave it."""
-        if not self.use_orig_params:
-            return self.sharded[0].requires_grad, {}
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.sharded[index].requires_grad, attributes_of(self.sharded[index])
-
     def num_trainable(self) -> int:
         return sum(full.requires_grad for full in self.full)
 
@@ -270,17 +253,12 @@ class ParamViews:
         return {module for module, _, _ in self.places}
 
     def locations(self, index: int) -> list[ParamLocation]:
-        """Where original parameter ``index`` stands; the first place names it."""
         return self._owned[index].locations
 
     # ------------------------------------------------------------ what modules hold
 
     def use_unsharded_views(self) -> None:
-        """Give the modules the full parameters.
-
-        Raises:
-            RuntimeError: a module's parameter was replaced by another object since wrapping.
-        """
+        """Give the modules the full parameters. Raises as ``check_places``."""
         if self.are_full:
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -296,11 +274,7 @@ class ParamViews:
         self.put(self.full)
 
     def check_places(self) -> None:
-        """See that the modules hold what they were given.
-
-        Raises:
-            RuntimeError: a module's parameter was replaced by another object since wrapping.
-        """
+        """Raise RuntimeError if a module's parameter was replaced since wrapping."""
         for module, attribute, index in self.places:
             present = module._parameters.get(attribute)
             if present is not self.full[index] and present is not self._outside(index):
@@ -311,7 +285,6 @@ class ParamViews:
                 )
 
     def put(self, params: list[nn.Parameter]) -> None:
-        """Let the modules hold ``params``, one per original parameter."""
         for module, attribute, index in self.places:
             module._parameters[attribute] = params[index]
             if self._placeholders:

@@ -57,11 +57,7 @@ class Call:
 
 
 class Unit:
-    """A wrapped module, or several, and their flat parameters.
-
-    ``casts`` says of each module, which keeps its own class and forward, how its inputs are cast;
-    ``names`` are the modules' in the unwrapped model, ``name`` the same in one.
-    """
+    """A wrapped module, or several, and their flat parameters."""
 
     def __init__(
         self,
@@ -71,8 +67,9 @@ class Unit:
         placement: Placement,
         topology: Topology,
     ) -> None:
-        """A unit without parameters; ``own`` adds them."""
+        # Of each module, which keeps its own class and forward, how its inputs are cast.
         self.casts = dict(modules)
+        # In the unwrapped model; `name` is all of them in one.
         self.names, self.name = list(names), name_of(names)
         # One per dtype and `requires_grad`, and one for each large parameter of the root; or none.
         self.handles: list[FlatParamHandle] = []
@@ -118,7 +115,6 @@ class Unit:
         return self.casts.keys()
 
     def rename(self, names: Sequence[str], *, is_root: bool) -> None:
-        """Take names relative to another root."""
         strip = partial(_renamed, before=self.names, after=names)
         self.names, self.name, self.is_root = list(names), name_of(names), is_root
         for handle in self.handles:
@@ -164,11 +160,7 @@ class Unit:
     # ------------------------------------------------------------ state
 
     def enter(self, phase: Phase) -> None:
-        """Move to another phase.
-
-        Raises:
-            RuntimeError: the unit is in a phase that this one cannot follow.
-        """
+        """Move to another phase; raises RuntimeError where that cannot follow the present one."""
         if phase is not self.phase and phase not in _MOVES[self.phase]:
             raise RuntimeError(
                 f"unit {self.name!r}: cannot go from {self.phase.name} to {phase.name}. A step was "
@@ -189,10 +181,8 @@ class Unit:
     @property
     def is_at_rest(self) -> bool:
         """Whether nothing is unsharded, on its way, or kept for backward."""
-        keeps_secondary = self.topology.regather is not None
         return self.phase is Phase.IDLE and not any(
-            handle.state is not ShardState.SHARDED
-            or (keeps_secondary and handle.gather.secondary_bytes)
+            handle.state is not ShardState.SHARDED or handle.gather.secondary.waits_for_backward
             for handle in self.handles
         )
 
@@ -216,10 +206,8 @@ class Unit:
         return self._sticky_version >= 0 and self._sticky_version == self._version
 
     def stick(self) -> None:
-        """Keep the buffers until the parameters change.
-
-        With create_graph, nodes that backward itself makes save views that nothing packs.
-        """
+        """Keep the buffers until the parameters change."""
+        # With create_graph, nodes that backward itself makes save views that nothing packs.
         self._sticky_version = self._version
 
     # ------------------------------------------------------------ unshard and reshard
@@ -227,9 +215,7 @@ class Unit:
     def unshard(self, purpose: str, *, everything: bool = False) -> None:
         """Start to all-gather what is needed for "forward" or "backward". Collective.
 
-        Args:
-            purpose: what for.
-            everything: in backward also what lookups alone use.
+        ``everything``: in backward also what lookups alone use.
         """
         needs_all = everything or purpose == "forward"
         for handle in self.handles if needs_all else self.for_backward:
@@ -254,7 +240,7 @@ class Unit:
             if self._is_sticky:
                 handle.snapshot()
                 continue
-            handle.gather.drop_secondary()
+            handle.gather.secondary.end_backward()
             if self._reshards_after_backward(handle):
                 handle.reshard()
             elif handle.state is ShardState.UNSHARDING:
@@ -274,7 +260,7 @@ class Unit:
         """As ``reshard_by_policy``, and what the strategy would keep. State: any -> IDLE."""
         self._leave()
         for handle in self.handles:
-            handle.gather.drop_secondary()
+            handle.gather.secondary.end_backward()
             handle.reshard()
 
     def _leave(self) -> None:
@@ -320,10 +306,7 @@ class Unit:
     def end_forward(self, *, is_needed_soon: bool) -> None:
         """Reshard what the strategy reshards, as no call is to come. State: FORWARD -> IDLE.
 
-        Does nothing elsewhere, or while a call runs.
-
-        Args:
-            is_needed_soon: backward begins with this unit: to reshard it would cost an all-gather.
+        ``is_needed_soon``: backward begins with this unit: to reshard it would cost an all-gather.
         """
         if self.phase is not Phase.FORWARD or self.running:
             return
@@ -348,11 +331,9 @@ class Unit:
         return reshards and handle not in self.for_backward
 
     def copies_saved(self, handle: FlatParamHandle) -> bool:
-        """Whether autograd saves values instead of a place that is unsharded again.
-
-        In the root, any rank may use a parameter as it likes: backward must not need an all-gather
-        that the other ranks do without.
-        """
+        """Whether autograd saves values instead of a place that is unsharded again."""
+        # In the root, any rank may use a parameter as it likes: backward must not need an
+        # all-gather that the other ranks do without.
         return self.is_root and self._reshards_anyway(handle)
 
     # ------------------------------------------------------------ backward

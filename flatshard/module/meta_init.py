@@ -29,8 +29,10 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum, raise_everywhere
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.handle_making import fill
 from flatshard.module.initial_values import InitialValues, give_out, names_of_different
 from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.tensor.sharded_tensor import attributes_of
 
 InitFn = Callable[[nn.Module], Any]
 """The type of ``param_init_fn``."""
@@ -137,9 +139,12 @@ class _ParamSlot(NamedTuple):
         empty = self.handle.params.specs[self.number].empty(
             self.handle.shard.new_empty(0, device=device)
         )
-        trainable, attributes = self.handle.params.traits(self.number)
-        param = nn.Parameter(_patterned(empty), requires_grad=trainable)
-        param.__dict__.update(attributes)
+        params = self.handle.params
+        with torch._C.DisableTorchFunctionSubclass():
+            sharded = params.sharded[self.number if params.use_orig_params else 0]
+            param = nn.Parameter(_patterned(empty), requires_grad=sharded.requires_grad)
+            if params.use_orig_params:
+                param.__dict__.update(attributes_of(sharded))
         self.module.__dict__.pop(self.attribute, None)
         self.module._parameters[self.attribute] = param
 
@@ -460,7 +465,7 @@ class MetaInit:
                     _patterned(handle.part(param.number))
                     handle.unfilled.discard(param.number)
                 else:
-                    handle.fill(param.number, value, start.source(handle.topology))
+                    fill(handle, param.number, value, start.source(handle.topology))
             # Shards that live on disk must not all be in memory at once.
             for handle in {param.handle for param in group.params}:
                 handle.page_out()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
+from flatshard.comm.requests import Gather
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.memory import disk
 from flatshard.precision.casts import set_grad
@@ -68,9 +69,20 @@ def gather_flat(handle: FlatParamHandle, shard: Tensor) -> Tensor:
     if shard is handle.shard and handle.is_current and handle.buffer.dtype == shard.dtype:
         return handle.buffer
     flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
-    handle.gather.gather_full(shard.detach().to(handle.device), flat).finish()
+    part, inter_group = shard.detach().to(handle.device), handle.topology.inter_group
+    if inter_group.size > 1:  # first across nodes, then within
+        source, part = part, part.new_empty(part.numel() * inter_group.size)
+        _gather_exactly(handle, inter_group, source, part, handle.gather.full_tags[1])
+    _gather_exactly(handle, handle.topology.intra_group, part, flat, handle.gather.full_tags[0])
     disk.release(shard)  # its pages were read for the all-gather alone
     return flat
+
+
+def _gather_exactly(
+    handle: FlatParamHandle, comm: Communicator, part: Tensor, out: Tensor, tag: int
+) -> None:
+    purpose = "full tensors, which all ranks must ask for together (state_dict(), say),"
+    comm.all_gather(Gather(part, out, handle.unit_name, tag, purpose, exact=True)).finish()
 
 
 def split(handle: FlatParamHandle, flat: Tensor, device: torch.device) -> list[Tensor]:
