@@ -173,8 +173,8 @@ class Read(NamedTuple):
     notes: list[str]
     """One line per keyword that was set and has no effect."""
 
-    def check_against(self, **given: Any) -> None:
-        """Compare with the values given under our own names; None: not given.
+    def merged(self, **given: Any) -> list[Any]:
+        """The values of our keywords, with those given under our own names; None: not given.
 
         Raises:
             ValueError: they differ.
@@ -185,6 +185,7 @@ class Read(NamedTuple):
                     f"ShardedWrapper: {name}={given[name]!r} contradicts another keyword that "
                     f"means {name}={value!r}. Pass one of them."
                 )
+        return [self.ours.get(name, value) for name, value in given.items()]
 
 
 def read_keywords(extra: dict[str, Any], known: Iterable[str]) -> Read:

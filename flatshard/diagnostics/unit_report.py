@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from flatshard.plan.auto_wrap import count_blocks
+from flatshard.plan.ignored import NOTHING, Ignored
 from flatshard.plan.module_tree import ModuleTree, name_of, numel
 
 LARGE_MODEL_NUMEL = 10_000_000
@@ -187,22 +188,10 @@ def lint(units: Sequence[UnitSize], tied: Iterable[tuple[int, Sequence[str]]]) -
     return [warning for warning in warnings if warning]
 
 
-def lint_one_unit(
-    module: nn.Module,
-    *,
-    ignored_modules: Collection[nn.Module] = (),
-    ignored_params: Collection[nn.Parameter] = (),
-) -> list[str]:
-    """Warn if a large model with repeated blocks becomes one unit.
-
-    A large module without repeated blocks may be a part that the user wraps by hand.
-
-    Args:
-        module: the model.
-        ignored_modules: ignored modules; their descendants are ignored too.
-        ignored_params: ignored parameters.
-    """
-    tree = ModuleTree(module, set(ignored_modules), set(ignored_params))
+def lint_one_unit(module: nn.Module, ignored: Ignored = NOTHING) -> list[str]:
+    """Warn if a large model with repeated blocks becomes one unit."""
+    # A large module without repeated blocks may be a part that the user wraps by hand.
+    tree = ModuleTree(module, ignored)
     size = numel(tree.params(module))
     blocks = count_blocks(tree) if size >= LARGE_MODEL_NUMEL else 0
     if not blocks:

@@ -21,19 +21,12 @@ from flatshard.precision.casts import convert_buffers
 
 
 def convert(
-    root: Sharding,
-    fn: Callable[..., Any],
-    apply_to_module: Callable[[], Any],
-    *,
-    recurse: bool,
+    root: Sharding, fn: Callable[..., Any], apply_to_module: Callable[[], Any], *, recurse: bool
 ) -> None:
     """Convert shards instead of parameters.
 
-    Args:
-        root: the sharding of the wrapper that is converted.
-        fn: the function that ``.to()``, ``.double()`` and the like apply to tensors.
-        apply_to_module: ``nn.Module._apply`` of the wrapper with ``fn``.
-        recurse: convert units inside too.
+    ``fn`` is what ``.to()``, ``.double()`` and the like apply to tensors, ``apply_to_module``
+    torch's ``Module._apply`` with it.
     """
     context = root.context
     if context.is_converting:  # called by the wrapper around it, which converts all shards

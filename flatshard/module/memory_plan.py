@@ -27,13 +27,13 @@ from torch import nn
 from flatshard.comm.communicator import ALONE
 from flatshard.comm.topology import Ranks
 from flatshard.diagnostics.unit_report import show_bytes, tabulate
+from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.settings import Settings, read_strategy
 from flatshard.options.collectives import TransportOptions, as_coalesce_bytes
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
-from flatshard.plan.ignored import Ignored
 from flatshard.plan.param_info import layout_of
 from flatshard.plan.wrap import Policy
 from flatshard.tensor.sharded_tensor import FlatShardTensor
@@ -245,7 +245,7 @@ def predict(
         broadcast_buffers=True,
         device=torch.device("meta"),
     )
-    plan = ModelPlan(model, auto_wrap_policy, settings, Ignored(), set())
+    plan = ModelPlan(UnwrappedModel(model), auto_wrap_policy, settings)
     units = [
         _unit_memory(unit, _Shares.of(unit.settings, world_size), optimizer_bytes)
         for unit in plan.units

@@ -23,12 +23,8 @@ from flatshard.plan.module_proxy import ModuleProxy
 def start_run(root: Sharding, *, number: int | None = None) -> None:
     """Make the wrapper of ``root`` the outermost one; all wrappers inside share its run.
 
-    Args:
-        root: the sharding of the outermost wrapper.
-        number: identifies the model, the same on all ranks. None: a new one.
-
-    Raises:
-        ValueError: units inside train on other ranks.
+    ``number`` identifies the model, the same on all ranks; None: a new one. Raises ValueError if
+    units inside train on other ranks.
     """
     names: dict[Unit, list[str]] = {}
     for name, module in root.wrapper.named_modules():
@@ -60,7 +56,6 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
 def accumulating(
     context: RunContext, max_bytes: int | None, *, replicas_only: bool
 ) -> Iterator[None]:
-    """See ``ShardedWrapper.no_sync``."""
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}")
     state = context.state
@@ -100,14 +95,11 @@ def _gradient_bytes(unit: Unit) -> int:
 
 
 class _ForwardChecks(StepObserver):
-    """Checks when a forward of the root begins."""
-
     def __init__(self, root: Sharding) -> None:
         self._root = root
         self._num_registered = 0  # modules and parameters assigned until the last check
 
     def synced_buffers(self) -> Iterable[Tensor]:
-        """The buffers that every forward broadcasts from rank 0."""
         if not self._root.settings.broadcast_buffers:
             return ()
         ignored = self._root.ignored.ids()
@@ -115,11 +107,10 @@ class _ForwardChecks(StepObserver):
         return [buffer for buffer in buffers if id(buffer) not in ignored]
 
     def recover(self) -> None:
-        """Give an optimizer its sharded parameters back if an exception interrupted its step."""
+        # An exception may have interrupted an optimizer's step, which has plain tensors.
         step.restore_all()
 
     def begin_forward(self) -> None:
-        """Check before the first forward, and whenever something was assigned to modules."""
         root = self._root
         is_first = not root.context.has_run
         if is_first or self._num_registered != late_modules.count():

@@ -24,21 +24,7 @@ from flatshard.state.model_state import UnitStateDict
 
 @dataclass(eq=False)
 class Sharding:
-    """One wrapper's part of a sharded model.
-
-    Wrappers of coalesced modules share a unit; all wrappers of a model share its run.
-
-    Attributes:
-        wrapper: the wrapper.
-        unit: its unit.
-        hooks: the unit's hooks on its modules and parameters.
-        state_dict: the unit's part of state dicts.
-        settings: the keywords it was wrapped with.
-        ignored: the modules and parameters that it ignores.
-        reason: why a policy made it a unit; empty if none did.
-        is_left_empty: whether ``leave_empty`` left values to be loaded.
-        context: the model's run; see ``run.start_run``.
-    """
+    """One wrapper's part of a sharded model. Wrappers of coalesced modules share a unit."""
 
     wrapper: ModuleProxy
     unit: Unit
@@ -46,13 +32,9 @@ class Sharding:
     state_dict: UnitStateDict
     settings: Settings
     ignored: Ignored
-    reason: str = ""
-    is_left_empty: bool = False
-    context: RunContext = dataclasses.field(init=False)
-
-    def attach(self) -> None:
-        """Store this in its wrapper."""
-        self.wrapper.__dict__["_sharding"] = self
+    reason: str = ""  # why a policy made it a unit; empty if none did
+    is_left_empty: bool = False  # whether `leave_empty` left values to be loaded
+    context: RunContext = dataclasses.field(init=False)  # shared by a model; see `run.start_run`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """For a copied wrapper: its own unit on the same ranks, in the run of the original."""
@@ -68,11 +50,7 @@ class Sharding:
         return twin
 
     def check_between_steps(self, caller: str) -> RunContext:
-        """The model's run, after a check that no step is running.
-
-        Raises:
-            RuntimeError: a forward or backward is running.
-        """
+        """The model's run; raises RuntimeError while a forward or backward is running."""
         context = self.context
         context.recover()
         if context.is_running:
@@ -116,7 +94,6 @@ class Sharding:
                 )
 
     def change_strategy(self, value: ShardingStrategy | str) -> None:
-        """See ``ShardedWrapper.sharding_strategy``."""
         before, unit = self.settings, self.unit
         strategy, placement = read_strategy(value, None, before.ranks)
         self.check_has_all_modules("given another strategy")
@@ -141,7 +118,6 @@ class Sharding:
     # ------------------------------------------------------------ descriptions
 
     def summary(self) -> str:
-        """Strategy, elements and padding, for ``repr``."""
         unit, strategy = self.unit, self.settings.strategy.name
         if len(unit.modules) > 1:
             return f"{strategy}: part of unit {unit.name}"
@@ -155,7 +131,6 @@ class Sharding:
         )
 
     def report(self) -> str:
-        """See ``ShardedWrapper.unit_report``."""
         inside = shardings_in(self.wrapper)
         # One row per unit: of wrappers that share a unit, the first counts.
         first = {one.unit: one for one in reversed(inside)}
@@ -163,7 +138,6 @@ class Sharding:
         return describe([first[unit].unit_row(rest) for unit in units_in(self.wrapper)])
 
     def unit_row(self, rest: str) -> UnitRow:
-        """Its unit's row in ``unit_report``; ``rest`` describes what the root owns."""
         unit, topology = self.unit, self.settings.topology
         coalesced = f", {len(unit.modules)} coalesced" if len(unit.modules) > 1 else ""
         return UnitRow(
@@ -194,7 +168,6 @@ def _flat_param_row(handle: FlatParamHandle) -> FlatParamRow:
 
 
 def sharding_of(wrapper: ModuleProxy) -> Sharding:
-    """The sharding of one wrapper."""
     found: Sharding = wrapper.__dict__["_sharding"]
     return found
 
@@ -213,22 +186,18 @@ def outermost_shardings(module: nn.Module) -> list[Sharding]:
 
 
 def units_of(shardings: Iterable[Sharding]) -> list[Unit]:
-    """The units of some shardings, each once."""
     return list(dict.fromkeys(one.unit for one in shardings))
 
 
 def units_in(module: nn.Module) -> list[Unit]:
-    """The units of a model, outermost first; none in an unwrapped model."""
     return units_of(shardings_in(module))
 
 
 def state_dicts_in(module: nn.Module) -> list[UnitStateDict]:
-    """The state dict part of each unit in a model."""
     return list(dict.fromkeys(one.state_dict for one in shardings_in(module)))
 
 
 def handles_in(module: nn.Module) -> list[FlatParamHandle]:
-    """The flat parameters of a model."""
     return [handle for unit in units_in(module) for handle in unit.handles]
 
 

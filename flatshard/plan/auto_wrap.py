@@ -66,29 +66,20 @@ _GENERIC = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def choose(tree: ModuleTree) -> dict[nn.Module, str]:
-    """Choose the units of a model. The same on every rank; changes nothing.
+    """Choose the units of a model: never the root, in post-order, each with the reason in words.
 
-    Returns:
-        The chosen modules, never the root, in post-order, each with the reason in words.
+    The same on every rank; changes nothing.
     """
-    return _choose(tree).reasons()
+    return _Choice(tree).reasons()
 
 
 def count_blocks(tree: ModuleTree) -> int:
     """Number of the chosen units that are blocks."""
-    return len(_choose(tree).blocks())
-
-
-def _choose(tree: ModuleTree) -> _Choice:
-    choice = _Choice(tree)
-    choice.visit(tree.root)
-    choice.take_small_blocks()
-    choice.fill_root()
-    return choice
+    return len(_Choice(tree).blocks())
 
 
 class _Choice:
-    """The units chosen so far, and the parameters that they leave over."""
+    """The units chosen, and the parameters that they leave over."""
 
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
@@ -104,10 +95,11 @@ class _Choice:
         self._opened = {tree.root}
         self._seen: set[nn.Module] = set()
         self._counts = self._count_kinds(tree.root)
+        self._visit(tree.root)
+        self._take_small_blocks()
+        self._fill_root()
 
-    # ------------------------------------------------------------ choosing
-
-    def visit(self, module: nn.Module) -> None:
+    def _visit(self, module: nn.Module) -> None:
         """Choose units below an opened module."""
         for child in self._children(module):
             if child in self._seen:
@@ -115,7 +107,7 @@ class _Choice:
             self._seen.add(child)
             if self._opens(child):
                 self._opened.add(child)
-                self.visit(child)
+                self._visit(child)
             if not has_forward(child):
                 continue
             if self._left[child] >= MIN_UNIT_NUMEL:
@@ -137,20 +129,15 @@ class _Choice:
 
     def _take(self, module: nn.Module) -> None:
         self._held[module] = self._left[module]
-        for param in self._params_below(module):
-            self._taken.add(param)
-            for container in self._containers[param]:
-                self._left[container] -= param.numel()
+        for param in module.parameters():
+            containers = self._containers.get(param, [])
+            # Of a weight that is tied to one outside, something around both takes care.
+            if module in containers and param not in self._taken:
+                self._taken.add(param)
+                for container in containers:
+                    self._left[container] -= param.numel()
 
-    def _params_below(self, module: nn.Module) -> list[nn.Parameter]:
-        """The parameters that only ``module`` or a module in it can hold, if not taken yet."""
-        return [
-            param
-            for param in module.parameters()
-            if param not in self._taken and module in self._containers.get(param, ())
-        ]
-
-    def take_small_blocks(self) -> None:
+    def _take_small_blocks(self) -> None:
         """Make units of small blocks if the root would otherwise hold too much of them."""
         # Those of which something is left belong to no unit yet.
         blocks = [m for m in self._too_small if self._left[m] and self._is_closed_block(m)]
@@ -158,27 +145,22 @@ class _Choice:
             for module in blocks:
                 self._take(module)
 
-    def fill_root(self) -> None:
+    def _fill_root(self) -> None:
         """Let a small root take in what is cheap to keep unsharded."""
         root = self._tree.root
         if len(self._held) == 1 and self._left[root] < MIN_UNIT_NUMEL:
             self._held.clear()  # else two all-gathers, the first of nearly everything
             return
-        # Stable: of equal ones the first in the model.
-        for module in sorted(self._outermost_singles(), key=self._held.__getitem__):
-            missing = 0 < self._left[root] < MIN_UNIT_NUMEL
-            if missing and self._held[module] <= ROOT_TAKES_NUMEL:
-                self._left[root] += self._held.pop(module)
-
-    def _outermost_singles(self) -> list[nn.Module]:
         outermost = {
             next((module for module in containers if module in self._held), None)
             for containers in self._containers.values()
         }
-        blocks = self.blocks()
-        return [module for module in self._held if module in outermost and module not in blocks]
-
-    # ------------------------------------------------------------ blocks
+        # No blocks. The sort is stable: of equal ones the first in the model.
+        singles = [m for m in self._held if m in outermost and not self._is_closed_block(m)]
+        for module in sorted(singles, key=self._held.__getitem__):
+            missing = 0 < self._left[root] < MIN_UNIT_NUMEL
+            if missing and self._held[module] <= ROOT_TAKES_NUMEL:
+                self._left[root] += self._held.pop(module)
 
     def _children(self, module: nn.Module) -> list[nn.Module]:
         return [
@@ -231,8 +213,6 @@ class _Choice:
             )
 
         return in_blocks(module) >= BLOCKS_SHARE * self._numel[module]
-
-    # ------------------------------------------------------------ reasons
 
     def reasons(self) -> dict[nn.Module, str]:
         """Say of each chosen module why it is one."""

@@ -29,7 +29,6 @@ class ParamInfo:
 
     @property
     def name(self) -> str:
-        """The parameter's name in the unwrapped model; the first one of a tied parameter."""
         return self.locations[0].name
 
 
@@ -60,28 +59,23 @@ def find_owners(
     Returns:
         For every unit, ``root`` first, what it owns in registration order; may be nothing.
     """
-    units = {*unit_modules, root}
+    owners: dict[nn.Module, list[ParamInfo]] = {unit: [] for unit in (root, *unit_modules)}
     found: dict[int, ParamInfo] = {}
     common: dict[int, list[nn.Module]] = {}
-    seen_locations: set[tuple[int, str]] = set()
     for path, chain in paths(root):
         module = chain[-1]
-        prefix = f"{path}." if path else ""
-        enclosing = [ancestor for ancestor in chain if ancestor in units]
+        enclosing = [ancestor for ancestor in chain if ancestor in owners]
         for attribute, param in module._parameters.items():
             if param is None or id(param) in taken:
                 continue
-            key = id(param)
-            owned = found.setdefault(key, ParamInfo(param))
+            owned = found.setdefault(id(param), ParamInfo(param))
+            name = f"{path}.{attribute}" if path else attribute
             # A shared module is on several paths, and is one place.
-            if (id(module), attribute) not in seen_locations:
-                seen_locations.add((id(module), attribute))
-                owned.locations.append(ParamLocation(module, attribute, prefix + attribute))
+            if all((at.module, at.attribute) != (module, attribute) for at in owned.locations):
+                owned.locations.append(ParamLocation(module, attribute, name))
             # Outermost first, so the last unit that all places have in common is the lowest.
-            before = common.get(key, enclosing)
-            common[key] = [unit for unit in before if unit in enclosing]
-    owners: dict[nn.Module, list[ParamInfo]] = {root: []}
-    owners.update({unit: [] for unit in unit_modules})
+            before = common.get(id(param), enclosing)
+            common[id(param)] = [unit for unit in before if unit in enclosing]
     for key, owned in found.items():
         owners[common[key][-1]].append(owned)
     return owners

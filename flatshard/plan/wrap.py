@@ -16,10 +16,9 @@ Without a policy, ``wrap`` inside ``enable_wrap`` makes units where a model is b
 """
 
 import contextlib
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -28,34 +27,18 @@ from typing import Any, Literal, Protocol, TypeAlias
 from torch import nn
 
 from flatshard.plan import auto_wrap
+from flatshard.plan.ignored import NOTHING, Ignored
 from flatshard.plan.module_tree import ModuleTree, has_forward, numel
 
-__all__ = [
-    "CustomPolicy",
-    "ModuleWrapPolicy",
-    "Policy",
-    "UnitPlan",
-    "always_wrap_policy",
-    "check_policy",
-    "enable_wrap",
-    "explain_no_match",
-    "find_units",
-    "lambda_auto_wrap_policy",
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-    "wrap",
-]
+Keywords: TypeAlias = dict[str, Any]
 
 
 class PolicyObject(Protocol):
     """A policy that sees all modules at once."""
 
     def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
-    ) -> dict[nn.Module, dict[str, Any]]: ...
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Keywords
+    ) -> dict[nn.Module, Keywords]: ...
 
 
 Policy: TypeAlias = Callable[..., bool] | PolicyObject | Literal["auto"]
@@ -63,19 +46,12 @@ Policy: TypeAlias = Callable[..., bool] | PolicyObject | Literal["auto"]
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """One module that is to become a unit.
+    """One module that is to become a unit."""
 
-    Attributes:
-        name: the module's first FQN under the root.
-        module: the module itself.
-        overrides: keywords that differ from the root's for this unit.
-        reason: who chose it and why, in words.
-    """
-
-    name: str
+    name: str  # its first FQN under the root
     module: nn.Module = field(repr=False)
-    overrides: dict[str, Any] = field(default_factory=dict)
-    reason: str = field(default="", compare=False, repr=False)
+    overrides: Keywords = field(default_factory=dict)  # what differs from the root's
+    reason: str = field(default="", compare=False, repr=False)  # who chose it and why, in words
 
 
 # --- callable policies ---
@@ -175,11 +151,8 @@ class ModuleWrapPolicy:
         return f"ModuleWrapPolicy({_show(self._module_classes)})"
 
     def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
-    ) -> dict[nn.Module, dict[str, Any]]:
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Keywords
+    ) -> dict[nn.Module, Keywords]:
         return {
             module: dict(root_kwargs)
             for module in root_module.modules()
@@ -210,11 +183,8 @@ class CustomPolicy:
         return f"CustomPolicy({_show(self._lambda_fn)})"
 
     def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
-    ) -> dict[nn.Module, dict[str, Any]]:
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Keywords
+    ) -> dict[nn.Module, Keywords]:
         chosen = {}
         for name, module in root_module.named_modules():
             if module in ignored_modules:
@@ -234,23 +204,11 @@ class CustomPolicy:
 # --- choosing units ---
 
 
-def find_units(
-    root: nn.Module,
-    policy: Policy,
-    *,
-    ignored_modules: Collection[nn.Module] = (),
-    ignored_params: Collection[nn.Parameter] = (),
-) -> list[UnitPlan]:
+def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> list[UnitPlan]:
     """Choose the modules below ``root`` that become units of their own. Changes nothing.
 
     Only modules with parameters, not all of them ignored, can be units; for those that never are,
     see [Note: modules that are never units] in ``flatshard.plan.module_tree``.
-
-    Args:
-        root: the outermost module; never in the result, as it is a unit anyway.
-        policy: what to choose; see the top of this file.
-        ignored_modules: modules left out with all their descendants and parameters.
-        ignored_params: parameters that count for nothing.
 
     Returns:
         The units in post-order, children before parents; a module with several names comes once.
@@ -260,15 +218,14 @@ def find_units(
         ValueError: ``policy`` has a bad setting or answer, or is an unknown name.
     """
     check_policy(policy)
-    ignored = {module for top in ignored_modules for module in top.modules()}
-    tree = ModuleTree(root, ignored, set(ignored_params))
+    tree = ModuleTree(root, ignored)
     reasons: dict[nn.Module, str] = {}
-    chosen: dict[nn.Module, dict[str, Any]]
+    chosen: dict[nn.Module, Keywords]
     if isinstance(policy, str):
         reasons = auto_wrap.choose(tree)
         chosen = {module: {} for module in reasons}
     elif hasattr(policy, "_run_policy"):
-        chosen = policy._run_policy(root, ignored, {})
+        chosen = policy._run_policy(root, set(ignored.modules), {})
     else:
         chosen = _ask(tree, policy)
     names = {module: name for name, module in root.named_modules()}
@@ -285,9 +242,9 @@ def find_units(
     ]
 
 
-def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, dict[str, Any]]:
-    """Return the candidates that a callable policy wants."""
-    chosen: dict[nn.Module, dict[str, Any]] = {}
+def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywords]:
+    """The candidates that a callable policy wants."""
+    chosen: dict[nn.Module, Keywords] = {}
     # Per module, the parameters that units in its subtree hold. A shared module is asked about
     # once but takes its parameters from each of its parents.
     held_in: dict[nn.Module, set[nn.Parameter]] = {}
@@ -314,7 +271,7 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, dict[
 
 # --- choosing units by hand ---
 
-_enabled: ContextVar[dict[str, Any] | None] = ContextVar("enabled", default=None)
+_enabled: ContextVar[Keywords | None] = ContextVar("enabled", default=None)
 """The keywords of the innermost ``enable_wrap``; None outside."""
 
 
@@ -362,24 +319,19 @@ def check_policy(policy: object) -> None:
 
     Raises:
         TypeError: it is something else, or can't be called as a policy is.
-        ValueError: it is a name other than ``"auto"``, or ``size_based_auto_wrap_policy`` with a
-            bad ``min_num_params``.
+        ValueError: it is a name other than ``"auto"``.
     """
-    example = "{Block}"
-    if classes := _module_classes_in(policy):
-        example = _show(classes)
     expected = (
-        f'expected "auto", a policy object such as ModuleWrapPolicy({example}) or a callable such '
+        'expected "auto", a policy object such as ModuleWrapPolicy({Block}) or a callable such '
         "as functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)"
     )
+    if policy == "auto" or (hasattr(policy, "_run_policy") and not isinstance(policy, type)):
+        return
     if isinstance(policy, str):
-        _check_name(policy, expected)
-        return
-    if isinstance(policy, type | nn.Module):
-        raise TypeError(f"auto_wrap_policy: {expected}, got {_show(policy)}, which is none.")
-    if hasattr(policy, "_run_policy"):
-        return
-    if not callable(policy):
+        is_name = policy.endswith(("_policy", "Policy"))
+        hint = f" To use {policy}, pass the object, not its name." if is_name else ""
+        raise ValueError(f"auto_wrap_policy: unknown policy {policy!r}; {expected}.{hint}")
+    if isinstance(policy, type | nn.Module) or not callable(policy):
         kind = type(policy).__name__
         raise TypeError(f"auto_wrap_policy: {expected}, got {_show(policy)} ({kind}).")
     try:
@@ -390,25 +342,6 @@ def check_policy(policy: object) -> None:
             f"and nonwrapped_numel ({error}); {expected}. Set further arguments by "
             "functools.partial."
         ) from error
-    if isinstance(policy, functools.partial):
-        _check_settings(policy)
-
-
-def _check_name(name: str, expected: str) -> None:
-    if name == "auto":
-        return
-    offered = [known for known in __all__ if known.endswith(("_policy", "Policy"))]
-    close = difflib.get_close_matches(name, offered, n=1)
-    hint = f" To use {close[0]}, pass the object, not its name." if close else ""
-    raise ValueError(f"auto_wrap_policy: unknown policy {name!r}; {expected}.{hint}")
-
-
-def _check_settings(policy: "functools.partial[Any]") -> None:
-    settings = policy.keywords
-    if policy.func is size_based_auto_wrap_policy and "min_num_params" in settings:
-        _check_min_num_params(settings["min_num_params"])
-    if policy.func is transformer_auto_wrap_policy and "transformer_layer_cls" in settings:
-        _class_tuple(settings["transformer_layer_cls"], "transformer_layer_cls")
 
 
 def _check_min_num_params(value: object) -> None:
@@ -429,15 +362,9 @@ def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:
     return found
 
 
-def explain_no_match(
-    root: nn.Module,
-    policy: Policy,
-    *,
-    ignored_modules: Collection[nn.Module] = (),
-    ignored_params: Collection[nn.Parameter] = (),
-) -> str:
-    """Return a warning's text for a policy that chose no unit: what it could have chosen."""
-    tree = ModuleTree(root, set(ignored_modules), set(ignored_params))
+def explain_no_match(root: nn.Module, policy: Policy | None, ignored: Ignored = NOTHING) -> str:
+    """A warning's text for a policy that chose no unit: what it could have chosen."""
+    tree = ModuleTree(root, ignored)
     names = {module: name for name, module in root.named_modules()}
     by_class: dict[type, list[tuple[int, str]]] = {}
     for module in tree.candidates():
@@ -453,12 +380,6 @@ def explain_no_match(
         f"{numel(tree.params(root)):,} elements are one unit, unsharded together. "
         f"It could have chosen, largest first: {', '.join(options) or 'nothing'}."
     )
-
-
-def _module_classes_in(value: object) -> list[type]:
-    # Passed where a policy belongs, to be named in the error.
-    items = value if isinstance(value, list | tuple | set | frozenset) else [value]
-    return [item for item in items if isinstance(item, type) and issubclass(item, nn.Module)]
 
 
 def _show(value: object) -> str:

@@ -27,7 +27,7 @@ from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends
 from flatshard.engine import grad_reduce, offload, reduce_buckets
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
-from flatshard.module import inspection
+from flatshard.module.inspection import UnwrappedModel
 from flatshard.options.collectives import Collectives, TransportOptions
 from flatshard.options.precision import GradDtypes
 from flatshard.plan import coalescing
@@ -319,9 +319,8 @@ def test_ranks_on_one_gpu_are_told_what_to_do() -> None:
 
 def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> None:
     group: Any = SimpleNamespace(bound_device_id=torch.device("cuda", 1), _device_types=["cuda"])
-    ignored: Any = SimpleNamespace(ids=set)
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
-        found = inspection.find_device(torch.nn.Linear(1, 1), None, group, ignored)
+        found = UnwrappedModel(torch.nn.Linear(1, 1)).find_device(None, group)
     assert found == torch.device("cuda", 1)
 
 
