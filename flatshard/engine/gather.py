@@ -13,6 +13,8 @@ node.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -26,20 +28,30 @@ from flatshard.options.precision import ParamPrecision
 from flatshard.precision.float8 import Float8Shard
 
 
+@dataclass(frozen=True)
+class HandleOptions:
+    """How a flat parameter is sharded, kept and sent."""
+
+    topology: Topology
+    targets: OffloadTargets
+    precision: ParamPrecision
+    use_orig_params: bool  # users see original parameters, not one ``FlatParameter``
+    reduces_alone: bool  # its gradients do not wait for the rest of the unit's
+
+
 class ParamGather:
     """All-gathers one flat parameter. Keeps what is under way, and no state of the handle's."""
 
     def __init__(
         self,
         link: RunLink,
-        topology: Topology,
+        options: HandleOptions,
         device: torch.device,
-        precision: ParamPrecision,
-        targets: OffloadTargets,
         shard_numel: int,
     ) -> None:
-        self._link, self._topology = link, topology
-        self._precision, self._targets = precision, targets
+        self._link, self._topology = link, options.topology
+        self._precision, self._targets = options.precision, options.targets
+        topology, gather_dtype = options.topology, options.precision.gather_dtype
         intra_group, inter_group = topology.intra_group, topology.inter_group
         self.tags = intra_group.new_tag(), inter_group.new_tag()  # reductions use them too
         # Apart from those of a step: a state_dict() on one rank alone must not take what another
@@ -47,8 +59,8 @@ class ParamGather:
         self.full_tags = intra_group.new_tag(), inter_group.new_tag()
         self._map_tag = intra_group.new_tag()
         self._float8: Float8Shard | None = None
-        if precision.gather_dtype is not None and topology.shard.size > 1:
-            self._float8 = Float8Shard(precision.gather_dtype, shard_numel)
+        if gather_dtype is not None and topology.shard.size > 1:
+            self._float8 = Float8Shard(gather_dtype, shard_numel)
         self.secondary = SecondaryShard(topology, link)
         self._work: AsyncWork | None = None
         self._packed: Tensor | None = None

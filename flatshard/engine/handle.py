@@ -14,24 +14,21 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from flatshard.comm.topology import Topology
 from flatshard.comm.work import PendingSends
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
-from flatshard.engine.offload import OffloadTargets
 from flatshard.engine.param_views import ParamViews
 from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.buffers import BufferMemory, ShardItself
-from flatshard.options.precision import GradDtypes, ParamPrecision
+from flatshard.options.precision import GradDtypes
 from flatshard.tensor import freed_parameter
 from flatshard.tensor.flat_parameter import view_of
 
@@ -54,34 +51,16 @@ _MOVES = {
 }
 
 
-@dataclass(frozen=True)
-class HandleOptions:
-    """How a flat parameter is sharded, kept and sent."""
-
-    topology: Topology
-    targets: OffloadTargets
-    precision: ParamPrecision
-    use_orig_params: bool
-    # Whether its gradients do not wait for the rest of the unit's.
-    reduces_alone: bool
-
-
 class FlatParamHandle:
     """One flat parameter: parameters of one unit that agree in dtype and ``requires_grad``."""
 
-    def __init__(
-        self,
-        params: ParamViews,
-        options: HandleOptions,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, params: ParamViews, *, dtype: torch.dtype, device: torch.device) -> None:
         """Without memory; ``adopt``, ``show_shard`` and ``make_buffer`` come next, in this order.
 
         ``dtype`` is the shard's. On ``device`` the unit computes; the shard may live elsewhere.
         """
-        self.params, self.options, self.device = params, options, device
+        self.params, self.device = params, device
+        self.options = options = params.options
         self.layout, self.link, self.local_spans = params.layout, params.link, params.local_spans
         self.topology, self.reduces_alone = options.topology, options.reduces_alone
         self.is_whole = params.is_whole
@@ -91,14 +70,7 @@ class FlatParamHandle:
         self.state = ShardState.SHARDED
         self._unsharded_version = -1  # of the shard when the buffer was filled
         self._targets, self._precision = options.targets, options.precision
-        self.gather = ParamGather(
-            self.link,
-            self.topology,
-            device,
-            self._precision,
-            self._targets,
-            self.layout.shard_numel,
-        )
+        self.gather = ParamGather(self.link, options, device, self.layout.shard_numel)
         self._replicate_tag = self.topology.replicate.new_tag()
         self.grad_buffer = self._plan_gradients(dtype)
         self.grad_publish = GradPublish(params, self.grad_buffer, self._targets.gradient)

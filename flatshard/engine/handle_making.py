@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.engine.handle import FlatParamHandle, HandleOptions
+from flatshard.engine.gather import HandleOptions
+from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.param_views import ParamViews
 from flatshard.engine.run_link import RunLink
 from flatshard.plan.layout import memory_order, strides_of
@@ -39,15 +40,8 @@ def make_handle(
         source: hands rank 0's values out; None: each rank has its own.
     """
     layout, dtype = layout_of(owned, options.topology.shard.size), owned[0].param.dtype
-    params = ParamViews(
-        owned,
-        RunLink(unit_name),
-        layout=layout,
-        topology=options.topology,
-        use_orig_params=options.use_orig_params,
-        state_disk=options.targets.state,
-    )
-    handle = FlatParamHandle(params, options, dtype=dtype, device=device)
+    params = ParamViews(owned, RunLink(unit_name), options, layout)
+    handle = FlatParamHandle(params, dtype=dtype, device=device)
     with torch.inference_mode(False), torch.no_grad():
         handle.adopt(torch.zeros(layout.shard_numel, dtype=dtype, device=device))
         handle.unfilled = {i for i, one in enumerate(owned) if id(one.param) in missing}
@@ -87,12 +81,8 @@ def copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
     Gradients that wait for a reduction stay with the original.
     """
     handle.absorb_replaced()
-    twin = FlatParamHandle(
-        handle.params.copied(memo, RunLink(handle.unit_name)),
-        handle.options,
-        dtype=handle.shard.dtype,
-        device=handle.device,
-    )
+    params = handle.params.copied(memo, RunLink(handle.unit_name))
+    twin = FlatParamHandle(params, dtype=handle.shard.dtype, device=handle.device)
     twin.unfilled = set(handle.unfilled)
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         twin.adopt(handle.shard.detach().clone())

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.topology import Topology
+from flatshard.engine.gather import HandleOptions
 from flatshard.engine.run_link import RunLink
-from flatshard.memory.disk import DiskMemory
 from flatshard.plan.layout import FlatLayout
 from flatshard.plan.param_info import ParamInfo, ParamLocation
 from flatshard.tensor import freed_parameter
@@ -38,31 +38,23 @@ class ParamViews:
     """The sharded and the full parameters, and the places in modules where they stand."""
 
     def __init__(
-        self,
-        owned: list[ParamInfo],
-        link: RunLink,
-        *,
-        layout: FlatLayout,
-        topology: Topology,
-        use_orig_params: bool,
-        state_disk: DiskMemory | None,
+        self, owned: list[ParamInfo], link: RunLink, options: HandleOptions, layout: FlatLayout
     ) -> None:
-        """Describe what this rank holds; ``show_shard`` and ``make_full`` fill it.
-
-        ``state_disk``: where optimizers keep what has the parameters' shape; None: in memory.
-        """
-        self.link, self.layout, self._topology = link, layout, topology
-        self.is_whole, self.use_orig_params = topology.shard.size == 1, use_orig_params
+        """Describe what this rank holds; ``show_shard`` and ``make_full`` fill it."""
+        self.link, self.layout, self.options = link, layout, options
+        self.is_whole = options.topology.shard.size == 1
+        self.use_orig_params = options.use_orig_params
         # Whether what users see are the original objects, over the shard.
-        self.are_originals = use_orig_params and self.is_whole
+        self.are_originals = self.use_orig_params and self.is_whole
         self._owned = [SwappableParam(info) for info in owned]
-        self.sharded = [info.param for info in (owned if use_orig_params else owned[:1])]
+        self.sharded = [info.param for info in (owned if self.use_orig_params else owned[:1])]
         self.full: list[nn.Parameter] = []  # in the order of `layout.spans`
         self._may_read = True
         self._placeholders: list[FlatShardTensor] = []
         self._is_installed = False  # whether modules hold what `put` was given
         # Which range of this rank's shard is of which original parameter.
-        self.local_spans = [layout.local_span(i, topology.index) for i in range(len(owned))]
+        rank = options.topology.index
+        self.local_spans = [layout.local_span(index, rank) for index in range(len(owned))]
         # Every place of every original parameter: the module, the attribute and the index.
         self.places = [
             (site.module, site.attribute, index)
@@ -71,40 +63,41 @@ class ParamViews:
         ]
         self._rnns = [module for module in self.modules() if isinstance(module, nn.RNNBase)]
         self._grad_hook: GradHook | None = None
-        self._make_specs(state_disk)
+        self._make_specs()
 
     # ------------------------------------------------------------ construction
 
-    def _make_specs(self, disk: DiskMemory | None) -> None:
-        topology, layout, unit = self._topology, self.layout, self.link.unit_name
+    def _make_specs(self) -> None:
+        topology, layout, unit = self.options.topology, self.layout, self.link.unit_name
+        spec_of = partial(
+            ShardSpec,
+            comm=topology.shard,
+            replicas=topology.replicate,
+            # Optimizers keep what has the parameters' shape there; None: in memory.
+            state_disk=self.options.targets.state,
+        )
         self.specs = [
-            ShardSpec(
+            spec_of(
                 span.name,
                 unit,
                 span.shape,
                 offset=local.offset,
                 numel=local.numel,
                 start=local.start,
-                comm=topology.shard,
-                replicas=topology.replicate,
                 order=span.order,
-                state_disk=disk,
             )
             for span, local in zip(layout.spans, self.local_spans, strict=True)
         ]
         # Of the flat parameter.
-        self.flat_spec = ShardSpec(
+        self.flat_spec = spec_of(
             f"{unit or 'the root'}'s flat parameter",
             unit,
             (layout.shard_numel,),
             offset=0,
             numel=layout.shard_numel,
-            comm=topology.shard,
-            replicas=topology.replicate,
             originals=self.local_spans,
             number=topology.index,
             total_numel=layout.numel,
-            state_disk=disk,
         )
 
     def show_shard(self, shard: Tensor) -> Tensor:
@@ -136,7 +129,7 @@ class ParamViews:
         if isinstance(flat, FlatParameter):
             flat.point_at(shard)
         else:
-            flat = FlatParameter(shard, requires_grad, self.layout, self._topology.index)
+            flat = FlatParameter(shard, requires_grad, self.layout, self.options.topology.index)
             for owned in self._owned:
                 # Kept any longer, the originals would be a full copy of the unit on every rank.
                 owned.flatten_into(flat, self.link.unit_name)
@@ -215,14 +208,8 @@ class ParamViews:
 
     def copied(self, memo: dict[int, Any], link: RunLink) -> ParamViews:
         """The same for modules that were deep-copied; shows nothing before ``show_shard``."""
-        twin = ParamViews(
-            [owned.copied(memo) for owned in self._owned],
-            link,
-            layout=self.layout,
-            topology=self._topology,
-            use_orig_params=self.use_orig_params,
-            state_disk=self.flat_spec.state_disk,
-        )
+        owned = [one.copied(memo) for one in self._owned]
+        twin = ParamViews(owned, link, self.options, self.layout)
         for copied, spec in zip(twin.specs, self.specs, strict=True):
             copied.name = spec.name  # that of the layout is relative to the first root
         return twin

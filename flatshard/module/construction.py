@@ -9,7 +9,8 @@ from torch import nn
 
 from flatshard.comm import consistency
 from flatshard.diagnostics import unit_report
-from flatshard.engine.handle import FlatParamHandle, HandleOptions
+from flatshard.engine.gather import HandleOptions
+from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.handle_making import make_handle
 from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.offload import OffloadTargets
