@@ -3,7 +3,7 @@
 [Note: two kinds]
 torch's own averaging and compressing hooks are recognised by identity and never called: they only
 choose the reduce dtype. Any other hook is called instead of a reduction, which is over when the
-hook returns; ``engine.comm_hook_order`` says when it is called.
+hook returns; ``engine.reduce_queue`` says when it is called.
 """
 
 from __future__ import annotations

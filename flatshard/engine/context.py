@@ -49,7 +49,7 @@ class RunContext:
             unit.index = index
             for handle in unit.handles:
                 # One list for all: the end of a backward waits once for what others read.
-                handle.share_pending_sends(state.pending_sends)
+                handle.link.pending_sends = state.pending_sends
         self._prefetch = Prefetch(state, forward=forward_prefetch, backward=backward_prefetch)
         self._backward = Backward(state, self._prefetch)
         self._forward = Forward(state, self._backward, self._prefetch)
@@ -72,7 +72,7 @@ class RunContext:
         )
         # Prefetch and backward look at sizes, forward at storages that saved tensors lie in.
         self._prefetch.refresh()
-        self._backward.refresh()
+        self._backward.queue.refresh()
         self._forward.refresh(list(self._buffers()))
 
     @property

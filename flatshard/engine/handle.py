@@ -13,14 +13,12 @@ phase of a step: ``Unit`` decides when. ``handle_making`` makes, converts and co
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from flatshard.comm.work import PendingSends
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
@@ -135,11 +133,6 @@ class FlatParamHandle:
     def page_out(self) -> None:
         """Nobody reads or writes the shard for a while: on a disk it need not be in memory."""
         self._targets.shard.page_out(self.shard)
-
-    def rename(self, unit_name: str, strip: Callable[[str], str]) -> None:
-        """Take names relative to another root; ``strip`` maps the old to the new ones."""
-        self.link.unit_name = self.reduce_plan.unit_fqn = unit_name
-        self.params.rename(strip)
 
     # ------------------------------------------------------------ unshard and reshard
 
@@ -280,7 +273,7 @@ class FlatParamHandle:
         hook, precision = self.comm_hook or CommHook(), self._precision
         reduce_dtype = precision.reduced_dtype(dtype, hook.reduce_dtype)
         self.reduce_plan = ReducePlan(
-            self.unit_name,
+            self.link,
             self.layout,
             self.topology,
             reduce_dtype,
@@ -289,7 +282,6 @@ class FlatParamHandle:
             fixed_order=precision.fixed_order,
             hook=hook.reduce,
             output=BufferCache() if self._targets.gradient.is_device else None,
-            pending_sends=self.link.pending_sends,
         )
         return GradientBuffer(
             self.layout,
@@ -315,10 +307,6 @@ class FlatParamHandle:
         assert not self.grad_publish.holds_gradients, "they are in the dtype of before"
         self.comm_hook = hook
         self.replan_gradients()
-
-    def share_pending_sends(self, pending_sends: PendingSends) -> None:
-        """Keep what other ranks still read from this one in the run's list."""
-        self.link.pending_sends = self.reduce_plan.pending_sends = pending_sends
 
     @property
     def is_reducing(self) -> bool:

@@ -110,7 +110,7 @@ def convert(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
         if converted.device != shard.device:
             handle.device = converted.device
         handle.gather.move_to(handle.device)
-        grads = handle.grad_publish.take_off(fn)
+        grads = handle.grad_publish.take_off()
         handle.adopt(converted)
         handle.show_shard()
         take_in = handle.options.targets.gradient.take_in

@@ -118,7 +118,8 @@ class Unit:
         strip = partial(_renamed, before=self.names, after=names)
         self.names, self.name, self.is_root = list(names), name_of(names), is_root
         for handle in self.handles:
-            handle.rename(self.name, strip)
+            handle.link.unit_name = self.name
+            handle.params.rename(strip)
 
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
         """Own these flat parameters, and no others."""

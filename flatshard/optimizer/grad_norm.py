@@ -28,9 +28,7 @@ def check_reduced(
     Raises:
         RuntimeError: on all ranks, when any of them has such gradients.
     """
-    mine = next(
-        (handle.unit_name for handle in handles if handle.grad_publish.shows_unreduced()), None
-    )
+    mine = next((h.unit_name for h in handles if h.grad_publish.unreduced.is_shown()), None)
     if is_reducing:
         found = {world.rank: mine}
     else:

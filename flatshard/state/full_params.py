@@ -230,7 +230,7 @@ def _grad_facts(handle: FlatParamHandle) -> list[tuple[bool, bool, bool]]:
 
     Both of the latter, since the ranks' MAX of each then tells whether they differ.
     """
-    unreduced = handle.grad_publish.shows_unreduced()
+    unreduced = handle.grad_publish.unreduced.is_shown()
     return [(unreduced and there, there, not there) for there in _present_grads(handle)]
 
 
