@@ -12,10 +12,7 @@ from flatshard.comm.communicator import Communicator
 
 
 def broadcast_buffers(buffers: Sequence[Tensor], world: Communicator, op_name: str) -> None:
-    """Give every rank rank 0's, in one message per dtype and device. Collective.
-
-    They are alike in number, shapes and dtypes on all ranks.
-    """
+    """Give every rank rank 0's, in one message per dtype and device. Collective."""
     if world.size == 1:
         return
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

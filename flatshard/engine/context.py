@@ -29,15 +29,10 @@ class RunContext:
         forward_prefetch: bool,
         backward_prefetch: BackwardPrefetch | None,
     ) -> None:
-        """Run these units from now on.
+        """Run these units, the root last, from now on.
 
-        Args:
-            hooks: of every unit, the root last.
-            world: the ranks that train the model.
-            buffers: lists what rank 0 broadcasts before a forward.
-            number: below 256, to tell models apart; alike on all ranks.
-            forward_prefetch: whether to all-gather early in forward.
-            backward_prefetch: when to all-gather in backward.
+        ``buffers`` lists what rank 0 broadcasts before a forward. ``number``, below 256 and alike
+        on all ranks, tells models apart.
         """
         self.state = state = StepState([one.unit for one in hooks], world, number)
         self.units, self.root, self.number = state.units, state.root, number

@@ -33,28 +33,18 @@ from flatshard.memory.page_pool import POOL
 
 
 class Forward:
-    """The forwards of one model.
-
-    Attributes:
-        has_run: whether one has begun.
-        saved: what autograd saves of unsharded parameters.
-    """
+    """The forwards of one model."""
 
     def __init__(self, state: StepState, backward: Backward, prefetch: Prefetch) -> None:
-        """None has run; ``refresh`` comes before the first."""
         self._state, self._observers = state, state.observers
         self._backward, self._prefetch = backward, prefetch
         self.has_run = False
 
     def refresh(self, buffers: Sequence[Tensor]) -> None:
-        """Look at the units again, after their buffers were made anew.
-
-        Args:
-            buffers: the modules' buffers that rank 0 broadcasts. The objects of now, as in
-                DistributedDataParallel: a buffer that some forward replaces may then have another
-                size on each rank.
-        """
+        """Look at the units again, after their buffers, and the modules', were made anew."""
         units = self._state.units
+        # The objects of now, as in DistributedDataParallel: a buffer that some forward replaces may
+        # then have another size on each rank.
         self._buffers = buffers
         self.saved = SavedTensors(units, self._backward)
         self._of_several = [unit for unit in units if len(unit.modules) > 1]
@@ -124,7 +114,6 @@ class Forward:
             self._end(failed)
 
     def _is_needed_soon(self, unit: Unit) -> bool:
-        """Whether backward begins with the unit, so that to reshard it would cost an all-gather."""
         if unit is self._state.root:
             return True
         return self._state.expects_backward and self._prefetch.keeps_for_backward(unit)
@@ -132,10 +121,8 @@ class Forward:
     # ------------------------------------------------------------ the outermost one
 
     def _begins_recomputation(self) -> bool:
-        """Whether a reentrant checkpoint around the full model computes it again.
-
-        Then nothing of the model's backward has run yet, and its own forward had no gradients.
-        """
+        """Whether a reentrant checkpoint around the full model computes it again."""
+        # Then nothing of the model's backward has run yet, and its own forward had no gradients.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
             return False
         self._state.plan_syncs()
@@ -168,7 +155,6 @@ class Forward:
                 handle.gather.begin_refresh(handle.shard.detach(), handle.version)
 
     def _end(self, failed: bool) -> None:
-        """The outermost module has returned or raised."""
         for unit in self._of_several:
             unit.end_forward(is_needed_soon=self._is_needed_soon(unit))
         # Where all ran as recorded, an all-gather under way is backward's first.
@@ -209,14 +195,9 @@ class Forward:
 
 
 def _check_not_captured(device: torch.device) -> None:
-    """Refuse to all-gather or reduce while a CUDA graph captures the current stream.
-
-    What the host does in a step would run once, at the capture, and never again.
-
-    Raises:
-        RuntimeError: it is captured.
-    """
-    # Asked of another device than the current one, torch would begin to use that.
+    """Raise RuntimeError while a CUDA graph captures the current stream."""
+    # What the host does in a step would run once, at the capture, and never again. Asked of
+    # another device than the current one, torch would begin to use that.
     is_current = device.type == "cuda" and torch.cuda.current_device() == device.index
     if is_current and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

@@ -86,16 +86,8 @@ class ParamGather:
         return self._topology.intra_group.allocate_unsharded(request)
 
     def start(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> None:
-        """Start to fill the unsharded buffer in ``memory`` from where that is cheapest.
-
-        Collective: all ranks that it is all-gathered from.
-
-        Args:
-            shard: ``(shard_numel,)``, in its target.
-            version: the shard's; tells what is stale.
-            memory: of the buffer.
-            purpose: what for, in errors.
-        """
+        """Fill the buffer in ``memory``, later. Collective: all ranks that it is gathered from."""
+        # `version` is the shard's, and tells whether what was kept of it is stale.
         with self._to_device.stream():
             self.begin_refresh(shard, version)
             if self.secondary.is_current(version):
@@ -124,11 +116,7 @@ class ParamGather:
         return self._to_device.copy(shard, dtype, version)
 
     def finish(self, buffer: Tensor) -> None:
-        """Wait for what ``start`` began: ``buffer`` holds the parameters after it.
-
-        Raises:
-            CollectiveError: a peer failed.
-        """
+        """Wait for what ``start`` began: ``buffer`` is filled then. Raises CollectiveError."""
         work, self._work = self._work, None
         packed, self._packed = self._packed, None
         if work is None:
@@ -146,10 +134,7 @@ class ParamGather:
         return self._work is not None
 
     def begin_refresh(self, shard: Tensor, version: int) -> None:
-        """Start to all-gather what other nodes changed, if a secondary shard shows it.
-
-        Collective: all ranks of ``inter_group``.
-        """
+        """All-gather what other nodes changed, later. Collective: the ranks of ``inter_group``."""
         if self._topology.inter_group.size > 1 and not self.secondary.is_current(version):
             with torch.inference_mode(False), torch.no_grad(), self._to_device.stream():
                 source = self._source(shard, version)
@@ -192,14 +177,9 @@ class SecondaryShard:
             self.drop()
 
     def begin_refresh(self, source: Tensor, version: int, tag: int) -> None:
-        """Start to all-gather it over the inter group.
+        """Start to all-gather it over the inter group. Collective: all ranks of that group.
 
-        Collective: all ranks of that group.
-
-        Args:
-            source: this rank's shard in the dtype to keep; not to be written before it is sent.
-            version: the shard's.
-            tag: of the inter group, for this alone.
+        ``source``: this rank's shard in the dtype to keep; not to be written before it is sent.
         """
         self.finish_refresh()
         if self._part is None:
@@ -210,11 +190,7 @@ class SecondaryShard:
         self._version = version
 
     def finish_refresh(self) -> None:
-        """Wait for what ``begin_refresh`` began: the shard may be written after it.
-
-        Raises:
-            CollectiveError: a peer failed.
-        """
+        """After it the shard may be written. Raises CollectiveError."""
         refresh, self._refresh = self._refresh, None
         if refresh is not None:
             try:

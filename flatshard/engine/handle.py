@@ -53,10 +53,7 @@ class FlatParamHandle:
     """One flat parameter: parameters of one unit that agree in dtype and ``requires_grad``."""
 
     def __init__(self, params: ParamViews, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Without memory; ``adopt``, ``show_shard`` and ``make_buffer`` come next, in this order.
-
-        ``dtype`` is the shard's. On ``device`` the unit computes; the shard may live elsewhere.
-        """
+        """Without memory: ``adopt``, ``show_shard`` and ``make_buffer`` follow, in this order."""
         self.params, self.device = params, device
         self.options = options = params.options
         self.layout, self.link, self.local_spans = params.layout, params.link, params.local_spans
@@ -137,12 +134,7 @@ class FlatParamHandle:
     # ------------------------------------------------------------ unshard and reshard
 
     def unshard(self, purpose: str) -> None:
-        """Start to all-gather the parameters for "forward" or "backward", unless they are there.
-
-        Collective: all ranks of the shard group.
-
-        State: SHARDED -> UNSHARDING.
-        """
+        """SHARDED -> UNSHARDING: start to all-gather. Collective: all ranks of the shard group."""
         if self.summoned is not None:
             raise RuntimeError(
                 f"unit {self.unit_name!r}: a forward was run under summon_full_params(). Leave "
@@ -167,10 +159,7 @@ class FlatParamHandle:
         self._move_to(ShardState.UNSHARDING)
 
     def wait_unshard(self) -> None:
-        """Finish the all-gather that ``unshard`` started. Raises CollectiveError.
-
-        State: UNSHARDING -> UNSHARDED.
-        """
+        """UNSHARDING -> UNSHARDED: finish the all-gather. Raises CollectiveError."""
         if self.gather.is_under_way:
             try:
                 # Autograd must not take the refill for an edit of what it saved.
@@ -184,10 +173,7 @@ class FlatParamHandle:
         self._move_to(ShardState.UNSHARDED)
 
     def reshard(self) -> None:
-        """Free the unsharded buffer; does nothing when there is none.
-
-        State: UNSHARDED -> SHARDED. No communication.
-        """
+        """UNSHARDED -> SHARDED: free the unsharded buffer, if there is one. No communication."""
         if self.state is ShardState.SHARDED:
             return
         if self.state is ShardState.UNSHARDING:

@@ -29,15 +29,8 @@ def make_handle(
 ) -> FlatParamHandle:
     """Keep this rank's part of ``owned``, and turn the originals into views of it.
 
-    Collective with a ``source``.
-
-    Args:
-        owned: parameters of one dtype and ``requires_grad``.
-        unit_name: the unit's name in the unwrapped model.
-        options: how to shard, keep and send them.
-        device: where the unit computes.
-        missing: ids of parameters without values yet; they are ``unfilled``.
-        source: hands rank 0's values out; None: each rank has its own.
+    Collective with a ``source``, which hands rank 0's values out. ``missing`` are ids of parameters
+    without values yet. The unit computes on ``device``.
     """
     layout, dtype = layout_of(owned, options.topology.shard.size), owned[0].param.dtype
     params = ParamViews(owned, RunLink(unit_name), options, layout)
@@ -56,15 +49,9 @@ def make_handle(
 def fill(
     handle: FlatParamHandle, index: int, value: Tensor | None, source: BroadcastSource | None
 ) -> None:
-    """Keep this rank's part of the values of original parameter ``index``.
+    """Keep this rank's part of ``value``, all of an original; with a ``source`` of rank 0's.
 
     Collective with a ``source``: all ranks.
-
-    Args:
-        handle: whose.
-        index: which one.
-        value: all of it, on any device; with a ``source`` rank 0's alone counts.
-        source: hands rank 0's values out; None: each rank has its own.
     """
     if source is not None:
         source.hand_out(handle.layout, index, value, handle.part(index))
@@ -120,13 +107,8 @@ def convert(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
-    """Refuse a ``module._apply`` function that gives a parameter another memory format.
-
-    Optimizer state lies in the order of the shard, and nobody would rearrange it.
-
-    Raises:
-        RuntimeError: it does.
-    """
+    """Raise RuntimeError if ``module._apply``'s function changes a parameter's memory format."""
+    # Optimizer state lies in the order of the shard, and nobody would rearrange it.
     after: dict[tuple[int, ...], tuple[int, ...]] = {}
     for span, spec in zip(handle.layout.spans, handle.params.specs, strict=True):
         if span.order not in after:

@@ -101,7 +101,12 @@ class UnitHooks:
             full.grad = None
             grad = handle.grad_publish.unreduced.take_back(index, grad)
             if grad.requires_grad:
-                raise _differentiable(handle.params.specs[index].name)
+                raise RuntimeError(
+                    f"parameter {handle.params.specs[index].name!r}: backward(create_graph=True) "
+                    "gives gradients that are differentiable themselves, which sharded ones cannot "
+                    "be. Use torch.autograd.grad for the inner gradient and backward() for the "
+                    "outer one."
+                )
             if grad.layout is not torch.strided:
                 grad = grad.to_dense()
             unit, backward = hooks.unit, hooks._backward
@@ -119,14 +124,6 @@ class UnitHooks:
 
     def _bring_back(self) -> bool:
         return self._backward.bring_back(self.unit)
-
-
-def _differentiable(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"parameter {name!r}: backward(create_graph=True) gives gradients that are differentiable "
-        "themselves, which sharded ones cannot be. Use torch.autograd.grad for the inner gradient "
-        "and backward() for the outer one."
-    )
 
 
 def _hook_tensors(value: Any, hook: Callable[[Tensor], None]) -> int:

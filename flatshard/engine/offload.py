@@ -12,8 +12,10 @@ the source of an all-gather, without a copy.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -104,12 +106,7 @@ class OffloadTargets:
 
     @classmethod
     def find(cls, offload: CPUOffload, device: torch.device) -> OffloadTargets:
-        """What a policy means for a model that computes on ``device``.
-
-        Raises:
-            ValueError: its path cannot take files.
-            NotImplementedError: this system cannot map files.
-        """
+        """What a policy means on ``device``. Raises ValueError and NotImplementedError."""
         is_apart = device.type != "cpu"
         if not offload.is_on or (not is_apart and offload.path is None):
             return cls()
@@ -123,11 +120,7 @@ class OffloadTargets:
         return cls(state=memory)
 
     def reserve(self, unit: str, params: Iterable[nn.Parameter], shard_size: int) -> None:
-        """Keep room on the disk for the shards and gradients of a unit of these parameters.
-
-        Raises:
-            OffloadError: the disk is full.
-        """
+        """Keep room on the disk for a unit's shards and gradients. Raises OffloadError."""
         if self.state is None or self.shard.is_device:
             return
         nbytes: dict[torch.dtype, int] = {}
@@ -160,10 +153,7 @@ class HostToDevice:
         return _beside(self._device) if self._is_apart else contextlib.nullcontext()
 
     def copy(self, shard: Tensor, dtype: torch.dtype, version: int) -> Tensor:
-        """The shard where the unit computes, in ``dtype``; the input of an all-gather.
-
-        ``version`` is the shard's, and tells whether a copy that is kept is stale.
-        """
+        """The shard where the unit computes, in ``dtype``; the input of an all-gather."""
         if not self._is_apart:
             source = shard.to(dtype)
             if source is not shard:
@@ -181,7 +171,8 @@ class HostToDevice:
         event = torch.cuda.Event()
         event.record()
         # The optimizer writes the shard on the host, which no stream holds back.
-        copying = AsyncWork([], self._link.unit_name, shard, sends=[_Passed(event)])
+        copied = SimpleNamespace(is_completed=event.query, wait=event.synchronize)
+        copying = AsyncWork([], self._link.unit_name, shard, sends=[copied])
         copying.wait(self._link.pending_sends)
         self._target.page_out(shard)
         return brought.to(dtype)
@@ -235,20 +226,9 @@ class DeviceToHost:
         self._copies.clear()
 
 
-class _Passed:
-    """An event as something that ``AsyncWork`` waits for."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.is_completed, self.wait = event.query, event.synchronize
-
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+    return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager

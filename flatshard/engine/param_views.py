@@ -101,10 +101,7 @@ class ParamViews:
         )
 
     def show_shard(self, shard: Tensor) -> Tensor:
-        """Let what users see show a shard, ``(layout.shard_numel,)``; originals stay the objects.
-
-        Returns ``shard``, or the same memory with the version counter of what users hold.
-        """
+        """Let what users see show a shard, ``(layout.shard_numel,)``; returns the same memory."""
         requires_grad = self.requires_grad()
         if not self.use_orig_params:
             shard = self._show_flat(shard, requires_grad[0])
@@ -143,10 +140,7 @@ class ParamViews:
         return shard
 
     def make_full(self, buffer: Tensor, *, is_shard: bool) -> None:
-        """Make the full parameters over an unsharded buffer, ``(layout.padded_numel,)``, once.
-
-        ``is_shard``: the buffer is the shard as well.
-        """
+        """Make the full parameters over an unsharded buffer, ``(layout.padded_numel,)``."""
         requires_grad, before = self.requires_grad(), self.full
         with torch.inference_mode(False), torch.no_grad():
             if is_shard and self.use_orig_params:
@@ -186,16 +180,16 @@ class ParamViews:
         """Say what autograd calls; the latter two are not kept alive.
 
         Args:
-            grad_hook: makes what is called with a full parameter, given by its index, once
-                autograd has put its gradient into ``.grad``.
-            on_outside_grad: called before autograd adds to a sharded parameter's ``.grad`` what
-                came of its use outside of forward.
+            grad_hook: makes what a full parameter, given by its index, calls with its ``.grad``.
+            on_outside_grad: called before a use outside of forward adds to a sharded ``.grad``.
             bring_back: unshards full parameters that are used after they were resharded, and
                 returns whether they are there then; None: nothing does.
         """
         self._grad_hook = grad_hook
-        for index, spec in enumerate(self.specs):
-            self._hook_grad(index)
+        with torch.inference_mode(False):
+            for index in range(len(self.full)):
+                self._hook_grad(index)
+        for spec in self.specs:
             spec.on_outside_grad = _weakly(on_outside_grad, gone=None)
             if bring_back is not None:
                 spec.bring_back = _weakly(bring_back, gone=False)

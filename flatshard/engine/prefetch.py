@@ -63,11 +63,9 @@ class Prefetch:
             self._begin(self.order.next_backward(unit.index)[:1], "backward")
 
     def _begin(self, coming: Sequence[int], purpose: str) -> None:
-        """Start the all-gather of the unit that comes first.
-
-        Where it is on its way while this rank computes, also of those after it, as many as fit
-        into the memory of the largest unit: else the wires would be idle whenever one has come.
-        """
+        """Start the all-gather of the unit that comes first."""
+        # Where it is on its way while this rank computes, also of those after it, as many as fit
+        # into the memory of the largest unit: else the wires would be idle whenever one has come.
         first = None
         for index in coming:
             unit = self._units[index]

@@ -84,11 +84,9 @@ class SavedTensors:
         return output
 
     def push(self) -> None:
-        """Start packing, unless our hooks are on top already; pairs with ``pop``.
-
-        Every unit asks: a checkpoint between two units puts its own hooks on top, and it counts
-        what it sees, in forward and again in recomputation, where the outer unit is not running.
-        """
+        """Start packing, unless our hooks are on top already; pairs with ``pop``."""
+        # Every unit asks: a checkpoint between two units puts its own hooks on top, and it counts
+        # what it sees, in forward and again in recomputation, where the outer unit is not running.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if outer is not None and self._packs and outer[0] is self._packs[-1]:
             self._active.append(None)

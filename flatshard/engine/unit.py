@@ -214,10 +214,7 @@ class Unit:
     # ------------------------------------------------------------ unshard and reshard
 
     def unshard(self, purpose: str, *, everything: bool = False) -> None:
-        """Start to all-gather what is needed for "forward" or "backward". Collective.
-
-        ``everything``: in backward also what lookups alone use.
-        """
+        """Start to all-gather what is needed for "forward" or "backward". Collective."""
         needs_all = everything or purpose == "forward"
         for handle in self.handles if needs_all else self.for_backward:
             handle.unshard(purpose)
@@ -232,14 +229,11 @@ class Unit:
             handle.params.use_unsharded_views()
 
     def reshard_by_policy(self) -> None:
-        """After backward: let the modules hold sharded parameters; reshard what the strategy does.
-
-        State: any -> IDLE. Buffers stay where something saved outside our reach may need them.
-        """
+        """After backward: reshard what the strategy does. State: any -> IDLE."""
         self._leave()
         for handle in self.handles:
             if self._is_sticky:
-                handle.snapshot()
+                handle.snapshot()  # something saved outside our reach may need it
                 continue
             handle.gather.secondary.end_backward()
             if self._reshards_after_backward(handle):
@@ -305,15 +299,13 @@ class Unit:
         return len(self.casts) == 1 or self._calls_to_come <= 0
 
     def end_forward(self, *, is_needed_soon: bool) -> None:
-        """Reshard what the strategy reshards, as no call is to come. State: FORWARD -> IDLE.
-
-        ``is_needed_soon``: backward begins with this unit: to reshard it would cost an all-gather.
-        """
+        """FORWARD -> IDLE: reshard what the strategy reshards, as no call is to come."""
         if self.phase is not Phase.FORWARD or self.running:
             return
         for handle in self.handles:
             handle.params.use_sharded_views()
         self.enter(Phase.IDLE)
+        # Where backward begins with this unit, to reshard it would cost an all-gather.
         stays = is_needed_soon or not self.placement.reshard_after_forward
         stays = stays and self._backward_follows
         for handle in self.handles:
