@@ -317,7 +317,7 @@ class ShardedWrapper(ModuleProxy):
         context = self._sharding.check_between_steps("register_comm_hook()")
         self._sharding.check_has_all_modules("given a hook")
         precisions = {one.unit: one.settings.precision for one in shardings_in(self)}
-        is_late = context.has_run and not self.check_is_root()
+        is_late = context.state.has_run and not self.check_is_root()
         comm_hook.register(list(precisions.items()), state, hook, is_late=is_late)
         context.refresh()
 
@@ -672,7 +672,7 @@ class ShardedWrapper(ModuleProxy):
         sharding = self._sharding
         return (
             sharding.settings.broadcast_buffers
-            and not sharding.context.is_accumulating
+            and not sharding.context.state.is_accumulating
             and any(True for _ in self.module.buffers())
         )
 

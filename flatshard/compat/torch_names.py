@@ -141,7 +141,7 @@ METHODS: dict[str, Entry] = {
 DDP_ATTRIBUTES: dict[str, tuple[str, Callable[[Sharding], Any]]] = {
     "require_backward_grad_sync": (
         "False under `no_sync`",
-        lambda sharding: not sharding.context.is_accumulating,
+        lambda sharding: not sharding.context.state.is_accumulating,
     ),
     "device": ("where the model computes", lambda sharding: sharding.settings.device),
     "device_type": ("its type", lambda sharding: sharding.settings.device.type),

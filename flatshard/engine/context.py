@@ -71,11 +71,6 @@ class RunContext:
         self._forward.refresh(list(self._buffers()))
 
     @property
-    def has_run(self) -> bool:
-        """Whether a forward has begun."""
-        return self._forward.has_run
-
-    @property
     def is_running(self) -> bool:
         """Whether a forward of some unit, or the model's backward, is under way."""
         return self.state.depth > 0 or self._backward.is_running
@@ -84,8 +79,3 @@ class RunContext:
     def is_reducing(self) -> bool:
         """Whether the last training forward began outside of ``no_sync``; alike on all ranks."""
         return all(unit.sync is Sync.ALL for unit in self.units)
-
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether forwards that begin now are under ``no_sync``."""
-        return any(sync is not Sync.ALL for sync in self.state.syncs)

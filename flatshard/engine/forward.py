@@ -24,7 +24,6 @@ from flatshard.comm.work import CollectiveError
 from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import broadcast_buffers
 from flatshard.engine.events import Kind
-from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.saved_tensors import SavedTensors
 from flatshard.engine.step_state import StepState
@@ -38,7 +37,6 @@ class Forward:
     def __init__(self, state: StepState, backward: Backward, prefetch: Prefetch) -> None:
         self._state, self._observers = state, state.observers
         self._backward, self._prefetch = backward, prefetch
-        self.has_run = False
 
     def refresh(self, buffers: Sequence[Tensor]) -> None:
         """Look at the units again, after their buffers, and the modules', were made anew."""
@@ -79,7 +77,9 @@ class Forward:
                 unit.unshard("forward")
             with self._observers.waiting(Kind.GATHER_WAIT, unit):
                 unit.wait_unshard()
-            unit.begin_forward()
+            if unit.phase is Phase.BACKWARD:  # of one that failed inside the forward that runs
+                unit.enter(Phase.IDLE)
+            unit.enter(Phase.FORWARD)
             if len(unit.running) == 1:
                 self._observers.unsharded(unit)
             # After the wait: this unit's all-gather has the wires to itself, and the next one's
@@ -134,7 +134,7 @@ class Forward:
             _check_not_captured(state.device)
         self.recover()
         self._observers.begin_forward()
-        self.has_run = True  # after the observers: some look at the first forward alone
+        state.has_run = True  # after the observers: some look at the first forward alone
         for unit in state.units:
             unit.begin_iteration()
         self._prefetch.order.begin_forward()
@@ -144,8 +144,7 @@ class Forward:
         else:
             # Evaluation makes no gradients, and its batches are often larger.
             self.give_back()
-        is_accumulating = any(sync is not Sync.ALL for sync in state.syncs)
-        if outermost is state.root and not is_accumulating:
+        if outermost is state.root and not state.is_accumulating:
             with self._observers.waiting(Kind.RANKS_WAIT):
                 name = f"{state.root.name or 'the model'}'s buffers"
                 broadcast_buffers(self._buffers, state.world, name)

@@ -20,6 +20,7 @@ class StepState:
         self.units, self.root = list(units), units[-1]
         self.world = world
         self.number = number  # below 256, tells models apart; alike on all ranks
+        self.has_run = False  # whether a forward has begun
         self.observers = Observers()
         # What other ranks may still be reading from this one.
         self.pending_sends = PendingSends()
@@ -31,6 +32,11 @@ class StepState:
         self.accumulates = False  # the last forward with gradients began so
         self.depth = 0  # of units' forwards under way, inside one another
         self.expects_backward = False  # the outermost forward began with gradients enabled
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether forwards that begin now are under ``no_sync``."""
+        return any(sync is not Sync.ALL for sync in self.syncs)
 
     def plan_syncs(self) -> None:
         """A forward with gradients begins: decide what its backward does with them."""

@@ -168,6 +168,8 @@ class Unit:
                 "left by an exception: start the next one with a forward of the full model."
             )
         self.phase = phase
+        if phase is not Phase.IDLE:
+            self.count_trainable()
 
     @property
     def is_current(self) -> bool:
@@ -228,15 +230,22 @@ class Unit:
         for handle in self.handles:
             handle.params.use_unsharded_views()
 
-    def reshard_by_policy(self) -> None:
-        """After backward: reshard what the strategy does. State: any -> IDLE."""
-        self._leave()
+    def reshard(self, *, by_policy: bool = False) -> None:
+        """Let the modules hold sharded parameters, and reshard them. State: any -> IDLE.
+
+        ``by_policy``: after backward, without what the strategy keeps.
+        """
         for handle in self.handles:
-            if self._is_sticky:
+            handle.params.use_sharded_views()
+            handle.grad_buffer.arrived.clear()
+        self.enter(Phase.IDLE)
+        self._outstanding_inputs.clear()
+        for handle in self.handles:
+            if by_policy and self._is_sticky:
                 handle.snapshot()  # something saved outside our reach may need it
                 continue
             handle.gather.secondary.end_backward()
-            if self._reshards_after_backward(handle):
+            if not by_policy or self._reshards_after_backward(handle):
                 handle.reshard()
             elif handle.state is ShardState.UNSHARDING:
                 # The optimizer may write the shard next, so it must not be on its way.
@@ -250,21 +259,6 @@ class Unit:
             or self.topology.shard.size == 1
             or handle.memory.shows_shards
         )
-
-    def reshard(self) -> None:
-        """As ``reshard_by_policy``, and what the strategy would keep. State: any -> IDLE."""
-        self._leave()
-        for handle in self.handles:
-            handle.gather.secondary.end_backward()
-            handle.reshard()
-
-    def _leave(self) -> None:
-        for handle in self.handles:
-            handle.params.use_sharded_views()
-        self.enter(Phase.IDLE)
-        self._outstanding_inputs.clear()
-        for handle in self.handles:
-            handle.grad_buffer.arrived.clear()
 
     # ------------------------------------------------------------ forward
 
@@ -283,13 +277,6 @@ class Unit:
     def end_iteration(self) -> None:
         """A backward of the model is over, or failed."""
         self.outstanding_backwards = self._outstanding_before = 0
-
-    def begin_forward(self) -> None:
-        """Its parameters are unsharded for a forward. State: any -> FORWARD."""
-        if self.phase is Phase.BACKWARD:  # of one that failed inside the forward that runs
-            self.enter(Phase.IDLE)
-        self.enter(Phase.FORWARD)
-        self.count_trainable()
 
     def end_call(self, *, backward_follows: bool) -> bool:
         """A call is over; returns whether no other one is expected in this forward."""
@@ -347,11 +334,6 @@ class Unit:
             self._outstanding_inputs[call] = call.num_inputs
         else:
             self._ends_unseen = True
-
-    def begin_backward(self) -> None:
-        """The parameters that backward needs are there. State: any -> BACKWARD."""
-        self.count_trainable()
-        self.enter(Phase.BACKWARD)
 
     def receive_input_gradient(self, call: Call) -> bool:
         """A gradient of an input of ``call`` has come; returns whether it was the last one."""
