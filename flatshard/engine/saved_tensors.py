@@ -61,8 +61,8 @@ class SavedTensors:
             for handle in unit.handles
             if handle.buffer_bytes
         }
+        # One for each forward under way; None where the hooks of one around it are on top.
         self._active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
-        self._packs: list[Callable[[Tensor], Any]] = []
 
     def _looks_in(self, tensor: Tensor) -> bool:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
@@ -88,20 +88,18 @@ class SavedTensors:
         # Every unit asks: a checkpoint between two units puts its own hooks on top, and it counts
         # what it sees, in forward and again in recomputation, where the outer unit is not running.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if outer is not None and self._packs and outer[0] is self._packs[-1]:
+        ours = next((one for one in reversed(self._active) if one is not None), None)
+        if outer is not None and ours is not None and outer[0] is ours.pack_hook:
             self._active.append(None)
             return
         # Torch calls the topmost pair alone, so ours hands on what it does not want.
-        pack, unpack = self._pair(outer)
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(*self._pair(outer))
         hooks.__enter__()
         self._active.append(hooks)
-        self._packs.append(pack)
 
     def pop(self) -> None:
         hooks = self._active.pop()
         if hooks is not None:
-            self._packs.pop()
             hooks.__exit__(None, None, None)
 
     def _pair(
@@ -156,11 +154,8 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
     """Tensors of arguments or outputs: in containers, and in the attributes of plain objects."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item, depth)
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    elif isinstance(value, tuple | list | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(item, depth)
     elif depth and not isinstance(value, _OPAQUE):
         leaves = pytree.tree_leaves(value)
