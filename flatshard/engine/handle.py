@@ -32,21 +32,11 @@ from flatshard.tensor.flat_parameter import view_of
 
 
 class ShardState(enum.Enum):
-    """Whether the unsharded buffer exists. Moves only in ``FlatParamHandle._move_to``."""
+    """Whether the unsharded buffer exists."""
 
     SHARDED = "SHARDED"
     UNSHARDING = "UNSHARDING"
     UNSHARDED = "UNSHARDED"
-
-
-_MOVES = {
-    # At once where the shard is the buffer: there is nothing to all-gather.
-    ShardState.SHARDED: {ShardState.UNSHARDING, ShardState.UNSHARDED},
-    # Back where the all-gather failed.
-    ShardState.UNSHARDING: {ShardState.UNSHARDED, ShardState.SHARDED},
-    # All-gathered again where the shard was written since.
-    ShardState.UNSHARDED: {ShardState.SHARDED, ShardState.UNSHARDING},
-}
 
 
 class FlatParamHandle:
@@ -141,7 +131,7 @@ class FlatParamHandle:
                 "the context first: units unshard what they need by themselves."
             )
         if self._aliased:
-            self._move_to(ShardState.UNSHARDED)
+            self.state = ShardState.UNSHARDED  # at once: there is nothing to all-gather
             return
         self.absorb_replaced()
         if self.state is not ShardState.SHARDED:
@@ -156,7 +146,7 @@ class FlatParamHandle:
             self.gather.start(self.shard.detach(), self.version, self.memory, purpose)
             # Not before: where memory for it lacks, a stale buffer must not pass for a current one.
             self._unsharded_version = self.version
-        self._move_to(ShardState.UNSHARDING)
+        self.state = ShardState.UNSHARDING
 
     def wait_unshard(self) -> None:
         """UNSHARDING -> UNSHARDED: finish the all-gather. Raises CollectiveError."""
@@ -166,11 +156,11 @@ class FlatParamHandle:
                 with _unsafe_preserve_version_counter(self.buffer):
                     self.gather.finish(self.buffer)
             except Exception:
-                self._move_to(ShardState.SHARDED)
+                self.state = ShardState.SHARDED
                 self._free_buffer()
                 raise
             self.params.set_accessible(True)
-        self._move_to(ShardState.UNSHARDED)
+        self.state = ShardState.UNSHARDED
 
     def reshard(self) -> None:
         """UNSHARDED -> SHARDED: free the unsharded buffer, if there is one. No communication."""
@@ -179,14 +169,10 @@ class FlatParamHandle:
         if self.state is ShardState.UNSHARDING:
             # Memory that an all-gather is still writing must not be freed.
             self.wait_unshard()
-        self._move_to(ShardState.SHARDED)
+        self.state = ShardState.SHARDED
         if not self._aliased:
             self._free_buffer()
         self.page_out()
-
-    def _move_to(self, state: ShardState) -> None:
-        assert state is self.state or state in _MOVES[self.state], f"{self.state} to {state}"
-        self.state = state
 
     def _free_buffer(self) -> None:
         # Whoever still holds a raw view now gets autograd's error instead of freed memory.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -30,67 +30,38 @@ from flatshard.options.offload import CPUOffload
 from flatshard.plan.layout import ALIGNMENT_BYTES, PAGE_BYTES
 
 
+@dataclass(frozen=True)
 class OffloadTarget:
-    """Memory in which tensors live between uses; this one: where they are made."""
+    """Memory in which tensors live between uses; without arguments: where they are made."""
 
-    is_device = True
+    is_device: bool = True  # nothing is copied
+    # Makes a tensor there, ``(numel,)``; its values are undefined.
+    new: Callable[[int, torch.dtype], Tensor] | None = None
+    # A tensor's values there; the tensor itself if it is there.
+    take_in: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    # Prepares for writing all of a tensor there, in one go.
+    page_in: Callable[[Tensor], object] = lambda _: None
+    # Gives memory back that tensors do not need until their next use; values stay.
+    page_out: Callable[..., object] = lambda *_: None
     # Makes the file of a shard that an unsharded buffer shows.
     files: Files = mapped_files
 
-    def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype)
-
-    def take_in(self, tensor: Tensor) -> Tensor:
-        """A tensor's values there; the tensor itself if it is there."""
-        return tensor
-
-    def page_in(self, tensor: Tensor) -> None:
-        """Prepare for writing all of a tensor there, in one go."""
-
-    def page_out(self, *tensors: Tensor | None) -> None:
-        """Give memory back that the tensors do not need until their next use; values stay."""
-
-
-class HostMemory(OffloadTarget):
-    """Memory of the host, for a unit that computes on an accelerator."""
-
-    is_device = False
-
-    def __init__(self, *, pinned: bool) -> None:
-        # Pinned, the accelerator copies to and from it by itself.
-        self._pinned = pinned
-
-    def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, pin_memory=self._pinned)
-
-    def take_in(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type == "cpu" and tensor.is_pinned() is self._pinned:
-            return tensor
-        return torch.empty_like(tensor, device="cpu", pin_memory=self._pinned).copy_(tensor)
-
-
-class Disk(OffloadTarget):
-    """Files in a directory."""
-
-    is_device = False
-
-    def __init__(self, memory: DiskMemory) -> None:
-        self.files = self._memory = memory
-
-    def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._memory.new(numel, dtype)
-
-    def take_in(self, tensor: Tensor) -> Tensor:
-        return self._memory.take_in(tensor)
-
-    def page_in(self, tensor: Tensor) -> None:
-        fetch(tensor)  # a fault for every page would take longer
-
-    def page_out(self, *tensors: Tensor | None) -> None:
-        release(*tensors)
-
 
 DEVICE = OffloadTarget()
+
+
+def host_memory(*, pinned: bool) -> OffloadTarget:
+    """The host's, for a unit on an accelerator, which copies to and from pinned memory itself."""
+
+    def new(numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, pin_memory=pinned)
+
+    def take_in(tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and tensor.is_pinned() is pinned:
+            return tensor
+        return torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
+
+    return OffloadTarget(is_device=False, new=new, take_in=take_in)
 
 
 @dataclass(frozen=True)
@@ -111,11 +82,12 @@ class OffloadTargets:
         if not offload.is_on or (not is_apart and offload.path is None):
             return cls()
         if offload.path is None:
-            host = HostMemory(pinned=offload.pin_memory)
+            host = host_memory(pinned=offload.pin_memory)
             return cls(host, host, keeps_copy=not offload.takes_params)
         memory = DiskMemory(offload.path)
         if offload.takes_params or is_apart:
-            disk = Disk(memory)
+            # Paged in, as a fault for every page would take longer.
+            disk = OffloadTarget(False, memory.new, memory.take_in, fetch, release, memory)
             return cls(disk, disk, memory, keeps_copy=not offload.takes_params)
         return cls(state=memory)
 
