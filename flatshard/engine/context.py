@@ -55,10 +55,9 @@ class RunContext:
 
     def refresh(self) -> None:
         """Look at the units and the modules' buffers again, after they were made anew."""
-        handles = [handle for unit in self.units for handle in unit.handles]
         # Where one rank has everything, and nothing is cast, there is nothing to communicate.
         is_alone = self.state.world.size == 1
-        devices = (h.device for h in handles if h.buffer_bytes or not is_alone)
+        devices = (h.device for _, h in self.state.handles if h.buffer_bytes or not is_alone)
         self.state.device = next(devices, None)
         # Prefetch and backward look at sizes, forward at storages that saved tensors lie in.
         self._prefetch.refresh()

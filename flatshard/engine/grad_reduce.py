@@ -100,16 +100,13 @@ class ReducePlan:
         return (1 if adds else 2) * chunks.numel * self.reduce_dtype.itemsize
 
     def sum_dtype(self, comm: Communicator) -> torch.dtype:
-        """In which a reduction over ``comm`` adds up and gives its part."""
         return comm.sum_dtype(self.reduce_dtype, self.device, fixed_order=self.fixed_order)
 
     def give_back(self) -> None:
-        """Free memory that is kept for the next gradients."""
         if self.output is not None:
             self.output.give_back()
 
     def new_output(self, numel: int, dtype: torch.dtype, *, is_last: bool = True) -> Tensor:
-        """Uninitialised memory for the result of a stage."""
         # Only what is published needs memory that users may hold on to, not what crosses.
         if self.output is None or not is_last:
             return torch.empty(numel, dtype=dtype, device=self.device)
@@ -125,30 +122,24 @@ class ReducePlan:
     def reduce_by_hook(self, chunks: FlatChunks) -> Tensor:
         """Let the user's function reduce; returns ``(shard_numel,)``. Collective."""
         assert self.hook is not None, "there is one"
-        assert chunks.parts[0] is not None, "hooks get one buffer"
+        (buffer,) = chunks.tensors
         with torch.no_grad():
             # A hook may have put noise into the padding.
-            return self.zero_padding(
-                self.hook(chunks.parts[0], self.link.unit_name), self.topology.index
-            )
+            return self.zero_padding(self.hook(buffer, self.link.unit_name), self.topology.index)
 
 
 class GradReduce:
     """One flat parameter's gradients on their way through the stages; see the note."""
 
     def __init__(
-        self, plan: ReducePlan, chunks: FlatChunks, *, hold: bool, held: Tensor | None
+        self,
+        plan: ReducePlan,
+        chunks: FlatChunks,  # not to be touched until the end
+        *,
+        hold: bool,  # stop after the first stage, whose result waits for a later backward
+        held: Tensor | None,  # what earlier first stages gave, to be added before the second
     ) -> None:
-        """Start the first stage.
-
-        Collective: all ranks of the unit, in the same order of calls.
-
-        Args:
-            plan: how.
-            chunks: the gradients; not to be touched until the end.
-            hold: stop after the first stage, whose result waits for a later backward.
-            held: what earlier first stages gave, to be added before the second.
-        """
+        """Start the first stage. Collective: all ranks of the unit, in the same order of calls."""
         self.hold, self.is_finished = hold, False
         self._plan, self._held = plan, held
         self._computed: torch.Event | None = None
@@ -177,8 +168,6 @@ class GradReduce:
                 self._cross_behind(chunks)
             elif intra_group.size == 1:  # nothing to wait for
                 self.cross()
-
-    # ------------------------------------------------------------ stages
 
     def _new_intra_part(self, chunks: FlatChunks) -> Tensor:
         """Where this rank's part of the first stage goes; only its padding has values."""
@@ -263,10 +252,7 @@ class GradReduce:
                 self._gather_replicas()
         return not self._must_cross
 
-    # ------------------------------------------------------------ its end
-
     def done(self) -> bool:
-        """Whether ``finish`` would return at once."""
         return not (self._must_cross or self._must_gather) and self._work.done()
 
     def tells_when_done(self) -> bool:
@@ -306,13 +292,12 @@ class GradReduce:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of gradients here, also of those that other ranks are still reading."""
         kept = [one for work in self._stages for one in work.kept]
         return storage_bytes(kept if self.is_finished else [self._out, *kept])
 
 
 def _padded(values: Tensor, size: int) -> Tensor:
-    """With as many zeros behind them as make them divide by ``size``; themselves if they do."""
+    """With as many zeros behind them as make them divide by ``size``."""
     missing = -values.numel() % size
     return torch.cat([values, values.new_zeros(missing)]) if missing else values
 

@@ -10,28 +10,32 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.work import PendingSends
 from flatshard.engine.events import Observers
 from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 
 
 class StepState:
-    """Made between steps, when nobody listens."""
-
     def __init__(self, units: Sequence[Unit], world: Communicator, number: int) -> None:
-        self.units, self.root = list(units), units[-1]
-        self.world = world
+        self.units, self.root = list(units), units[-1]  # the outermost unit comes last
+        self.world = world  # the ranks that train the model
         self.number = number  # below 256, tells models apart; alike on all ranks
         self.has_run = False  # whether a forward has begun
         self.observers = Observers()
-        # What other ranks may still be reading from this one.
-        self.pending_sends = PendingSends()
+        self.pending_sends = PendingSends()  # what other ranks may still be reading from this one
         # Where something is all-gathered or reduced; None: a forward is only kernels.
         self.device: torch.device | None = None
         # Per unit, what backward does with its gradients; read when a forward begins.
         self.syncs = [Sync.ALL] * len(self.units)
-        self.under_no_sync = False  # forwards that begin now only accumulate, wherever that is
-        self.accumulates = False  # the last forward with gradients began so
-        self.depth = 0  # of units' forwards under way, inside one another
+        # Whether forwards that begin now only accumulate, wherever that is; whether the last
+        # forward with gradients began so.
+        self.under_no_sync = self.accumulates = False
+        self.depth = 0  # how many units' forwards are under way, inside one another
         self.expects_backward = False  # the outermost forward began with gradients enabled
+
+    @property
+    def handles(self) -> list[tuple[Unit, FlatParamHandle]]:
+        """Every flat parameter, with its unit."""
+        return [(unit, handle) for unit in self.units for handle in unit.handles]
 
     @property
     def is_accumulating(self) -> bool:

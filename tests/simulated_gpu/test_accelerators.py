@@ -24,7 +24,7 @@ from flatshard.comm.process_groups import named
 from flatshard.comm.topology import communicator
 from flatshard.comm.transports import native
 from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends
-from flatshard.engine import grad_reduce, offload, reduce_buckets
+from flatshard.engine import grad_reduce, offload, reduce_queue
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.module.inspection import UnwrappedModel
@@ -79,8 +79,8 @@ def test_a_reduction_on_a_device_is_waited_for_by_the_host(
 ) -> None:
     handle: Any = SimpleNamespace(device=torch.device("cuda", 0), grad_reduce=reduce)
     unit: Any = None
-    with mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0.05):
-        assert reduce_buckets.ReduceBucket(unit, [handle], 0).wait_until_reduced() is is_reduced
+    with mock.patch.object(reduce_queue, "_STALL_SECONDS", 0.05):
+        assert reduce_queue.ReduceBucket(unit, [handle], 0).wait_until_reduced() is is_reduced
 
 
 class _Late:
@@ -131,7 +131,7 @@ def _collectives(late: bool) -> Iterator[None]:
         mock.patch.object(dist, "all_to_all_single", exchange),
         mock.patch.object(native.NativeTransport, "_under_way", new=lambda _, work: [work]),
         mock.patch.object(inside, "is_stream_ordered", return_value=True),
-        mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0),
+        mock.patch.object(reduce_queue, "_STALL_SECONDS", 0),
         mock.patch.multiple(torch.cuda, Stream=mock.DEFAULT, current_stream=mock.DEFAULT),
         mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
         mock.patch.dict(grad_reduce._side_streams),
@@ -438,7 +438,7 @@ def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
         handle.device = torch.device("cuda", 0)
         sizes.append(handle.layout.padded_numel * handle.reduce_plan.reduce_dtype.itemsize)
     context.refresh()
-    assert len(reduce_buckets.split([context.root])) > 1, "the root's large parameters are apart"
+    assert len(reduce_queue.split([context.root])) > 1, "the root's large parameters are apart"
     assert context._backward.queue.max_bytes_in_flight == 2 * max(sizes)
     for handle in _handles(model):
         handle.device = torch.device("cpu")
