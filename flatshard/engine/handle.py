@@ -186,11 +186,6 @@ class FlatParamHandle:
             with _unsafe_preserve_version_counter(self.buffer):
                 self.memory.snapshot()
 
-    def keep_secondary(self) -> None:
-        """Before ``reshard`` between forward and backward: keep what backward all-gathers from."""
-        if self.is_current:
-            self.gather.secondary.cut(self.buffer, self._unsharded_version)
-
     def absorb_replaced(self) -> None:
         """Where plain originals stand over the shard, take over data assigned to ``p.data``."""
         if not self.params.are_originals:

@@ -36,13 +36,24 @@ class UnitHooks:
         self._forward, self._backward = forward, backward
 
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
-        """Let the unit own flat parameters that call the methods below."""
+        """Let the unit own flat parameters, and hear what autograd does with them."""
         self.unit.own(handles)
+        # Weakly: Python's collector does not see what autograd holds, and would free no cycle.
+        this = weakref.ref(self)
+
+        def on_outside_grad() -> bool:
+            hooks = this()
+            return hooks is not None and hooks._backward.begin()
+
+        def bring_back() -> bool:
+            hooks = this()
+            return hooks is not None and hooks._backward.bring_back(hooks.unit)
+
         for handle in self.unit.handles:
             # What only lookups use, backward does without, unless it is used otherwise, too.
-            bring_back = None if handle in self.unit.for_backward else self._bring_back
+            is_needed = handle in self.unit.for_backward
             grad_hook = partial(self._grad_hook, handle)
-            handle.params.connect(grad_hook, self._on_outside_grad, bring_back)
+            handle.params.connect(grad_hook, on_outside_grad, None if is_needed else bring_back)
 
     def copy_into(self, memo: dict[int, Any], twin: UnitHooks, unit: Unit) -> None:
         """Make ``twin``, which copied modules already call, the hooks of ``unit``, a copy."""
@@ -90,7 +101,6 @@ class UnitHooks:
 
     def _grad_hook(self, handle: FlatParamHandle, index: int) -> Callable[[Tensor], None]:
         """Make what full parameter ``index`` calls once autograd has filled its ``.grad``."""
-        # Weakly: Python's collector does not see what autograd holds, and would free no cycle.
         this, owner = weakref.ref(self), weakref.ref(handle)
 
         def hook(full: Tensor) -> None:
@@ -117,13 +127,6 @@ class UnitHooks:
 
         hook.of_flatshard = True  # type: ignore[attr-defined]
         return hook
-
-    def _on_outside_grad(self) -> None:
-        """A sharded parameter gets a gradient from its use outside of forward."""
-        self._backward.begin()
-
-    def _bring_back(self) -> bool:
-        return self._backward.bring_back(self.unit)
 
 
 def _hook_tensors(value: Any, hook: Callable[[Tensor], None]) -> int:

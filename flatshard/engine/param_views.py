@@ -12,10 +12,9 @@ It shows memory that ``FlatParamHandle`` owns.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,6 @@ from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 GradHook = Callable[[int], Callable[[Tensor], None]]
-T = TypeVar("T")
 
 
 class ParamViews:
@@ -177,7 +175,7 @@ class ParamViews:
         on_outside_grad: Callable[[], object],
         bring_back: Callable[[], bool] | None,
     ) -> None:
-        """Say what autograd calls; the latter two are not kept alive.
+        """Say what autograd calls, which must not keep the unit alive.
 
         Args:
             grad_hook: makes what a full parameter, given by its index, calls with its ``.grad``.
@@ -190,9 +188,9 @@ class ParamViews:
             for index in range(len(self.full)):
                 self._hook_grad(index)
         for spec in self.specs:
-            spec.on_outside_grad = _weakly(on_outside_grad, gone=None)
+            spec.on_outside_grad = on_outside_grad
             if bring_back is not None:
-                spec.bring_back = _weakly(bring_back, gone=False)
+                spec.bring_back = bring_back
 
     def set_accessible(self, may_read: bool) -> None:
         """Say whether the full parameters have memory, unless they compute themselves."""
@@ -304,14 +302,3 @@ class ParamViews:
             for module, attribute, index in self.places:
                 placeholder: Any = self._placeholders[index] if shown else None
                 module._parameters[attribute] = placeholder
-
-
-def _weakly(method: Callable[[], T], gone: T) -> Callable[[], T]:
-    """A bound method that does not keep its object: ``.grad`` is unseen by the collector too."""
-    this = weakref.WeakMethod(method)
-
-    def call() -> T:
-        found = this()
-        return gone if found is None else found()
-
-    return call

@@ -288,8 +288,8 @@ class Unit:
             if self._is_sticky or (stays and self.sync is Sync.NONE):
                 handle.snapshot()
             elif handle.memory.shows_shards or not stays or self._reshards_anyway(handle):
-                if self._backward_follows:
-                    handle.keep_secondary()
+                if self._backward_follows and handle.is_current:
+                    handle.gather.secondary.cut(handle.buffer, handle.version)
                 handle.reshard()
 
     def _reshards_anyway(self, handle: FlatParamHandle) -> bool:
