@@ -80,12 +80,14 @@ class FlatParamHandle:
 
     def adopt(self, shard: Tensor) -> None:
         """Keep ``shard``, ``(layout.shard_numel,)``, where its target is."""
-        self.memory: BufferMemory = ShardItself(shard)
+        memory: BufferMemory | None = None
         if self.gather.reads_shard(shard.dtype):
-            self.memory = self.gather.allocate(self.layout.padded_numel, shard.dtype)
-        shown = self.memory.shard
+            memory = self.gather.allocate(self.layout.padded_numel, shard.dtype)
+        shown = None if memory is None else memory.shard
         # What the optimizer updates.
         self.shard = self._targets.shard.take_in(shard) if shown is None else shown.copy_(shard)
+        # Of the unsharded buffer; where it is apart from the shard, `make_buffer` allocates it.
+        self.memory = ShardItself(self.shard) if memory is None else memory
         self.page_out()
 
     def show_shard(self) -> None:
