@@ -144,7 +144,6 @@ class ModuleWrapPolicy:
     def __call__(
         self, module: nn.Module, recurse: bool, nonwrapped_numel: int = 0, **kwargs: Any
     ) -> bool:
-        """Answer as a callable policy; sizes don't matter."""
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
