@@ -245,7 +245,7 @@ def predict(
         broadcast_buffers=True,
         device=torch.device("meta"),
     )
-    plan = ModelPlan(UnwrappedModel(model), auto_wrap_policy, settings)
+    plan = ModelPlan(UnwrappedModel(model, auto_wrap_policy), settings)
     units = [
         _unit_memory(unit, _Shares.of(unit.settings, world_size), optimizer_bytes)
         for unit in plan.units

@@ -23,7 +23,7 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum, raise_everywhere
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.module.initial_values import InitialValues, give_out, names_of_different
+from flatshard.module.initial_values import InitialValues, names_of_different
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.plan.module_proxy import ModuleProxy
 
@@ -171,11 +171,12 @@ def _is_patterned(tensor: Tensor) -> bool:
     return all(bool((piece == _PATTERN).all()) for piece in pieces)
 
 
-def broadcast_buffers(root: nn.Module, start: InitialValues, device: torch.device) -> None:
-    """Broadcast rank 0's buffers if its values count. Collective if they do."""
+def broadcast_buffers(model: UnwrappedModel, start: InitialValues, device: torch.device) -> None:
+    """Broadcast the buffers that rank 0 has if its values count. Collective if they do."""
     if not start.sends:
         return
-    slots = _buffer_slots(root, lambda buffer: id(buffer) in start.buffers)
+    others = start.missing.union(model.left_alone)
+    slots = _buffer_slots(model.module, lambda buffer: id(buffer) not in others)
     for slot in slots:
         _send_buffer(slot, start, device)
     _tie(slots)
@@ -185,7 +186,12 @@ def _send_buffer(slot: _Slot, start: InitialValues, device: torch.device) -> Non
     if start.world.rank > 0 and slot.meta.is_meta:
         slot.show(device)
     assert slot.held is not None, "it is on all ranks"
-    give_out(slot.held, slot.name, start.world)
+    buffer = slot.held.detach()
+    contiguous = buffer.contiguous()
+    start.world.broadcast(contiguous, op_name=slot.name)
+    # `contiguous` of other strides is a copy.
+    if contiguous.data_ptr() != buffer.data_ptr():
+        buffer.copy_(contiguous)
 
 
 def _tie(slots: Iterable[_Slot]) -> None:
@@ -260,7 +266,9 @@ class MetaInit:
         sums = self._make_all()
         if not start.sends and world.size > 1:
             everyone = world.gather_objects(list(sums.values()), op_name="comparing weights")
-            if start.take_differences(names_of_different(list(sums), everyone)):
+            start.different = names_of_different(list(sums), everyone)
+            start.sends = bool(start.different) and start.sync is None
+            if start.sends:
                 # Rank 0 has only its shards by now. From the same random state it makes the same
                 # full tensors again, and sends them.
                 torch.set_rng_state(random_state)

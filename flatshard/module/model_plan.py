@@ -18,7 +18,7 @@ from flatshard.options.precision import ParamPrecision
 from flatshard.plan.coalescing import coalesce, is_apart
 from flatshard.plan.module_tree import name_of
 from flatshard.plan.param_info import ParamInfo, find_owners
-from flatshard.plan.wrap import Policy, UnitPlan, find_units
+from flatshard.plan.wrap import UnitPlan, find_units
 from flatshard.precision.overrides import PrecisionPlan
 
 
@@ -64,10 +64,12 @@ class ModelPlan:
         ValueError: the policy sets a keyword in which units of one model cannot differ.
     """
 
-    def __init__(self, model: UnwrappedModel, policy: Policy | None, settings: Settings) -> None:
+    def __init__(self, model: UnwrappedModel, settings: Settings) -> None:
         module, left_alone = model.module, model.left_alone
         root = UnitPlan("", module)
-        self.chosen = [] if policy is None else find_units(module, policy, model.ignored)
+        self.chosen = (
+            [] if model.policy is None else find_units(module, model.policy, model.ignored)
+        )
         self.settings_of = {plan.module: settings.override(plan) for plan in (root, *self.chosen)}
         owners = find_owners(module, [plan.module for plan in self.chosen], left_alone)
         policies = {unit: one.precision for unit, one in self.settings_of.items()}

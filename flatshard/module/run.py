@@ -53,8 +53,9 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
 
 @contextlib.contextmanager
 def accumulating(
-    context: RunContext, max_bytes: int | None, *, replicas_only: bool
+    sharding: Sharding, max_bytes: int | None, *, replicas_only: bool
 ) -> Iterator[None]:
+    context = sharding.check_between_steps("no_sync()")
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}")
     state = context.state

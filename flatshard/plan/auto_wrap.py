@@ -16,6 +16,7 @@ from typing import TypeAlias
 from torch import nn
 
 from flatshard.plan.module_tree import ModuleTree, has_forward
+from flatshard.plan.param_info import find_params
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 Kind: TypeAlias = type[nn.Module] | Shapes
@@ -60,7 +61,8 @@ class _Choice:
 
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
-        self._containers = tree.containers()
+        params = find_params(tree.root, {id(param) for param in tree.ignored_params})
+        self._containers = {one.param: one.containers for one in params}
         self._numel: Counter[nn.Module] = Counter()
         for param, containers in self._containers.items():
             for module in containers:
@@ -107,7 +109,7 @@ class _Choice:
     def _take(self, module: nn.Module) -> None:
         self._held[module] = self._left[module]
         for param in module.parameters():
-            containers = self._containers.get(param, [])
+            containers = self._containers.get(param, ())
             # A weight that is tied to one outside stays in what contains both.
             if module in containers and param not in self._taken:
                 self._taken.add(param)

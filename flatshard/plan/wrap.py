@@ -3,7 +3,6 @@
 A policy is one of three things:
 
 - ``"auto"``: blocks that repeat and large single modules; see ``flatshard.plan.auto_wrap``;
-
 - a callable ``policy(module, recurse, nonwrapped_numel) -> bool``, asked twice about each module:
   with ``recurse=True`` whether to look at its children (if not, the module is no unit either),
   then with ``recurse=False``, and the elements that units among its descendants left over, whether
@@ -82,7 +81,11 @@ def size_based_auto_wrap_policy(
     Raises:
         ValueError: ``min_num_params`` is negative or not an int.
     """
-    _check_min_num_params(min_num_params)
+    bound = min_num_params
+    if isinstance(bound, bool) or not isinstance(bound, Integral) or bound < 0:
+        raise ValueError(
+            f"min_num_params: expected an int >= 0, for example 20_000 or int(1e6), got {bound!r}."
+        )
     if nonwrapped_numel < min_num_params:
         return False
     argument = "force_leaf_modules" if recurse else "exclude_wrap_modules"
@@ -123,13 +126,10 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
-# --- policy objects ---
-
-
 class ModuleWrapPolicy:
     """Make a unit of each instance of the given classes.
 
-    Also works as a callable policy, for instance inside another one.
+    It is a callable policy, so it works inside another one.
 
     Args:
         module_classes: the classes; subclasses count too.
@@ -148,15 +148,6 @@ class ModuleWrapPolicy:
 
     def __repr__(self) -> str:
         return f"ModuleWrapPolicy({_show(self._module_classes)})"
-
-    def _run_policy(
-        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Keywords
-    ) -> dict[nn.Module, Keywords]:
-        return {
-            module: dict(root_kwargs)
-            for module in root_module.modules()
-            if module not in ignored_modules and self(module, recurse=False)
-        }
 
 
 class CustomPolicy:
@@ -343,21 +334,16 @@ def check_policy(policy: object) -> None:
         ) from error
 
 
-def _check_min_num_params(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
-        raise ValueError(
-            f"min_num_params: expected an int >= 0, for example 20_000 or int(1e6), got {value!r}."
-        )
-
-
 def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:
-    example = f"for example {{{_show(classes) if isinstance(classes, type) else 'Block'}}}"
-    if isinstance(classes, str | type) or not isinstance(classes, Iterable):
-        raise TypeError(f"{argument}: expected a set of classes, {example}, got {_show(classes)}.")
-    found = tuple(classes)
-    wrong = ", ".join(_show(item) for item in found if not isinstance(item, type))
-    if wrong:
-        raise TypeError(f"{argument}: expected classes, {example}, got {wrong}.")
+    found = (
+        tuple(classes)
+        if isinstance(classes, Iterable) and not isinstance(classes, type)
+        else (None,)
+    )
+    if not all(isinstance(item, type) for item in found):
+        raise TypeError(
+            f"{argument}: expected a set of classes, for example {{Block}}, got {_show(classes)}."
+        )
     return found
 
 
@@ -365,15 +351,14 @@ def explain_no_match(root: nn.Module, policy: Policy | None, ignored: Ignored = 
     """A warning's text for a policy that chose no unit: what it could have chosen."""
     tree = ModuleTree(root, ignored)
     names = {module: name for name, module in root.named_modules()}
-    by_class: dict[type, list[tuple[int, str]]] = {}
-    for module in tree.candidates():
-        by_class.setdefault(type(module), []).append((numel(tree.params(module)), names[module]))
-    largest = sorted(by_class.items(), key=lambda item: max(item[1])[0], reverse=True)[:5]
+    sizes = {module: numel(tree.params(module)) for module in tree.candidates()}
+    by_class: dict[type, list[nn.Module]] = {}
+    for module in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        by_class.setdefault(type(module), []).append(module)
     options = []
-    for cls, found in largest:
-        size, name = max(found, key=lambda pair: pair[0])
-        count = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        options.append(f"{cls.__name__} ({name!r}{count}, {size:,} elements)")
+    for cls, (first, *others) in list(by_class.items())[:5]:
+        count = f" and {len(others)} more" if others else ""
+        options.append(f"{cls.__name__} ({names[first]!r}{count}, {sizes[first]:,} elements)")
     return (
         f"auto_wrap_policy: {_show(policy)} chose no module of {type(root).__name__}, so all its "
         f"{numel(tree.params(root)):,} elements are one unit, unsharded together. "

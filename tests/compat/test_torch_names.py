@@ -102,9 +102,9 @@ def test_other_names() -> None:
         "broadcast_buffers": False,
         "sync_module_states": False,
     }
-    given.check_against(device_id=None, broadcast_buffers=False, sync_module_states=None)
+    given.merged(device_id=None, broadcast_buffers=False, sync_module_states=None)
     with pytest.raises(ValueError, match=re.escape("broadcast_buffers=True contradicts")):
-        given.check_against(device_id=None, broadcast_buffers=True, sync_module_states=None)
+        given.merged(device_id=None, broadcast_buffers=True, sync_module_states=None)
 
 
 def test_attributes_and_refused_methods() -> None:
