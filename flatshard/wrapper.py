@@ -153,12 +153,13 @@ class ShardedWrapper(ModuleProxy):
         **extra: Any,
     ) -> None:
         super().__init__()
-        given = torch_names.read_keywords(extra, ShardedWrapper.__init__.__annotations__)
-        broadcast_buffers, sync_module_states, device_id = given.merged(
-            broadcast_buffers=broadcast_buffers,
-            sync_module_states=sync_module_states,
-            device_id=device_id,
-        )
+        own = {
+            "broadcast_buffers": broadcast_buffers,
+            "sync_module_states": sync_module_states,
+            "device_id": device_id,
+        }
+        known = ShardedWrapper.__init__.__annotations__
+        given, without_effect = torch_names.read_keywords(extra, own, known)
         if param_init_fn is not None and not callable(param_init_fn):
             raise TypeError(
                 f"param_init_fn: expected a function of a module, got {param_init_fn!r}"
@@ -177,12 +178,12 @@ class ShardedWrapper(ModuleProxy):
             forward_prefetch=forward_prefetch is not False,
             use_orig_params=use_orig_params,
             coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
-            broadcast_buffers=broadcast_buffers is not False,
-            device=model.find_device(device_id, ranks.world.group),
+            broadcast_buffers=given["broadcast_buffers"] is not False,
+            device=model.find_device(given["device_id"], ranks.world.group),
         )
-        notes = [f"ShardedWrapper ignores {'; '.join(given.notes)}"] if given.notes else []
+        notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
         construction = Construction(model, settings, param_init_fn)
-        construction.wrap(self, ShardedWrapper, sync_module_states, notes)
+        construction.wrap(self, ShardedWrapper, given["sync_module_states"], notes)
 
     # ------------------------------------------------------------ training
 

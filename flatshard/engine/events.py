@@ -1,7 +1,6 @@
 """``StepObserver``: hears what a run does; the engine knows nobody who listens.
 
-Reports, checks and optimizers that step in backward attach themselves to ``Observers``. An event
-that nobody overrides costs the loop over an empty list.
+Reports, checks and optimizers that step in backward attach themselves to ``Observers``.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import contextlib
 import enum
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -117,46 +117,35 @@ class StepObserver:
         return _NOTHING
 
 
-# Methods that a subclass does not override are called by nobody; see `Observers._sort`.
-_EVENTS = [name for name in vars(StepObserver) if not name.startswith("_")]
 O = TypeVar("O", bound=StepObserver)  # noqa: E741
 
+_PER_OBSERVER = {"votes", "tally", "span"}
+_EVENTS = {name for name in vars(StepObserver) if not name.startswith("_")} - _PER_OBSERVER
 
-class Observers:
-    """The observers of one run: for each event, the methods of those that override it."""
 
-    recover: list[Callable[[], None]]
-    begin_forward: list[Callable[[], None]]
-    end_forward: list[Callable[[], None]]
-    enter_forward: list[Callable[[Unit, bool], None]]
-    unsharded: list[Callable[[Unit], None]]
-    check_forward: list[Callable[[Unit, nn.Module], None]]
-    leave_forward: list[Callable[[Unit], None]]
-    begin_backward: list[Callable[[], None]]
-    begin_inner_backward: list[Callable[[], None]]
-    enter_backward: list[Callable[[Unit], None]]
-    leave_backward: list[Callable[[Unit], None]]
-    on_grad: list[Callable[[Unit, FlatParamHandle, int, Tensor], None]]
-    reduced: list[Callable[[Unit], None]]
-    between_units: list[Callable[[], None]]
-    votes: list[Callable[[], list[int]]]
-    tally: list[Callable[[list[int]], None]]
-    reduced_late: list[Callable[[Sequence[Unit]], None]]
-    published: list[Callable[[bool], None]]
-    end_backward: list[Callable[[], None]]
-    drop_backward: list[Callable[[], None]]
-    span: list[Callable[[Kind, Unit | None, str, bool], AbstractContextManager[object]]]
+class Observers(StepObserver):
+    """The observers of one run: whoever calls an event of this, calls it of all of them.
+
+    Attributes:
+        voters: those that override ``votes``.
+    """
 
     def __init__(self) -> None:
         self._all: list[StepObserver] = []
         self._sort()
 
     def _sort(self) -> None:
-        # New lists: a loop over the present ones may be what removes an observer.
+        # An event that nobody overrides stays the method of the base class, which does nothing.
         for event in _EVENTS:
-            base = getattr(StepObserver, event)
-            listeners = [one for one in self._all if getattr(type(one), event) is not base]
-            setattr(self, event, [getattr(one, event) for one in listeners])
+            self.__dict__.pop(event, None)
+            if calls := [getattr(one, event) for one in self._overriding(event)]:
+                # One observer's method needs no loop: some come for every gradient.
+                setattr(self, event, partial(_call_all, calls) if calls[1:] else calls[0])
+        self.voters, self._spanning = self._overriding("votes"), self._overriding("span")
+
+    def _overriding(self, event: str) -> list[StepObserver]:
+        base = getattr(StepObserver, event)
+        return [one for one in self._all if getattr(type(one), event) is not base]
 
     def add(self, observer: StepObserver) -> None:
         """Tell ``observer``, too, from now on; after those that were added before."""
@@ -165,6 +154,7 @@ class Observers:
 
     def remove(self, observer: StepObserver) -> None:
         """Tell it no more; does nothing where it is not there."""
+        # New lists: a loop over the present ones may be what removes it.
         self._all = [one for one in self._all if one is not observer]
         self._sort()
 
@@ -174,25 +164,36 @@ class Observers:
 
     def starting(self, purpose: str, unit: Unit | None) -> AbstractContextManager[object]:
         """Around the start of collectives: for "forward" or "backward", or a "reduce"."""
-        return self._spans(Kind.STARTING, unit, purpose, True) if self.span else _NOTHING
+        label = "reduce" if purpose == "reduce" else "unshard"
+        return self._around(Kind.STARTING, unit, purpose, True, label)
 
     def waiting(
         self, kind: Kind, unit: Unit | None = None, *, ends: bool = True
     ) -> AbstractContextManager[object]:
         """Around a wait; ``ends``: what was under way for it is over then."""
-        if not self.span:
-            return _NOTHING
         # Second stages of reductions start in waits for the first.
-        return self._spans(kind, unit, "other" if unit is None else "reduce", ends)
+        purpose = "other" if unit is None else "reduce"
+        label = "wait_unshard" if kind is Kind.GATHER_WAIT else None
+        return self._around(kind, unit, purpose, ends, label)
 
-    def _spans(
-        self, kind: Kind, unit: Unit | None, purpose: str, ends: bool
+    def _around(
+        self, kind: Kind, unit: Unit | None, purpose: str, ends: bool, label: str | None
     ) -> AbstractContextManager[object]:
+        profiles = torch._C._autograd._profiler_enabled()
+        if not (self._spanning or profiles):
+            return _NOTHING
         # Entered already: the caller enters what this returns at once, which does nothing more.
         stack = contextlib.ExitStack()
-        for make in self.span:
-            stack.enter_context(make(kind, unit, purpose, ends))
+        for one in self._spanning:
+            stack.enter_context(one.span(kind, unit, purpose, ends))
+        if profiles and unit is not None and label is not None:
+            stack.enter_context(profiled(label, unit.name))
         return stack
+
+
+def _call_all(calls: list[Callable[..., object]], *args: object) -> None:
+    for call in calls:
+        call(*args)
 
 
 def profiled(label: str, unit_name: str) -> AbstractContextManager[object]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatshard.engine.events import profiled
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Unit
 from flatshard.options.strategy import BackwardPrefetch
@@ -99,7 +98,7 @@ class Prefetch:
             # A unit whose backward has begun may be resharded here and not yet on other ranks, so
             # they would not take part; or its optimizer has stepped.
             if purpose == "forward" or self.recomputes_whole or unit.outstanding_backwards > 0:
-                with self._observers.starting(purpose, unit), profiled("unshard", unit.name):
+                with self._observers.starting(purpose, unit):
                     unit.unshard(purpose)
                 self._ahead = [*self._under_way(), unit]
 

@@ -15,68 +15,43 @@ from flatshard.engine.unit import Unit
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
+# What torch's ``checkpoint_wrapper`` adds to names, but not to those in state dicts.
 _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
-"""Prefix that torch's ``checkpoint_wrapper`` adds to names, but not to those in state dicts."""
 
 
 @dataclass(frozen=True)
 class OptimParam:
-    """A parameter of an optimizer, in terms of the unwrapped model.
+    """A parameter of an optimizer, in terms of the unwrapped model."""
 
-    Attributes:
-        fqns: of the original parameters in it.
-        handle: the flat parameter that they are parts of; None: nothing of it is sharded.
-        indices: which parts, one for each name.
-    """
-
-    fqns: tuple[str, ...]
-    handle: FlatParamHandle | None = None
-    indices: tuple[int, ...] = ()
+    fqns: tuple[str, ...]  # of the original parameters in it
+    handle: FlatParamHandle | None = None  # what they are parts of; None: nothing of it is sharded
+    indices: tuple[int, ...] = ()  # which parts, one for each name
 
     @property
     def is_flat(self) -> bool:
         """Whether the optimizer sees the flat parameter itself."""
-        return self.handle is not None and isinstance(self.handle.sharded[0], FlatParameter)
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether other ranks hold parts of it."""
-        return self.handle is not None and not self.handle.is_whole
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        """The shape of the handle's original parameter ``index``."""
-        assert self.handle is not None, "only of a part of a flat parameter"
-        return self.handle.layout.spans[index].shape
+        return self.handle is not None and not self.handle.params.use_orig_params
 
 
 class OptimParams:
-    """The parameters of an optimizer, found in a model.
-
-    Attributes:
-        groups: one entry per parameter, as ``optimizer.param_groups`` has them.
-        order: the position of every name in the unwrapped model.
-    """
+    """The parameters of an optimizer, found in a model."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[Unit]
     ) -> None:
-        """Find them.
-
-        Raises:
-            ValueError: the optimizer has a parameter that the model, or its units, have not.
-        """
         prefixes = {
             module: unwrapped(f"{name}.") if name else "" for name, module in model.named_modules()
         }
-        # Every place, also of tied parameters: which of them names it, the units decide.
-        self.order: dict[str, int] = {}
+        # Of every place, also of tied parameters: which of them names it, the units decide.
+        self._order: dict[str, int] = {}
         for module, prefix in prefixes.items():
             for attribute in module._parameters:
-                self.order.setdefault(prefix + attribute, len(self.order))
+                self._order.setdefault(prefix + attribute, len(self._order))
         found = dict(_params_of_units(prefixes, units))
         for name, param in model.named_parameters():
             # No unit owns it: it is ignored, or the model is not wrapped.
             found.setdefault(id(param), OptimParam((unwrapped(name),)))
+        # As ``optimizer.param_groups`` has them.
         self.groups: list[list[OptimParam]] = []
         for number, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
@@ -92,7 +67,6 @@ class OptimParams:
             self.groups.append([found[id(param)] for param in group["params"]])
 
     def __iter__(self) -> Iterator[OptimParam]:
-        """All of them, in the optimizer's order."""
         return chain.from_iterable(self.groups)
 
     def fqns(self, group: int) -> list[str]:
@@ -100,17 +74,17 @@ class OptimParams:
         fqns = [fqn for param in self.groups[group] for fqn in param.fqns]
         if any(param.is_flat for param in self.groups[group]):
             # One flat parameter per dtype: originals of several may alternate in the model.
-            fqns.sort(key=self.order.__getitem__)
+            fqns.sort(key=self._order.__getitem__)
         return fqns
 
     def by_key(self, state_dict: dict[str, Any]) -> dict[Any, OptimParam]:
         """The parameters by the keys that a state dict of this very optimizer has for them."""
         keys = [list(group["params"]) for group in state_dict["param_groups"]]
-        expected = [len(group) for group in self.groups]
-        if [len(group) for group in keys] != expected:
+        expected, found = [[len(group) for group in groups] for groups in (self.groups, keys)]
+        if found != expected:
             raise ValueError(
                 f"optim_state_dict: expected groups of {expected} parameters, as the optimizer "
-                f"has, got {[len(group) for group in keys]}. Pass optimizer.state_dict(), or None."
+                f"has, got {found}. Pass optimizer.state_dict(), or None."
             )
         return dict(zip(chain.from_iterable(keys), self, strict=True))
 
@@ -130,7 +104,7 @@ def _params_of_units(
             )
             for index in indices
         )
-        if isinstance(handle.sharded[0], FlatParameter):
+        if not handle.params.use_orig_params:
             yield id(handle.sharded[0]), OptimParam(fqns, handle, indices)
         else:
             for index, param in enumerate(handle.sharded):

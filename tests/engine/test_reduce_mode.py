@@ -111,7 +111,7 @@ def _check(model: ShardedWrapper, expected: list[Tensor]) -> None:
 def _small_limits() -> Iterator[None]:
     """As if the large unit had millions of elements: read in place, and in several pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_buffer, "_IN_PLACE_BYTES", 1 << 12)
+        patch.setattr(grad_buffer, "_SMALL_BYTES", 1 << 12)
         patch.setattr(shared_memory, "_PIECE_NUMEL", 1000)
         patch.setattr(sockets, "PIECE_BYTES", 1 << 12)
         patch.setattr(sockets, "_ADDED_AT_ONCE", 300)

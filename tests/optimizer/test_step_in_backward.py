@@ -441,8 +441,12 @@ def _refused(rank: int, world_size: int) -> None:
         (torch.optim.LBFGS(params), ValueError, "LBFGS may look at all parameters together"),
         (torch.optim.SGD(nn.Linear(2, 2).parameters()), ValueError, "holds no parameter"),
         (sgd if rank else torch.optim.LBFGS(params), ValueError, "LBFGS"),
-        (sgd if rank else adam, ValueError, "rank 0 passes a Adam, rank 1 a SGD"),
-        (torch.optim.SGD(params[rank:]), ValueError, "over other parameters"),
+        (sgd if rank else adam, ValueError, "the optimizer is Adam on rank 0, SGD on rank 1"),
+        (
+            torch.optim.SGD(params[rank:]),
+            ValueError,
+            "'mixing' is in group 0 on rank 0, nothing",
+        ),
     ):
         with pytest.raises(error, match=says):
             model.step_in_backward(wrong)  # type: ignore[arg-type]

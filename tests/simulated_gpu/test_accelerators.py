@@ -372,10 +372,7 @@ def test_small_gradients_on_an_accelerator_are_copied_at_once() -> None:
         return GradientBuffer(layout, dtypes=dtypes, device=torch.device(device), rank=0)
 
     gradients = buffer_on("cpu")
-    on_device = buffer_on("meta")
-    assert (gradients._apart_below, on_device._apart_below) == (0, 1 << 20)
-    # Decide for this CPU as for a device.
-    gradients._apart_below, gradients._casts_late = on_device._apart_below, on_device._casts_late
+    gradients._casts_late = buffer_on("meta")._casts_late  # on this CPU as on a device
     # One comes in two parts, and one not at all.
     came = [(i, layout.spans[i]) for i in (0, 1, 2, 2, 4)]
     grads = [torch.full(span.shape, 1.0 + i, dtype=torch.bfloat16) for i, span in came]
@@ -460,7 +457,7 @@ def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
         sizes.append(handle.layout.padded_numel * handle.reduce_dtype.itemsize)
     context.refresh()
     assert len(reduce_buckets.split([context.root])) > 1, "the root's large parameters are apart"
-    assert context._backward.max_bytes_in_flight == 2 * max(sizes)
+    assert context._backward.queue.max_bytes_in_flight == 2 * max(sizes)
     for handle in _handles(model):
         handle.device = torch.device("cpu")
     context.refresh()

@@ -1,0 +1,195 @@
+"""``ReduceQueue``: which reductions of a backward are ready, under way, and over.
+
+[Note: hooks]
+A user's hook waits inside for the other ranks' hooks, and backward waits with it. So all ranks call
+a hook at the same place of the program, or a rank that lacks a gradient of the unit, and does not
+call it there, waits for others in turn. Such places are those where a unit is unsharded for
+backward, for which all ranks are needed anyway: there they tell one another how many units each
+could reduce by now, and call the hooks that all can. Where a rank has come to the end of its
+backward, what is left is left to the end by all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from flatshard.engine import reduce_buckets
+from flatshard.engine.agreement import Agreement, agree
+from flatshard.engine.events import Kind
+from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.reduce_buckets import ReduceBucket
+from flatshard.engine.step_state import StepState
+from flatshard.engine.unit import Unit
+from flatshard.plan.schedule import ReduceOrder, UnevenUnits
+
+
+class ReduceQueue:
+    """The reductions of one model, which begin in one order on all ranks."""
+
+    def __init__(self, state: StepState) -> None:
+        self._state, self._observers = state, state.observers
+        self.buckets = reduce_buckets.split(state.units)
+        self.bucket_of = {handle: one for one in self.buckets for handle in one.handles}
+        self._order = ReduceOrder(len(self.buckets))
+        self._is_order_agreed = False
+        self._uneven = UnevenUnits()
+        self._in_flight: list[ReduceBucket] = []
+        self._to_reduce: Counter[Unit] = Counter()  # of each, buckets in this backward
+        self._must_wait = False  # for the end of backward
+        self._hooked: list[Unit] = []  # with hooks to call; none once a rank is at its end
+        self._num_agreed = 0  # buckets, from the first on, that all ranks could reduce
+
+    def refresh(self) -> None:
+        """Look at the units again, after their buffers were made anew."""
+        units = self._state.units
+        # An accelerator's host is far ahead of it: reductions fill whatever they may.
+        on_accelerator = any(h.device.type != "cpu" for unit in units for h in unit.handles)
+        sizes = [
+            sum(2 * h.layout.padded_numel * h.reduce_dtype.itemsize for h in one.handles)
+            for one in (self.buckets if on_accelerator else units)
+        ]
+        self.max_bytes_in_flight = max(sizes, default=0)
+
+    def begin_backward(self, *, must_wait: bool) -> None:
+        """Forget the last backward's; ``must_wait``: nothing starts before the end of this one."""
+        self._must_wait = must_wait
+        self._order.begin_backward()
+        self._to_reduce.clear()
+        self._hooked = [one.unit for one in self.buckets if one.unit.calls_hook]
+        self._num_agreed = 0
+        for bucket in self.buckets:
+            if bucket.unit.sync is Sync.NONE or not bucket.trainable_handles:
+                # Never reduced, so it must not hold up the others.
+                self._order.ready(bucket.index)
+            else:
+                self._to_reduce[bucket.unit] += 1
+
+    # ------------------------------------------------------------ during backward
+
+    def add(self, bucket: ReduceBucket) -> None:
+        """A bucket's gradients have all come: start it, or what waited for it, and finish some."""
+        self._order.ready(bucket.index)
+        self._start_ready()
+        self._finish_old()
+
+    def call_hooks(self) -> None:
+        """Let hooks reduce what all ranks can. Collective, while there are hooks to call."""
+        self._agree_on_hooks()
+        self._start_ready()
+
+    def _start_ready(self) -> None:
+        if not self._must_wait:
+            for index in self._order.turns(self._allows):
+                self._start(self.buckets[index])
+
+    def _allows(self, index: int) -> bool:
+        return self._order.num_taken < self._num_agreed or not self.buckets[index].unit.calls_hook
+
+    def _agree_on_hooks(self, *, at_end: bool = False) -> None:
+        """Tell the other ranks how far this one is; see the note. Collective."""
+        if not self._hooked:
+            return
+        world = self._state.world
+        said = [self._order.num_ready(), int(not at_end)]
+        values = torch.tensor(said, device=world.control_device)
+        op_name = "communication hooks that can be called in backward"
+        world.reduce_scalars(values, "MIN", op_name=op_name, apart=True)
+        # The smallest number: a hook that one rank cannot call yet would hold up the others.
+        self._num_agreed, go_on = values.tolist()
+        if not go_on:
+            self._hooked.clear()
+
+    def _start(
+        self, bucket: ReduceBucket, handles: Iterable[FlatParamHandle] | None = None
+    ) -> None:
+        unit = bucket.unit
+        if unit.sync is Sync.NONE:
+            return
+        with self._observers.starting("reduce", unit):
+            bucket.start(bucket.trainable_handles if handles is None else handles)
+        if bucket.under_way():
+            self._in_flight.append(bucket)
+        elif bucket.trainable_handles:  # a hook has reduced it
+            self._note_reduced(unit)
+
+    def _note_reduced(self, unit: Unit) -> None:
+        self._to_reduce[unit] -= 1
+        if self._to_reduce[unit] == 0:
+            self._observers.reduced(unit)
+
+    def _finish_old(self) -> None:
+        """Finish what is over, and wait while more bytes are under way than there may be."""
+        self._state.pending_sends.drop_sent()
+        with self._observers.starting("reduce", None):
+            for bucket in self._in_flight:
+                if not bucket.advance():  # second stages begin in the order of the first
+                    break
+        while self._in_flight:
+            bucket = self._in_flight[0]
+            over = sum(one.bytes_in_flight for one in self._in_flight) > self.max_bytes_in_flight
+            if not bucket.is_reduced() and not (over and self._wait_until_reduced(bucket)):
+                return
+            del self._in_flight[0]
+            self._finish(bucket)
+            self._note_reduced(bucket.unit)
+
+    def _wait_until_reduced(self, bucket: ReduceBucket) -> bool:
+        # A peer without this gradient starts the reduction only at the end of its backward, so a
+        # wait has a limit; for buckets where that happened lately there is no wait at all.
+        if bucket.index in self._uneven:
+            return False
+        with self._observers.waiting(Kind.REDUCE_WAIT, bucket.unit, ends=False):
+            return bucket.wait_until_reduced()
+
+    def _finish(self, bucket: ReduceBucket) -> None:
+        with self._observers.waiting(Kind.REDUCE_WAIT, bucket.unit):
+            bucket.finish()
+
+    # ------------------------------------------------------------ at its end
+
+    def reduce_rest(self) -> Agreement:
+        """Agree with the other ranks on what was used, and reduce what is left. Collective."""
+        self._agree_on_hooks(at_end=True)
+        rest = self._order.rest()
+        agreed = agree(self._state, self.buckets, set(rest))
+        self._uneven.note(agreed.uneven)
+        for index in rest:
+            if agreed.is_used(self.buckets[index]):
+                self._start(self.buckets[index])
+        self._finish_all()
+        for _, handle in agreed.left_over:
+            self._start(self.bucket_of[handle], [handle])
+        self._finish_all()
+        if not self._is_order_agreed and all(u.sync is Sync.ALL for u in self._state.units):
+            self._agree_on_order()
+        return agreed
+
+    def _finish_all(self) -> None:
+        # All second stages start before any is waited for.
+        for bucket in self._in_flight:
+            with self._observers.waiting(Kind.REDUCE_WAIT, bucket.unit, ends=False):
+                bucket.cross()
+        for bucket in self._in_flight:
+            self._finish(bucket)
+        self._in_flight.clear()
+
+    def _agree_on_order(self) -> None:
+        """From now on, use the order in which rank 0's units became ready. Collective, once."""
+        world = self._state.world
+        order = torch.tensor(self._order.suggested(), device=world.control_device)
+        with self._observers.waiting(Kind.RANKS_WAIT):
+            world.broadcast(order, op_name="order of reductions")
+        self._order.adopt(order.tolist())
+        self._is_order_agreed = True
+
+    def drop(self) -> None:
+        """End what is under way, after a backward that failed. Collective."""
+        try:
+            # All ranks began these; where one left out a second stage, the next would meet it.
+            self._finish_all()
+        finally:
+            self._in_flight.clear()
