@@ -129,21 +129,16 @@ class _Slot:
         self._holder[self.attribute] = tensor
 
 
-_Group = tuple[list[nn.Module], list[_Slot]]
-"""Modules that are initialised together, in order, and the attributes that they fill."""
-
-
 def _param_slots(handles: Iterable[FlatParamHandle]) -> list[_Slot]:
     slots = []
     for handle in handles:
         for index in sorted(handle.unfilled):
             spec = handle.params.specs[index]
             meta = spec.empty(handle.shard.new_empty(0, device="meta"))
-            first, *others = handle.params.locations(index)
-            slots.append(_Slot(first.module, first.attribute, spec.name, meta, handle, index))
+            places = handle.params.locations(index)
             slots += [
-                _Slot(at.module, at.attribute, spec.name, meta, handle, index, is_first=False)
-                for at in others
+                _Slot(at.module, at.attribute, spec.name, meta, handle, index, at is places[0])
+                for at in places
             ]
     return slots
 
@@ -223,7 +218,7 @@ class MetaInit:
             self._slots.setdefault(slot.module, []).append(slot)
         self._groups = self._find_groups(root)
 
-    def _find_groups(self, root: nn.Module) -> list[_Group]:
+    def _find_groups(self, root: nn.Module) -> list[list[nn.Module]]:
         """Each module that needs values with those below it in its unit; or whole units."""
         # The order of constructors: children first, in registration order, whatever the units. So
         # the same seed gives the values of a model built on its device. A module may initialise
@@ -250,8 +245,7 @@ class MetaInit:
                 groups.append(inner)
 
         visit(root, None)
-        slots = [[slot for one in group for slot in self._slots.get(one, ())] for group in groups]
-        return [(group, own) for group, own in zip(groups, slots, strict=True) if own]
+        return groups
 
     def run(self) -> bool:
         """Initialise all tensors, alike on all ranks unless the user forbids it.
@@ -260,8 +254,8 @@ class MetaInit:
         a tensor; returns whether a module was left empty, on any rank.
         """
         start, world = self._start, self._start.world
-        on_cuda = self._device.type == "cuda"
         random_state = torch.get_rng_state()
+        on_cuda = self._device.type == "cuda"
         cuda_state = torch.cuda.get_rng_state(self._device) if on_cuda else None
         sums = self._make_all()
         if not start.sends and world.size > 1:
@@ -285,7 +279,10 @@ class MetaInit:
         start = self._start
         sums: dict[str, Checksum] = {}
         failed: RuntimeError | None = None
-        for modules, slots in self._groups:
+        for modules in self._groups:
+            slots = [slot for module in modules for slot in self._slots.get(module, ())]
+            if not slots:
+                continue
             values: dict[str, Tensor | None] = {}
             if start.initialises:
                 try:
