@@ -28,7 +28,6 @@ from flatshard.module.inspection import UnwrappedModel
 from flatshard.plan.module_proxy import ModuleProxy
 
 InitFn = Callable[[nn.Module], Any]
-"""The type of ``param_init_fn``."""
 
 _PATTERN = 0xCB
 _PIECE_BYTES = 1 << 16

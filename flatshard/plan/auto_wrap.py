@@ -21,29 +21,23 @@ from flatshard.plan.param_info import find_params
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 Kind: TypeAlias = type[nn.Module] | Shapes
 
+# Elements in the smallest unit, 1 MB of float32: below about that, an all-gather's fixed part
+# (Python, latency, a pipeline that is not full) takes longer than its bytes.
 MIN_UNIT_NUMEL = 250_000
-"""Elements in the smallest unit, 1 MB of float32: below about that, an all-gather's fixed part
-(Python, latency, a pipeline that is not full) takes longer than its bytes."""
-
+# From which on a module is worth dividing, into parts that mostly reach the minimum.
 DIVISIBLE_NUMEL = 8 * MIN_UNIT_NUMEL
-"""Elements from which on a module is worth dividing, into parts that mostly reach the minimum."""
-
+# In the largest module that joins a small root: 4 MB that stay unsharded in a step.
 ROOT_TAKES_NUMEL = 4 * MIN_UNIT_NUMEL
-"""Elements in the largest module that joins a small root: 4 MB that stay unsharded in a step."""
-
+# That small blocks may leave to the root together: 32 MB, unsharded throughout a step.
 ROOT_BLOCKS_NUMEL = 32 * MIN_UNIT_NUMEL
-"""Elements that small blocks may leave to the root together: 32 MB, unsharded throughout a step."""
-
+# Part of the model that is too large for a unit if it can be divided. While one unit computes the
+# next is all-gathered: with units of this size, a quarter of the model is unsharded at the peak.
 LARGE_SHARE = 1 / 8
-"""Part of the model that is too large for a unit if it can be divided. While one unit computes the
-next is all-gathered: with units of this size, a quarter of the model is unsharded at the peak."""
-
+# Part of a module's elements that blocks in it must hold for it to be opened. Less is a block that
+# happens to contain similar children: a decoder's two attentions, about half of its elements.
 BLOCKS_SHARE = 2 / 3
-"""Part of a module's elements that blocks in it must hold for it to be opened. Less is a block that
-happens to contain similar children: a decoder's two attentions, about half of its elements."""
-
+# They say nothing about what a module does, so that repeating one makes no blocks.
 _GENERIC = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Classes that say nothing about what a module does, so that repeating one makes no blocks."""
 
 
 def choose(tree: ModuleTree) -> dict[nn.Module, str]:

@@ -77,21 +77,18 @@ def numel(params: Iterable[nn.Parameter]) -> int:
     return sum(param.numel() for param in params)
 
 
-def paths(root: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
+def paths(
+    module: nn.Module, name: str = "", above: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
     """Every path to every module: its name, and the modules on it; a shared module has several."""
-
-    def visit(
-        name: str, chain: tuple[nn.Module, ...]
-    ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-        yield name, chain
-        # A module that stands in for another has no place in names; see `ModuleProxy`.
-        hidden = getattr(chain[-1], "hidden_in_names", False)
-        for attribute, child in chain[-1]._modules.items():
-            if child is not None and child not in chain:
-                below = name if hidden else f"{name}.{attribute}" if name else attribute
-                yield from visit(below, (*chain, child))
-
-    return visit("", (root,))
+    chain = (*above, module)
+    yield name, chain
+    # A module that stands in for another has no place in names; see `ModuleProxy`.
+    hidden = getattr(module, "hidden_in_names", False)
+    for attribute, child in module._modules.items():
+        if child is not None and child not in chain:
+            below = name if hidden else f"{name}.{attribute}" if name else attribute
+            yield from paths(child, below, chain)
 
 
 def _read_by_others(root: nn.Module) -> set[nn.Module]:

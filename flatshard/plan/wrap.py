@@ -53,9 +53,6 @@ class UnitPlan:
     reason: str = field(default="", compare=False, repr=False)  # who chose it and why, in words
 
 
-# --- callable policies ---
-
-
 def size_based_auto_wrap_policy(
     module: nn.Module,
     recurse: bool,
@@ -112,10 +109,7 @@ def transformer_auto_wrap_policy(
 
 
 def lambda_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    lambda_fn: Callable[[nn.Module], bool],
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
     """Make a unit of each module for which ``lambda_fn(module)`` is true."""
     return recurse or lambda_fn(module)
@@ -191,17 +185,11 @@ class CustomPolicy:
         return chosen
 
 
-# --- choosing units ---
-
-
 def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> list[UnitPlan]:
-    """Choose the modules below ``root`` that become units of their own. Changes nothing.
+    """Choose the modules below ``root`` that become units of their own, children before parents.
 
     Only modules with parameters, not all of them ignored, can be units; for those that never are,
     see [Note: modules that are never units] in ``flatshard.plan.module_tree``.
-
-    Returns:
-        The units in post-order, children before parents; a module with several names comes once.
 
     Raises:
         TypeError: ``policy`` is not a policy.
@@ -219,17 +207,13 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
     else:
         chosen = _ask(tree, policy)
     names = {module: name for name, module in root.named_modules()}
-    by = f"policy {_show(policy)}"
-    return [
-        UnitPlan(
-            names[module],
-            module,
-            dict(chosen[module]),
-            f"{by}: {reasons[module]}" if module in reasons else by,
-        )
-        for module in tree.candidates()
-        if module in chosen
-    ]
+    plans = []
+    for module in tree.candidates():
+        if module in chosen:
+            reason = f"policy {_show(policy)}"
+            reason += f": {reasons[module]}" if module in reasons else ""
+            plans.append(UnitPlan(names[module], module, dict(chosen[module]), reason))
+    return plans
 
 
 def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywords]:
@@ -259,10 +243,8 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywo
     return chosen
 
 
-# --- choosing units by hand ---
-
+# The keywords of the innermost `enable_wrap`; None outside.
 _enabled: ContextVar[Keywords | None] = ContextVar("enabled", default=None)
-"""The keywords of the innermost ``enable_wrap``; None outside."""
 
 
 @contextlib.contextmanager
@@ -301,16 +283,8 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
     return wrapper_cls(module, **keywords)
 
 
-# --- checks and messages ---
-
-
 def check_policy(policy: object) -> None:
-    """Raise unless ``policy`` has the form of a policy.
-
-    Raises:
-        TypeError: it is something else, or can't be called as a policy is.
-        ValueError: it is a name other than ``"auto"``.
-    """
+    """Raise TypeError or ValueError unless ``policy`` has the form of a policy."""
     expected = (
         'expected "auto", a policy object such as ModuleWrapPolicy({Block}) or a callable such '
         "as functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)"
