@@ -72,9 +72,8 @@ class Construction:
         named = [*model.params(), *model.buffers()]
         if ranks.world.size > 1:
             described = f"{settings.describe()}{plan.precision.describe()}"
-            consistency.check_same_model(
-                named, described, plan.describe_units(), model.ignored.names, ranks.world
-            )
+            units = [f"{p.name}: {plan.settings_of[p.module].describe()}" for p in plan.chosen]
+            consistency.check_same_model(named, described, units, model.ignored.names, ranks.world)
         # Creating process groups is collective, so only after all ranks agree on the strategies.
         for one in plan.settings_of.values():
             ranks.resolve(one.placement)
@@ -139,7 +138,13 @@ class Construction:
             _unit_size(unit.names, [span.numel for h in unit.handles for span in h.layout.spans])
             for unit in inside
         ]
-        return unit_report.lint([*units, *empty, root, *older], self._plan.tied())
+        tied = [
+            (one.param.numel(), [location.name for location in one.locations])
+            for unit in self._plan.units
+            for one in unit.owned
+            if len(one.locations) > 1
+        ]
+        return unit_report.lint([*units, *empty, root, *older], tied)
 
     def _make_units(
         self, root: ModuleProxy, kind: type[ModuleProxy], initial_values: InitialValues
