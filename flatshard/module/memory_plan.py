@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from flatshard.comm.communicator import ALONE
-from flatshard.comm.topology import Ranks
+from flatshard.comm.ranks import Ranks
 from flatshard.diagnostics.unit_report import show_bytes, tabulate
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
