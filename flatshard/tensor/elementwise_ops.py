@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import HANDLERS, FlatShardTensor, first_sharded, tensors_in
+from flatshard.tensor.sharded_tensor import HANDLERS, FlatShardTensor, first_sharded, wrote
 
 aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}
     result = func(*(_local(value, spec) for value in args), **kwargs)
     if in_place:
-        torch.autograd.graph.increment_version(args[0].local)  # see [Note: versions]
+        wrote(args[:1])
         return args[0]
     storage = spec.state_disk
     if storage is not None and func in _STATE_MAKERS and result.device == like.local.device:
@@ -116,8 +116,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ]
     for argument, values in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written = [t.local for t in tensors_in((values,)) if isinstance(t, FlatShardTensor)]
-            torch.autograd.graph.increment_version(written)  # see [Note: versions]
+            wrote((values,))
     return None
 
 
@@ -137,7 +136,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatSha
         # A clone, as the range alone would keep the full tensor alive.
         return FlatShardTensor(part.clone(), spec)
     local.copy_(part)
-    torch.autograd.graph.increment_version(local)
+    wrote((tensor,))
     return tensor
 
 

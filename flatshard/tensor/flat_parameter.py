@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -137,13 +137,10 @@ class FlatParameterPart(FlatShardTensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _SETS_REQUIRES_GRAD and isinstance(args[0], FlatParameterPart):
+        setters = Tensor.requires_grad_, Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+        if func in setters and isinstance(args[0], FlatParameterPart):
             spec = args[0].spec
             raise RuntimeError(
                 f"parameter {spec.name!r} (unit {spec.unit!r}) is a part of a flat parameter and "
@@ -151,11 +148,6 @@ class FlatParameterPart(FlatShardTensor):
                 "before wrapping, or call requires_grad_() on the unit's ShardedWrapper."
             )
         return super().__torch_function__(func, types, args, kwargs)
-
-
-_SETS_REQUIRES_GRAD = frozenset(
-    {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
-)
 
 
 def _refuse_gradient(spec: ShardSpec, *_: Tensor) -> NoReturn:

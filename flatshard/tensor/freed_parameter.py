@@ -4,10 +4,7 @@ Users may keep one from a forward and read it later. The read would end the proc
 shared-memory transport it would see some shards before the optimizer's step and others after it. So
 the parameter changes its class when the unit is resharded, and back when it is unsharded; in
 between, an operation on it raises and says what to do instead. Views that were made in forward
-cannot be reached: to read one still ends the process, which at least says in which line
-(``show_crashes``).
-
-If backward needs a value after all, the unit is unsharded for it (``ShardSpec.bring_back``).
+cannot be reached: to read one still ends the process, and ``show_crashes`` says in which line.
 """
 
 from __future__ import annotations
@@ -47,11 +44,7 @@ class FreedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Let through what needs no values, bring the values back, or raise."""
         kwargs = kwargs or {}
@@ -63,6 +56,7 @@ class FreedParameter(nn.Parameter):
         where = "of a model that is gone" if spec is None else repr(spec.name)
         if func is Tensor.__repr__:
             return f"FreedParameter({where})"
+        # If backward needs a value after all, the unit is unsharded for it.
         if spec is not None and spec.bring_back():
             return func(*args, **kwargs)
         raise RuntimeError(

@@ -4,11 +4,6 @@ Every operation on it is right or raises. Element-wise operations run on the loc
 reductions add the one collective that makes them right, writing a full tensor keeps this rank's
 range of it, and everything else raises and names the parameter. Inside a unit's forward and
 backward none of this is in the way: modules hold plain parameters there.
-
-[Note: versions]
-An unsharded buffer is stale when its shard was written since. The shard's version counter, which
-views share, tells that; in-place operations under ``__torch_dispatch__`` do not move it, so they do
-it here.
 """
 
 from __future__ import annotations
@@ -25,9 +20,8 @@ from flatshard.comm.flat_chunks import as_bytes
 from flatshard.memory.disk import is_on_disk
 from flatshard.tensor.shard_spec import ShardSpec
 
-# By operation name; called with the operation, its arguments and its keywords. ``_foreach`` handles
-# all operations on lists without an entry. ``elementwise_ops`` enters what each rank can do alone,
-# ``reduction_ops`` what takes a collective.
+# By operation name; called with the operation, its arguments and its keywords. ``elementwise_ops``
+# enters what each rank can do alone, ``reduction_ops`` what takes a collective.
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 # What stands for functions that autograd would differentiate wrongly, unless it returns
 # NotImplemented; ``reduction_ops`` enters it.
@@ -60,11 +54,7 @@ class FlatShardTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        local: Tensor,
-        spec: ShardSpec,
-        requires_grad: bool = False,
-        flat: Tensor | None = None,
+        cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False, flat: Tensor | None = None
     ) -> FlatShardTensor:
         """Wrap ``local``, ``(spec.numel,)``, without copying."""
         self = torch.Tensor._make_wrapper_subclass(
@@ -75,9 +65,7 @@ class FlatShardTensor(torch.Tensor):
             device=local.device,
             requires_grad=requires_grad,
         )
-        self.local = local
-        self.spec = spec
-        self.flat = flat
+        self.local, self.spec, self.flat = local, spec, flat
         return self  # type: ignore[no-any-return]
 
     @classmethod
@@ -93,10 +81,7 @@ class FlatShardTensor(torch.Tensor):
         return self
 
     def to_local(self) -> Tensor:
-        """This rank's range in memory order, ``(numel held here,)``; shares memory.
-
-        No communication.
-        """
+        """This rank's range in memory order, ``(numel held here,)``; shares memory."""
         return self.local
 
     def alias(self) -> FlatShardTensor:
@@ -210,11 +195,7 @@ class FlatShardTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in ABOVE_AUTOGRAD and torch.is_grad_enabled():
@@ -226,11 +207,7 @@ class FlatShardTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
@@ -241,6 +218,14 @@ class FlatShardTensor(torch.Tensor):
         if handler is None:
             first_sharded(args, kwargs).spec.refuse(func._schema.name)
         return handler(func, args, kwargs)
+
+
+def wrote(values: Iterable[Any]) -> None:
+    """Say that the sharded tensors among ``values`` were written."""
+    # An unsharded buffer is stale when its shard was written since. The shard's version counter,
+    # which views share, tells that, but operations under ``__torch_dispatch__`` do not move it.
+    written = [t.local for t in tensors_in(values) if isinstance(t, FlatShardTensor)]
+    torch.autograd.graph.increment_version(written)
 
 
 def local_range(tensor: Tensor) -> Tensor:
@@ -263,14 +248,6 @@ def first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTen
     return next(t for t in tensors_in(everything) if isinstance(t, FlatShardTensor))
 
 
-def _register_with_torch() -> None:
-    # torch's clipping and optimizers use their one-kernel-for-many paths only with these types.
-    clipping = importlib.import_module("torch.utils._foreach_utils")
-    optimizers = importlib.import_module("torch.optim.optimizer")
-    for owner in (clipping, optimizers):
-        supported = owner._foreach_supported_types
-        if FlatShardTensor not in supported:
-            supported.append(FlatShardTensor)
-
-
-_register_with_torch()
+# Only with types in these lists do torch's clipping and optimizers run one kernel for many tensors.
+for _module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
+    importlib.import_module(_module)._foreach_supported_types.append(FlatShardTensor)
