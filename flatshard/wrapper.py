@@ -689,8 +689,7 @@ class ShardedWrapper(ModuleProxy):
         except AttributeError as error:
             # Without `_sharding` the wrapper is still being built or copied.
             if name in torch_names.DDP_ATTRIBUTES and "_sharding" in self.__dict__:
-                _, value = torch_names.DDP_ATTRIBUTES[name]
-                return value(self._sharding)
+                return torch_names.DDP_ATTRIBUTES[name](self._sharding)
             reason = torch_names.why_missing(name)
             raise (error if reason is None else AttributeError(reason)) from None
 

@@ -24,14 +24,7 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 @dataclass(frozen=True)
 class StateDictOptions:
-    """Where state dicts lie and who gets them, as FSDP1's configs say it.
-
-    Attributes:
-        offload_to_cpu: the model's lie in CPU memory, copied there unit by unit.
-        rank0_only: ranks other than rank 0 have none of the model's.
-        optim_offload_to_cpu: the same for the optimizer's.
-        optim_rank0_only: likewise.
-    """
+    """Where state dicts lie and who gets them, as FSDP1's configs say it."""
 
     offload_to_cpu: bool = False
     rank0_only: bool = False
@@ -102,10 +95,7 @@ class UnitStateDict:
 
 
 def _replace_by_full(
-    handle: FlatParamHandle,
-    state_dict: dict[str, Any],
-    options: StateDictOptions,
-    is_saving: bool,
+    handle: FlatParamHandle, state_dict: dict[str, Any], options: StateDictOptions, is_saving: bool
 ) -> None:
     """Put full copies where the flat parameter's originals stand; drop them if not ``is_saving``.
 

@@ -120,9 +120,6 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None
 
 
-# ---------------------------------------------------------------- random numbers, shapes
-
-
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
     """Draw as many numbers as the unwrapped model would, keep this rank's."""
     tensor: FlatShardTensor = args[0]

@@ -62,9 +62,6 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **defaults: 
     return list(values.values())
 
 
-# ---------------------------------------------------------------- norms
-
-
 def norms(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
@@ -82,17 +79,14 @@ def norms(
         if comm is None:
             found = list(torch._foreach_norm(some, order, dtype))
         else:
-            found = _like(_sharded_norms(some, order, dtype, comm), some, dtype)
+            together = _sharded_norms(some, order, dtype, comm)
+            # Cast all at once, to the device and dtype that torch would give each.
+            kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in some]
+            cast = {kind: together.to(*kind).unbind() for kind in set(kinds)}
+            found = [cast[kind][number] for number, kind in enumerate(kinds)]
         for position, norm in zip(positions, found, strict=True):
             results[position] = norm
     return results
-
-
-def _like(found: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-    """One norm each, with the device and dtype that torch would give it; cast all at once."""
-    kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in tensors]
-    cast = {kind: found.to(*kind).unbind() for kind in set(kinds)}
-    return [cast[kind][number] for number, kind in enumerate(kinds)]
 
 
 def _sharded_norms(
@@ -139,9 +133,6 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     tensors, order, dtype = _bind(func, args, kwargs, self=None, ord=2, dtype=None)
     return norms(tensors, float(order), dtype)
-
-
-# ---------------------------------------------------------------- sums, extremes, overflows
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -269,9 +260,10 @@ def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
     order: Any = None
     if kind == "norm":
         order = rest.pop(0) if rest else kwargs.pop("p", kwargs.pop("ord", 2))
-        order = 2.0 if order in (None, "fro") else order
+        order = 2 if order in (None, "fro") else order
         if not isinstance(order, int | float) or order in (0, math.inf, -math.inf):
             source.spec.refuse(f"the gradient of a norm of order {order}")
+        order = float(order)
     if rest or any(value is not None and value is not False for value in kwargs.values()):
         source.spec.refuse(f"a {kind} along a dimension or in another dtype")
     result = _Reduction.apply(source, order)
