@@ -110,13 +110,13 @@ def read_keywords(
         NotImplementedError: a keyword that raises.
     """
     meant, notes = dict(own), []
-    accepted = [*known, *IGNORED, *REFUSED, *OTHER_NAMES]
+    accepted = [*IGNORED, *REFUSED, *OTHER_NAMES]
     for name, value in extra.items():
-        keyword = IGNORED.get(name) or REFUSED.get(name)
         if name not in accepted:
-            close = difflib.get_close_matches(name, accepted, n=1)
+            close = difflib.get_close_matches(name, [*known, *accepted], n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"ShardedWrapper: unknown keyword {name!r}.{hint}")
+        keyword = IGNORED.get(name) or REFUSED.get(name)
         if value is None or (keyword is not None and value == keyword.default):
             continue
         if name in REFUSED:

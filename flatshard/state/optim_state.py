@@ -39,9 +39,6 @@ StateDict = dict[str, Any]
 _REMEDY = "Every rank must step the same optimizer and load the same state."
 
 
-# ---------------------------------------------------------------- saving
-
-
 @dataclass
 class _Entry:
     """The state of one parameter of the optimizer on this rank."""

@@ -26,11 +26,6 @@ _POINTWISE = frozenset(
     _to_copy copy tanh_backward sigmoid_backward threshold_backward""".split()
 )
 
-# What optimizers make their state with.
-_STATE_MAKERS = frozenset(
-    getattr(aten, name).default for name in ("zeros_like", "ones_like", "full_like", "empty_like")
-)
-
 
 def _local(value: Any, spec: ShardSpec) -> Any:
     """The elements of an operand that belong to the local range of ``spec``."""
@@ -66,8 +61,9 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wrote(args[:1])
         return args[0]
     storage = spec.state_disk
-    if storage is not None and func in _STATE_MAKERS and result.device == like.local.device:
-        result = storage.take_in(result)
+    if storage is not None and func._schema.name.endswith("_like"):
+        # ``zeros_like`` and the like: what optimizers make their state with.
+        result = storage.take_in(result) if result.device == like.local.device else result
     return FlatShardTensor(result, spec)
 
 
@@ -137,10 +133,6 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatSha
     return tensor
 
 
-def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return func(args[0].local, *args[1:], **kwargs)  # type: ignore[no-any-return]
-
-
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
     tensor, *rest = args
     if rest and (func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape):
@@ -157,5 +149,8 @@ HANDLERS.update(
     **dict.fromkeys((f"{name}_" for name in (*_POINTWISE, "detach")), _pointwise),
     **dict.fromkeys(("detach", "alias", "view"), _same),
     **dict.fromkeys(_DRAWS, _random),
-    **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), _new),
+    **dict.fromkeys(
+        ("new_empty", "new_zeros", "new_ones", "new_full"),
+        lambda func, args, kwargs: func(args[0].local, *args[1:], **kwargs),
+    ),
 )

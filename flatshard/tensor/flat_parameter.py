@@ -17,7 +17,7 @@ from torch.utils import hooks as torch_hooks
 
 from flatshard.plan.layout import FlatLayout, LocalSpan, ParamSpan
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, check_data
 
 
 def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
@@ -52,9 +52,7 @@ class FlatParameter(nn.Parameter):
     ) -> FlatParameter:
         """Count ``data``, ``(flat_layout.shard_numel,)``, as a parameter without copying."""
         self = torch.Tensor._make_subclass(cls, data, requires_grad)
-        self.flat_layout = layout
-        self.rank = rank
-        self.flat = data
+        self.flat_layout, self.rank, self.flat = layout, rank, data
         self.post_accumulate_hooks = OrderedDict()
         self._aliases = weakref.WeakValueDictionary()
         return self
@@ -68,12 +66,7 @@ class FlatParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
-            raise RuntimeError(
-                f"{self!r}: expected data of shape {tuple(self.shape)}, {self.dtype} on "
-                f"{self.device}, got {tuple(value.shape)}, {value.dtype} on {value.device}. "
-                "Convert the whole wrapper: model.to(...)."
-            )
+        check_data(repr(self), self, value)
         with torch.no_grad():
             # What `.data` gave before keeps its values, as it does where data is replaced.
             for alias in list(self._aliases.values()):

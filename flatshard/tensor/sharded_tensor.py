@@ -35,6 +35,16 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
     return {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
 
 
+def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
+    """Raise unless ``value`` can be assigned to ``tensor.data``."""
+    expected, found = [(tuple(one.shape), one.dtype, one.device) for one in (tensor, value)]
+    if found != expected:
+        raise RuntimeError(
+            f"{where}: expected data of shape {expected[0]}, {expected[1]} on {expected[2]}, got "
+            f"{found[0]}, {found[1]} on {found[2]}. Convert the whole wrapper: model.to(...)."
+        )
+
+
 class FlatShardTensor(torch.Tensor):
     """A parameter, or its gradient, of which this rank holds a 1-D range.
 
@@ -125,14 +135,7 @@ class FlatShardTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        spec = self.spec
-        found = tuple(value.shape), value.dtype, value.device
-        if found != (spec.shape, self.dtype, self.device):
-            raise RuntimeError(
-                f"parameter {spec.name!r} is sharded: expected data of shape {spec.shape}, "
-                f"{self.dtype} on {self.device}, got {found[0]}, {value.dtype} on {value.device}. "
-                "Convert the whole wrapper: model.to(...)."
-            )
+        check_data(f"parameter {self.spec.name!r} is sharded", self, value)
         with torch.no_grad():
             # In an unwrapped model `kept = p.data; p.data = other` puts the old values away. Here
             # the new value is copied in, and would reach what was kept.
