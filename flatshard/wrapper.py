@@ -488,7 +488,12 @@ class ShardedWrapper(ModuleProxy):
             ValueError: ``assign=True``.
         """
         self._sharding.context.recover()
-        return model_state.load(self.module, handles_in(self), state_dict, strict, assign)
+        children = [name for name, _ in self.module.named_children()]
+        own = model_state.without_ddp_prefix(dict(state_dict), children)
+        missing_and_unexpected = self.module.load_state_dict(own, strict=strict, assign=assign)
+        for handle in handles_in(self):
+            handle.page_out()
+        return missing_and_unexpected
 
     @staticmethod
     def optim_state_dict(

@@ -8,7 +8,7 @@ its order, its extra state and the users' hooks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -162,22 +162,6 @@ def options_set(parts: Sequence[UnitStateDict], options: StateDictOptions) -> It
             part.options = its_own
 
 
-def load(
-    module: nn.Module,
-    handles: Sequence[FlatParamHandle],
-    state_dict: Mapping[str, Any],
-    strict: bool,
-    assign: bool,
-) -> Any:
-    """Load a state dict of the unwrapped module; see ``ShardedWrapper.load_state_dict``."""
-    children = [name for name, _ in module.named_children()]
-    own = without_ddp_prefix(dict(state_dict), children)
-    missing_and_unexpected = module.load_state_dict(own, strict=strict, assign=assign)
-    for handle in handles:
-        handle.page_out()
-    return missing_and_unexpected
-
-
 def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> dict[str, Any]:
     """The state dict without DistributedDataParallel's prefix ``module.``, where it has it.
 
@@ -195,12 +179,7 @@ def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> d
 def read_options(
     state_dict_type: Any, state_dict_config: Any, optim_state_dict_config: Any
 ) -> StateDictOptions:
-    """Read torch's enum and configs.
-
-    Raises:
-        NotImplementedError: state dicts that are not full are asked for.
-        TypeError: a config is none of full state dicts, or of the other kind.
-    """
+    """Read torch's enum and configs; raises for state dicts that are not full."""
     name = getattr(state_dict_type, "name", state_dict_type)
     if name != "FULL_STATE_DICT":
         raise NotImplementedError(
