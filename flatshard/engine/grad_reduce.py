@@ -63,7 +63,8 @@ class ReducePlan:
         """Size from which the transport reads a gradient where it is; None: from one buffer."""
         if self.hook is not None:
             return None
-        return self.topology.intra_group.min_chunk_bytes(self.tags[0], self.reduce_dtype)
+        transport = self.topology.intra_group.transport_for(tag=self.tags[0])
+        return transport.min_chunk_bytes(self.reduce_dtype)
 
     @property
     def intra_numel(self) -> int:
@@ -77,9 +78,8 @@ class ReducePlan:
     @property
     def adds_replicas(self) -> bool:
         """Whether replicas' averages are added up in parts, which are then all-gathered."""
-        return self.topology.replicate.adds_all_reduces(
-            self.reduce_dtype, self.device, fixed_order=self.fixed_order
-        )
+        replicate, dtype = self.topology.replicate, self.reduce_dtype
+        return replicate.size > 1 and (self.fixed_order or self.sum_dtype(replicate) is not dtype)
 
     @property
     def is_unordered(self) -> bool:
@@ -88,7 +88,7 @@ class ReducePlan:
         groups = topology.intra_group, topology.inter_group, topology.replicate
         return (
             self.hook is None
-            and all(group.is_unordered(self.device) for group in groups)
+            and not any(group.transport_for(self.device).is_ordered for group in groups)
             and (topology.replicate.size == 1 or self.adds_replicas)
         )
 
@@ -96,20 +96,19 @@ class ReducePlan:
         """Bytes that a reduction holds until it is finished."""
         # To send and to receive, unless the backend adds up as it receives. An accelerator's then
         # has two units under way, without which its host would be too little ahead of it.
-        adds = self.topology.intra_group.is_stream_ordered(self.device) and not self.fixed_order
+        transport = self.topology.intra_group.transport_for(self.device)
+        adds = transport.stream_waits(self.device) and not self.fixed_order
         return (1 if adds else 2) * chunks.numel * self.reduce_dtype.itemsize
 
     def sum_dtype(self, comm: Communicator) -> torch.dtype:
-        """In which a reduction over ``comm`` adds up and gives its part."""
-        return comm.sum_dtype(self.reduce_dtype, self.device, fixed_order=self.fixed_order)
+        transport = comm.transport_for(self.device)
+        return transport.sum_dtype(self.reduce_dtype, fixed_order=self.fixed_order)
 
     def give_back(self) -> None:
-        """Free memory that is kept for the next gradients."""
         if self.output is not None:
             self.output.give_back()
 
     def new_output(self, numel: int, dtype: torch.dtype, *, is_last: bool = True) -> Tensor:
-        """Uninitialised memory for the result of a stage."""
         # Only what is published needs memory that users may hold on to, not what crosses.
         if self.output is None or not is_last:
             return torch.empty(numel, dtype=dtype, device=self.device)
@@ -125,28 +124,24 @@ class ReducePlan:
     def reduce_by_hook(self, chunks: FlatChunks) -> Tensor:
         """Let the user's function reduce; returns ``(shard_numel,)``. Collective."""
         assert self.hook is not None, "there is one"
-        assert chunks.parts[0] is not None, "hooks get one buffer"
+        (buffer,) = chunks.tensors
         with torch.no_grad():
             # A hook may have put noise into the padding.
-            return self.zero_padding(self.hook(chunks.parts[0], self.unit_fqn), self.topology.index)
+            return self.zero_padding(self.hook(buffer, self.unit_fqn), self.topology.index)
 
 
 class GradReduce:
     """One flat parameter's gradients on their way through the stages; see the note."""
 
     def __init__(
-        self, plan: ReducePlan, chunks: FlatChunks, *, hold: bool, held: Tensor | None
+        self,
+        plan: ReducePlan,
+        chunks: FlatChunks,  # not to be touched until the end
+        *,
+        hold: bool,  # stop after the first stage, whose result waits for a later backward
+        held: Tensor | None,  # what earlier first stages gave, to be added before the second
     ) -> None:
-        """Start the first stage.
-
-        Collective: all ranks of the unit, in the same order of calls.
-
-        Args:
-            plan: how.
-            chunks: the gradients; not to be touched until the end.
-            hold: stop after the first stage, whose result waits for a later backward.
-            held: what earlier first stages gave, to be added before the second.
-        """
+        """Start the first stage. Collective: all ranks of the unit, in the same order of calls."""
         self.hold, self.is_finished = hold, False
         self._plan, self._held = plan, held
         self._computed: torch.Event | None = None
@@ -171,12 +166,11 @@ class GradReduce:
                 return
             self._queue.append(self)
             # gloo moves an accelerator's tensors, too, but the host waits for it.
-            if across.is_stream_ordered(self._out.device):
+            device = self._out.device
+            if across.transport_for(device).stream_waits(device):
                 self._cross_behind(chunks)
             elif intra_group.size == 1:  # nothing to wait for
                 self.cross()
-
-    # ------------------------------------------------------------ stages
 
     def _new_intra_part(self, chunks: FlatChunks) -> Tensor:
         """Where this rank's part of the first stage goes; only its padding has values."""
@@ -261,10 +255,7 @@ class GradReduce:
                 self._gather_replicas()
         return not self._must_cross
 
-    # ------------------------------------------------------------ its end
-
     def done(self) -> bool:
-        """Whether ``finish`` would return at once."""
         return not (self._must_cross or self._must_gather) and self._work.done()
 
     def tells_when_done(self) -> bool:
@@ -304,13 +295,12 @@ class GradReduce:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of gradients here, also of those that other ranks are still reading."""
         kept = [one for work in self._stages for one in work.kept]
         return storage_bytes(kept if self.is_finished else [self._out, *kept])
 
 
 def _padded(values: Tensor, size: int) -> Tensor:
-    """With as many zeros behind them as make them divide by ``size``; themselves if they do."""
+    """With as many zeros behind them as make them divide by ``size``."""
     missing = -values.numel() % size
     return torch.cat([values, values.new_zeros(missing)]) if missing else values
 
