@@ -481,7 +481,12 @@ class ShardedWrapper(ModuleProxy):
             ValueError: ``assign=True``.
         """
         self._sharding.context.recover()
-        return model_state.load(self.module, handles_in(self), state_dict, strict, assign)
+        children = [name for name, _ in self.module.named_children()]
+        own = model_state.without_ddp_prefix(dict(state_dict), children)
+        missing_and_unexpected = self.module.load_state_dict(own, strict=strict, assign=assign)
+        for handle in handles_in(self):
+            handle.page_out()
+        return missing_and_unexpected
 
     @staticmethod
     def optim_state_dict(
@@ -677,8 +682,7 @@ class ShardedWrapper(ModuleProxy):
         except AttributeError as error:
             # Without `_sharding` the wrapper is still being built or copied.
             if name in torch_names.DDP_ATTRIBUTES and "_sharding" in self.__dict__:
-                _, value = torch_names.DDP_ATTRIBUTES[name]
-                return value(self._sharding)
+                return torch_names.DDP_ATTRIBUTES[name](self._sharding)
             reason = torch_names.why_missing(name)
             raise (error if reason is None else AttributeError(reason)) from None
 
