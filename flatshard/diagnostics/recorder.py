@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatshard.comm.communicator import Event
+from flatshard.comm.event_log import Event
 from flatshard.diagnostics.memory_timeline import MemorySample, MemoryTimeline
 from flatshard.diagnostics.step_report import Range, StepReport, sum_up
 from flatshard.engine.events import Kind, StepObserver

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flatshard.comm import communicator
+from flatshard.comm import event_log
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import raise_everywhere
 from flatshard.diagnostics.memory_timeline import matplotlib, plot_memory
@@ -46,7 +46,7 @@ def recording(
     # Before the first step, so that no long run ends with an error.
     raise_everywhere(_problem(context, world, files), world)
     _check_same(files, world)
-    with communicator.record() as events:
+    with event_log.record() as events:
         recorder = StepRecorder(context.units, events, rank=world.rank, device=device)
         context.observers.add(recorder)
         try:

@@ -63,7 +63,8 @@ class ReducePlan:
         """Size from which the transport reads a gradient where it is; None: from one buffer."""
         if self.hook is not None:
             return None
-        return self.topology.intra_group.min_chunk_bytes(self.tags[0], self.reduce_dtype)
+        transport = self.topology.intra_group.transport_for(tag=self.tags[0])
+        return transport.min_chunk_bytes(self.reduce_dtype)
 
     @property
     def intra_numel(self) -> int:
@@ -77,9 +78,8 @@ class ReducePlan:
     @property
     def adds_replicas(self) -> bool:
         """Whether replicas' averages are added up in parts, which are then all-gathered."""
-        return self.topology.replicate.adds_all_reduces(
-            self.reduce_dtype, self.device, fixed_order=self.fixed_order
-        )
+        replicate, dtype = self.topology.replicate, self.reduce_dtype
+        return replicate.size > 1 and (self.fixed_order or self.sum_dtype(replicate) is not dtype)
 
     @property
     def is_unordered(self) -> bool:
@@ -88,7 +88,7 @@ class ReducePlan:
         groups = topology.intra_group, topology.inter_group, topology.replicate
         return (
             self.hook is None
-            and all(group.is_unordered(self.device) for group in groups)
+            and not any(group.transport_for(self.device).is_ordered for group in groups)
             and (topology.replicate.size == 1 or self.adds_replicas)
         )
 
@@ -96,11 +96,13 @@ class ReducePlan:
         """Bytes that a reduction holds until it is finished."""
         # To send and to receive, unless the backend adds up as it receives. An accelerator's then
         # has two units under way, without which its host would be too little ahead of it.
-        adds = self.topology.intra_group.is_stream_ordered(self.device) and not self.fixed_order
+        transport = self.topology.intra_group.transport_for(self.device)
+        adds = transport.stream_waits(self.device) and not self.fixed_order
         return (1 if adds else 2) * chunks.numel * self.reduce_dtype.itemsize
 
     def sum_dtype(self, comm: Communicator) -> torch.dtype:
-        return comm.sum_dtype(self.reduce_dtype, self.device, fixed_order=self.fixed_order)
+        transport = comm.transport_for(self.device)
+        return transport.sum_dtype(self.reduce_dtype, fixed_order=self.fixed_order)
 
     def give_back(self) -> None:
         if self.output is not None:
@@ -164,7 +166,8 @@ class GradReduce:
                 return
             self._queue.append(self)
             # gloo moves an accelerator's tensors, too, but the host waits for it.
-            if across.is_stream_ordered(self._out.device):
+            device = self._out.device
+            if across.transport_for(device).stream_waits(device):
                 self._cross_behind(chunks)
             elif intra_group.size == 1:  # nothing to wait for
                 self.cross()

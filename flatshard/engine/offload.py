@@ -144,7 +144,7 @@ class HostToDevice:
         event.record()
         # The optimizer writes the shard on the host, which no stream holds back.
         copied = SimpleNamespace(is_completed=event.query, wait=event.synchronize)
-        copying = AsyncWork([], self._link.unit_name, shard, sends=[copied])
+        copying = AsyncWork([], self._link.unit_name, [shard], sends=[copied])
         copying.wait(self._link.pending_sends)
         self._target.page_out(shard)
         return brought.to(dtype)

@@ -28,7 +28,8 @@ class Prefetch:
         self._budget = max((unit.buffer_bytes for unit in self._units), default=0)
         # Where backward all-gathers within a smaller group, that is quick.
         backward_is_slow = any(
-            unit.topology.intra_group.gathers_in_background and unit.placement.regather_size is None
+            unit.topology.intra_group.transport_for().gathers_in_background
+            and unit.placement.regather_size is None
             for unit in self._units
         )
         # Whether to keep and all-gather in forward what backward begins with.
@@ -84,7 +85,7 @@ class Prefetch:
 
     def _fits_ahead(self, unit: Unit) -> bool:
         """Whether to start an all-gather for which no rank waits next."""
-        if not unit.topology.intra_group.gathers_in_background:
+        if not unit.topology.intra_group.transport_for().gathers_in_background:
             return False
         return sum(one.buffer_bytes for one in {*self._under_way(), unit}) <= self._budget
 

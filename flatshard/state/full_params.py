@@ -20,8 +20,6 @@ from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import view_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
-# ---------------------------------------------------------------- full copies
-
 
 def gather_full(
     handle: FlatParamHandle, shard: Tensor, device: torch.device | None, *, is_kept: bool = True
@@ -268,8 +266,6 @@ class Summoned:
             set_grad(param, grad)
         self._handle.params.put(self.params)
         self._shows = True
-
-    # ------------------------------------------------------------ the end
 
     def close(self) -> list[str]:
         """Give the modules back what they held before, and keep what was written.

@@ -17,13 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import MixedPrecision
-from flatshard.comm import communicator as collectives
 from flatshard.comm.deadlock import watchdog
 from flatshard.comm.deadlock.watchdog import watched
-from flatshard.comm.process_groups import named
-from flatshard.comm.topology import communicator
-from flatshard.comm.transports import native
-from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends
+from flatshard.comm.ranks import communicator
+from flatshard.comm.transports import LocalTransport, native
+from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, named
 from flatshard.engine import grad_reduce, offload, reduce_queue
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
@@ -123,14 +121,17 @@ def _collectives(late: bool) -> Iterator[None]:
     def exchange(out: Tensor, whole: Tensor, group: Any, **keywords: bool) -> _Late:
         return gather(out, whole.chunk(group.size())[0], group, **keywords)
 
-    inside = collectives.Communicator
+    def under_way(_: object, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
+        return AsyncWork([work], op_name, kept, **more)
+
     with (
         mock.patch.object(native, "_all_gather_single", gather),
         mock.patch.object(native, "_reduce_scatter_single", reduce),
         mock.patch.object(dist, "all_reduce", all_reduce),
         mock.patch.object(dist, "all_to_all_single", exchange),
-        mock.patch.object(native.NativeTransport, "_under_way", new=lambda _, work: [work]),
-        mock.patch.object(inside, "is_stream_ordered", return_value=True),
+        mock.patch.object(native.NativeTransport, "_under_way", new=under_way),
+        mock.patch.object(native.NativeTransport, "stream_waits", return_value=True),
+        mock.patch.object(LocalTransport, "stream_waits", return_value=True),
         mock.patch.object(reduce_queue, "_STALL_SECONDS", 0),
         mock.patch.multiple(torch.cuda, Stream=mock.DEFAULT, current_stream=mock.DEFAULT),
         mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
@@ -195,7 +196,8 @@ def test_gloo_with_tensors_of_a_device_is_waited_for_by_the_host() -> None:
 
 def _gloo(rank: int, world_size: int) -> None:
     comm = communicator(dist.group.WORLD)
-    assert not comm.is_stream_ordered(torch.device("cuda", 0))
+    cuda = torch.device("cuda", 0)
+    assert not comm.transport_for(cuda).stream_waits(cuda)
     _reductions_are_connected_at_construction()
     _stale_buffers_are_used_again()
     _memory_that_lacks_leaves_no_stale_buffer()
@@ -237,7 +239,7 @@ def _reductions_are_connected_at_construction() -> None:
         return call
 
     with contextlib.ExitStack() as stack:
-        waits = mock.patch.object(collectives.Communicator, "is_stream_ordered", return_value=True)
+        waits = mock.patch.object(native.NativeTransport, "stream_waits", return_value=True)
         stack.enter_context(waits)
         for owner, name in (
             (native, "_reduce_scatter_single"),
@@ -320,7 +322,7 @@ def test_ranks_on_one_gpu_are_told_what_to_do() -> None:
 def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> None:
     group: Any = SimpleNamespace(bound_device_id=torch.device("cuda", 1), _device_types=["cuda"])
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
-        found = UnwrappedModel(torch.nn.Linear(1, 1)).find_device(None, group)
+        found = UnwrappedModel(torch.nn.Linear(1, 1), None).find_device(None, group)
     assert found == torch.device("cuda", 1)
 
 
@@ -400,8 +402,8 @@ def _without_host_memory(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cuda:fake")
     comm = communicator(group)
     # An offloaded shard's values: the current device may be another rank's.
-    comm.send(torch.ones(2), to=1, op_name="weights")
-    comm.receive(torch.ones(2), source=1, op_name="weights")
+    comm.transfer(torch.ones(2), source=0, to=1, op_name="weights")
+    comm.transfer(torch.ones(2), source=1, to=0, op_name="weights")
     case = CASES["transformer"]
     with mock.patch.object(coalescing, "LARGE_BYTES", 1):
         model = case.wrap(case.model(), coalesce_bytes=0)
