@@ -30,15 +30,9 @@ class BroadcastSource:
         self._origin = next((place for place, rank in replicas if rank in first_group), 0)
 
     def hand_out(self, layout: FlatLayout, index: int, value: Tensor | None, part: Tensor) -> None:
-        """Fill ``part`` with this rank's range of rank 0's ``value``; replicas get theirs later.
+        """Fill ``part``, 1-D, with this rank's range of rank 0's ``value`` of parameter ``index``.
 
-        Collective: all ranks.
-
-        Args:
-            layout: where the parameter lies.
-            index: its number in the layout.
-            value: all of it; looked at on rank 0 only.
-            part: ``(numel held here,)``; where it goes.
+        Collective: all ranks. Replicas get theirs from ``replicate``.
         """
         span, world = layout.spans[index], self._world
         if world.rank != 0:
