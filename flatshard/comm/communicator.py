@@ -71,8 +71,12 @@ class Communicator(Tags):
 
     def _meet(self, group: dist.ProcessGroup) -> None:
         is_gloo = backend_for(group, "cpu") == "gloo"
-        if not is_gloo:
-            self.options.check_without_gloo(str(dist.get_backend(group)), self.global_rank)
+        if not is_gloo and self.options.needs_gloo:
+            raise ValueError(
+                f"ShardedWrapper, rank {self.global_rank}: {self.options.needs_gloo} is for "
+                "process groups whose backend is gloo, this one's is "
+                f'{dist.get_backend(group)}. Leave it out, or make the group with backend="gloo".'
+            )
         # Their aborts and tags must not touch collectives of the user's.
         is_apart = is_gloo and self.options.collectives is not Collectives.NATIVE
         # Ordered collectives on one group match by order. Reductions start when gradients are
