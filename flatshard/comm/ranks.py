@@ -150,8 +150,8 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
     if len(comms) < 2:
         return Ranks(comms[0] if comms else ALONE, None, _ranks_per_node(), mode)
     shard, replicate = comms
-    world = _world_of(shard, replicate, sorted({rank for rank, _, _ in claims}))
-    return Ranks(world, (shard, replicate), _ranks_per_node(), mode)
+    ranks = sorted({rank for _, _, (row, _) in claims for rank in row})
+    return Ranks(_world_of(shard, replicate, ranks), (shard, replicate), _ranks_per_node(), mode)
 
 
 def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
