@@ -268,5 +268,5 @@ class Communicator(Tags):
             return native.gather_objects(value, self._control_group, self.control_device)
 
 
+# The group of one.
 ALONE = Communicator(None)
-"""The group of one."""

@@ -14,12 +14,12 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.plan.layout import memory_order, strides_of
 
+# What ranks must agree on: names of things, and what they are.
 Facts = dict[str, str]
-"""What ranks must agree on: names of things, and what they are."""
 T = TypeVar("T")
 
+# Tells tensors apart by their bytes; see `checksum`.
 Checksum = tuple[int, int]
-"""Tells tensors apart by their bytes; see ``checksum``."""
 
 _COLUMNS = 1 << 10
 

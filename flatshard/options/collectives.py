@@ -40,8 +40,8 @@ class TransportOptions:
         return f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""
 
 
+# Default of `coalesce_bytes`: largest sum of parameter bytes of units that are coalesced.
 COALESCE_BYTES = 4 << 20
-"""Default of ``coalesce_bytes``: largest sum of parameter bytes of units that are coalesced."""
 
 
 def as_coalesce_bytes(value: object) -> int:

@@ -20,8 +20,8 @@ import torch
 from flatshard.comm.deadlock import detector
 from flatshard.comm.deadlock.detector import UNKNOWN, BlockedWait, Deadlock, WaitCondition
 
+# How long a wait may take before it is logged.
 PATIENCE_SECONDS = 60.0
-"""How long a wait may take before it is logged."""
 
 _REMEDY = (
     "A rank that is slow ends this when it comes. Ranks that are past this place, in a barrier or "
