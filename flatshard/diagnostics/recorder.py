@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatshard.comm.communicator import Event
+from flatshard.comm.event_log import Event
 from flatshard.diagnostics.memory_timeline import MemorySample, MemoryTimeline
 from flatshard.diagnostics.step_report import Range, StepReport, sum_up
 from flatshard.engine.events import Kind, StepObserver
@@ -180,7 +180,7 @@ class StepRecorder(StepObserver):
                 # A gradient buffer that other ranks read is freed when all have read it, which may
                 # be in any unit's wait.
                 self._look_at(self._reducing)
-                self._reducing = [one for one in self._reducing if one.gives_gradients]
+                self._reducing = [one for one in self._reducing if _gives_gradients(one)]
 
     def _note(self, events: list[Event], purpose: str) -> None:
         """Record collectives that have just begun."""
@@ -205,10 +205,18 @@ class StepRecorder(StepObserver):
     def _look_at(self, units: Iterable[Unit]) -> None:
         """Record the memory of units, where it has changed."""
         for unit in units:
-            held = unit.unsharded_bytes, unit.held_gradient_bytes
+            held = (
+                sum(handle.unsharded_bytes for handle in unit.handles),
+                sum(handle.gradient_bytes for handle in unit.handles),
+            )
             if self._held.get(unit.index, (0, 0)) != held:
                 self._held[unit.index] = held
                 self._samples.append(MemorySample(self._clock(), unit.index, *held))
+
+
+def _gives_gradients(unit: Unit) -> bool:
+    reductions = [handle.grad_reduce for handle in unit.handles]
+    return any(one is not None and one.keeps_memory for one in reductions)
 
 
 def peak_resident_bytes() -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flatshard.comm import communicator
+from flatshard.comm import event_log
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import agreed, raise_everywhere
 from flatshard.diagnostics.memory_timeline import matplotlib, plot_memory
@@ -47,7 +47,7 @@ def recording(
     raise_everywhere(_problem(context, world, files), world)
     remedy = "Pass the same on every rank: the first one writes, or each where a name has '{rank}'."
     agreed(lambda: (True, files), [world], "record_steps", remedy)
-    with communicator.record() as events:
+    with event_log.record() as events:
         recorder = StepRecorder(context.units, events, rank=world.rank, device=device)
         context.observers.add(recorder)
         try:

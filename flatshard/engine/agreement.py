@@ -12,9 +12,7 @@ from itertools import chain, compress, islice
 import torch
 
 from flatshard.engine.events import Kind
-from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.reduce_buckets import ReduceBucket
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Unit
 
@@ -33,24 +31,47 @@ class Agreement:
     # Units of which some rank found accumulated gradients edited.
     edited: list[Unit]
 
-    def is_used(self, bucket: ReduceBucket) -> bool:
-        return any(any(self.used[handle]) for handle in bucket.handles)
 
-
-def agree(state: StepState, buckets: Sequence[ReduceBucket], rest: Set[int]) -> Agreement:
+def agree(
+    state: StepState,
+    num_buckets: int,
+    rest: Set[int],  # indices of the buckets that have not had their turn here
+    to_come: Set[FlatParamHandle],  # whose gradients these turns reduce
+) -> Agreement:
     """Ask the other ranks. Collective: all ranks, at the end of each backward that reduces.
-
-    Args:
-        state: of the model's step.
-        buckets: of all units.
-        rest: indices of those that have not had their turn here.
 
     Raises:
         RuntimeError: the ranks do not run the same program; on all of them.
     """
     voters = state.observers.voters
-    own: list[list[int]] = [_program(state), *_votes(state, buckets, rest)]
-    ballots = [*own, *(one.votes() for one in voters)]
+    handles = state.handles
+    own: list[list[int]] = [
+        _program(state),
+        # Two votes on what is uneven, one for each kind of rank.
+        [index not in rest for index in range(num_buckets)],
+        [index in rest for index in range(num_buckets)],
+        # No rank raises alone: the others would wait for its reductions.
+        [any(h.grad_publish.unreduced.was_edited for h in unit.handles) for unit in state.units],
+        [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in handles],
+        [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.full))],
+    ]
+    maxima = _maxima(state, [*own, *(one.votes() for one in voters)])
+    program, started, waiting, edited, left_over, used = maxima[: len(own)]
+    _check_program(state.root.name, program)
+    # All ranks have the same observers, in the same order.
+    for voter, their_maxima in zip(voters, maxima[len(own) :], strict=True):
+        voter.tally(their_maxima)
+    flags = map(bool, used)
+    return Agreement(
+        used={handle: list(islice(flags, len(handle.full))) for _, handle in handles},
+        left_over=list(compress(handles, left_over)),
+        uneven=[i for i, both in enumerate(zip(started, waiting, strict=True)) if all(both)],
+        edited=list(compress(state.units, edited)),
+    )
+
+
+def _maxima(state: StepState, ballots: list[list[int]]) -> list[list[int]]:
+    """Of each number, the largest of all ranks. Collective."""
     # Small, and once per backward: one message costs what its latency costs.
     combined = torch.tensor(
         list(chain.from_iterable(ballots)), dtype=torch.uint8, device=state.world.control_device
@@ -60,40 +81,7 @@ def agree(state: StepState, buckets: Sequence[ReduceBucket], rest: Set[int]) -> 
         state.world.reduce_scalars(combined, "MAX", op_name=op_name)
     # Waits for the device, if the numbers are there: what follows differs by their values.
     numbers = iter(combined.tolist())
-    maxima = [list(islice(numbers, len(ballot))) for ballot in ballots]
-    program, started, waiting, edited, left_over, used = maxima[: len(own)]
-    _check_program(state.root.name, program)
-    # All ranks have the same observers, in the same order.
-    for voter, their_maxima in zip(voters, maxima[len(own) :], strict=True):
-        voter.tally(their_maxima)
-    flags = map(bool, used)
-    owned = [(unit, handle) for unit in state.units for handle in unit.handles]
-    return Agreement(
-        used={handle: list(islice(flags, len(handle.full))) for _, handle in owned},
-        left_over=list(compress(owned, left_over)),
-        uneven=[i for i, both in enumerate(zip(started, waiting, strict=True)) if all(both)],
-        edited=list(compress(state.units, edited)),
-    )
-
-
-def _votes(state: StepState, buckets: Sequence[ReduceBucket], rest: Set[int]) -> list[list[int]]:
-    """In the order of ``Agreement``; what is uneven is two votes, one for each kind of rank."""
-    owned = [(unit, handle) for unit in state.units for handle in unit.handles]
-    # The turn of a bucket in `rest` reduces its gradients, on all ranks.
-    to_come = {handle for index in rest for handle in buckets[index].trainable_handles}
-    return [
-        [bucket.index not in rest for bucket in buckets],
-        [bucket.index in rest for bucket in buckets],
-        # No rank raises alone: the others would wait for its reductions.
-        [any(h.grad_publish.unreduced.was_edited for h in unit.handles) for unit in state.units],
-        [
-            unit.sync is not Sync.NONE
-            and handle not in to_come
-            and handle.grad_buffer.waits_for(unit.sync)
-            for unit, handle in owned
-        ],
-        [i in h.grad_buffer.used_by_rank for _, h in owned for i in range(len(h.full))],
-    ]
+    return [list(islice(numbers, len(ballot))) for ballot in ballots]
 
 
 def _program(state: StepState) -> list[int]:

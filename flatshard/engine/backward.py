@@ -40,8 +40,6 @@ _running: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 
 class Backward:
-    """The backwards of one model."""
-
     def __init__(self, state: StepState, prefetch: Prefetch) -> None:
         self._state, self._observers, self._prefetch = state, state.observers, prefetch
         self.queue = ReduceQueue(state)
@@ -59,21 +57,19 @@ class Backward:
             and self._end_callback() is not None
         )
 
-    # ------------------------------------------------------------ it begins
-
     def begin(self) -> bool:
         """Prepare the end of the backward that runs now, once; False outside of a backward."""
         graph_task = torch._C._current_graph_task_id()
         if graph_task == -1:
             return False
-        if self._is_active and graph_task == self._graph_task:  # asked for every gradient
-            return True
-        if self._is_active and self._end_callback() is None:
+        if self._is_active:
+            if graph_task == self._graph_task:  # asked for every gradient
+                return True
+            if self._end_callback() is not None:
+                self._observers.begin_inner_backward()
+                return True
             # Autograd dropped the callback with the backward that failed; this is another one.
             self._drop()
-        if self._is_active:
-            self._observers.begin_inner_backward()
-            return True
         self._observers.begin_backward()
         self._is_active, self._graph_task = True, graph_task
         must_wait = not self._may_reduce_early()
@@ -85,7 +81,7 @@ class Backward:
         self._had_accumulated = False
         for unit in self._state.units:
             unit.begin_model_backward()
-            self._had_accumulated |= any(h.grad_publish.holds_gradients for h in unit.handles)
+        self._had_accumulated = any(h.grad_publish.holds_gradients for _, h in self._state.handles)
         self.queue.begin_backward(must_wait=must_wait)
         return True
 
@@ -96,7 +92,7 @@ class Backward:
         ranks begin at the end of this backward. This model's end is after that one's.
         """
         return all(not other.is_running for other in _running if other is not self) or all(
-            handle.reduce_plan.is_unordered for unit in self._state.units for handle in unit.handles
+            handle.reduce_plan.is_unordered for _, handle in self._state.handles
         )
 
     # ------------------------------------------------------------ a unit, in the order of events
@@ -116,12 +112,12 @@ class Backward:
             unit.stick()
         if unit.phase is Phase.BACKWARD:
             return
-        if unit.unshards_in_backward:
+        if unit.for_backward:
             # All ranks come here, so hooks can reduce what all ranks have.
             if self.begin():
                 self.queue.call_hooks()
             self._unshard_now(unit)
-        unit.begin_backward()
+        unit.enter(Phase.BACKWARD)
 
     def unshard_again(self, unit: Unit) -> None:
         """Bring all parameters back, for a saved view or to compute a forward again.
@@ -138,7 +134,7 @@ class Backward:
         with self._observers.starting("backward", unit):
             unit.unshard("backward", everything=everything)
         with self._observers.waiting(Kind.GATHER_WAIT, unit):
-            unit.wait_unshard("backward", everything=everything)
+            unit.wait_unshard()
 
     def bring_back(self, unit: Unit) -> bool:
         """``unshard_again``, if a backward has begun; what it does without was used after all."""
@@ -159,14 +155,13 @@ class Backward:
         self._reshard_if_over(unit)
 
     def receive_of_input(self, unit: Unit, call: Call) -> None:
-        """The gradient of an input of a call has come."""
         if unit.receive_input_gradient(call):
             self._reshard_if_over(unit)
 
     def _reshard_if_over(self, unit: Unit) -> None:
         if not unit.ends_backward:
             return
-        unit.reshard_by_policy()
+        unit.reshard(by_policy=True)
         self._observers.leave_backward(unit)
         self._observers.between_units()
         self._prefetch.after_backward(unit)
@@ -174,7 +169,6 @@ class Backward:
     # ------------------------------------------------------------ it ends
 
     def _end(self) -> None:
-        """Autograd has run the last node; see the note."""
         state, failed = self._state, True
         used: dict[FlatParamHandle, list[bool]] = {}
         try:
@@ -186,7 +180,7 @@ class Backward:
             for unit in state.units:
                 # A forward that runs a backward inside, for forces say, goes on afterwards.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
-                    unit.reshard_by_policy()
+                    unit.reshard(by_policy=True)
         is_outermost = state.depth == 0
         # After units are resharded: other ranks wait for that likewise. What a forward around this
         # backward still needs is released at its end.
@@ -198,10 +192,9 @@ class Backward:
             for unit in state.units:
                 unit.end_iteration()
             self._observers.published(any(any(flags) for flags in used.values()))
-        for unit in state.units:
+        for unit, handle in state.handles:
             if unit.sync is not Sync.ALL:
-                for handle in unit.handles:
-                    handle.grad_publish.show_unreduced()
+                handle.grad_publish.show_unreduced()
         # Last: where warnings are errors, the other ranks have nothing to wait for.
         self._observers.end_backward()
 
@@ -210,27 +203,22 @@ class Backward:
         agreed = self.queue.reduce_rest()
         if agreed.edited:  # raised where nothing is under way that a rank would wait for
             raise edited(agreed.edited[0].name)
-        for unit in self._state.units:
-            for handle in unit.handles:
-                if unit.sync is Sync.ALL:
-                    handle.publish(agreed.used[handle])
-                elif unit.sync is Sync.INTRA:
-                    handle.grad_buffer.mark_used(agreed.used[handle])
+        for unit, handle in self._state.handles:
+            if unit.sync is Sync.ALL:
+                handle.publish(agreed.used[handle])
+            elif unit.sync is Sync.INTRA:
+                handle.grad_buffer.mark_used(agreed.used[handle])
         self._observers.reduced_late([unit for unit, _ in agreed.left_over])
         return agreed.used
 
     def _run_hooks(self, used: dict[FlatParamHandle, list[bool]]) -> None:
-        """Call users' post-accumulate hooks of what has a gradient."""
-        handles = [(unit, handle) for unit in self._state.units for handle in unit.handles]
         try:
-            for unit, handle in handles:
+            for unit, handle in self._state.handles:
                 if used and unit.sync is Sync.ALL:
                     handle.grad_publish.run_post_accumulate_hooks(used[handle])
         finally:
-            for _, handle in handles:
+            for _, handle in self._state.handles:
                 handle.grad_publish.give_hooks_back()
-
-    # ------------------------------------------------------------ it failed
 
     def recover(self) -> None:
         """Drop what is left of a backward that failed, unless one is running."""

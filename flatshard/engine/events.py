@@ -24,91 +24,71 @@ _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 class Kind(enum.Enum):
     """What a range of time was spent on. Values name tracks of a trace."""
 
+    # From the beginning of the outermost forward, or the first gradient of an output, to the end.
     FORWARD_PASS = "forward pass"
-    """From the beginning of the outermost forward to its end."""
     BACKWARD_PASS = "backward pass"
-    """From the first gradient of an output to the end of backward."""
+    # The thread is in a unit's forward, and in no nested unit's.
     FORWARD = "compute forward"
-    """The thread is in a unit's forward, and in no nested unit's."""
+    # A unit's backward has begun last of those that are not over; recomputation included.
     BACKWARD = "compute backward"
-    """A unit's backward has begun last of those that are not over; recomputation included."""
+    # The thread prepares and starts a unit's all-gather or reduction.
     STARTING = "starting collectives"
-    """The thread prepares and starts a unit's all-gather or reduction."""
+    # It waits for a unit's parameters or gradients, or reads, and adds, other ranks' from memory.
     GATHER_WAIT = "waiting for all-gathers"
-    """The thread waits for a unit's parameters, or reads them from other ranks' memory."""
     REDUCE_WAIT = "waiting for reductions"
-    """It waits for a unit's gradients, or reads and adds other ranks'."""
+    # It waits for what concerns no single unit: see `StepReport.ranks_wait_seconds`.
     RANKS_WAIT = "waiting for all ranks"
-    """It waits for what concerns no single unit: see ``StepReport.ranks_wait_seconds``."""
+    # From the start of a unit's all-gather or reduction until the thread has the result.
     GATHER = "all-gather in flight"
-    """From the start of a unit's all-gather until the thread has the result."""
     REDUCE = "reduction in flight"
-    """From the start of a unit's reduction until the thread has the result."""
 
 
 class StepObserver:
     """Hears what a run does. Subclasses override the events that they want to hear."""
 
-    def recover(self) -> None:
-        """A forward, or something between steps, begins; the last step may have failed."""
-
-    def begin_forward(self) -> None:
-        """The outermost forward begins. May raise, on all ranks."""
-
-    def end_forward(self) -> None:
-        """The outermost forward is over."""
-
-    def enter_forward(self, unit: Unit, recomputes: bool) -> None:
-        """A unit's forward begins; ``recomputes``: a checkpoint runs it again in backward."""
-
-    def unsharded(self, unit: Unit) -> None:
-        """A unit's modules hold its unsharded parameters, and its forward begins."""
-
-    def check_forward(self, unit: Unit, module: nn.Module) -> None:
-        """A module's forward is over, and its parameters are still unsharded. May raise."""
-
-    def leave_forward(self, unit: Unit) -> None:
-        """A unit's forward is over, or failed."""
-
-    def begin_backward(self) -> None:
-        """The model's backward begins. May raise."""
-
-    def begin_inner_backward(self) -> None:
-        """Autograd runs another graph inside the backward that runs."""
-
-    def enter_backward(self, unit: Unit) -> None:
-        """A unit's backward begins."""
-
-    def leave_backward(self, unit: Unit) -> None:
-        """A unit's backward is over, and its parameters are sharded."""
-
-    def on_grad(self, unit: Unit, handle: FlatParamHandle, index: int, grad: Tensor) -> None:
-        """The gradient of an original parameter has come, and is unreduced."""
-
-    def reduced(self, unit: Unit) -> None:
-        """All of a unit's gradients are reduced."""
-
-    def between_units(self) -> None:
-        """Backward has started all that it can: a moment for an observer's own work."""
+    # A forward, or something between steps, begins; the last step may have failed.
+    def recover(self) -> None: ...
+    # The outermost forward begins. May raise, on all ranks.
+    def begin_forward(self) -> None: ...
+    # It is over.
+    def end_forward(self) -> None: ...
+    # A unit's forward begins; `recomputes`: a checkpoint runs it again in backward.
+    def enter_forward(self, unit: Unit, recomputes: bool) -> None: ...
+    # A unit's modules hold its unsharded parameters, and its forward begins.
+    def unsharded(self, unit: Unit) -> None: ...
+    # A module's forward is over, and its parameters are still unsharded. May raise.
+    def check_forward(self, unit: Unit, module: nn.Module) -> None: ...
+    # A unit's forward is over, or failed.
+    def leave_forward(self, unit: Unit) -> None: ...
+    # The model's backward begins. May raise.
+    def begin_backward(self) -> None: ...
+    # Autograd runs another graph inside the backward that runs.
+    def begin_inner_backward(self) -> None: ...
+    # A unit's backward begins.
+    def enter_backward(self, unit: Unit) -> None: ...
+    # It is over, and the unit's parameters are sharded.
+    def leave_backward(self, unit: Unit) -> None: ...
+    # The gradient of an original parameter has come, and is unreduced.
+    def on_grad(self, unit: Unit, handle: FlatParamHandle, index: int, grad: Tensor) -> None: ...
+    # All of a unit's gradients are reduced.
+    def reduced(self, unit: Unit) -> None: ...
+    # Backward has started all that it can: a moment for an observer's own work.
+    def between_units(self) -> None: ...
+    # Of each of this observer's `votes`, the largest of any rank. Must not raise: `reduced_late`
+    # may.
+    def tally(self, maxima: list[int]) -> None: ...
+    # These got gradients after their reduction; nothing is under way. May raise, on all ranks.
+    def reduced_late(self, units: Sequence[Unit]) -> None: ...
+    # `.grad` is complete; `has_gradients`: this backward brought some, on any rank.
+    def published(self, has_gradients: bool) -> None: ...
+    # The model's backward is over, and so is all its communication.
+    def end_backward(self) -> None: ...
+    # A backward failed; what is left of it is dropped.
+    def drop_backward(self) -> None: ...
 
     def votes(self) -> list[int]:
         """Numbers below 256 to compare with other ranks' at the end of backward; as many on all."""
         return []
-
-    def tally(self, maxima: list[int]) -> None:
-        """For each of ``votes``, the largest of any rank. Must not raise: see ``reduced_late``."""
-
-    def reduced_late(self, units: Sequence[Unit]) -> None:
-        """These got gradients after their reduction; nothing is under way. May raise, on all."""
-
-    def published(self, has_gradients: bool) -> None:
-        """``.grad`` is complete; ``has_gradients``: this backward brought some, on any rank."""
-
-    def end_backward(self) -> None:
-        """The model's backward is over, and so is all its communication."""
-
-    def drop_backward(self) -> None:
-        """A backward failed; what is left of it is dropped."""
 
     def span(
         self, kind: Kind, unit: Unit | None, purpose: str, ends: bool
@@ -124,11 +104,7 @@ _EVENTS = {name for name in vars(StepObserver) if not name.startswith("_")} - _P
 
 
 class Observers(StepObserver):
-    """The observers of one run: whoever calls an event of this, calls it of all of them.
-
-    Attributes:
-        voters: those that override ``votes``.
-    """
+    """The observers of one run: whoever calls an event of this, calls it of all of them."""
 
     def __init__(self) -> None:
         self._all: list[StepObserver] = []
@@ -148,18 +124,15 @@ class Observers(StepObserver):
         return [one for one in self._all if getattr(type(one), event) is not base]
 
     def add(self, observer: StepObserver) -> None:
-        """Tell ``observer``, too, from now on; after those that were added before."""
-        self._all.append(observer)
+        self._all.append(observer)  # told after those that were added before
         self._sort()
 
     def remove(self, observer: StepObserver) -> None:
-        """Tell it no more; does nothing where it is not there."""
-        # New lists: a loop over the present ones may be what removes it.
+        """Tell it no more, if it is there; may be called in an event."""
         self._all = [one for one in self._all if one is not observer]
         self._sort()
 
     def find(self, kind: type[O]) -> O | None:
-        """The observer of this class, if there is one."""
         return next((one for one in self._all if isinstance(one, kind)), None)
 
     def starting(self, purpose: str, unit: Unit | None) -> AbstractContextManager[object]:

@@ -46,22 +46,12 @@ class GradientBuffer:
         layout: FlatLayout,
         *,
         dtypes: GradDtypes,
-        device: torch.device,
-        rank: int,
-        intra_start: int = 0,
+        device: torch.device,  # where gradients arrive
+        rank: int,  # which shard this rank holds
+        intra_start: int = 0,  # first element of the flat parameter that `intra_reduced` covers
+        # From which size the transport reads a gradient where autograd made it; None: one buffer.
         min_chunk_bytes: int | None = None,
     ) -> None:
-        """Plan; allocates nothing.
-
-        Args:
-            layout: where each original parameter lies.
-            dtypes: of what is collected, accumulated and handed over.
-            device: where gradients arrive.
-            rank: which shard this rank holds.
-            intra_start: first element of the flat parameter that ``intra_reduced`` covers.
-            min_chunk_bytes: size from which the transport reads a gradient where autograd made it;
-                None: it accepts one buffer only.
-        """
         self.dtypes = dtypes
         # Original parameters, by index: whose gradient is here; whose came since the unit was last
         # unsharded for backward; whose came since gradients were last published.
@@ -90,7 +80,6 @@ class GradientBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of gradients that wait here."""
         return storage_bytes([self._buffer, self.intra_reduced, *self.slots.values()])
 
     @property
@@ -100,17 +89,15 @@ class GradientBuffer:
 
     def waits_for(self, sync: Sync) -> bool:
         """Whether there is something that a reduction with ``sync`` would reduce further."""
-        return bool(self.filled) or (sync is Sync.ALL and self.intra_reduced is not None)
+        held = sync is Sync.ALL and self.intra_reduced is not None
+        return sync is not Sync.NONE and (bool(self.filled) or held)
 
     # ------------------------------------------------------------ accumulate
 
     def receive(self, index: int, grad: Tensor, *, more_to_come: bool = False) -> None:
         """Put a gradient, which nobody else holds, into its slot, or add it to what is there.
 
-        Args:
-            index: the original parameter's.
-            grad: in its true shape, in any dtype; needs no gradient itself.
-            more_to_come: whether nothing is reduced at the end of this backward.
+        It has its true shape and any dtype. ``more_to_come``: this backward reduces nothing.
         """
         if index in self.filled:
             self._add(index, grad)
@@ -162,9 +149,10 @@ class GradientBuffer:
 
     def add_intra_reduced(self, part: Tensor) -> None:
         """Add what a reduction gave within the group, ``(padded_numel / intra_group.size,)``."""
-        part = part.to(self.dtypes.accum_dtype)
-        held = self.intra_reduced
-        self.intra_reduced = part if held is None else held.add_(part)
+        with torch.no_grad():
+            part = part.to(self.dtypes.accum_dtype)
+            held = self.intra_reduced
+            self.intra_reduced = part if held is None else held.add_(part)
 
     def mark_used(self, used: list[bool]) -> None:
         """Note which gradients ``intra_reduced`` sums up, on whatever rank they arrived."""
@@ -220,8 +208,8 @@ class GradientBuffer:
 
     def _chunks(self) -> FlatChunks:
         if self._chunk_plan is not None:
-            grads = {index: _in_memory_order(self.slots[index]) for index in self.filled}
-            return self._chunk_plan.chunks(grads)
+            in_order = self._in_memory_order(self.filled)
+            return self._chunk_plan.chunks(dict(zip(self.filled, in_order, strict=True)))
         spans = self._layout.spans
         buffer = self._allocate() if self._buffer is None else self._buffer
         if len(self.filled) < len(spans):
@@ -230,19 +218,20 @@ class GradientBuffer:
         if apart := self._apart & self.filled:
             # All ranges in one call, then all copies in one kernel.
             pieces = buffer.split_with_sizes(self._sizes)[1::2]
-            torch._foreach_copy_(
-                [pieces[index] for index in apart],
-                [_in_memory_order(self.slots[index]) for index in apart],
-            )
+            grads = self._in_memory_order(apart)
+            torch._foreach_copy_([pieces[index] for index in apart], grads)
         return FlatChunks.of(buffer)
 
+    def _in_memory_order(self, indices: set[int]) -> list[Tensor]:
+        """These gradients' elements as they lie, ``(numel,)`` each: all are dense."""
+        slots = [self.slots[index] for index in indices]
+        return [one if one.dim() == 1 else one.as_strided((one.numel(),), (1,)) for one in slots]
+
     def take_intra_reduced(self) -> Tensor | None:
-        """Hand out what was reduced over the intra group alone, if anything was."""
         held, self.intra_reduced = self.intra_reduced, None
         return held
 
     def drop(self) -> None:
-        """Forget everything, after a backward that failed."""
         self._empty()
         self.intra_reduced = None
         self.arrived.clear()
@@ -257,10 +246,3 @@ def zero(pieces: list[Tensor]) -> None:
     """Zero all of them; on an accelerator in one kernel."""
     if pieces:
         torch._foreach_zero_(pieces)
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements as they lie, ``(numel,)``; a view, or the tensor itself."""
-    if tensor.dim() == 1:  # most are
-        return tensor
-    return tensor.as_strided((tensor.numel(),), (1,))

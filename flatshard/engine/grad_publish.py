@@ -18,12 +18,9 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 
 class GradPublish:
-    """Shows the gradients of one flat parameter in the sharded parameters."""
-
     def __init__(
         self, params: ParamViews, grad_buffer: GradientBuffer, target: OffloadTarget
     ) -> None:
-        """Begin without gradients; reduced ones live in ``target``."""
         self.unreduced = UnreducedGrads(params, grad_buffer)
         self._params, self._buffer = params, grad_buffer
         self._to_host = DeviceToHost(target)
@@ -33,7 +30,7 @@ class GradPublish:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of reduced gradients, where they were reduced, that are not in ``.grad`` yet."""
+        # Where they were reduced, until they are published.
         return storage_bytes([self._reduced]) if self._to_host.target.is_device else 0
 
     # ------------------------------------------------------------ before a backward
@@ -60,7 +57,7 @@ class GradPublish:
         return bool(self._buffer.accumulated) or any(g is not None for g in self._earlier)
 
     def _hold_hooks(self) -> None:
-        """Keep users' post-accumulate hooks back: they want the reduced gradient."""
+        # Users' post-accumulate hooks want the reduced gradient.
         for param, spec in zip(self._params.sharded, self._params.specs, strict=True):
             hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
             for key in [k for k, hook in hooks.items() if not hasattr(hook, "of_flatshard")]:
@@ -77,10 +74,9 @@ class GradPublish:
             self._reduced = out if total is None else self._to_host.add(total, out)
 
     def publish(self, used: list[bool]) -> None:
-        """Put the reduced gradients into ``.grad``, adding to what is there.
+        """Put the reduced gradients of what any rank used into ``.grad``, adding to what is there.
 
-        Args:
-            used: per original parameter, whether any rank used it; ``.grad`` of the others stays.
+        ``used`` is per original parameter; ``.grad`` of the others stays.
         """
         # On the host: users and the optimizer read `.grad` without a stream.
         self._to_host.wait()
@@ -97,7 +93,6 @@ class GradPublish:
                     self._add_grad(param, shown_in(self._params, index, reduced))
 
     def show_unreduced(self) -> None:
-        """After a backward that did not reduce everything: see ``UnreducedGrads``."""
         self._show_earlier()
         self.unreduced.show()
 
@@ -118,10 +113,7 @@ class GradPublish:
         set_grad(param, grad)
 
     def published(self, wanted: Collection[int]) -> list[Tensor]:
-        """The gradients in ``.grad``, one per original parameter that has one.
-
-        Args:
-            wanted: ids of the parameters to look at.
+        """Of the ``wanted`` ids, the gradients in ``.grad``, one per original parameter with one.
 
         With ``use_orig_params=False`` they are views of the flat parameter's gradient.
         """
@@ -134,10 +126,7 @@ class GradPublish:
             local = local_range(there[0])
             return [original_in(params, index, local) for index in range(len(params.specs))]
 
-    # ------------------------------------------------------------ users' hooks
-
     def run_post_accumulate_hooks(self, used: list[bool]) -> None:
-        """Call the users' hooks of every parameter that got a gradient."""
         params = self._params
         hooks = [spec.post_accumulate_hooks for spec in params.specs]
         if not params.use_orig_params:
@@ -159,7 +148,6 @@ class GradPublish:
                     spec.post_accumulate_hooks.clear()
 
     def drop(self) -> None:
-        """Forget gradients that were not published, after a backward that failed."""
         self._buffer.drop()
         self._reduced = None
         for full in self._params.full:
@@ -179,7 +167,7 @@ class GradPublish:
         """
         self.unreduced.take_all_back()
         if self.unreduced.was_edited:
-            raise edited(self._params.unit_name)
+            raise edited(self._params.link.unit_name)
         grads = [param.grad for param in self._params.sharded]
         for param in self._params.sharded:
             param.grad = None

@@ -11,20 +11,103 @@ backward, what is left is left to the end by all.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from flatshard.engine import reduce_buckets
 from flatshard.engine.agreement import Agreement, agree
 from flatshard.engine.events import Kind
 from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.grad_reduce import GradReduce
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.reduce_buckets import ReduceBucket
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Unit
 from flatshard.plan.schedule import ReduceOrder, UnevenUnits
+
+# How long a reduction may hold up backward; past this the peers may be waiting for us.
+_STALL_SECONDS = 1.0
+
+_POLL_SECONDS = 1e-4
+
+
+class ReduceBucket:
+    """The flat parameters of a unit whose gradients are reduced together: mostly all."""
+
+    __slots__ = ("bytes_in_flight", "handles", "index", "unit")
+
+    def __init__(self, unit: Unit, handles: Sequence[FlatParamHandle], index: int) -> None:
+        self.unit, self.handles, self.index = unit, list(handles), index
+        self.bytes_in_flight = 0  # what its reduction holds until it is finished
+
+    @property
+    def trainable_handles(self) -> list[FlatParamHandle]:
+        return [handle for handle in self.handles if self.unit.num_trainable[handle]]
+
+    def is_complete(self) -> bool:
+        for handle in self.handles:  # a loop: asked for every gradient
+            if len(handle.grad_buffer.arrived) < self.unit.num_trainable[handle]:
+                return False
+        return True
+
+    def start(self, handles: Iterable[FlatParamHandle]) -> None:
+        """Start averaging gradients over the ranks; those that did not arrive count as zero.
+
+        Collective: all ranks of the unit, in the same order of calls.
+        """
+        sync, self.bytes_in_flight = self.unit.sync, 0
+        for handle in handles:
+            # Its result would be lost: a handle keeps one reduction.
+            assert not handle.is_reducing, "the reduction before was not finished"
+            chunks, plan = handle.grad_buffer.take_chunks(), handle.reduce_plan
+            if plan.hook is not None:
+                assert sync is Sync.ALL, "units with a hook have one stage"
+                handle.grad_publish.add(plan.reduce_by_hook(chunks))
+                continue
+            held = handle.grad_buffer.take_intra_reduced() if sync is Sync.ALL else None
+            handle.grad_reduce = GradReduce(plan, chunks, hold=sync is Sync.INTRA, held=held)
+            self.bytes_in_flight += plan.bytes_in_flight(chunks)
+
+    def under_way(self) -> list[GradReduce]:
+        reduces = (handle.grad_reduce for handle in self.handles)
+        return [reduce for reduce in reduces if reduce is not None and not reduce.is_finished]
+
+    def is_reduced(self) -> bool:
+        return all(reduce.done() for reduce in self.under_way())
+
+    def advance(self) -> bool:
+        """Begin second stages whose first is over; False when one must wait."""
+        return all(reduce.advance() for reduce in self.under_way())
+
+    def wait_until_reduced(self) -> bool:
+        """Wait a while; False when a peer seems unable to take part yet."""
+        if not all(reduce.tells_when_done() for reduce in self.under_way()):
+            return False
+        # Wait on the host, not the stream: all-gathers queued after a stream wait would deadlock
+        # with a peer that issues this reduction only at the end of its backward.
+        deadline = time.monotonic() + _STALL_SECONDS
+        while not (self.advance() and self.is_reduced()):
+            if not all(reduce.is_computed() for reduce in self.under_way()):
+                deadline = time.monotonic() + _STALL_SECONDS  # no peer's fault
+            elif time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def finish(self) -> None:
+        """Wait for what was started, and keep the result to be published.
+
+        Collective where a second stage was not started: in the same order on all ranks.
+        """
+        for handle in self.handles:
+            reduce = handle.grad_reduce
+            if reduce is not None and not reduce.is_finished:
+                out = reduce.finish()
+                if reduce.hold:
+                    handle.grad_buffer.add_intra_reduced(out)
+                else:
+                    handle.grad_publish.add(out)
 
 
 class ReduceQueue:
@@ -32,14 +115,14 @@ class ReduceQueue:
 
     def __init__(self, state: StepState) -> None:
         self._state, self._observers = state, state.observers
-        self.buckets = reduce_buckets.split(state.units)
+        self.buckets = split(state.units)
         self.bucket_of = {handle: one for one in self.buckets for handle in one.handles}
         self._order = ReduceOrder(len(self.buckets))
         self._is_order_agreed = False
         self._uneven = UnevenUnits()
         self._in_flight: list[ReduceBucket] = []
         self._to_reduce: Counter[Unit] = Counter()  # of each, buckets in this backward
-        self._must_wait = False  # for the end of backward
+        self._must_wait = False  # whether nothing starts before the end of backward
         self._hooked: list[Unit] = []  # with hooks to call; none once a rank is at its end
         self._num_agreed = 0  # buckets, from the first on, that all ranks could reduce
 
@@ -47,15 +130,16 @@ class ReduceQueue:
         """Look at the units again, after their buffers were made anew."""
         units = self._state.units
         # An accelerator's host is far ahead of it: reductions fill whatever they may.
-        on_accelerator = any(h.device.type != "cpu" for unit in units for h in unit.handles)
+        on_accelerator = any(h.device.type != "cpu" for _, h in self._state.handles)
         sizes = [
-            sum(2 * h.layout.padded_numel * h.reduce_dtype.itemsize for h in one.handles)
+            sum(
+                2 * h.layout.padded_numel * h.reduce_plan.reduce_dtype.itemsize for h in one.handles
+            )
             for one in (self.buckets if on_accelerator else units)
         ]
         self.max_bytes_in_flight = max(sizes, default=0)
 
     def begin_backward(self, *, must_wait: bool) -> None:
-        """Forget the last backward's; ``must_wait``: nothing starts before the end of this one."""
         self._must_wait = must_wait
         self._order.begin_backward()
         self._to_reduce.clear()
@@ -67,8 +151,6 @@ class ReduceQueue:
                 self._order.ready(bucket.index)
             else:
                 self._to_reduce[bucket.unit] += 1
-
-    # ------------------------------------------------------------ during backward
 
     def add(self, bucket: ReduceBucket) -> None:
         """A bucket's gradients have all come: start it, or what waited for it, and finish some."""
@@ -93,11 +175,11 @@ class ReduceQueue:
         """Tell the other ranks how far this one is; see the note. Collective."""
         if not self._hooked:
             return
-        world = self._state.world
+        world = self._state.world.apart
         said = [self._order.num_ready(), int(not at_end)]
         values = torch.tensor(said, device=world.control_device)
         op_name = "communication hooks that can be called in backward"
-        world.reduce_scalars(values, "MIN", op_name=op_name, apart=True)
+        world.reduce_scalars(values, "MIN", op_name=op_name)
         # The smallest number: a hook that one rank cannot call yet would hold up the others.
         self._num_agreed, go_on = values.tolist()
         if not go_on:
@@ -155,11 +237,13 @@ class ReduceQueue:
         """Agree with the other ranks on what was used, and reduce what is left. Collective."""
         self._agree_on_hooks(at_end=True)
         rest = self._order.rest()
-        agreed = agree(self._state, self.buckets, set(rest))
+        # The turn of these buckets reduces their gradients, on all ranks.
+        to_come = {handle for index in rest for handle in self.buckets[index].trainable_handles}
+        agreed = agree(self._state, len(self.buckets), set(rest), to_come)
         self._uneven.note(agreed.uneven)
-        for index in rest:
-            if agreed.is_used(self.buckets[index]):
-                self._start(self.buckets[index])
+        for bucket in (self.buckets[index] for index in rest):
+            if any(any(agreed.used[handle]) for handle in bucket.handles):
+                self._start(bucket)
         self._finish_all()
         for _, handle in agreed.left_over:
             self._start(self.bucket_of[handle], [handle])
@@ -172,13 +256,14 @@ class ReduceQueue:
         # All second stages start before any is waited for.
         for bucket in self._in_flight:
             with self._observers.waiting(Kind.REDUCE_WAIT, bucket.unit, ends=False):
-                bucket.cross()
+                for reduce in bucket.under_way():
+                    reduce.cross()
         for bucket in self._in_flight:
             self._finish(bucket)
         self._in_flight.clear()
 
     def _agree_on_order(self) -> None:
-        """From now on, use the order in which rank 0's units became ready. Collective, once."""
+        """Adopt the order in which rank 0's units became ready. Collective, once."""
         world = self._state.world
         order = torch.tensor(self._order.suggested(), device=world.control_device)
         with self._observers.waiting(Kind.RANKS_WAIT):
@@ -193,3 +278,15 @@ class ReduceQueue:
             self._finish_all()
         finally:
             self._in_flight.clear()
+
+
+def split(units: Sequence[Unit]) -> list[ReduceBucket]:
+    """The buckets of all units: what ``reduces_alone``, and before it the rest of each unit."""
+    buckets: list[ReduceBucket] = []
+    for unit in units:
+        together = [handle for handle in unit.handles if not handle.reduces_alone]
+        alone = [[handle] for handle in unit.handles if handle.reduces_alone]
+        # A unit without parameters has a bucket, too: the order of reductions has a place for it.
+        for handles in (together, *alone) if together or not alone else alone:
+            buckets.append(ReduceBucket(unit, handles, len(buckets)))
+    return buckets

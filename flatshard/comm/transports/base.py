@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
+from flatshard.comm.flat_chunks import sum_dtype
 from flatshard.comm.process_groups import abort
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.work import AsyncWork
@@ -86,7 +87,6 @@ class Transport(abc.ABC):
         is_ordered: whether collectives match those of other ranks by the order in which they
             begin; otherwise by the tag of the flat parameter.
         adds_here: whether reductions add in rank order and in no less than fp32, on this host.
-        can_all_reduce: whether it has ``all_reduce``.
         gathers_in_background: whether an all-gather makes progress on the network while the host
             computes, so that starting it early pays.
     """
@@ -95,7 +95,6 @@ class Transport(abc.ABC):
     reason = ""
     is_ordered = False
     adds_here = True
-    can_all_reduce = False
     gathers_in_background = False
 
     @classmethod
@@ -128,7 +127,7 @@ class Transport(abc.ABC):
         """
 
     def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
-        """Begin averaging ``buffer`` over the ranks, in place, where it ``can_all_reduce``."""
+        """Begin averaging ``buffer`` over the ranks, in place; only the native one has it."""
         raise NotImplementedError(f"{self.name} has no all-reduce")
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
@@ -138,6 +137,10 @@ class Transport(abc.ABC):
     def stream_waits(self, device: torch.device) -> bool:
         """Whether a stream of ``device`` waits for the others, and not the host."""
         return False
+
+    def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
+        """The dtype in which reduce-scatters of ``dtype`` add up, and of their result."""
+        return sum_dtype(dtype) if fixed_order or self.adds_here else dtype
 
     def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
         """Smallest gradient, in bytes, that is cheaper to send from where it is than to copy.
@@ -149,7 +152,7 @@ class Transport(abc.ABC):
     def warm_up(  # noqa: B027 (nothing to open)
         self, device: torch.device, *, fixed_order: bool, replicas: bool
     ) -> None:
-        """Open connections for reductions of tensors on ``device``. Collective.
+        """Open connections for reductions of tensors on ``device``, once. Collective.
 
         Args:
             device: where the gradients are.

@@ -208,8 +208,7 @@ class SocketTransport(Transport):
         return AsyncWork(
             receives,
             op_name,
-            source,
-            out,
+            [source, out],
             peers=[members.ranks[peer] for peer in members.peers],
             then=widen,
             sends=sends,
@@ -241,8 +240,7 @@ class SocketTransport(Transport):
         return AsyncWork(
             [average.averaged],
             op_name,
-            *chunks.tensors,
-            out,
+            [*chunks.tensors, out],
             sends=[average.sent],
             need=need,
             sends_need=need,
