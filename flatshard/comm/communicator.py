@@ -272,7 +272,7 @@ class Communicator(Tags):
         """Memory for an unsharded buffer; see ``Transport.allocate_unsharded``."""
         if self.size == 1:
             return allocate(request.numel, request.dtype, request.device)
-        return self.transport_for(request.device, max(request.tags)).allocate_unsharded(request)
+        return self.transport_for(request.device, request.tag).allocate_unsharded(request)
 
     # ------------------------------------------------------------ parameters and gradients
 

@@ -30,8 +30,7 @@ from torch import Tensor
 from flatshard.memory import mapped_files
 from flatshard.options.offload import OffloadError
 
-_mapped: dict[int, int] = {}
-"""Ranges of addresses where files are mapped: first address, length in bytes."""
+_mapped: dict[int, int] = {}  # where files are mapped: first address, length in bytes
 
 
 class DiskMemory:
@@ -72,11 +71,7 @@ class DiskMemory:
         return number
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Keep room on the disk for tensors to come.
-
-        Args:
-            nbytes: of them together.
-            what: names them in errors.
+        """Keep room on the disk for tensors to come, which ``what`` names in errors.
 
         Raises:
             OffloadError: the disk is full; what was reserved before stays.
@@ -95,16 +90,11 @@ class DiskMemory:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that are reserved, and not in use yet."""
+        """Not in use yet."""
         return 0 if self._reserve is None else os.fstat(self._reserve).st_size
 
-    def create(self, nbytes: int, *, reserve: bool = True) -> int:
-        """An open file of ``nbytes`` zeros, which have their room; takes it from the reserve.
-
-        Raises:
-            OffloadError: the disk is full.
-        """
-        assert reserve, "a page without room ends the process"
+    def create(self, nbytes: int) -> int:
+        """See ``Files``: zeros which have their room; takes it from the reserve."""
         # First: on a full disk the reserve is the only room that there is.
         if self._reserve is not None:
             os.ftruncate(self._reserve, max(0, self.reserved_bytes - nbytes))
@@ -116,13 +106,12 @@ class DiskMemory:
             raise self._full(error, nbytes, "a tensor") from error
         return number
 
-    def mapped(self, number: int, nbytes: int, *, write: bool) -> mmap.mmap | None:
-        """As ``mapped_files.mapped``, in a range whose pages ``release`` gives back."""
-        found = mapped_files.mapped(number, nbytes, write=write)
-        if found is not None:
-            address = mapped_files.address_of(found)
-            _mapped[address] = nbytes
-            weakref.finalize(found, _mapped.pop, address)
+    def mapped(self, number: int, nbytes: int) -> mmap.mmap:
+        """See ``Files``: a range whose pages ``release`` gives back."""
+        found = mapped_files.mapped(number, nbytes)
+        address = mapped_files.address_of(found)
+        _mapped[address] = nbytes
+        weakref.finalize(found, _mapped.pop, address)
         return found
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -136,23 +125,20 @@ class DiskMemory:
         nbytes = rounded(numel * dtype.itemsize)
         number = self.create(nbytes)
         try:
-            found = self.mapped(number, nbytes, write=True)
-        finally:
-            os.close(number)  # the mapping keeps the file
-        if found is None:
+            found = self.mapped(number, nbytes)
+        except OSError as error:
             raise OffloadError(
                 f"{nbytes:,} bytes in a file in {self._folder!r} cannot be mapped: the limit of "
                 "mappings (vm.max_map_count) or of addresses (ulimit -v) is reached"
-            )
+            ) from error
+        finally:
+            os.close(number)  # the mapping keeps the file
         return torch.frombuffer(found, dtype=dtype, count=numel)
 
     def take_in(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor without gaps in a file, of the same shape and strides.
 
         A tensor that is in a file already is returned as it is.
-
-        Raises:
-            OffloadError: the disk is full.
         """
         return self.copy(tensor) if tensor.numel() and not is_on_disk(tensor) else tensor
 
@@ -178,8 +164,7 @@ class DiskMemory:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiskMemory:
-        """The same: each tensor has a file of its own."""
-        return self
+        return self  # each tensor has a file of its own
 
 
 def rounded(nbytes: int) -> int:
@@ -199,10 +184,7 @@ def fetch(*tensors: Tensor | None) -> None:
 
 
 def release(*tensors: Tensor | None) -> None:
-    """Give back the pages of ordinary tensors, and of what shares memory with them.
-
-    Their values stay. Does nothing for tensors that are not in files.
-    """
+    """Give back the pages of ordinary tensors, those in files, and of what shares their memory."""
     for address in _addresses(tensors):
         mapped_files.drop_pages(address, _mapped[address])
 
