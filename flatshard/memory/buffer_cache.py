@@ -48,17 +48,16 @@ class BufferCache:
             if fits and _is_unused(kept):
                 return kept.detach()  # an alias, which counts as a use
         self.give_back()
-        if self._new is None:
-            new = torch.empty(numel, dtype=dtype, device=device)
+        if self._new is not None:
+            new, is_worth_it = self._new(numel, dtype), True
         else:
-            new = self._new(numel, dtype)
-        # The memory of others the allocator keeps, and it serves other things meanwhile.
-        is_worth_it = self._new is not None or new.nbytes >= GLIBC_LIMIT_BYTES
-        may_keep = device.type == "cpu" and _use_count is not None
-        if is_worth_it and may_keep and self._kept is None:
-            self._kept = new
-            return new.detach()
-        return new
+            new = torch.empty(numel, dtype=dtype, device=device)
+            # Smaller ones the allocator keeps, and they serve other things meanwhile.
+            is_worth_it = new.nbytes >= GLIBC_LIMIT_BYTES and device.type == "cpu"
+        if _use_count is None or not is_worth_it or self._kept is not None:
+            return new
+        self._kept = new
+        return new.detach()
 
     def give_back(self) -> None:
         """Free what is kept, unless somebody else uses it."""
@@ -66,13 +65,13 @@ class BufferCache:
             self._kept = None
 
 
-def _uses(tensor: Tensor) -> int:
-    """References to its storage, this call's own included; 0 if torch cannot tell."""
+def _num_uses(tensor: Tensor) -> int:
+    # With those of this call; 0 if torch cannot tell: nothing is kept then.
     return int(_use_count(tensor.untyped_storage()._cdata)) if _use_count is not None else 0
 
 
-_ALONE = _uses(torch.empty(1))
+_ALONE = _num_uses(torch.empty(1))
 
 
 def _is_unused(kept: Tensor) -> bool:
-    return _uses(kept) <= _ALONE
+    return _num_uses(kept) <= _ALONE

@@ -1,14 +1,7 @@
 """``DiskMemory``: tensors whose memory is files in a directory, which have no name.
 
-The files end with the process, also with one that is killed. Where the system cannot make files
-without a name, they lose it as soon as they are there.
+The files end with the process, also with one that is killed.
 
-[Note: pages]
-What is touched takes memory, like all memory. ``release`` gives the pages of a tensor back to the
-system's cache of files, which writes them when it needs the room, and not at all where it does
-not: releasing costs little, and what is used again soon comes from that cache.
-
-[Note: reserving]
 A write to a page for which the disk has no room ends the process. So files have all their room when
 they are made, and ``reserve`` keeps room for those that will be, where a failure can still be told.
 """
@@ -16,7 +9,6 @@ they are made, and ``reserve`` keeps room for those that will be, where a failur
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
 import tempfile
@@ -37,35 +29,24 @@ class DiskMemory:
     """Makes tensors over files in one directory."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Try whether files can be made there.
-
-        Raises:
-            ValueError: there is no such directory, or nothing can be written to it.
-            NotImplementedError: this system cannot map files.
-        """
+        """Try whether files can be made there: else ``ValueError`` or ``NotImplementedError``."""
         self._folder = os.fspath(folder)
         self._reserve: int | None = None
         if not mapped_files.CAN_MAP:
             raise NotImplementedError("CPUOffload: path is supported on Linux alone; leave it out")
-        if not os.path.isdir(self._folder):
-            kind = "is not a directory" if os.path.exists(self._folder) else "does not exist"
-            raise ValueError(
-                f"CPUOffload: path {self._folder!r} {kind}. Make the directory first, or pass "
-                "another."
-            )
         try:
             os.close(self._nameless())
         except OSError as error:
             raise ValueError(
                 f"CPUOffload: no file can be made in path {self._folder!r}: {error.strerror}. "
-                "Pass a directory that this user may write to."
+                "Pass a directory that exists and that this user may write to."
             ) from error
 
     def _nameless(self) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC
         with contextlib.suppress(OSError):
             return os.open(self._folder, flags | os.O_TMPFILE, 0o600)
-        # Not every file system has O_TMPFILE.
+        # Not every file system has O_TMPFILE: this file loses its name at once.
         number, name = tempfile.mkstemp(prefix="flatshard-", dir=self._folder)
         os.unlink(name)
         return number
@@ -136,14 +117,11 @@ class DiskMemory:
         return torch.frombuffer(found, dtype=dtype, count=numel)
 
     def take_in(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor without gaps in a file, of the same shape and strides.
-
-        A tensor that is in a file already is returned as it is.
-        """
+        """A tensor without gaps in a file: itself, or a copy with its strides."""
         return self.copy(tensor) if tensor.numel() and not is_on_disk(tensor) else tensor
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The same, also of one that is in a file already."""
+        """A copy in a file, also of one that is in a file already."""
         place = self.new(tensor.numel(), tensor.dtype)
         place = place.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
         # Both: else each copied tensor would stay in RSS.
@@ -153,14 +131,10 @@ class DiskMemory:
     def _full(self, error: OSError, nbytes: int, what: str) -> OffloadError:
         state = os.statvfs(self._folder)
         free = state.f_bavail * state.f_frsize
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            reason = "the disk is full"
-        else:
-            reason = str(error.strerror)
         return OffloadError(
             f"CPUOffload: {what} needs {nbytes:,} bytes on disk in {self._folder!r}, where "
-            f"{free:,} are free: {reason}. Make room or pass another path; the files go when the "
-            "process does, or with the model and its optimizer."
+            f"{free:,} are free: {error.strerror}. Make room or pass another path; the files go "
+            "when the process does, or with the model and its optimizer."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiskMemory:
@@ -185,6 +159,8 @@ def fetch(*tensors: Tensor | None) -> None:
 
 def release(*tensors: Tensor | None) -> None:
     """Give back the pages of ordinary tensors, those in files, and of what shares their memory."""
+    # What is touched takes memory. The system's cache of files gets it, and writes it when it needs
+    # the room: releasing costs little, and what is used again soon comes from that cache.
     for address in _addresses(tensors):
         mapped_files.drop_pages(address, _mapped[address])
 

@@ -62,12 +62,9 @@ def open_of(pid: int, number: int) -> int:
 
 
 def reserve_range(nbytes: int) -> mmap.mmap:
-    """A range of addresses, of zeros that take no memory until they are written.
-
-    Raises:
-        OSError: there are no addresses left (``RLIMIT_AS``), or the system counts them as memory
-            (``vm.overcommit_memory=2``).
-    """
+    """A range of addresses, of zeros that take no memory until they are written."""
+    # OSError: none are left (RLIMIT_AS), or the system counts them as memory
+    # (vm.overcommit_memory=2).
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     return mmap.mmap(-1, nbytes, flags=flags)
 
@@ -75,25 +72,14 @@ def reserve_range(nbytes: int) -> mmap.mmap:
 def mapped(number: int, nbytes: int) -> mmap.mmap:
     """A range in which an open file is seen, and written; raises ``OSError``."""
     found = reserve_range(nbytes)  # Python's own mapping of a file would keep it open
-    map_shared(number, address_of(found), nbytes)
+    map_at(number, address_of(found), nbytes)
     return found
 
 
-def map_privately(number: int, place: int, nbytes: int) -> None:
-    """Map an open file over addresses that this process has; raises ``OSError``.
-
-    What is written there stays there, and is gone after ``drop_pages``.
-    """
-    _map(number, place, nbytes, _MAP_PRIVATE)
-
-
-def map_shared(number: int, place: int, nbytes: int) -> None:
-    """The same, but what is written there is written to the file."""
-    _map(number, place, nbytes, _MAP_SHARED)
-
-
-def _map(number: int, place: int, nbytes: int, kind: int) -> None:
-    flags = kind | _MAP_FIXED | _MAP_NORESERVE
+def map_at(number: int, place: int, nbytes: int, *, private: bool = False) -> None:
+    """Map an open file over addresses that this process has; raises ``OSError``."""
+    # What is written to private ones stays there, and is gone after ``drop_pages``.
+    flags = (_MAP_PRIVATE if private else _MAP_SHARED) | _MAP_FIXED | _MAP_NORESERVE
     if _mmap(place, nbytes, _PROT_READ_WRITE, flags, number, 0) != place:
         error = ctypes.get_errno()
         raise OSError(error, f"mmap: {os.strerror(error)}")
@@ -116,10 +102,8 @@ def want_pages(place: int, nbytes: int) -> None:
 
 
 def move_pages(source: int, place: int, nbytes: int) -> bool:
-    """Move what is in one range of this process's own memory to another; says if that worked.
-
-    The first range is zeros after it, without memory. What was in the other is gone.
-    """
+    """Move what is in a range of this process's own memory to another; says if that worked."""
+    # The first range is zeros after it, without memory. What was in the other is gone.
     if _mremap is None:
         return False
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
@@ -132,11 +116,7 @@ def forbid(place: int, nbytes: int) -> None:
 
 
 def allow(place: int, nbytes: int) -> None:
-    """Let a range be read and written again.
-
-    Raises:
-        MemoryError: the system has no room to tell its parts apart.
-    """
+    """Let a range be read and written again; raises ``MemoryError``: too many mappings."""
     if _mprotect(place, nbytes, _PROT_READ_WRITE) != 0:
         raise MemoryError(f"mprotect: {os.strerror(ctypes.get_errno())}")
 

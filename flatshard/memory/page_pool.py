@@ -27,18 +27,15 @@ from flatshard.memory.buffers import AllocatedBuffer, BufferMemory, own_pages
 from flatshard.memory.mapped_files import Files
 from flatshard.plan.layout import PAGED_BYTES
 
+# To move one takes 15 us. What a buffer does not fill of its last one lies idle meanwhile.
 _CHUNK_BYTES = 1 << 20
-"""To move one takes 15 us. What a buffer does not fill of its last one lies idle meanwhile."""
-
+# Chunks in buffers are mappings of their own, of which a process has some 65,000.
 _MAX_CHUNKS = 1 << 13
-"""Chunks in buffers are mappings of their own, of which a process has some 65,000."""
 
 
 class PageLease(NamedTuple):
-    """Pages of the chunk at address ``chunk``, lent to a buffer at ``place``."""
-
-    chunk: int
-    place: int
+    chunk: int  # the address of a chunk
+    place: int  # where its pages, or the first ones, are lent to
     nbytes: int
 
 
@@ -50,33 +47,25 @@ class PagePool:
         # Appended to by finalizers, too, which may run anywhere: each use is one operation.
         self._idle: list[int] = []
 
-    def lend(self, place: int, nbytes: int) -> list[PageLease]:
-        """Move pages to ``place``, whole pages at addresses that are reserved; maybe not all."""
-        leases: list[PageLease] = []
-        while nbytes:
-            chunk = self._find_chunk()
-            step = min(nbytes, _CHUNK_BYTES)
-            if chunk is None:
-                break
-            if not mapped_files.move_pages(chunk, place, step):
+    def lend(self, place: int, end: int, leases: list[PageLease]) -> int:
+        """Move pages to a reserved range; returns where it has none, ``end`` if it has all."""
+        while place < end and (chunk := self._find_chunk()) is not None:
+            nbytes = min(end - place, _CHUNK_BYTES)
+            if not mapped_files.move_pages(chunk, place, nbytes):
                 self._idle.append(chunk)
                 break
-            leases.append(PageLease(chunk, place, step))
-            place, nbytes = place + step, nbytes - step
-        return leases
+            leases.append(PageLease(chunk, place, nbytes))
+            place += nbytes
+        return place
 
     def _find_chunk(self) -> int | None:
-        try:
+        with contextlib.suppress(IndexError):
             return self._idle.pop()  # what came back last: it has pages
-        except IndexError:
-            pass
-        if len(self._chunks) >= _MAX_CHUNKS:
-            return None
-        try:
-            self._chunks.append(mapped_files.reserve_range(_CHUNK_BYTES))
-        except OSError:
-            return None
-        return mapped_files.address_of(self._chunks[-1])
+        if len(self._chunks) < _MAX_CHUNKS:
+            with contextlib.suppress(OSError):
+                self._chunks.append(mapped_files.reserve_range(_CHUNK_BYTES))
+                return mapped_files.address_of(self._chunks[-1])
+        return None
 
     def take_back(self, leases: list[PageLease]) -> None:
         """Move pages back to their chunks; empties ``leases``."""
@@ -119,17 +108,11 @@ class PooledBuffer(BufferMemory):
         own: range | None = None,
         files: Files = mapped_files,
     ) -> None:
-        """Reserve the addresses.
-
-        Args:
-            numel: elements of the buffer.
-            dtype: of them.
-            own: which of them are the shard, for one in a file; its bytes fill whole pages.
-            files: makes the file: in memory, or on a disk.
+        """Reserve the addresses. ``own``: the elements to map a new file of ``files`` over.
 
         Raises:
             OSError: there are no addresses left, or no file is to be had.
-            OffloadError: the disk is full.
+            OffloadError: the file's disk is full.
         """
         nbytes = numel * dtype.itemsize
         everything = mapped_files.reserve_range(nbytes)
@@ -164,10 +147,8 @@ class PooledBuffer(BufferMemory):
         self._is_taken = True  # first: ``free`` must undo a lease that fails half-way
         try:
             for start, end in self._rooms:
-                leases = POOL.lend(start, end - start)
-                self._leases += leases
-                # Where the pool had too few pages, the rest comes by faults.
-                missing = start + sum(lease.nbytes for lease in leases)
+                # Where the pool has too few pages, the rest comes by faults.
+                missing = POOL.lend(start, end, self._leases)
                 if missing < end:
                     mapped_files.allow(missing, end - missing)
         except MemoryError:
@@ -223,7 +204,7 @@ def _shown_twice(place: int, nbytes: int, dtype: torch.dtype, files: Files) -> T
     number = files.create(nbytes)
     try:
         found = files.mapped(number, nbytes)
-        mapped_files.map_privately(number, place, nbytes)
+        mapped_files.map_at(number, place, nbytes, private=True)
     finally:
         os.close(number)
     return torch.frombuffer(found, dtype=dtype)

@@ -240,7 +240,7 @@ def mapped_for_long(rank: int, world_size: int, way: str) -> None:
         expected = trained(case, rank, world_size, **keywords)
         last = "move_pages" if way == "sockets" else "open_of"
         for rank_without, name in (
-            *((0, "create"), (1, "map_privately"), (1, last)),
+            *((0, "create"), (1, "map_at"), (1, last)),
             (1, "reserve_range"),  # `ulimit -v`
         ):
             failing = mock.Mock(side_effect=OSError(12, "none"))

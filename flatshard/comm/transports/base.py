@@ -85,10 +85,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def accepts(self, device: torch.device, tag: int) -> bool:
-        """Whether it moves tensors on ``device`` for the flat parameter with this tag.
-
-        The same on all ranks.
-        """
+        """Whether it moves tensors on ``device`` with this tag; the same on all ranks."""
 
     @abc.abstractmethod
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
@@ -117,10 +114,8 @@ class Transport(abc.ABC):
         return False
 
     def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
-        """Smallest gradient, in bytes, that is cheaper to send from where it is than to copy.
-
-        None: ``reduce_scatter`` accepts one chunk only.
-        """
+        """Smallest gradient, in bytes, that is cheaper to send from where it is than to copy."""
+        # ``reduce_scatter`` accepts one chunk only.
         return None
 
     def warm_up(  # noqa: B027 (nothing to open)

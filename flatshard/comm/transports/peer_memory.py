@@ -35,9 +35,7 @@ from torch import Tensor
 from flatshard.comm.deadlock import watchdog
 from flatshard.memory import mapped_files
 
-TAGS = 1 << 16
-"""How many tags a mailbox has."""
-
+TAGS = 1 << 16  # so many does a mailbox have
 # Of a tag: (number, address, file, check) of what is published, and the same of what is taken.
 _WORDS = 8
 _TAKEN = 4
@@ -92,7 +90,7 @@ class Mailbox:
             self._file = None
 
     def offer(self, tag: int, number: int, address: int, file: int = -1) -> None:
-        """Publish that publication ``number`` of a tag is at ``address``, and in an open file."""
+        """Publish that publication ``number`` of a tag is at ``address``; ``file`` is open."""
         self._write(tag * _WORDS, number, address, file)
 
     def take(self, tag: int, number: int) -> None:
@@ -123,15 +121,10 @@ class PeerProcess:
             os.close(file)
 
     def read(self, address: int, out: Tensor) -> None:
-        """Fill ``out``, contiguous on the CPU, with what the process has at ``address``.
-
-        Raises:
-            RuntimeError: the process is gone, or has nothing there.
-        """
+        """Fill ``out``, contiguous on the CPU; raises ``RuntimeError`` if the process is gone."""
         _read(self.pid, address, out.data_ptr(), out.numel() * out.element_size())
 
     def read_array(self, address: int, out: ctypes.Array[ctypes.c_int64]) -> None:
-        """The same into an array."""
         _read(self.pid, address, ctypes.addressof(out), ctypes.sizeof(out))
 
     def check_alive(self) -> None:
@@ -175,11 +168,7 @@ class Awaited:
         return self._is_over
 
     def wait(self) -> None:
-        """Wait until it is there.
-
-        Raises:
-            RuntimeError: the process is gone, nothing came in time, or it waits for this one.
-        """
+        """Wait; raises ``RuntimeError`` if nothing comes, or the process waits for this one."""
         process, looks = self._process, 0
         # One timeout for all that was awaited when the process did not answer in time.
         timeout = 0.0 if self._began < process.given_up else process.timeout
@@ -219,13 +208,7 @@ def meet(
 ) -> tuple[list[PeerProcess], str]:
     """Find out whether every rank can read the memory of all others.
 
-    **Collective**: the ranks that ``exchange`` gathers from.
-
-    Args:
-        mailbox: this rank's.
-        exchange: gives all ranks' values, in rank order.
-        ranks: the global number of each, for messages.
-        timeout: seconds after which waits for another rank fail.
+    **Collective**: the ranks that ``exchange`` gathers from, whose global numbers are ``ranks``.
 
     Returns:
         Every rank's process, or nothing, and the reason in words; alike on all ranks.
@@ -279,7 +262,7 @@ def _mapped_words(file: int) -> memoryview:
 
 
 def _host() -> str:
-    """Names the kernel and the process numbers that it gives in this container."""
+    # The kernel, and the process numbers that it gives in this container.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
@@ -296,12 +279,12 @@ def _tell_kernel() -> None:
 
 
 def _set_reader(reader: int) -> None:
-    """Name the reader; 0: nobody. Does nothing where the kernel has no Yama."""
+    # 0: nobody. Does nothing where the kernel has no Yama.
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(reader), 0, 0, 0)
 
 
 class _ProcessGone(RuntimeError):
-    """The process has ended."""
+    pass
 
 
 class _Range(ctypes.Structure):

@@ -9,13 +9,11 @@ Large shards are not even copied: ``MappedShards`` shows those of all ranks side
 Each rank keeps its shard in a file in memory, and every rank maps all of them, in rank order, onto
 one range of addresses: that is the unsharded buffer. An all-gather only waits until every rank's
 shard is final, and resharding drops the mapped pages. No rank may write its shard before the others
-are done with it, for which ``PendingSends`` waits. The files have no name: they end with the last
-process that has them.
+are done with it, for which ``PendingSends`` waits.
 
 The range is mapped privately: what a module writes into its unsharded parameters stays there until
-they are resharded, as in a copy. ``snapshot`` uses the same to make the full range a copy. A rank
-that cannot have such a file, or cannot map that of another, copies instead; the others need not
-know.
+they are resharded, as in a copy. A rank that cannot have such a file, or cannot map that of
+another, copies instead; the others need not know.
 """
 
 from __future__ import annotations
@@ -146,14 +144,8 @@ class SharedMemoryTransport(Transport):
     def _average_piece(
         self, own: Tensor | None, addresses: list[int], out: Tensor, scratch: Tensor
     ) -> None:
-        """Average one piece of one part.
-
-        Args:
-            own: this rank's values; None: zeros.
-            addresses: where each rank has the piece; 0: it has zeros, or is this rank.
-            out: where the average goes; in the dtype to add in.
-            scratch: as long as ``out``, in the dtype of the values.
-        """
+        # `addresses`: where each rank has the piece, 0 for zeros, as None in `own`, and for this
+        # rank. `scratch` is as long as `out`, in the dtype of the values; `out` in that to add in.
         total: Tensor | None = None
         for rank, address in enumerate(addresses):
             if rank == self.members.rank:
@@ -183,15 +175,10 @@ class SharedMemoryTransport(Transport):
                 self._open_files.remove(one)
 
     def publish(self, address: int, tag: int, op_name: str, file: int = -1) -> Publication:
-        """Tell the others an address under a tag, and begin to wait for theirs.
+        """Tell the others an address and an open file to map, and begin to wait for theirs.
 
-        Collective: all ranks of the group. Waits until they took what was published before.
-
-        Args:
-            address: in this rank's memory.
-            tag: the tag.
-            op_name: names the collective in errors.
-            file: an open file for the others to map; closed when they have.
+        Collective: all ranks of the group. Waits until they took what was published under the tag
+        before. The file is closed when they have mapped it.
         """
         counter = self.members.counter
         # A mailbox has one record per tag: overwritten too early, a slow rank would never see it.
@@ -253,11 +240,7 @@ def _table(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 
 
 class MappedShards(BufferMemory):
-    """The shards of one flat parameter, side by side in memory without a copy.
-
-    The ``buffer`` is good between the wait for ``begin`` and ``free``. Others see what is written
-    to the ``shard``.
-    """
+    """The shards of one flat parameter, side by side in memory without a copy."""
 
     shard: Tensor
     shows_shards = True
@@ -269,7 +252,7 @@ class MappedShards(BufferMemory):
 
         Raises:
             OSError: there is no file to be had, or no addresses are left.
-            OffloadError: the disk that the file is to be on is full.
+            OffloadError: the file's disk is full.
         """
         assert request.shard_files is not None, "what makes the file"
         self._transport, self._tag, self._files = transport, request.tag, request.shard_files
@@ -307,11 +290,9 @@ class MappedShards(BufferMemory):
         )
 
     def _share(self) -> int:
-        """Move the shard to a file that is open for the others to map; its number, or -1.
-
-        At the first all-gather, not before: until all ranks come here, each unit of a model would
-        have a file open.
-        """
+        """Move the shard to a file that is open for the others to map; its number, or -1."""
+        # At the first all-gather, not before: until all ranks come here, each unit of a model would
+        # have a file open.
         try:
             file = self._files.create(self._nbytes)
         except (OSError, OffloadError):  # too many open files; the disk is full
@@ -321,7 +302,7 @@ class MappedShards(BufferMemory):
             with torch.no_grad():
                 torch.frombuffer(found, dtype=self.shard.dtype).copy_(self.shard)
             # The shard keeps its addresses: tensors and views of them exist.
-            mapped_files.map_shared(file, self.shard.data_ptr(), self._nbytes)
+            mapped_files.map_at(file, self.shard.data_ptr(), self._nbytes)
         except OSError:
             os.close(file)
             return -1
@@ -332,7 +313,7 @@ class MappedShards(BufferMemory):
         """Show the open file of a rank at its place in the buffer, if that is possible."""
         place = self.buffer.data_ptr() + rank * self._nbytes
         with contextlib.suppress(OSError):
-            mapped_files.map_privately(file, place, self._nbytes)
+            mapped_files.map_at(file, place, self._nbytes, private=True)
             self._mapped.add(rank)
 
     def _fill(self, publication: Publication) -> None:
