@@ -17,23 +17,16 @@ class ForwardEdits(StepObserver):
     """Watches the forwards of one model."""
 
     def __init__(self) -> None:
-        """No forward has begun."""
         # Version counters of unsharded buffers when a forward of their unit began.
         self._versions: dict[FlatParamHandle, int] = {}
 
     def unsharded(self, unit: Unit) -> None:
-        """See ``StepObserver``."""
         for handle in unit.handles:
             # The memory of parameters that are always full is the shard: edits of it stay.
             if not handle.params.are_full:
                 self._versions[handle] = handle.buffer._version
 
     def check_forward(self, unit: Unit, module: nn.Module) -> None:
-        """See ``StepObserver``.
-
-        Raises:
-            RuntimeError: a parameter was edited, or replaced.
-        """
         for handle in unit.handles:
             version = self._versions.get(handle)
             if version is None or handle.params.are_full:

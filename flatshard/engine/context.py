@@ -73,7 +73,7 @@ class RunContext:
         self.state.device = next((h.device for h in handles if not h.is_local), None)
         # Prefetch and backward look at sizes, forward at storages that saved tensors lie in.
         self._prefetch.refresh()
-        self._backward.refresh()
+        self._backward.queue.refresh()
         self._forward.refresh(list(self._buffers()))
 
     def recover(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from flatshard.comm.work import CollectiveError
 from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import broadcast_buffers
-from flatshard.engine.events import Kind, profiled
+from flatshard.engine.events import Kind
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.saved_tensors import SavedTensors
@@ -72,8 +72,7 @@ class Forward:
             if not self._prefetch.recomputes_whole:
                 self._begin(unit)
         recomputes = backward.is_running
-        for hear in self._observers.enter_forward:
-            hear(unit, recomputes)
+        self._observers.enter_forward(unit, recomputes)
         self.saved.push()
         state.depth += 1
         call = Call()
@@ -86,15 +85,13 @@ class Forward:
         unit.outstanding_backwards += state.expects_backward
         if not unit.is_open:
             self._prefetch.order.record(unit.index)
-            with self._observers.starting("forward", unit), profiled("unshard", unit.name):
+            with self._observers.starting("forward", unit):
                 unit.unshard("forward")
-            waiting = self._observers.waiting(Kind.GATHER_WAIT, unit)
-            with waiting, profiled("wait_unshard", unit.name):
+            with self._observers.waiting(Kind.GATHER_WAIT, unit):
                 unit.wait_unshard("forward")
             unit.begin_forward()
             if len(unit.running) == 1:
-                for begun in self._observers.unsharded:
-                    begun(unit)
+                self._observers.unsharded(unit)
             # After the wait: this unit's all-gather has the wires to itself, and the next one's
             # overlaps its computation.
             self._prefetch.in_forward()
@@ -103,8 +100,7 @@ class Forward:
     def check(self, unit: Unit, module: nn.Module) -> None:
         """A module's forward has returned, and its unit is still unsharded."""
         if unit.phase is Phase.FORWARD and not unit.running:
-            for hear in self._observers.check_forward:
-                hear(unit, module)
+            self._observers.check_forward(unit, module)
 
     def leave(self, unit: Unit, *, has_output: bool, failed: bool) -> None:
         """After a module's forward, also one that raised: reshard what the strategy reshards."""
@@ -118,8 +114,7 @@ class Forward:
             return
         state.depth -= 1
         self.saved.pop()
-        for hear in self._observers.leave_forward:
-            hear(unit)
+        self._observers.leave_forward(unit)
         if self._backward.is_running:
             self._prefetch.recomputes_whole &= state.depth > 0
             return
@@ -151,8 +146,7 @@ class Forward:
         if state.device is not None:
             _check_not_captured(state.device)
         self.recover()
-        for hear in self._observers.begin_forward:
-            hear()
+        self._observers.begin_forward()
         self.has_run = True  # after the observers: some look at the first forward alone
         for unit in state.units:
             unit.begin_iteration()
@@ -186,8 +180,7 @@ class Forward:
                 handle.gather.finish_refresh()
             if not failed:  # else the error on its way is the one to see
                 self._state.pending_sends.wait_sends()
-        for hear in self._observers.end_forward:
-            hear()
+        self._observers.end_forward()
 
     def _drop_prefetched(self, failed: bool) -> None:
         """Wait for all-gathers of units that did not run, and reshard those."""
@@ -204,8 +197,7 @@ class Forward:
 
     def recover(self) -> None:
         """Return to a state to start from, after a step that was left by an exception."""
-        for hear in self._observers.recover:
-            hear()
+        self._observers.recover()
         self._backward.recover()
 
     def give_back(self) -> None:

@@ -545,7 +545,7 @@ class FlatParamHandle:
             if converted.device != self.shard.device:
                 self.device = converted.device
             self.gather.move_to(self.device)
-            grads = self.grad_publish.take_off(fn)
+            grads = self.grad_publish.take_off()
             self._adopt_shard(converted)
             self.shard = self.params.repoint(self.shard)
             self.grad_publish.put_back(grads, lambda grad: self._offload.gradient.take_in(fn(grad)))

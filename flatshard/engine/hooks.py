@@ -103,7 +103,7 @@ class UnitHooks:
                 return
             # Autograd would add the next gradient to it, and the buffer may keep it as it is.
             full.grad = None
-            grad = handle.grad_publish.take_back(index, grad)
+            grad = handle.grad_publish.unreduced.take_back(index, grad)
             if grad.requires_grad:
                 raise _differentiable(handle.params.specs[index].name)
             if grad.layout is not torch.strided:

@@ -228,7 +228,7 @@ class HostToDevice:
         event, self._event = self._event, None
         if event is not None:
             # The optimizer writes the shard on the host, which no stream holds back.
-            pending = AsyncWork([], unit_fqn, shard, sends=[_Passed(event)])
+            pending = AsyncWork([], unit_fqn, [shard], sends=[_Passed(event)])
             pending.wait(pending_sends)
 
     def wait_on_stream(self) -> None:

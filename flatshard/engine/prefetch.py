@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatshard.engine.events import profiled
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Unit
 from flatshard.options.strategy import BackwardPrefetch
@@ -41,7 +40,8 @@ class Prefetch:
         self._budget = max((unit.buffer_bytes for unit in self._units), default=0)
         # Where backward all-gathers within a smaller group, that is quick.
         self._backward_is_slow = any(
-            unit.topology.intra_group.gathers_in_background and unit.placement.regather_size is None
+            unit.topology.intra_group.transport_for().gathers_in_background
+            and unit.placement.regather_size is None
             for unit in self._units
         )
 
@@ -99,13 +99,13 @@ class Prefetch:
             # A unit whose backward has begun may be resharded here and not yet on other ranks, so
             # they would not take part; or its optimizer has stepped.
             if purpose == "forward" or self.recomputes_whole or unit.outstanding_backwards > 0:
-                with self._observers.starting(purpose, unit), profiled("unshard", unit.name):
+                with self._observers.starting(purpose, unit):
                     unit.unshard(purpose)
                 self._ahead = [*self._under_way(), unit]
 
     def _fits_ahead(self, unit: Unit) -> bool:
         """Whether to start an all-gather for which no rank waits next."""
-        if not unit.topology.intra_group.gathers_in_background:
+        if not unit.topology.intra_group.transport_for().gathers_in_background:
             return False
         return sum(one.buffer_bytes for one in {*self._under_way(), unit}) <= self._budget
 

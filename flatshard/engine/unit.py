@@ -155,7 +155,7 @@ class Unit:
     def plan_sync(self, wanted: Sync) -> None:
         """Do with gradients what ``wanted`` means for the groups of this unit."""
         if wanted is Sync.INTRA:
-            if not self.topology.crosses:
+            if self.topology.across.size == 1:
                 wanted = Sync.ALL
             elif self.topology.intra_group.size == 1:
                 wanted = Sync.NONE

@@ -105,7 +105,7 @@ def sending_in_place() -> Iterator[list[int]]:
         return reduce_scatter(self, request, op_name)
 
     with (
-        mock.patch.object(grad_buffer, "_IN_PLACE_BYTES", 0),
+        mock.patch.object(grad_buffer, "_SMALL_BYTES", 0),
         mock.patch.object(grad_buffer, "_MEAN_IN_PLACE_BYTES", 0),
         mock.patch.object(sockets, "SENT_IN_PLACE_BYTES", 100),
         mock.patch.object(sockets, "PIECE_BYTES", 256),

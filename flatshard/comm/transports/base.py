@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
+from flatshard.comm.flat_chunks import sum_dtype
 from flatshard.comm.process_groups import abort
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.work import AsyncWork
@@ -71,7 +72,6 @@ class Transport(abc.ABC):
     # Collectives match those of other ranks by the order in which they begin, else by their tag.
     is_ordered = False
     adds_here = True  # reductions add in rank order, in no less than fp32, on this host
-    can_all_reduce = False
     # An all-gather makes progress on the network while the host computes: starting early pays.
     gathers_in_background = False
 
@@ -102,7 +102,7 @@ class Transport(abc.ABC):
         """
 
     def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
-        """Begin averaging ``buffer`` over the ranks, in place, where it ``can_all_reduce``."""
+        """Begin averaging ``buffer`` over the ranks, in place; only the native one has it."""
         raise NotImplementedError(f"{self.name} has no all-reduce")
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
@@ -113,6 +113,10 @@ class Transport(abc.ABC):
         """Whether a stream of ``device`` waits for the others, and not the host."""
         return False
 
+    def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
+        """The dtype in which reduce-scatters of ``dtype`` add up, and of their result."""
+        return sum_dtype(dtype) if fixed_order or self.adds_here else dtype
+
     def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
         """Smallest gradient, in bytes, that is cheaper to send from where it is than to copy."""
         # ``reduce_scatter`` accepts one chunk only.
@@ -121,7 +125,7 @@ class Transport(abc.ABC):
     def warm_up(  # noqa: B027 (nothing to open)
         self, device: torch.device, *, fixed_order: bool, replicas: bool
     ) -> None:
-        """Open connections for reductions of tensors on ``device``. Collective.
+        """Open connections for reductions of tensors on ``device``, once. Collective.
 
         ``fixed_order``: they are only exchanged, and added here. ``replicas``: each rank needs the
         average of all.

@@ -30,11 +30,11 @@ class NativeTransport(Transport):
 
     is_ordered = True
     adds_here = False
-    can_all_reduce = True
 
     def __init__(self, members: Members) -> None:
         self._members = members
         self.name = str(dist.get_backend(members.gather_group))
+        self._warmed_up: set[tuple[torch.device, bool, bool]] = set()
 
     @classmethod
     def connect(cls, members: Members) -> NativeTransport:
@@ -87,13 +87,15 @@ class NativeTransport(Transport):
     def _under_way(self, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
         # Fake collectives are completed at once, but never report it.
         works = [] if self._members.is_fake else [work]
-        return AsyncWork(works, op_name, *kept, **more)
+        return AsyncWork(works, op_name, kept, **more)
 
     def warm_up(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
         # A backend that connects at the first reduction holds up the host in it. In a backward a
         # rank may come there alone, while others wait for its all-gathers.
-        if self._members.is_fake:
+        kind = device, fixed_order, replicas
+        if self._members.is_fake or kind in self._warmed_up:
             return
+        self._warmed_up.add(kind)
         group, size, op = self._members.reduce_group, self._members.size, dist.ReduceOp.AVG
         # A small and a large one: backends have several ways, each with its connections.
         for numel in (1, -(-_LARGE_NUMEL // size)):

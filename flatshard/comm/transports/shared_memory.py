@@ -208,7 +208,7 @@ class SharedMemoryTransport(Transport):
         return AsyncWork(
             list(publication.records.values()),
             op_name,
-            *kept,
+            kept,
             peers=[self.members.ranks[peer] for peer in publication.records],
             then=then,
             sends=publication.taken,

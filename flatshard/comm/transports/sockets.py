@@ -181,8 +181,7 @@ class SocketTransport(Transport):
         return AsyncWork(
             receives,
             op_name,
-            source,
-            out,
+            [source, out],
             peers=[members.ranks[peer] for peer in members.peers],
             then=then,
             sends=sends,
@@ -205,7 +204,7 @@ class SocketTransport(Transport):
                     average.sends.append(messages.send(piece, peer))
         self._begin(messages)
         self._adds.put(average.run)  # without a thread, whoever waits runs it
-        return AsyncWork([average], op_name, *chunks.tensors, out, need=need)
+        return AsyncWork([average], op_name, [*chunks.tensors, out], need=need)
 
     def _begin(self, messages: _Messages) -> None:
         if not self._begins.put(messages.begin):
