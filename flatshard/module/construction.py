@@ -37,9 +37,8 @@ class Construction:
         init_fn: meta_init.InitFn | None,
     ) -> None:
         settings.check()
-        model.check_params()
-        if settings.ranks.world.size > 1 and settings.placement.sharded:
-            model.check_no_gradients()
+        is_sharded = settings.ranks.world.size > 1 and settings.placement.sharded
+        model.check_params(drops_gradients=is_sharded)
         self._model, self._settings, self._init_fn = model, settings, init_fn
         self._plan = ModelPlan(model, settings)
         self._offload = OffloadTargets()

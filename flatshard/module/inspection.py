@@ -59,8 +59,8 @@ class UnwrappedModel:
         named = self.module.named_buffers()
         return ((name, buffer) for name, buffer in named if id(buffer) not in self.left_alone)
 
-    def check_params(self) -> None:
-        """Raise if a parameter cannot be flattened, or they are on several devices."""
+    def check_params(self, *, drops_gradients: bool) -> None:
+        """Raise if parameters cannot be flattened or are on several devices, or have gradients."""
         first: tuple[str, torch.device] | None = None
         for name, param in self.params():
             if isinstance(param, nn.parameter.UninitializedParameter):
@@ -73,6 +73,11 @@ class UnwrappedModel:
                     f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}; only "
                     "plain tensors can be flattened"
                 )
+            if drops_gradients and param.grad is not None and bool(param.grad.any()):
+                raise ValueError(
+                    f"ShardedWrapper: parameter {name!r} has a gradient, which would be lost. Wrap "
+                    "the model before backward, or call zero_grad() before wrapping."
+                )
             if param.is_meta:
                 continue
             first = first or (name, param.device)
@@ -80,15 +85,6 @@ class UnwrappedModel:
                 raise ValueError(
                     f"ShardedWrapper: parameter {name!r} is on {str(param.device)!r}, {first[0]!r} "
                     f"on {str(first[1])!r}. Move the module to one device before wrapping."
-                )
-
-    def check_no_gradients(self) -> None:
-        """Raise if a parameter has a gradient, which sharding would drop."""
-        for name, param in self.params():
-            if param.grad is not None and bool(param.grad.any()):
-                raise ValueError(
-                    f"ShardedWrapper: parameter {name!r} has a gradient, which would be lost. Wrap "
-                    "the model before backward, or call zero_grad() before wrapping."
                 )
 
     def find_device(
