@@ -69,6 +69,7 @@ class Construction:
         model, settings, plan = self._model, self._settings, self._plan
         ranks = settings.ranks
         named = [*model.params(), *model.buffers()]
+        # First of all: ranks that plan different units would wait in different collectives.
         if ranks.world.size > 1:
             described = f"{settings.describe()}{plan.precision.describe()}"
             units = [f"{p.name}: {plan.settings_of[p.module].describe()}" for p in plan.chosen]
@@ -212,6 +213,7 @@ class Construction:
             wrapper.__dict__["_sharding"] = Sharding(
                 wrapper, unit, hooks, state_dict, settings, ignored, plan.reason
             )
+            # Not by assignment, which `ModuleProxy` refuses for parameters.
             for number, param in enumerate(flat):
                 wrapper.register_parameter(f"_flat_param_{number}", param)
         return unit

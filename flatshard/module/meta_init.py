@@ -124,6 +124,7 @@ class _Slot:
             trainable, attributes = self.handle.params.traits(self.number)
             tensor = nn.Parameter(tensor, requires_grad=trainable)
             tensor.__dict__.update(attributes)
+            # With `use_orig_params=False`: what is found before the parameter, and explains it.
             self.module.__dict__.pop(self.attribute, None)
         self._holder[self.attribute] = tensor
 
@@ -304,6 +305,7 @@ class MetaInit:
         """Let modules initialise full tensors; returns these, or None if left empty, by name."""
         # A user's function gets meta tensors, as FullyShardedDataParallel gives it.
         memory = self._device if self._init_fn is None else "meta"
+        # Tensors made under the user's inference mode could never be trained.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 for slot in slots:
