@@ -214,7 +214,10 @@ class StepRecorder(StepObserver):
 
     def look(self, unit: Unit) -> None:
         """Record the memory of a unit, if it has changed."""
-        held = unit.unsharded_bytes, unit.held_gradient_bytes
+        held = (
+            sum(handle.unsharded_bytes for handle in unit.handles),
+            sum(handle.gradient_bytes for handle in unit.handles),
+        )
         if self._held.get(unit.index, (0, 0)) != held:
             self._held[unit.index] = held
             self._samples.append(MemorySample(self._clock(), unit.index, *held))
@@ -224,7 +227,8 @@ class StepRecorder(StepObserver):
         # be in any unit's wait: so look at all units whose buffers are still read.
         for unit in list(self._reducing.values()):
             self.look(unit)
-            if not unit.gives_gradients:
+            reduces = [handle.grad_reduce for handle in unit.handles]
+            if not any(reduce is not None and reduce.keeps_memory for reduce in reduces):
                 del self._reducing[unit.index]
 
 

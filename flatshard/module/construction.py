@@ -9,7 +9,9 @@ from torch import nn
 
 from flatshard.comm import consistency
 from flatshard.diagnostics import unit_report
+from flatshard.engine.gather import HandleOptions
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.handle_making import make_handle
 from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.offload import OffloadTargets
 from flatshard.engine.unit import Unit
@@ -187,19 +189,19 @@ class Construction:
         )
         hooks = UnitHooks(unit)
         hooks.own(
-            FlatParamHandle(
+            make_handle(
                 params,
                 unit.name,
-                topology=topology,
+                HandleOptions(
+                    topology,
+                    self._offload,
+                    kind.precision,
+                    use_orig_params=settings.use_orig_params,
+                    reduces_alone=kind.apart != 0,
+                ),
                 device=settings.device,
-                targets=self._offload,
                 missing=initial_values.missing,
                 source=initial_values.source(topology),
-                precision=kind.precision,
-                use_orig_params=settings.use_orig_params,
-                reduces_alone=kind.apart != 0,
-                grad_hook=hooks.grad_hook,
-                on_outside_grad=hooks.on_outside_grad,
             )
             for kind, params in planned.flat_params.items()
         )
