@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import warnings
+import zlib
 from collections.abc import Iterator
 
 import hypothesis
@@ -41,8 +42,10 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def coalescing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test is marked ``uncoalesced`` for; `run_ranks` hands it on to the ranks."""
-    if request.node.get_closest_marker("uncoalesced"):
+    """What the marks say of small units; `run_ranks` hands it on to the ranks."""
+    node = request.node
+    is_other_turn = node.get_closest_marker("by_turns") and zlib.crc32(node.name.encode()) % 2
+    if node.get_closest_marker("uncoalesced") or is_other_turn:
         monkeypatch.setattr(collective_options, "COALESCE_BYTES", 0)
 
 

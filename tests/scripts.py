@@ -86,8 +86,7 @@ def _run(
             path.touch()
         try:
             for environment in environments:
-                process = forked(_main, script, arguments, cwd, first, environment, files)
-                processes.append(process)
+                processes.append(fork_script(environment, script, arguments, cwd, files, first))
             status = _status(processes, deadline)
         finally:
             for process in processes:
@@ -100,6 +99,18 @@ def _run(
     if status is None:
         raise TimeoutError(f"{script.name} was still running after {timeout} s:\n{out}{err}")
     return Finished(status, out, err)
+
+
+def fork_script(
+    environment: Mapping[str, str],
+    script: Path,
+    arguments: Sequence[str],
+    cwd: Path,
+    files: Sequence[Path],
+    first: Sequence[Path] = (),
+) -> Any:
+    """The started process of one script, in a session of its own; it writes into two ``files``."""
+    return forked(_main, script, arguments, cwd, first, dict(environment), files)
 
 
 def _status(processes: list[Any], deadline: float) -> int | None:

@@ -14,8 +14,6 @@ from flatshard import ShardedWrapper
 from flatshard.compat import torch_names
 from flatshard.compat.torch_names import Fate
 
-pytestmark = pytest.mark.uncoalesced
-
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
 WRAPPERS = [DistributedDataParallel, FullyShardedDataParallel]
 OURS = inspect.signature(ShardedWrapper.__init__).parameters

@@ -11,8 +11,6 @@ import pytest
 from flatshard.memory import mapped_files
 from tests.harness import ROOT
 
-pytestmark = pytest.mark.uncoalesced
-
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

@@ -15,7 +15,7 @@ from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, snapshot, train_steps, trainable
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 KINDS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -66,6 +66,7 @@ def _train(rank: int, world_size: int, kind: str, use_orig_params: bool, *, piec
         return losses, snapshot(model), state["state"]
 
 
+@pytest.mark.uncoalesced  # one bucket for each layer
 def test_state_is_made_a_part_at_a_time() -> None:
     """All of it at once was twice as large while it was put together."""
     run_ranks(_made_in_parts, 2)
