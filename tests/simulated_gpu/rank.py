@@ -9,7 +9,7 @@ answer is a line with their exit statuses.
 
 A case is a strategy, a precision and a variant, with commas between. With
 SIMULATED_WITHOUT_WAIT=FUNCTION in the environment no stream or host waits for another stream where
-that function of flatshard's says so; nowhere with ``every``, for a collective with ``work``.
+that function of flatshard's says so (``Class.method``); nowhere with ``every``.
 """
 
 import dataclasses
@@ -31,20 +31,20 @@ from tests.simulated_gpu.kernels import Kernels
 
 
 def leave_out(site: str) -> None:
-    """Leave out the wait of a function, or those for collectives."""
-    if site == "work":
-        dist.Work.wait = lambda *_: True
-    elif site:
+    """Leave out the wait of a function, if any."""
+    if site:
         _leave_out(torch.cuda.Stream, "wait_stream", site)
         _leave_out(torch.cuda.Event, "synchronize", site)
+        _leave_out(dist.Work, "wait", site)
 
 
 def _leave_out(kind: type, name: str, site: str) -> None:
-    wait: Callable[..., None] = getattr(kind, name)
+    wait: Callable[..., Any] = getattr(kind, name)
 
-    def wait_elsewhere(*args: Any) -> None:
-        if site not in ("every", sys._getframe(1).f_code.co_name):
-            wait(*args)
+    def wait_elsewhere(*args: Any) -> Any:
+        code = sys._getframe(1).f_code
+        is_left_out = site == code.co_qualname or (site == "every" and kind is not dist.Work)
+        return True if is_left_out else wait(*args)
 
     setattr(kind, name, wait_elsewhere)
 
