@@ -6,10 +6,8 @@ Like every ``ModuleProxy`` it shows the attributes of the module inside. Its own
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, Self
 
 import torch
@@ -21,17 +19,11 @@ from flatshard.compat import comm_hook, torch_names
 from flatshard.diagnostics import recording
 from flatshard.diagnostics.non_finite import watch_non_finite
 from flatshard.diagnostics.step_report import StepReport
-from flatshard.module import construction, inspection
 from flatshard.module.construction import Construction
 from flatshard.module.conversion import convert, copy_model
+from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.run import accumulating
-from flatshard.module.settings import (
-    ProcessGroups,
-    Settings,
-    check_grid_is_used,
-    ranks_or_alone,
-    read_strategy,
-)
+from flatshard.module.settings import ProcessGroups, Settings, ranks_or_alone, read_strategy
 from flatshard.module.sharding import (
     Sharding,
     handles_in,
@@ -42,7 +34,6 @@ from flatshard.module.sharding import (
 )
 from flatshard.module.summon import summon
 from flatshard.optimizer import grad_norm, in_backward
-from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.in_backward import StepInBackward
 from flatshard.options.collectives import as_coalesce_bytes, as_transport
 from flatshard.options.offload import CPUOffload, as_cpu_offload
@@ -161,83 +152,54 @@ class ShardedWrapper(ModuleProxy):
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
         **extra: Any,
     ) -> None:
-        """See the class."""
         super().__init__()
-        given = torch_names.read_keywords(
-            extra, inspect.signature(ShardedWrapper.__init__).parameters
-        )
-        given.check_against(
-            broadcast_buffers=broadcast_buffers,
-            sync_module_states=sync_module_states,
-            device_id=device_id,
-        )
-        broadcast_buffers = given.ours.get("broadcast_buffers", broadcast_buffers)
-        sync_module_states = given.ours.get("sync_module_states", sync_module_states)
-        device_id = given.ours.get("device_id", device_id)
-        prefetch = as_backward_prefetch(backward_prefetch)
-        offload = as_cpu_offload(cpu_offload)
+        own = {
+            "broadcast_buffers": broadcast_buffers,
+            "sync_module_states": sync_module_states,
+            "device_id": device_id,
+        }
+        known = ShardedWrapper.__init__.__annotations__
+        given, without_effect = torch_names.read_keywords(extra, own, known)
         if param_init_fn is not None and not callable(param_init_fn):
             raise TypeError(
                 f"param_init_fn: expected a function of a module, got {param_init_fn!r}"
             )
-        construction.check_module(module, auto_wrap_policy)
-        ignored = construction.read_ignored(module, ignored_modules, ignored_states)
-        inspection.check_params(module, construction.left_alone(module, ignored))
+        model = UnwrappedModel.read(module, auto_wrap_policy, ignored_modules, ignored_states)
         transport = as_transport(collectives, wire_dtype)
         ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
-        check_grid_is_used(ranks, placement, strategy)
-        device = inspection.find_device(module, device_id, ranks.world.group, ignored)
-        inspection.check_transport(device, transport)
-        inspection.check_offload(device, offload)
-        if ranks.world.size > 1 and placement.sharded:
-            inspection.check_no_gradients(module, construction.left_alone(module, ignored))
         settings = Settings(
             ranks=ranks,
             strategy=strategy,
             placement=placement,
             precision=as_mixed_precision(mixed_precision),
-            offload=offload,
-            backward_prefetch=prefetch,
+            offload=as_cpu_offload(cpu_offload),
+            backward_prefetch=as_backward_prefetch(backward_prefetch),
             forward_prefetch=forward_prefetch is not False,
             use_orig_params=use_orig_params,
             coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
-            broadcast_buffers=broadcast_buffers is not False,
-            device=device,
+            broadcast_buffers=given["broadcast_buffers"] is not False,
+            device=model.find_device(given["device_id"], ranks.world.group),
         )
-        built = Construction(module, auto_wrap_policy, settings, ignored, param_init_fn)
-        initial_values = built.agree(sync_module_states)
-        messages = built.warnings() if ranks.world.rank == 0 else []
-        built.make_units(self, ShardedWrapper, initial_values)
-        optimizer_step.install()
-        # After the last collective: where warnings are errors, no other rank waits for rank 0.
-        initial_values.warn()
-        if ranks.world.rank == 0 and given.notes:
-            warnings.warn(f"ShardedWrapper ignores {'; '.join(given.notes)}", stacklevel=2)
-        for message in messages:
-            warnings.warn(message, stacklevel=2)
+        notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
+        construction = Construction(model, settings, param_init_fn)
+        construction.wrap(self, ShardedWrapper, given["sync_module_states"], notes)
 
     # ------------------------------------------------------------ training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module. Collective.
-
-        Raises:
-            RuntimeError: a flat parameter was replaced.
-        """
+        """Run the wrapped module; RuntimeError if a flat parameter was replaced. Collective."""
         self._sharding.check_flat_parameters()
         return super().forward(*args, **kwargs)
 
-    @contextlib.contextmanager
     def no_sync(
         self, *, max_bytes: int | None = None, replicas_only: bool = False
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Accumulate gradients locally: backwards of forwards begun inside reduce nothing.
 
         The first backward after it reduces the sum. Until then every rank holds unsharded
-        gradients, ``padded_numel`` elements of every unit; from the second backward on in the
-        parameters' own dtype if the reduce dtype is narrower: sums are rounded only to be sent.
-        Two arguments bound that memory:
+        gradients of every unit; from the second backward on in the parameters' own dtype if the
+        reduce dtype is narrower: sums are rounded only to be sent. Two arguments bound that memory.
 
         Args:
             max_bytes: accumulate unsharded gradients only of the smallest units, at most so many
@@ -250,29 +212,25 @@ class ShardedWrapper(ModuleProxy):
             RuntimeError: a forward or backward of the model is running.
             ValueError: ``max_bytes`` is negative.
         """
-        context = self._sharding.check_between_steps("no_sync()")
-        with accumulating(context, max_bytes, replicas_only=replicas_only):
-            yield
+        return accumulating(self._sharding, max_bytes, replicas_only=replicas_only)
 
     def free_buffers(self) -> None:
-        """Release the memory that is cached for the next step.
+        """Release memory cached for the next step: pages of unsharded parameters, gradient buffers.
 
-        These are pages for unsharded parameters, and buffers of gradients that nothing refers to.
         A forward without gradients does the same when it begins. No communication.
         """
         self._sharding.context.give_back()
 
-    @contextlib.contextmanager
+    @contextmanager
     def record_steps(
         self, *, trace: recording.PathLike = None, memory: recording.PathLike = None
     ) -> Iterator[list[StepReport]]:
         """Record the steps of the model, all its units, inside the context.
 
         Yields the list of their reports, which grows as steps end: a step ends when the next one
-        begins, or with the context. All reports are kept until then: record a few steps.
-
-        When the context ends without an exception, the first rank writes the files, about all
-        ranks; with ``{rank}`` in their name, every rank writes its own.
+        begins, or with the context. When that ends without an exception, the first rank writes the
+        files, about all ranks; with ``{rank}`` in their name, every rank writes its own. All
+        reports are kept until then: record a few steps.
 
         Collective: all ranks that train the model, at entry, and at the end to write a file.
 
@@ -295,25 +253,19 @@ class ShardedWrapper(ModuleProxy):
             yield reports
 
     def step_report(self) -> StepReport:
-        """Report of this rank's last recorded step; ``print`` it for a table. No communication.
+        """Report of this rank's last recorded step, or of the current one so far.
 
-        Inside ``record_steps``: of the current step, so far.
-
-        Raises:
-            RuntimeError: no step was recorded.
+        ``print`` it for a table. No communication. Raises RuntimeError if no step was recorded.
         """
         return recording.last_report(self._sharding.context)
 
     def warn_non_finite(self, enabled: bool = True) -> None:
-        """Warn once, at the first gradient of the model that is inf or NaN.
+        """Warn once, at the first gradient of the model that is inf or NaN; False: stop checking.
 
         It checks the gradients that autograd gives this rank, before they are averaged, so the
         rank that warns is one where the value arose. It reads each gradient, and on an accelerator
         waits at the end of each backward; after the warning it costs nothing. Overflows under
         ``GradScaler`` are normal. On an inner wrapper it acts on the whole model. No communication.
-
-        Args:
-            enabled: False: stop checking.
         """
         rank = self._sharding.settings.ranks.world.global_rank
         watch_non_finite(self._sharding.context.observers, rank if enabled else None)
@@ -341,16 +293,10 @@ class ShardedWrapper(ModuleProxy):
         nothing. ``fp16_compress_hook`` and ``bf16_compress_hook`` (DistributedDataParallel's
         and FullyShardedDataParallel's, and ``fp16_compress_wrapper(allreduce_hook)``) mean that
         gradients of floating point parameters are reduced in that dtype, as with
-        ``MixedPrecision(reduce_dtype=...)``, with any strategy.
-
-        ``copy.deepcopy`` gives a model without hooks, as with DistributedDataParallel: register
-        again. ``.double()`` and the like keep them.
+        ``MixedPrecision(reduce_dtype=...)``, with any strategy. ``copy.deepcopy`` gives a model
+        without hooks: register again. ``.double()`` and the like keep them.
 
         Collective: all ranks that train the model; the same kind of hook for the same units.
-
-        Args:
-            state: passed to ``hook`` as it is.
-            hook: see above.
 
         Raises:
             TypeError: ``hook`` is not callable, or does not accept these arguments.
@@ -365,7 +311,7 @@ class ShardedWrapper(ModuleProxy):
         context = self._sharding.check_between_steps("register_comm_hook()")
         self._sharding.check_has_all_modules("given a hook")
         precisions = {one.unit: one.settings.precision for one in shardings_in(self)}
-        is_late = context.has_run and not self.check_is_root()
+        is_late = context.state.has_run and not self.check_is_root()
         comm_hook.register(list(precisions.items()), state, hook, is_late=is_late)
         context.refresh()
 
@@ -393,9 +339,8 @@ class ShardedWrapper(ModuleProxy):
         post-accumulate hooks; all units in a backward over checkpoints with ``use_reentrant=True``
         or a penalty on parameters outside of forward, and often in the first backward, which finds
         the order of units. A backward that fails may leave some units stepped and others not; the
-        next step warns.
-
-        On an inner wrapper it acts on the whole model. ``copy.deepcopy`` gives a model without it.
+        next step warns. On an inner wrapper it acts on the whole model. ``copy.deepcopy`` gives a
+        model without it.
 
         Collective: all ranks that train the model; the same optimizer on each.
 
@@ -406,7 +351,7 @@ class ShardedWrapper(ModuleProxy):
             scaler: the scaler of the loss; it must be disabled, since gradients cannot be unscaled.
 
         Returns:
-            A handle; its ``remove()`` undoes this.
+            A handle, whose ``remove()`` undoes this.
 
         Raises:
             TypeError: not an optimizer.
@@ -428,11 +373,9 @@ class ShardedWrapper(ModuleProxy):
         """Scale all gradients so that their total norm is at most ``max_norm``.
 
         The same numbers as ``torch.nn.utils.clip_grad_norm_`` on the unwrapped model, from one
-        all-reduce per process group. On an inner wrapper: the gradients below it.
-        Ignored parameters count with this rank's gradients: if those differ between ranks, so does
-        the norm; then clip them separately.
-
-        Collective: all ranks.
+        all-reduce per process group. On an inner wrapper: the gradients below it. Ignored
+        parameters count with this rank's gradients: if those differ between ranks, so does the
+        norm; then clip them separately. Collective: all ranks.
 
         Args:
             max_norm: the largest norm allowed.
@@ -460,7 +403,6 @@ class ShardedWrapper(ModuleProxy):
     # ------------------------------------------------------------ full parameters and state
 
     @staticmethod
-    @contextlib.contextmanager
     def summon_full_params(
         module: nn.Module,
         recurse: bool = True,
@@ -468,7 +410,7 @@ class ShardedWrapper(ModuleProxy):
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
         with_grads: bool = False,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Let the modules of ``module`` hold full plain parameters, under the unwrapped names.
 
         At the end, also after an exception, each rank keeps its own slice of its own values:
@@ -497,8 +439,7 @@ class ShardedWrapper(ModuleProxy):
                 ranks have them (``with_grads``). At the end: something written cannot be kept.
         """
         request = Request(writeback, rank0_only, offload_to_cpu, with_grads)
-        with summon(module, request, recurse=recurse):
-            yield
+        return summon(module, request, recurse=recurse)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` on the modules of the unwrapped module, children first, and not on wrappers.
@@ -522,9 +463,8 @@ class ShardedWrapper(ModuleProxy):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the unwrapped module's names, on every rank.
 
-        See ``set_state_dict_type`` for rank 0 alone, or in CPU memory.
-
-        Collective: all ranks, also those that get nothing.
+        See ``set_state_dict_type`` for rank 0 alone, or in CPU memory. Collective: all ranks, also
+        those that get nothing.
         """
         self._sharding.context.recover()
         return self.module.state_dict(*args, **kwargs)
@@ -534,17 +474,19 @@ class ShardedWrapper(ModuleProxy):
 
         Dtypes are cast. DistributedDataParallel's ``module.`` prefix is accepted. No
         communication: every rank passes the same dict. If some ranks did not load at all, the end
-        of the next backward raises.
-
-        Returns:
-            Missing and unexpected keys.
+        of the next backward raises. Returns missing and unexpected keys.
 
         Raises:
             RuntimeError: keys or shapes do not fit.
             ValueError: ``assign=True``.
         """
         self._sharding.context.recover()
-        return model_state.load(self.module, handles_in(self), state_dict, strict, assign)
+        children = [name for name, _ in self.module.named_children()]
+        own = model_state.without_ddp_prefix(dict(state_dict), children)
+        missing_and_unexpected = self.module.load_state_dict(own, strict=strict, assign=assign)
+        for handle in handles_in(self):
+            handle.page_out()
+        return missing_and_unexpected
 
     @staticmethod
     def optim_state_dict(
@@ -584,17 +526,10 @@ class ShardedWrapper(ModuleProxy):
         """
         units = units_between_steps(model, "optim_state_dict()")
         options = model_state.options_of(state_dicts_in(model))
-        if rank0_only is None:
-            rank0_only = options.optim_rank0_only
-        if offload_to_cpu is None:
-            offload_to_cpu = options.optim_offload_to_cpu
+        to_cpu = options.optim_offload_to_cpu if offload_to_cpu is None else offload_to_cpu
+        on_rank0 = options.optim_rank0_only if rank0_only is None else rank0_only
         return optim_state.full_state(
-            model,
-            optim,
-            units,
-            optim_state_dict,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
+            model, optim, units, optim_state_dict, rank0_only=on_rank0, offload_to_cpu=to_cpu
         )
 
     @staticmethod
@@ -680,41 +615,29 @@ class ShardedWrapper(ModuleProxy):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> Any:
-        """The setting of ``set_state_dict_type``: torch's ``StateDictSettings``.
-
-        Raises:
-            RuntimeError: units inside differ.
-        """
+        """The ``StateDictSettings`` of torch, as set. Raises RuntimeError if units differ."""
         return as_torch(model_state.options_of(state_dicts_in(module)))
 
     @staticmethod
-    @contextlib.contextmanager
     def state_dict_type(
         module: nn.Module,
         state_dict_type: Any,
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """``set_state_dict_type`` inside the context; then every unit has its own setting back."""
         options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
-        with model_state.options_set(state_dicts_in(module), options):
-            yield
+        return model_state.options_set(state_dicts_in(module), options)
 
     # ------------------------------------------------------------ inspection
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """How this unit is sharded."""
+        """How this unit is sharded; can be set before the first forward if shards stay the same."""
         return self._sharding.settings.strategy
 
     @sharding_strategy.setter
     def sharding_strategy(self, value: ShardingStrategy | str) -> None:
-        """Choose another strategy with the same shards, before the first forward.
-
-        Raises:
-            RuntimeError: a forward has run; or this unit is coalesced with others.
-            ValueError: the other strategy shards differently, or is not a strategy.
-        """
         self._sharding.change_strategy(value)
 
     @property
@@ -741,69 +664,48 @@ class ShardedWrapper(ModuleProxy):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a forward that begins now broadcasts rank 0's buffers."""
-        sharding = self._sharding
-        return (
-            sharding.settings.broadcast_buffers
-            and not sharding.context.is_accumulating
-            and any(True for _ in self.module.buffers())
-        )
+        settings, context = self._sharding.settings, self._sharding.context
+        has_buffers = any(True for _ in self.module.buffers())
+        return settings.broadcast_buffers and not context.state.is_accumulating and has_buffers
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:
-        """``sharded_modules`` under FullyShardedDataParallel's name.
-
-        Args:
-            module: a wrapper or any module.
-            root_only: only those that no other one contains.
-        """
+        """``sharded_modules``, or only the outermost; FullyShardedDataParallel's name for it."""
         found = outermost_shardings(module) if root_only else shardings_in(module)
         return [one.wrapper for one in found if isinstance(one.wrapper, ShardedWrapper)]
 
     # ------------------------------------------------------------ as a module
 
     def __getattr__(self, name: str) -> Any:
-        """DistributedDataParallel's attributes, and why methods of torch's wrappers are missing."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
             # Without `_sharding` the wrapper is still being built or copied.
             if name in torch_names.DDP_ATTRIBUTES and "_sharding" in self.__dict__:
-                _, value = torch_names.DDP_ATTRIBUTES[name]
-                return value(self._sharding)
+                return torch_names.DDP_ATTRIBUTES[name](self._sharding)
             reason = torch_names.why_missing(name)
             raise (error if reason is None else AttributeError(reason)) from None
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Convert shards instead of parameters: ``.to()``, ``.double()`` and the like."""
+        # `.to()`, `.double()` and the like.
         apply = super()._apply
         convert(self._sharding, fn, lambda: apply(fn, recurse), recurse=recurse)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """An independent model on the same ranks, with shards of its own; no communication.
-
-        All ranks that train or unshard the copy must make it, in the same order of copies.
-        """
+        # All ranks that train or unshard the copy must make it, in the same order of copies.
         return copy_model(self._sharding, memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raises: a shard is useless in another process.
-
-        Raises:
-            RuntimeError: always.
-        """
         raise RuntimeError(
             "a ShardedWrapper cannot be pickled: it belongs to a process group. Save "
             "model.state_dict(), and load it into a model that was wrapped anew."
         )
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells ``torch.distributed.checkpoint.state_dict`` to omit the child's name from FQNs.
-
-        Raises:
-            RuntimeError: there is a flat parameter. torch would treat it as one of the model's, and
-                some ranks would fail while others wait for them; it asks here first, on all ranks.
-        """
+        """Tells ``torch.distributed.checkpoint.state_dict`` to omit the child's name from FQNs."""
+        # torch would take a flat parameter for one of the model's, and some ranks would fail while
+        # others wait for them; it asks here first, on all ranks.
         if self._parameters:
             name = self._sharding.unit.name
             raise RuntimeError(

@@ -28,7 +28,7 @@ def mapping(kind: type = shared_memory.MappedShards) -> Iterator[list[Any]]:
     with (
         mock.patch.object(layout, "PAGED_BYTES", 1),
         mock.patch.object(page_pool, "PAGED_BYTES", 1),
-        mock.patch.object(grad_buffer, "_IN_PLACE_BYTES", 0),
+        mock.patch.object(grad_buffer, "_SMALL_BYTES", 0),
         mock.patch.object(kind, "__init__", counted),
     ):
         yield made

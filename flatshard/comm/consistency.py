@@ -14,7 +14,6 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.plan.layout import memory_order, strides_of
 
-NamedTensors = Iterable[tuple[str, Tensor]]
 Facts = dict[str, str]
 """What ranks must agree on: names of things, and what they are."""
 T = TypeVar("T")
@@ -26,7 +25,7 @@ _COLUMNS = 1 << 10
 
 
 def check_same_model(
-    named: NamedTensors,
+    named: Iterable[tuple[str, Tensor]],
     settings: str,
     units: Iterable[str],
     ignored: Iterable[str],
@@ -34,14 +33,8 @@ def check_same_model(
 ) -> None:
     """Compare names, shapes, dtypes, memory formats, units and settings with the other ranks.
 
-    Collective: all ranks of ``comm``.
-
-    Args:
-        named: parameters and buffers with their names.
-        settings: what else must agree, as text.
-        units: the names of the units.
-        ignored: the names of what the user ignores; what it holds may differ.
-        comm: the ranks that train the model.
+    Collective: all ranks of ``comm``. ``named`` are parameters and buffers; of what is ignored
+    only the names must agree.
 
     Raises:
         ValueError: on every rank, naming the first difference.
@@ -51,7 +44,7 @@ def check_same_model(
     lines += [f"{name!r}: {_describe(tensor)}" for name, tensor in named]
     lines += [f"unit {name!r}" for name in units]
     # A digest first: the lines of a large model are megabytes, and almost always the same.
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    digest = _digest(lines)
     if len(set(comm.gather_objects(digest, op_name="comparing models"))) == 1:
         return
     everyone = comm.gather_objects(lines, op_name="comparing models")
@@ -63,6 +56,10 @@ def check_same_model(
                 f"rank 0 has {versions[0]}; rank {other} has {versions[other]}. Every rank must "
                 "wrap the same modules in the same order with the same settings."
             )
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _describe(tensor: Tensor) -> str:
@@ -91,11 +88,11 @@ def agreed(
 ) -> T:
     """Run ``prepare`` on each rank; go on only if it succeeds everywhere, with equal facts.
 
-    Collective: all ranks of each of ``comms``.
+    Collective: all ranks of each of ``comms``; none: this rank alone.
 
     Args:
         prepare: gives the result, and facts that must be the same on all ranks.
-        comms: the ranks to ask; none: this one alone.
+        comms: the ranks to ask.
         op_name: names the call in errors.
         remedy: what to do where facts differ, in errors.
 
@@ -109,17 +106,17 @@ def agreed(
         result, facts = prepare()
     except Exception as error:
         problem = error
-    digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+    mine = None if problem is None else str(problem), _digest(sorted(map(repr, facts.items())))
     problems: list[str] = []
     for comm in comms:
         # Also with a problem: a rank that raised before this would leave the others waiting.
-        answers = comm.gather_objects((problem and str(problem), digest), op_name=op_name)
+        answers = comm.gather_objects(mine, op_name=op_name)
         problems += [
             f"{op_name}, rank {rank}: {text}"
             for rank, (text, _) in zip(comm.ranks, answers, strict=True)
             if text is not None
         ]
-        if not problems and len({digest for _, digest in answers}) > 1:
+        if not problems and len(set(answers)) > 1:
             problems.append(f"{op_name}: {_first_difference(facts, comm, op_name)}. {remedy}")
     if problem is not None and not isinstance(problem, ValueError):
         raise problem
@@ -134,40 +131,28 @@ def _first_difference(facts: Facts, comm: Communicator, op_name: str) -> str:
     everyone = comm.gather_objects(facts, op_name=op_name)
     for key in dict.fromkeys(chain.from_iterable(everyone)):
         values = [other.get(key, "nothing") for other in everyone]
-        different = next((r for r, value in enumerate(values) if value != values[0]), None)
-        if different is not None:
-            return (
-                f"ranks differ: {key} is {values[0]} on rank {comm.ranks[0]}, {values[different]} "
-                f"on rank {comm.ranks[different]}"
-            )
+        for rank, value in zip(comm.ranks, values, strict=True):
+            if value != values[0]:
+                return (
+                    f"ranks differ: {key} is {values[0]} on rank {comm.ranks[0]}, {value} on "
+                    f"rank {rank}"
+                )
     raise AssertionError("the digests differ, so the facts do")
 
 
-def loaded_on_some_ranks(name: str) -> RuntimeError:
-    """The error, on all ranks, where some loaded a state dict and others did not."""
-    return RuntimeError(
-        f"backward of {name or 'the model'!r}: load_state_dict() was called on some ranks and not "
-        "on others, or more often, so that the model is a mixture of parts. Call it on every rank "
-        "with the same state: torch.load(path, mmap=True) reads what is needed alone."
-    )
-
-
 def checksum(tensor: Tensor) -> Checksum:
-    """A few sums over the bytes that tell tensors apart, also those of the same elements.
-
-    The memory is read as a table: the sums of its rows and of its columns are weighted by place.
-    """
+    """A few sums over the bytes that tell tensors apart, also those of the same elements."""
     if tensor.numel() == 0:
         return (0, 0)
     data = as_bytes(tensor.detach().contiguous())
-    width = 8 if data.numel() % 8 == 0 and data.data_ptr() % 8 == 0 else 1
-    words = data.view(torch.int64) if width == 8 else data
+    is_wide = data.numel() % 8 == 0 and data.data_ptr() % 8 == 0
+    words = data.view(torch.int64) if is_wide else data
+    # Read as a table, whose sums of rows and of columns are weighted by place: plain sums would
+    # not see that elements were exchanged.
     num_tabled = words.numel() // _COLUMNS * _COLUMNS
-    table = words[:num_tabled].view(-1, _COLUMNS)
-    rest = words[num_tabled:].to(torch.int64)
-    columns, rows = table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64)
-    by_place = [
+    table, rest = words[:num_tabled].view(-1, _COLUMNS), words[num_tabled:].to(torch.int64)
+    columns, rows, last = (
         int((sums * torch.arange(1, sums.numel() + 1, device=sums.device)).sum())
-        for sums in (columns, rows, rest)
-    ]
-    return (by_place[0] + by_place[2], by_place[1] + int(rest.sum()))
+        for sums in (table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest)
+    )
+    return (columns + last, rows + int(rest.sum()))

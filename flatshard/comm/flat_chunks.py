@@ -20,20 +20,23 @@ from torch import Tensor
 from flatshard.plan.layout import FlatLayout
 
 
+class Chunk(NamedTuple):
+    """Elements of one part."""
+
+    part: int  # its number
+    offset: int  # where they begin in it
+    start: int  # where they begin and end in the flat parameter
+    end: int
+    values: Tensor | None  # None: zeros
+
+
 @dataclass(frozen=True)
 class FlatChunks:
-    """Values over the full length of a flat parameter, gradients for example, on each rank.
+    """Values over the full length of a flat parameter, gradients for example, on each rank."""
 
-    Attributes:
-        parts: ``(end - start,)`` each, contiguous, of one dtype; None: zeros.
-        ranges: their ``[start, end)``, in elements; ascending, the same on all ranks.
-        numel: of all, padding included.
-        dtype: theirs.
-    """
-
-    parts: Sequence[Tensor | None]
-    ranges: Sequence[tuple[int, int]]
-    numel: int
+    parts: Sequence[Tensor | None]  # (end - start,) each, contiguous, of one dtype; None: zeros
+    ranges: Sequence[tuple[int, int]]  # their [start, end); ascending, the same on all ranks
+    numel: int  # of all, padding included
     dtype: torch.dtype
 
     @classmethod
@@ -51,44 +54,21 @@ class FlatChunks:
         for index, (first, last) in enumerate(self.ranges):
             start, stop = max(first, begin), min(last, end)
             part = self.parts[index]
-            for at in range(start, stop, numel or max(stop - start, 1)):
-                until = stop if numel is None else min(at + numel, stop)
+            step = numel or max(stop - start, 1)
+            for at in range(start, stop, step):
+                until = min(at + step, stop)
                 values = None if part is None else part[at - first : until - first]
                 yield Chunk(index, at - first, at, until, values)
-
-
-class Chunk(NamedTuple):
-    """Elements of one part.
-
-    Attributes:
-        part: its number.
-        offset: where they begin in it.
-        start: where they begin in the flat parameter.
-        end: where they end there.
-        values: the elements; None: zeros.
-    """
-
-    part: int
-    offset: int
-    start: int
-    end: int
-    values: Tensor | None
 
 
 class ChunkPlan:
     """Which gradients share a part of a ``FlatChunks``.
 
-    Large ones are a part each, without a copy; small neighbours are copied into one.
+    Those of ``min_bytes`` or more are a part each, without a copy; small neighbours are copied
+    into one.
     """
 
     def __init__(self, layout: FlatLayout, min_bytes: int, dtype: torch.dtype) -> None:
-        """Plan.
-
-        Args:
-            layout: where each original lies.
-            min_bytes: smallest gradient that is a part of its own.
-            dtype: of the gradients.
-        """
         self._layout, self._dtype = layout, dtype
         self._runs: list[list[int]] = []
         # Ranges depend on the layout alone, not on which gradients exist: the same on all ranks.
@@ -131,12 +111,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def average(rows: Sequence[Tensor], out: Tensor) -> None:
-    """Fill ``out`` with the average of every rank's values.
-
-    Args:
-        rows: each rank's, ``(numel,)``, in rank order.
-        out: ``(numel,)`` in the dtype to add in.
-    """
+    """Fill ``out``, in the dtype to add in, with the average of each rank's row, in rank order."""
     # One after the other: a kernel's own sum over ranks would choose an order by the sizes.
     out.copy_(rows[0])
     for row in rows[1:]:

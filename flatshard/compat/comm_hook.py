@@ -3,7 +3,7 @@
 [Note: two kinds]
 torch's own averaging and compressing hooks are recognised by identity and never called: they only
 choose the reduce dtype. Any other hook is called instead of a reduction, which is over when the
-hook returns; ``engine.comm_hook_order`` says when it is called.
+hook returns; ``engine.reduce_queue`` says when it is called.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
+from flatshard.comm.consistency import agreed, raise_everywhere
 from flatshard.comm.deadlock.watchdog import watched
 from flatshard.engine.grad_reduce import CommHook
-from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.options.precision import MixedPrecision, ReduceMode
 
 _DDP_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _FSDP_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
 
-_AVERAGING: dict[str, torch.dtype | None] = {
+_AVERAGING = {
     "allreduce_hook": None,
     "reduce_scatter_hook": None,
     "fp16_compress_hook": torch.float16,
@@ -50,9 +50,9 @@ def register(
     Collective: all ranks that train the model; compares what they register.
 
     Args:
-        units: the units, outermost first, each with the precision that it was wrapped with.
+        units: outermost first, each with the precision that it was wrapped with.
         state: passed to the hook.
-        hook: the user's hook.
+        hook: the user's.
         is_late: whether they are inside a model that has run a forward.
 
     Raises:
@@ -61,84 +61,83 @@ def register(
     """
     outermost, _ = units[0]
     world = outermost.topology.world
-    planned: list[tuple[FlatParamHandle, CommHook]] = []
+    planned: dict[Unit, CommHook] = {}
     problem: Exception | None = None
     try:
         if is_late:
             raise RuntimeError(
-                f"register_comm_hook: {_describe(outermost.name)} is part of a model that has run "
-                "a forward. Register a unit's hook before the first forward, or one for all units "
-                "on the outermost wrapper."
+                f"{_describe(outermost.name)} is part of a model that has run a forward. Register "
+                "a unit's hook before the first forward, or one for all units on the outermost "
+                "wrapper."
             )
-        with_parameters = [(unit, precision) for unit, precision in units if unit.handles]
-        _check_can_register([unit for unit, _ in with_parameters])
-        planned = _plan(with_parameters, state, hook, world)
+        planned = _plan([pair for pair in units if pair[0].handles], state, hook, world)
     except (TypeError, ValueError, RuntimeError) as error:
-        problem = error
-    kinds = [(one.unit_name, its.reduce_dtype, its.reduce is None) for one, its in planned]
+        problem = type(error)(f"register_comm_hook: {error}")
     # Nothing changes before all ranks agree: a hook on some ranks only would deadlock.
-    _agree(kinds, problem, world)
-    for handle, its in planned:
-        handle.set_comm_hook(its)
-    if any(its.reduce is not None for _, its in planned):
-        world.set_apart()
-
-
-def _agree(kinds: list[Any], problem: Exception | None, world: Communicator) -> None:
-    """Raise on every rank if one has a problem, or if ``kinds`` differ. Collective."""
-    everyone = world.gather_objects((kinds, problem), op_name="comparing communication hooks")
-    if problem is not None:
-        raise problem
-    for rank, (others, their_problem) in enumerate(everyone):
-        if their_problem is not None:
-            raise type(their_problem)(f"on rank {world.ranks[rank]}: {their_problem}")
-        if others != everyone[0][0]:
-            raise ValueError(
-                f"register_comm_hook: rank {world.ranks[0]} registers another kind of hook, or for "
-                f"other units, than rank {world.ranks[rank]}. Register the same hook on every rank."
-            )
-
-
-def _check_can_register(units: list[Unit]) -> None:
-    for unit in units:
+    raise_everywhere(problem, world)
+    facts = {
+        f"the hook of {_describe(unit.name)}": (
+            f"an average, reduce_dtype={its.reduce_dtype}" if its.reduce is None else "called"
+        )
+        for unit, its in planned.items()
+    }
+    remedy = "Register the same hook on every rank."
+    agreed(lambda: (planned, facts), [world], "register_comm_hook", remedy)
+    for unit, its in planned.items():
         for handle in unit.handles:
-            if handle.comm_hook is not None:
-                raise RuntimeError(
-                    f"register_comm_hook: {_describe(unit.name)} has a hook already, which cannot "
-                    "be replaced. Registering on a wrapper gives the hook to all units inside it."
-                )
-            if handle.grad_publish.holds_gradients:
-                raise RuntimeError(
-                    f"register_comm_hook: {_describe(unit.name)} holds gradients accumulated under "
-                    "no_sync. Register before, or after the backward that reduces them."
-                )
+            handle.set_comm_hook(its)
+    if any(its.reduce is not None for its in planned.values()):
+        # Made here, by all ranks: its first use is in the middle of a backward.
+        _ = world.apart
 
 
 def _plan(
     units: Sequence[tuple[Unit, MixedPrecision]], state: Any, hook: Any, world: Communicator
-) -> list[tuple[FlatParamHandle, CommHook]]:
+) -> dict[Unit, CommHook]:
+    for unit, _ in units:
+        _check_can_register(unit)
     if not callable(hook):
         raise TypeError(
-            f"register_comm_hook: expected a callable as hook, got {hook!r}. The order of "
-            "arguments is register_comm_hook(state, hook)."
+            f"expected a callable as hook, got {hook!r}. The order of arguments is "
+            "register_comm_hook(state, hook)."
         )
     is_average, dtype = _read_average(hook)
     if is_average:
         _check_averages_over(world, state, hook)
-        for unit, precision in units:
-            _check_same_dtype(unit, precision, dtype, hook)
-        return [(handle, CommHook(dtype)) for unit, _ in units for handle in unit.handles]
+    planned = {}
     for unit, precision in units:
-        _check_order_is_free(unit, precision, hook)
-    signature = _signature(hook)
-    planned = []
-    for unit, _ in units:
-        _check_callable_for(unit, hook, signature)
-        for handle in unit.handles:
-            shard_numel = handle.layout.shard_numel if unit.placement.sharded else None
-            called = _UserHook(state, hook, shard_numel=shard_numel, rank=world.global_rank)
-            planned.append((handle, CommHook(reduce=called)))
+        wrapped_with = f"{_describe(unit.name)} was wrapped with MixedPrecision"
+        if not is_average and precision.reduce_mode is ReduceMode.FIXED_ORDER:
+            raise ValueError(
+                f"{_name(hook)} adds gradients in an order of its own, but {wrapped_with}("
+                'reduce_mode="fixed_order"). Choose one.'
+            )
+        if dtype is not None and precision.reduce_dtype not in (None, dtype):
+            raise ValueError(
+                f"{_name(hook)} reduces in {dtype}, but {wrapped_with}(reduce_dtype="
+                f"{precision.reduce_dtype}). Choose one."
+            )
+        if is_average:
+            planned[unit] = CommHook(dtype)
+        else:
+            _check_callable_for(unit, hook)
+            called = _user_hook(state, hook, world, unit.placement.sharded)
+            planned[unit] = CommHook(reduce=called)
     return planned
+
+
+def _check_can_register(unit: Unit) -> None:
+    for handle in unit.handles:
+        if handle.comm_hook is not None:
+            raise RuntimeError(
+                f"{_describe(unit.name)} has a hook already, which cannot be replaced. Registering "
+                "on a wrapper gives the hook to all units inside it."
+            )
+        if handle.grad_publish.holds_gradients:
+            raise RuntimeError(
+                f"{_describe(unit.name)} holds gradients accumulated under no_sync. Register "
+                "before, or after the backward that reduces them."
+            )
 
 
 # ---------------------------------------------------------------- torch's own hooks
@@ -146,24 +145,19 @@ def _plan(
 
 def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
     """Whether a hook is one of torch's that average, and its reduce dtype; None: unchanged."""
-    for module in (_DDP_HOOKS, _FSDP_HOOKS):
-        for name, dtype in _AVERAGING.items():
-            if hook is _of_torch(module, name):
-                return True, dtype
+    # Looked up: importing the modules would need numpy, and one that is not there made no hook.
+    ddp, fsdp = sys.modules.get(_DDP_HOOKS), sys.modules.get(_FSDP_HOOKS)
+    for name, dtype in _AVERAGING.items():
+        if hook is getattr(ddp, name, None) or hook is getattr(fsdp, name, None):
+            return True, dtype
     for name, dtype in _WRAPPERS.items():
-        wrapper = _of_torch(_DDP_HOOKS, name)
+        code = getattr(getattr(ddp, name, None), "__code__", None)
         # The wrapper returns a new function each time, but always with the same code object.
-        made_here = () if wrapper is None else wrapper.__code__.co_consts
-        if any(getattr(hook, "__code__", None) is code for code in made_here):
+        if code is not None and getattr(hook, "__code__", hook) in code.co_consts:
             wrapped = inspect.getclosurevars(hook).nonlocals["hook"]
-            return wrapped is _of_torch(_DDP_HOOKS, "allreduce_hook"), dtype
+            if wrapped is getattr(ddp, "allreduce_hook", None):
+                return True, dtype
     return False, None
-
-
-def _of_torch(module: str, name: str) -> Any:
-    """A function of torch; None if its module is not imported: then the hook is not from there."""
-    # Importing the module here would need numpy.
-    return getattr(sys.modules.get(module), name, None)
 
 
 def _check_averages_over(world: Communicator, state: Any, hook: Any) -> None:
@@ -173,117 +167,69 @@ def _check_averages_over(world: Communicator, state: Any, hook: Any) -> None:
         ranks = sorted(dist.get_process_group_ranks(group))
         if ranks != sorted(world.ranks):
             raise ValueError(
-                f"register_comm_hook: the state of {_name(hook)} is for ranks {ranks}, the model "
-                f"trains on ranks {sorted(world.ranks)}. Pass its process group."
+                f"the state of {_name(hook)} is for ranks {ranks}, the model trains on ranks "
+                f"{sorted(world.ranks)}. Pass its process group."
             )
     before = getattr(state, "gradient_predivide_factor", 1)
     after = getattr(state, "gradient_postdivide_factor", world.size)
     if before * after != world.size:
         raise ValueError(
-            f"register_comm_hook: the state of {_name(hook)} divides by {before} and {after}, "
-            f"which is not the average over {world.size} ranks that the hook means here. "
-            "Scale the loss instead, or write a hook of your own."
-        )
-
-
-def _check_same_dtype(
-    unit: Unit, precision: MixedPrecision, dtype: torch.dtype | None, hook: Any
-) -> None:
-    if dtype is not None and precision.reduce_dtype not in (None, dtype):
-        raise ValueError(
-            f"register_comm_hook: {_name(hook)} reduces in {dtype}, but {_describe(unit.name)} was "
-            f"wrapped with MixedPrecision(reduce_dtype={precision.reduce_dtype}). Choose one."
+            f"the state of {_name(hook)} divides by {before} and {after}, which is not the average "
+            f"over {world.size} ranks that the hook means here. Scale the loss instead, or write a "
+            "hook of your own."
         )
 
 
 # ---------------------------------------------------------------- hooks that are called
 
 
-def _check_order_is_free(unit: Unit, precision: MixedPrecision, hook: Any) -> None:
-    if precision.reduce_mode is ReduceMode.FIXED_ORDER:
-        raise ValueError(
-            f"register_comm_hook: {_name(hook)} adds gradients in an order of its own, but "
-            f"{_describe(unit.name)} was wrapped with MixedPrecision(reduce_mode="
-            '"fixed_order"). Choose one.'
-        )
-
-
-def _signature(hook: Any) -> inspect.Signature | None:
-    try:
-        return inspect.signature(hook)
-    except ValueError:
-        return None  # some built-in functions do not tell
-
-
-def _check_callable_for(unit: Unit, hook: Any, signature: inspect.Signature | None) -> None:
+def _check_callable_for(unit: Unit, hook: Any) -> None:
     """Raise if a hook needs buckets, if the unit is HYBRID, or if the arguments do not fit."""
-    takes = [] if signature is None else list(signature.parameters.values())
+    arguments, kind = "state, grad", "not sharded: it averages grad over the ranks, in place"
+    if unit.placement.sharded:
+        arguments, kind = "state, full, out", "sharded: it fills out, this rank's part, with the "
+        kind += "average of full over the ranks"
+    expected = f"hook({arguments}) for {_describe(unit.name)}, which is {kind}"
+    try:
+        signature = inspect.signature(hook)
+    except ValueError:  # some built-in functions do not tell
+        signature = inspect.signature(lambda *_: None)
+    takes = signature.parameters.values()
     if any(one.name == "bucket" or "GradBucket" in str(one.annotation) for one in takes):
         raise NotImplementedError(
-            f"register_comm_hook: {_name(hook)} takes DistributedDataParallel's buckets, and there "
-            f"are none here. {_COMPRESS}; anything else as {_expected(unit)}."
+            f"{_name(hook)} takes DistributedDataParallel's buckets, and there are none here. "
+            f"{_COMPRESS}; anything else as {expected}."
         )
     if unit.placement.hybrid:
         raise NotImplementedError(
-            f"register_comm_hook: {_describe(unit.name)} has a HYBRID strategy, and its "
-            f"gradients are reduced in two stages that no hook can replace. {_COMPRESS}; to call "
-            "a hook, use FULL_SHARD."
+            f"{_describe(unit.name)} has a HYBRID strategy, and its gradients are reduced in two "
+            f"stages that no hook can replace. {_COMPRESS}; to call a hook, use FULL_SHARD."
         )
-    if signature is not None:
-        try:
-            signature.bind(*[None] * (3 if unit.placement.sharded else 2))
-        except TypeError as error:
-            raise TypeError(
-                f"register_comm_hook: expected {_expected(unit)}, got {_name(hook)}{signature}"
-            ) from error
+    try:
+        signature.bind(*arguments.split())
+    except TypeError as error:
+        raise TypeError(f"expected {expected}, got {_name(hook)}{signature}") from error
 
 
-def _expected(unit: Unit) -> str:
-    if unit.placement.sharded:
-        return (
-            f"hook(state, full, out) for {_describe(unit.name)}, which is sharded: it fills out, "
-            "this rank's part, with the average of full over the ranks"
-        )
-    return (
-        f"hook(state, grad) for {_describe(unit.name)}, which is not sharded: it averages "
-        "grad over the ranks, in place"
-    )
+def _user_hook(
+    state: Any, hook: Callable[..., object], world: Communicator, is_sharded: bool
+) -> Callable[[Tensor, str], Tensor]:
+    """A user's hook as the reduction of a unit's flat parameters; see ``CommHook``."""
 
-
-class _UserHook:
-    """A user's hook as the reduction of one flat parameter."""
-
-    def __init__(
-        self,
-        state: Any,
-        hook: Callable[..., object],
-        *,
-        shard_numel: int | None,
-        rank: int,
-    ) -> None:
-        """``shard_numel`` is this rank's part; None: the hook works in place on all of it."""
-        self._state, self._hook = state, hook
-        self._shard_numel, self._rank = shard_numel, rank
-
-    def __call__(self, buffer: Tensor, unit_fqn: str) -> Tensor:
-        """Reduce; see ``CommHook``. Adds a note with unit and rank to the hook's exceptions."""
-        where = f"{_describe(unit_fqn)}, rank {self._rank}: communication hook {_name(self._hook)}"
+    def reduce(buffer: Tensor, unit_fqn: str) -> Tensor:
+        where = f"{_describe(unit_fqn)}, rank {world.global_rank}: communication hook {_name(hook)}"
         try:
             with watched(lambda: where):
-                return self._reduce(buffer)
+                return checked(buffer)
         except Exception as error:
             error.add_note(where)
             raise
 
-    def _reduce(self, buffer: Tensor) -> Tensor:
-        if self._shard_numel is None:
-            out, shape = buffer, buffer.shape
-            returned = self._hook(self._state, buffer)
-        else:
-            # NaN, so that elements that the hook does not fill are noticed.
-            out = buffer.new_full((self._shard_numel,), math.nan)
-            shape = out.shape
-            returned = self._hook(self._state, buffer, out)
+    def checked(buffer: Tensor) -> Tensor:
+        # NaN, so that elements that the hook does not fill are noticed. Unsharded: in place.
+        out = buffer.new_full((buffer.numel() // world.size,), math.nan) if is_sharded else buffer
+        shape = out.shape
+        returned = hook(state, buffer, out) if is_sharded else hook(state, buffer)
         if hasattr(returned, "wait"):
             raise TypeError(
                 f"the hook returned a {type(returned).__name__}, but its reduction must be over "
@@ -292,6 +238,8 @@ class _UserHook:
         if out.shape != shape:
             raise ValueError(f"the hook made {tuple(out.shape)} of a result of {tuple(shape)}")
         return out
+
+    return reduce
 
 
 def _describe(unit_name: str) -> str:

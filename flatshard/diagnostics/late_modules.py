@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 
@@ -13,18 +14,19 @@ from torch.nn.modules.module import (
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _count = 0
-_installed = False
 
 
 def watch(modules: Iterable[nn.Module]) -> None:
     """Count assignments to these modules from now on."""
-    global _installed
     _watched.update(modules)
-    # Only now: the hooks slow down every assignment to any module of the process.
-    if not _installed:
-        register_module_module_registration_hook(_registered)
-        register_module_parameter_registration_hook(_registered)
-        _installed = True
+    _install()
+
+
+@functools.cache
+def _install() -> None:
+    # At the first call, not at import: the hooks slow down every assignment to any module.
+    register_module_module_registration_hook(_registered)
+    register_module_parameter_registration_hook(_registered)
 
 
 def count() -> int:

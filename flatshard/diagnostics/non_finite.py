@@ -20,47 +20,43 @@ class NonFiniteWatch(StepObserver):
     """Checks this rank's gradients in every backward, until one is not finite."""
 
     def __init__(self, rank: int, observers: Observers) -> None:
-        """``rank`` is named in the warning, after which this removes itself from ``observers``."""
         self._rank, self._observers = rank, observers
-        self._looked_at: list[tuple[str, str, Tensor]] = []
+        # Of each gradient: the unit and the name of its parameter, whether it is bad, and NaN.
+        self._checked: list[tuple[str, str, Tensor]] = []
 
     def begin_backward(self) -> None:
-        """Forget the gradients of a backward that failed."""
-        self._looked_at.clear()
+        self._checked.clear()  # those of a backward that failed
 
     def on_grad(self, unit: Unit, handle: FlatParamHandle, index: int, grad: Tensor) -> None:
-        """Check a gradient on its device; the host does not wait for the result."""
         values = grad.detach() if grad.layout is torch.strided else grad._values()
         if values.is_complex():
             values = torch.view_as_real(values)
         if values.numel():
             # One pass and no temporary of the gradient's size; NaN is both extremes.
             extremes = torch.stack(torch.aminmax(values))
+            # On the device: the host does not wait before the end of backward.
             answer = torch.stack([extremes.isfinite().all().logical_not(), extremes.isnan().any()])
-            name = handle.params.specs[index].name
-            self._looked_at.append((unit.name, name, answer))
+            self._checked.append((unit.name, handle.params.specs[index].name, answer))
 
     def end_backward(self) -> None:
-        """Warn if a gradient was not finite. Waits for the device."""
-        looked_at, self._looked_at = self._looked_at, []
-        if not looked_at:
+        """Warn, and look no more, if a gradient was not finite. Waits for the device."""
+        checked, self._checked = self._checked, []
+        if not checked:
             return
-        answers = torch.stack([answer for *_, answer in looked_at]).tolist()
-        for (unit, name, _), (is_bad, is_nan) in zip(looked_at, answers, strict=True):
+        answers = torch.stack([answer for *_, answer in checked]).tolist()
+        for (unit, name, _), (is_bad, is_nan) in zip(checked, answers, strict=True):
             if is_bad:
                 self._observers.remove(self)
-                self._warn(unit, name, "nan" if is_nan else "inf")
+                where = f"unit {unit!r}" if unit else "the root unit"
+                warnings.warn(
+                    f"{where}, rank {self._rank}: the gradient of parameter {name!r} holds "
+                    f"{'nan' if is_nan else 'inf'}, as autograd gave it on this rank, before any "
+                    "average over ranks; it is the first one of this backward. "
+                    "torch.autograd.detect_anomaly() finds the operation; what overflows in fp16 "
+                    "is for torch.amp.GradScaler. This is said once: warn_non_finite() looks on.",
+                    stacklevel=4,
+                )
                 return
-
-    def _warn(self, unit: str, name: str, what: str) -> None:
-        where = f"unit {unit!r}" if unit else "the root unit"
-        warnings.warn(
-            f"{where}, rank {self._rank}: the gradient of parameter {name!r} holds {what}, as "
-            "autograd gave it on this rank, before any average over ranks; it is the first one of "
-            "this backward. torch.autograd.detect_anomaly() finds the operation; what overflows in "
-            "fp16 is for torch.amp.GradScaler. This is said once: warn_non_finite() looks on.",
-            stacklevel=5,
-        )
 
 
 def watch_non_finite(observers: Observers, rank: int | None) -> None:

@@ -9,6 +9,7 @@ reductions in flight run beside the thread; their ranges may overlap any other.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -134,12 +135,10 @@ class StepReport:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures for JSON, without the timelines ``memory`` and ``ranges``."""
-        names = [field.name for field in dataclasses.fields(self)]
-        figures = {
-            name: getattr(self, name) for name in names if name not in ("units", "memory", "ranges")
-        }
-        for name in ("other_seconds", "blocked_seconds", "moved_bytes"):
-            figures[name] = getattr(self, name)
+        others = ("units", "memory", "ranges")
+        names = [one.name for one in dataclasses.fields(self) if one.name not in others]
+        names += ["other_seconds", "blocked_seconds", "moved_bytes"]
+        figures = {name: getattr(self, name) for name in names}
         return {**figures, "units": [dataclasses.asdict(unit) for unit in self.units]}
 
     def plot_memory(self, path: str) -> None:
@@ -159,11 +158,11 @@ class StepReport:
             *("unit", "forward", "backward", "starting", "all-gather wait", "reduce wait"),
             *("all-gather fwd", "all-gather bwd", "reduced"),
         )
-        rows = [_cells(unit.name or "(root)", dataclasses.astuple(unit)[1:]) for unit in self.units]
         figures = [dataclasses.astuple(unit)[1:] for unit in self.units]
-        totals = _cells("total", [sum(column) for column in zip(*figures, strict=True)])
-        table = tabulate([header, *rows, totals], numbers=range(1, len(header)))
-        return "\n".join([table, *self._summary()])
+        names = [unit.name or "(root)" for unit in self.units]
+        sums = [sum(column) for column in zip(*figures, strict=True)]
+        rows = map(_cells, [*names, "total"], [*figures, sums])
+        return "\n".join([tabulate([header, *rows], numbers=range(1, 9)), *self._summary()])
 
     def _summary(self) -> list[str]:
         share = 100 * self.blocked_seconds / self.seconds if self.seconds else 0.0
@@ -185,95 +184,57 @@ class StepReport:
         return lines
 
 
-_NUM_TIMES = 5
-"""The first so many figures of a ``UnitReport`` are seconds, the others are bytes."""
+# The figures of a `UnitReport`, in the order of its fields.
+_TIMES = (Kind.FORWARD, Kind.BACKWARD, Kind.STARTING, Kind.GATHER_WAIT, Kind.REDUCE_WAIT)
+_PURPOSES = ("forward", "backward", "reduce")
 
 
-def _cells(name: str, figures: Sequence[float]) -> tuple[str, ...]:
-    times = (f"{_ms(seconds)} ms" for seconds in figures[:_NUM_TIMES])
-    return name, *times, *(show_bytes(int(count)) for count in figures[_NUM_TIMES:])
+def _cells(name: str, figures: Sequence[float]) -> list[str]:
+    times, sizes = figures[: len(_TIMES)], figures[len(_TIMES) :]
+    return [name, *(f"{_ms(one)} ms" for one in times), *(show_bytes(int(one)) for one in sizes)]
 
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.2f}"
 
 
-# ------------------------------------------------------------ from a record to a report
+def sum_up(
+    ranges: Sequence[Range],
+    volume: Mapping[tuple[int | None, str], int],
+    memory: MemoryTimeline,
+    **figures: Any,
+) -> StepReport:
+    """Sum up a step into a report.
 
-
-@dataclass
-class StepRecord:
-    """Raw data of a step, before it is summed up.
-
-    Attributes:
-        number: steps recorded before it.
-        began: when it began, in Unix time.
+    Args:
         ranges: as in ``StepReport``.
         volume: bytes by unit and purpose: "forward" or "backward" for all-gathers, "reduce"; other
             purposes have no unit.
+        memory: as in ``StepReport``.
+        **figures: fields of ``StepReport`` that nothing here tells.
     """
-
-    number: int
-    began: float
-    ranges: list[Range]
-    volume: Mapping[tuple[int | None, str], int]
-
-
-def sum_up(
-    record: StepRecord,
-    memory: MemoryTimeline,
-    *,
-    rank: int,
-    peak_allocated_bytes: int | None,
-    peak_resident_bytes: int | None,
-) -> StepReport:
-    """Sum up a record into a report."""
-    seconds: dict[tuple[Kind, int | None], float] = {}
-    for one in record.ranges:
-        key = one.kind, one.unit
-        seconds[key] = seconds.get(key, 0.0) + one.end - one.begin
-    gathered, gradients, held = memory.peak_bytes()
-    in_units = {unit for _, unit in seconds} | {unit for unit, _ in record.volume}
-    assert in_units <= {None, *range(len(memory.units))}, (
-        "every range and byte belongs to a known unit"
-    )
+    seconds: defaultdict[tuple[Kind, int | None], float] = defaultdict(float)
+    for kind, unit, begin, end in ranges:
+        seconds[kind, unit] += end - begin
+    in_units = {unit for _, unit in seconds} | {unit for unit, _ in volume}
+    assert in_units <= {None, *range(len(memory.units))}, "ranges and bytes are of known units"
+    units = []
+    for index, name in enumerate(memory.units):
+        times: list[Any] = [seconds[kind, index] for kind in _TIMES]
+        sizes = [volume.get((index, purpose), 0) for purpose in _PURPOSES]
+        units.append(UnitReport(name, *times, *sizes))
+    held = [(0, 0), *(each for _, *each in memory.totals())]
     return StepReport(
-        number=record.number,
-        rank=rank,
-        began=record.began,
         seconds=memory.seconds,
-        forward_seconds=seconds.get((Kind.FORWARD_PASS, None), 0.0),
-        backward_seconds=seconds.get((Kind.BACKWARD_PASS, None), 0.0),
-        ranks_wait_seconds=seconds.get((Kind.RANKS_WAIT, None), 0.0),
-        other_bytes=sum(count for (unit, _), count in record.volume.items() if unit is None),
-        units=tuple(
-            _unit_report(index, name, seconds, record.volume)
-            for index, name in enumerate(memory.units)
-        ),
-        peak_gathered_bytes=gathered,
-        peak_gradient_bytes=gradients,
-        peak_held_bytes=held,
-        peak_allocated_bytes=peak_allocated_bytes,
-        peak_resident_bytes=peak_resident_bytes,
+        forward_seconds=seconds[Kind.FORWARD_PASS, None],
+        backward_seconds=seconds[Kind.BACKWARD_PASS, None],
+        ranks_wait_seconds=seconds[Kind.RANKS_WAIT, None],
+        other_bytes=sum(count for (unit, _), count in volume.items() if unit is None),
+        units=tuple(units),
+        peak_gathered_bytes=max(gathered for gathered, _ in held),
+        peak_gradient_bytes=max(gradients for _, gradients in held),
+        peak_held_bytes=max(map(sum, held)),
         memory=memory,
-        ranges=tuple(record.ranges),
-    )
-
-
-def _unit_report(
-    index: int,
-    name: str,
-    seconds: Mapping[tuple[Kind, int | None], float],
-    volume: Mapping[tuple[int | None, str], int],
-) -> UnitReport:
-    return UnitReport(
-        name=name,
-        forward_seconds=seconds.get((Kind.FORWARD, index), 0.0),
-        backward_seconds=seconds.get((Kind.BACKWARD, index), 0.0),
-        starting_seconds=seconds.get((Kind.STARTING, index), 0.0),
-        gather_wait_seconds=seconds.get((Kind.GATHER_WAIT, index), 0.0),
-        reduce_wait_seconds=seconds.get((Kind.REDUCE_WAIT, index), 0.0),
-        gathered_forward_bytes=volume.get((index, "forward"), 0),
-        gathered_backward_bytes=volume.get((index, "backward"), 0),
-        reduced_bytes=volume.get((index, "reduce"), 0),
+        ranges=tuple(ranges),
+        **figures,
     )

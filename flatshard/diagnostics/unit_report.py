@@ -14,43 +14,32 @@ import torch
 from torch import nn
 
 from flatshard.plan.auto_wrap import count_blocks
+from flatshard.plan.ignored import NOTHING, Ignored
 from flatshard.plan.module_tree import ModuleTree, name_of, numel
 
+# Elements from which unit sizes matter: 40 MB of float32. For smaller models any plan will do.
 LARGE_MODEL_NUMEL = 10_000_000
-"""Elements from which unit sizes matter: 40 MB of float32. For smaller models any plan will do."""
-
+# Elements below which a unit's all-gather is latency-bound.
 FEW_ELEMENTS = 10_000
-"""Elements below which a unit's all-gather is latency-bound."""
-
+# So many small units are too many: each costs a fraction of a millisecond per pass.
 MANY_UNITS = 32
-"""So many small units are too many: each costs a fraction of a millisecond per pass."""
-
+# Elements from which it matters in which unit a tied weight is.
 LARGE_TIE_NUMEL = 1_000_000
-"""Elements from which it matters in which unit a tied weight is."""
-
+# A unit may hold so many times the median.
 UNEVEN = 10
-"""A unit may hold so many times the median."""
 
-AUTO = 'auto_wrap_policy="auto"'
+_AUTO = 'auto_wrap_policy="auto"'
 
 
 @dataclass(frozen=True)
 class FlatParamRow:
-    """One flat parameter of a unit.
+    """One flat parameter of a unit."""
 
-    Attributes:
-        dtype: of the shard.
-        trainable: whether it takes gradients.
-        numel: elements of its parameters.
-        padding_numel: elements of padding in the full flat parameter.
-        unsharded_bytes: bytes that an all-gather fills on each rank; 0 if nothing is sharded.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the shard
     trainable: bool
     numel: int
     padding_numel: int
-    unsharded_bytes: int
+    unsharded_bytes: int  # that an all-gather fills on each rank; 0 if nothing is sharded
 
     def __str__(self) -> str:
         return str(self.dtype).removeprefix("torch.") + ("" if self.trainable else " frozen")
@@ -58,46 +47,28 @@ class FlatParamRow:
 
 @dataclass(frozen=True)
 class UnitRow:
-    """One unit, as ``describe`` shows it.
+    """One unit, as ``describe`` shows it."""
 
-    Attributes:
-        name: its FQN; empty for the root.
-        class_name: of its module.
-        flat_params: its flat parameters; may be none.
-        strategy: the strategy's name.
-        ranks: how many ranks share it.
-        reason: why it is a unit.
-        transport: the transport of its parameters and gradients.
-        transport_reason: why ranks chose it; empty where they had no choice.
-    """
-
-    name: str
+    name: str  # empty for the root
     class_name: str
-    flat_params: tuple[FlatParamRow, ...]
+    flat_params: tuple[FlatParamRow, ...]  # may be none
     strategy: str
     ranks: int
-    reason: str
+    reason: str  # why it is a unit
     transport: str
-    transport_reason: str = ""
+    transport_reason: str = ""  # why ranks chose it; empty where they had no choice
 
 
 @dataclass(frozen=True)
 class UnitSize:
-    """What ``lint`` knows of a unit.
+    """What ``lint`` knows of a unit."""
 
-    Attributes:
-        names: the FQNs of its modules; one, empty for the root.
-        numel: elements of its parameters.
-        largest_numel: elements of its largest parameter, which no plan can divide.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of its modules; one, empty for the root
     numel: int
-    largest_numel: int
+    largest_numel: int  # of its largest parameter, which no plan can divide
 
     @property
     def name(self) -> str:
-        """The unit's name in messages."""
         return name_of(self.names)
 
 
@@ -110,56 +81,38 @@ def describe(rows: Sequence[UnitRow]) -> str:
         *("unit", "class", "elements", "padding", "flat parameters", "unsharded"),
         *("strategy", "ranks", "transport", "why"),
     )
-    table = tabulate([header, *map(_cells, rows), _totals(rows)], numbers={2, 3, 5, 7})
+    table = [header]
+    for row in rows:
+        kinds = [f"{one} {one.numel:,}" for one in row.flat_params]
+        if len(kinds) == 1:
+            kinds = [str(row.flat_params[0])]
+        rest = row.strategy, str(row.ranks), row.transport, row.reason
+        first = row.name or "(root)", row.class_name
+        table.append((*first, *_sizes(" + ".join(kinds) or "none", row.flat_params), *rest))
+    count = f"{len(rows)} unit{'s' if len(rows) != 1 else ''}"
+    sizes = _sizes("", [one for row in rows for one in row.flat_params])
+    table.append(("total", count, *sizes, "", "", "", ""))
     reasons = (f"{r.transport}: {r.transport_reason}" for r in rows if r.transport_reason)
-    return "\n".join([table, *dict.fromkeys(reasons)])
+    return "\n".join([tabulate(table, numbers={2, 3, 5, 7}), *dict.fromkeys(reasons)])
+
+
+def _sizes(kinds: str, flat_params: Sequence[FlatParamRow]) -> tuple[str, str, str, str]:
+    return (
+        f"{sum(one.numel for one in flat_params):,}",
+        f"{sum(one.padding_numel for one in flat_params):,}",
+        kinds,
+        show_bytes(sum(one.unsharded_bytes for one in flat_params)),
+    )
 
 
 def tabulate(table: Sequence[Sequence[str]], *, numbers: Collection[int]) -> str:
     """Align cells in columns; the columns whose indices are in ``numbers`` flush right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(_line(cells, widths, numbers) for cells in table)
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], numbers: Collection[int]) -> str:
-    padded = [
-        cell.rjust(width) if index in numbers else cell.ljust(width)
-        for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return "  ".join(padded).rstrip()
-
-
-def _cells(row: UnitRow) -> tuple[str, ...]:
-    flat_params = row.flat_params
-    if len(flat_params) == 1:
-        kinds = str(flat_params[0])
-    else:
-        kinds = " + ".join(f"{one} {one.numel:,}" for one in flat_params)
-    return (
-        row.name or "(root)",
-        row.class_name,
-        f"{sum(one.numel for one in flat_params):,}",
-        f"{sum(one.padding_numel for one in flat_params):,}",
-        kinds or "none",
-        show_bytes(sum(one.unsharded_bytes for one in flat_params)),
-        row.strategy,
-        str(row.ranks),
-        row.transport,
-        row.reason,
-    )
-
-
-def _totals(rows: Sequence[UnitRow]) -> tuple[str, ...]:
-    flat_params = [one for row in rows for one in row.flat_params]
-    return (
-        "total",
-        f"{len(rows)} unit{'s' if len(rows) != 1 else ''}",
-        f"{sum(one.numel for one in flat_params):,}",
-        f"{sum(one.padding_numel for one in flat_params):,}",
-        "",
-        show_bytes(sum(one.unsharded_bytes for one in flat_params)),
-        *("", "", "", ""),
-    )
+    columns = []
+    for index, column in enumerate(zip(*table, strict=True)):
+        width = max(map(len, column))
+        align = str.rjust if index in numbers else str.ljust
+        columns.append([align(cell, width) for cell in column])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def show_bytes(count: int) -> str:
@@ -184,45 +137,33 @@ def lint(units: Sequence[UnitSize], tied: Iterable[tuple[int, Sequence[str]]]) -
     """
     warnings = [_many_small(units), _uneven(units)]
     warnings += [_pulled_up(count, names, units) for count, names in tied]
-    return [warning for warning in warnings if warning]
+    return [f"ShardedWrapper: {warning}" for warning in warnings if warning]
 
 
-def lint_one_unit(
-    module: nn.Module,
-    *,
-    ignored_modules: Collection[nn.Module] = (),
-    ignored_params: Collection[nn.Parameter] = (),
-) -> list[str]:
-    """Warn if a large model with repeated blocks becomes one unit.
-
-    A large module without repeated blocks may be a part that the user wraps by hand.
-
-    Args:
-        module: the model.
-        ignored_modules: ignored modules; their descendants are ignored too.
-        ignored_params: ignored parameters.
-    """
-    tree = ModuleTree(module, set(ignored_modules), set(ignored_params))
+def lint_one_unit(module: nn.Module, ignored: Ignored = NOTHING) -> list[str]:
+    """Warn if a large model with repeated blocks becomes one unit."""
+    # A large module without repeated blocks may be a part that the user wraps by hand.
+    tree = ModuleTree(module, ignored)
     size = numel(tree.params(module))
     blocks = count_blocks(tree) if size >= LARGE_MODEL_NUMEL else 0
     if not blocks:
         return []
     return [
         f"ShardedWrapper: all {size:,} elements of {type(module).__name__} are one unit, so every "
-        f"rank holds the full model during a step. {AUTO} makes a unit of each of {blocks} "
+        f"rank holds the full model during a step. {_AUTO} makes a unit of each of {blocks} "
         "repeated blocks, so that about two blocks at a time are unsharded."
     ]
 
 
 def _many_small(units: Sequence[UnitSize]) -> str:
-    small = [unit for unit in units if 0 < unit.numel < FEW_ELEMENTS]
+    small = [unit.name or "(root)" for unit in units if 0 < unit.numel < FEW_ELEMENTS]
     if len(small) < MANY_UNITS:
         return ""
     return (
-        f"ShardedWrapper: {len(small)} of {len(units)} units hold fewer than {FEW_ELEMENTS:,} "
-        f"elements ({_some(unit.name or '(root)' for unit in small)}); each has an "
-        "all-gather and a reduce-scatter of its own, which are latency-bound. Choose larger "
-        f"modules: {AUTO}, or a size_based_auto_wrap_policy with a larger min_num_params."
+        f"{len(small)} of {len(units)} units hold fewer than {FEW_ELEMENTS:,} elements "
+        f"({_some(small)}); each has an all-gather and a reduce-scatter of its own, which are "
+        f"latency-bound. Choose larger modules: {_AUTO}, or a size_based_auto_wrap_policy with a "
+        "larger min_num_params."
     )
 
 
@@ -237,43 +178,36 @@ def _uneven(units: Sequence[UnitSize]) -> str:
         return ""
     where = f"unit {largest.name!r}" if largest.name else "the root"
     return (
-        f"ShardedWrapper: {where} holds {largest.numel:,} elements, more than {UNEVEN} times the "
-        f"median of {len(filled)} units ({int(middle):,}), and is unsharded at once. Make units "
-        f"of the modules in it too (embeddings and heads, say), or use {AUTO}. "
-        "model.unit_report() lists the units."
+        f"{where} holds {largest.numel:,} elements, more than {UNEVEN} times the median of "
+        f"{len(filled)} units ({int(middle):,}), and is unsharded at once. Make units of the "
+        f"modules in it too (embeddings and heads, say), or use {_AUTO}. model.unit_report() "
+        "lists the units."
     )
 
 
 def _pulled_up(count: int, names: Sequence[str], units: Sequence[UnitSize]) -> str:
     if count < LARGE_TIE_NUMEL:
         return ""
-    nearest = list(dict.fromkeys(_nearest(name, units) for name in names))
-    if len(nearest) < 2:
-        return ""
+    modules = [name for unit in units for name in unit.names]
+    innermost = (max((m for m in modules if _contains(m, name)), key=len) for name in names)
+    nearest = list(dict.fromkeys(innermost))
     # If one of the units contains all others, the weight is in it anyway.
     lowest = max(nearest, key=len)
     if all(_contains(unit, lowest) for unit in nearest):
         return ""
-    where = _some(repr(unit) if unit else "the root" for unit in nearest)
     return (
-        f"ShardedWrapper: {' and '.join(map(repr, names))} are one weight of {count:,} elements, "
-        f"but units {where} each use it, so it moved up to a unit that contains them all. "
-        f"Choose a policy that makes no units there: {AUTO} does not."
+        f"{' and '.join(map(repr, names))} are one weight of {count:,} elements, but units "
+        f"{_some([repr(unit) if unit else 'the root' for unit in nearest])} each use it, so it "
+        "moved up to a unit that contains them all. Choose a policy that makes no units there: "
+        f"{_AUTO} does not."
     )
-
-
-def _nearest(parameter: str, units: Sequence[UnitSize]) -> str:
-    """The name of the innermost unit around a parameter."""
-    names = [name for unit in units for name in unit.names]
-    return max((name for name in names if _contains(name, parameter)), key=len)
 
 
 def _contains(unit: str, name: str) -> bool:
     return not unit or name == unit or name.startswith(f"{unit}.")
 
 
-def _some(names: Iterable[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     """The first three, and how many more there are."""
-    found = list(names)
-    more = [f"{len(found) - 3} more"] if len(found) > 3 else []
-    return ", ".join([*found[:3], *more])
+    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    return ", ".join([*names[:3], *more])

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from flatshard.comm.work import CollectiveError
 from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import broadcast_buffers
-from flatshard.engine.events import Kind, profiled
-from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.events import Kind
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.saved_tensors import SavedTensors
 from flatshard.engine.step_state import StepState
@@ -33,28 +32,17 @@ from flatshard.memory.page_pool import POOL
 
 
 class Forward:
-    """The forwards of one model.
-
-    Attributes:
-        has_run: whether one has begun.
-        saved: what autograd saves of unsharded parameters.
-    """
+    """The forwards of one model."""
 
     def __init__(self, state: StepState, backward: Backward, prefetch: Prefetch) -> None:
-        """None has run; ``refresh`` comes before the first."""
         self._state, self._observers = state, state.observers
         self._backward, self._prefetch = backward, prefetch
-        self.has_run = False
 
     def refresh(self, buffers: Sequence[Tensor]) -> None:
-        """Look at the units again, after their buffers were made anew.
-
-        Args:
-            buffers: the modules' buffers that rank 0 broadcasts. The objects of now, as in
-                DistributedDataParallel: a buffer that some forward replaces may then have another
-                size on each rank.
-        """
+        """Look at the units again, after their buffers, and the modules', were made anew."""
         units = self._state.units
+        # The objects of now, as in DistributedDataParallel: a buffer that some forward replaces may
+        # then have another size on each rank.
         self._buffers = buffers
         self.saved = SavedTensors(units, self._backward)
         self._of_several = [unit for unit in units if len(unit.modules) > 1]
@@ -72,8 +60,7 @@ class Forward:
             if not self._prefetch.recomputes_whole:
                 self._begin(unit)
         recomputes = backward.is_running
-        for hear in self._observers.enter_forward:
-            hear(unit, recomputes)
+        self._observers.enter_forward(unit, recomputes)
         self.saved.push()
         state.depth += 1
         call = Call()
@@ -84,17 +71,17 @@ class Forward:
             self._prefetch.in_recomputation(unit)
             return call
         unit.outstanding_backwards += state.expects_backward
-        if not unit.is_open:
+        if unit.phase is not Phase.FORWARD or not unit.is_current:
             self._prefetch.order.record(unit.index)
-            with self._observers.starting("forward", unit), profiled("unshard", unit.name):
+            with self._observers.starting("forward", unit):
                 unit.unshard("forward")
-            waiting = self._observers.waiting(Kind.GATHER_WAIT, unit)
-            with waiting, profiled("wait_unshard", unit.name):
-                unit.wait_unshard("forward")
-            unit.begin_forward()
+            with self._observers.waiting(Kind.GATHER_WAIT, unit):
+                unit.wait_unshard()
+            if unit.phase is Phase.BACKWARD:  # of one that failed inside the forward that runs
+                unit.enter(Phase.IDLE)
+            unit.enter(Phase.FORWARD)
             if len(unit.running) == 1:
-                for begun in self._observers.unsharded:
-                    begun(unit)
+                self._observers.unsharded(unit)
             # After the wait: this unit's all-gather has the wires to itself, and the next one's
             # overlaps its computation.
             self._prefetch.in_forward()
@@ -103,8 +90,7 @@ class Forward:
     def check(self, unit: Unit, module: nn.Module) -> None:
         """A module's forward has returned, and its unit is still unsharded."""
         if unit.phase is Phase.FORWARD and not unit.running:
-            for hear in self._observers.check_forward:
-                hear(unit, module)
+            self._observers.check_forward(unit, module)
 
     def leave(self, unit: Unit, *, has_output: bool, failed: bool) -> None:
         """After a module's forward, also one that raised: reshard what the strategy reshards."""
@@ -118,8 +104,7 @@ class Forward:
             return
         state.depth -= 1
         self.saved.pop()
-        for hear in self._observers.leave_forward:
-            hear(unit)
+        self._observers.leave_forward(unit)
         if self._backward.is_running:
             self._prefetch.recomputes_whole &= state.depth > 0
             return
@@ -129,7 +114,6 @@ class Forward:
             self._end(failed)
 
     def _is_needed_soon(self, unit: Unit) -> bool:
-        """Whether backward begins with the unit, so that to reshard it would cost an all-gather."""
         if unit is self._state.root:
             return True
         return self._state.expects_backward and self._prefetch.keeps_for_backward(unit)
@@ -137,10 +121,8 @@ class Forward:
     # ------------------------------------------------------------ the outermost one
 
     def _begins_recomputation(self) -> bool:
-        """Whether a reentrant checkpoint around the full model computes it again.
-
-        Then nothing of the model's backward has run yet, and its own forward had no gradients.
-        """
+        """Whether a reentrant checkpoint around the full model computes it again."""
+        # Then nothing of the model's backward has run yet, and its own forward had no gradients.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
             return False
         self._state.plan_syncs()
@@ -151,9 +133,8 @@ class Forward:
         if state.device is not None:
             _check_not_captured(state.device)
         self.recover()
-        for hear in self._observers.begin_forward:
-            hear()
-        self.has_run = True  # after the observers: some look at the first forward alone
+        self._observers.begin_forward()
+        state.has_run = True  # after the observers: some look at the first forward alone
         for unit in state.units:
             unit.begin_iteration()
         self._prefetch.order.begin_forward()
@@ -163,18 +144,16 @@ class Forward:
         else:
             # Evaluation makes no gradients, and its batches are often larger.
             self.give_back()
-        is_accumulating = any(sync is not Sync.ALL for sync in state.syncs)
-        if outermost is state.root and not is_accumulating:
+        if outermost is state.root and not state.is_accumulating:
             with self._observers.waiting(Kind.RANKS_WAIT):
                 name = f"{state.root.name or 'the model'}'s buffers"
                 broadcast_buffers(self._buffers, state.world, name)
         # All-gathers across nodes are slow: all units' overlap the forward.
         with self._observers.starting("forward", None):
             for handle in self._crossing:
-                handle.begin_refresh()
+                handle.gather.begin_refresh(handle.shard.detach(), handle.version)
 
     def _end(self, failed: bool) -> None:
-        """The outermost module has returned or raised."""
         for unit in self._of_several:
             unit.end_forward(is_needed_soon=self._is_needed_soon(unit))
         # Where all ran as recorded, an all-gather under way is backward's first.
@@ -183,11 +162,10 @@ class Forward:
         # The optimizer may write shards next: no other rank may still be reading them.
         with self._observers.waiting(Kind.RANKS_WAIT):
             for handle in self._crossing:
-                handle.gather.finish_refresh()
+                handle.gather.secondary.finish_refresh()
             if not failed:  # else the error on its way is the one to see
                 self._state.pending_sends.wait_sends()
-        for hear in self._observers.end_forward:
-            hear()
+        self._observers.end_forward()
 
     def _drop_prefetched(self, failed: bool) -> None:
         """Wait for all-gathers of units that did not run, and reshard those."""
@@ -204,8 +182,7 @@ class Forward:
 
     def recover(self) -> None:
         """Return to a state to start from, after a step that was left by an exception."""
-        for hear in self._observers.recover:
-            hear()
+        self._observers.recover()
         self._backward.recover()
 
     def give_back(self) -> None:
@@ -217,14 +194,9 @@ class Forward:
 
 
 def _check_not_captured(device: torch.device) -> None:
-    """Refuse to all-gather or reduce while a CUDA graph captures the current stream.
-
-    What the host does in a step would run once, at the capture, and never again.
-
-    Raises:
-        RuntimeError: it is captured.
-    """
-    # Asked of another device than the current one, torch would begin to use that.
+    """Raise RuntimeError while a CUDA graph captures the current stream."""
+    # What the host does in a step would run once, at the capture, and never again. Asked of
+    # another device than the current one, torch would begin to use that.
     is_current = device.type == "cuda" and torch.cuda.current_device() == device.index
     if is_current and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

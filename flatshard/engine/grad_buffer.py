@@ -7,7 +7,7 @@ only (``Sync.INTRA``) comes back to wait here.
 from __future__ import annotations
 
 import enum
-import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,96 +18,69 @@ from flatshard.options.precision import GradDtypes
 from flatshard.plan.layout import FlatLayout
 from flatshard.tensor.flat_parameter import part_of, view_of
 
-_IN_PLACE_BYTES = 1 << 20
-"""Flat parameters below are latency-bound: one copy of all gradients is cheaper than one of each,
-and peers read one block sooner than many."""
+# To begin the copy of a gradient below this takes longer than the copy: one kernel copies all of
+# them when the last has arrived. Flat parameters below are not read in place either: peers read one
+# block sooner than many.
+_SMALL_BYTES = 1 << 20
 
+# Where the mean gradient is smaller, copying all into one buffer beats reading each in place.
 _MEAN_IN_PLACE_BYTES = 1 << 16
-"""If the mean gradient is smaller than this, copy gradients into one buffer on arrival; peers then
-read one block instead of many."""
-
-_COPIED_TOGETHER_BYTES = 1 << 20
-"""On an accelerator, launching the copy of a gradient below this takes longer than the copy, so
-one kernel copies them all when the last has arrived."""
 
 
 class Sync(enum.Enum):
     """What becomes of a unit's gradients at the end of a backward."""
 
+    # They stay unsharded and unreduced, and later ones are added to them.
     NONE = "NONE"
-    """They stay unsharded and unreduced, and later ones are added to them."""
+    # They are reduced within the intra group; the reduction across it waits.
     INTRA = "INTRA"
-    """They are reduced within the intra group; the reduction across it waits."""
+    # They are reduced over all ranks and published.
     ALL = "ALL"
-    """They are reduced over all ranks and published."""
 
 
 class GradientBuffer:
-    """Collects the gradients of one flat parameter.
-
-    Attributes:
-        dtypes: of what is collected, accumulated and handed over.
-        filled: original parameters whose gradient is here, by index.
-        arrived: those whose gradient came since the unit was last unsharded for backward.
-        used_by_rank: those that got a gradient since gradients were last published.
-        intra_reduced: the sum of what ``Sync.INTRA`` reduced,
-            ``(padded_numel / intra_group.size,)``.
-    """
+    """Collects the gradients of one flat parameter."""
 
     def __init__(
         self,
         layout: FlatLayout,
         *,
         dtypes: GradDtypes,
-        device: torch.device,
-        rank: int,
-        intra_start: int = 0,
+        device: torch.device,  # where gradients arrive
+        rank: int,  # which shard this rank holds
+        intra_start: int = 0,  # first element of the flat parameter that `intra_reduced` covers
+        # From which size the transport reads a gradient where autograd made it; None: one buffer.
         min_chunk_bytes: int | None = None,
     ) -> None:
-        """Plan; allocates nothing.
-
-        Args:
-            layout: where each original parameter lies.
-            dtypes: of what is collected, accumulated and handed over.
-            device: where gradients arrive.
-            rank: which shard this rank holds.
-            intra_start: first element of the flat parameter that ``intra_reduced`` covers.
-            min_chunk_bytes: size from which the transport reads a gradient where autograd made it;
-                None: it accepts one buffer only.
-        """
         self.dtypes = dtypes
+        # Original parameters, by index: whose gradient is here; whose came since the unit was last
+        # unsharded for backward; whose came since gradients were last published.
         self.filled: set[int] = set()
         self.arrived: set[int] = set()
         self.used_by_rank: set[int] = set()
+        # The sum of what `Sync.INTRA` reduced, `(padded_numel / intra_group.size,)`.
         self.intra_reduced: Tensor | None = None
-        self._layout, self._device = layout, device
-        self._rank, self._intra_start = rank, intra_start
+        # The gradients that are here: views of the buffer, or apart from it.
+        self.slots: dict[int, Tensor] = {}
+        self._apart: set[int] = set()
         self._buffer: Tensor | None = None
-        self._sizes: list[int] = []  # of gaps and originals in turn, for `_split`
-        self._slots: dict[int, Tensor] = {}
-        self._apart: set[int] = set()  # slots that are no views of the buffer
+        self._layout, self._device = layout, device
+        # Of gaps and originals in turn.
+        bounds = [bound for span in layout.spans for bound in (span.start, span.end)]
+        self._sizes = [end - start for start, end in pairwise([0, *bounds, layout.padded_numel])]
+        self._rank, self._intra_start = rank, intra_start
+        # What transports read in place, this plans; else they get the buffer.
         self._chunk_plan: ChunkPlan | None = None
-        self._plan_storage(min_chunk_bytes)
-
-    def _plan_storage(self, min_chunk_bytes: int | None) -> None:
-        """Decide which gradients stay tensors of their own until the reduction begins."""
-        dtype, on_cpu = self.dtypes.reduce_dtype, self._device.type == "cpu"
-        nbytes = self._layout.padded_numel * dtype.itemsize
-        is_small = nbytes < _IN_PLACE_BYTES
-        # Casting on arrival would cost the launch that staying apart saves.
-        self._casts_late = not on_cpu
-        self._apart_below: float = 0 if on_cpu else _COPIED_TOGETHER_BYTES
-        if is_small:
-            self._apart_below = math.inf
-        elif on_cpu and min_chunk_bytes is not None:
-            if nbytes >= _MEAN_IN_PLACE_BYTES * len(self._layout.spans):
-                self._apart_below = math.inf
-                self._chunk_plan = ChunkPlan(self._layout, min_chunk_bytes, dtype)
+        nbytes = layout.padded_numel * dtypes.reduce_dtype.itemsize
+        is_large = nbytes >= max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(layout.spans))
+        if device.type == "cpu" and min_chunk_bytes is not None and is_large:
+            self._chunk_plan = ChunkPlan(layout, min_chunk_bytes, dtypes.reduce_dtype)
+        # A cast on arrival would cost an accelerator the launch that staying apart saves.
+        self._casts_late = device.type != "cpu"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of gradients that wait here."""
-        return storage_bytes([self._buffer, self.intra_reduced, *self._slots.values()])
+        return storage_bytes([self._buffer, self.intra_reduced, *self.slots.values()])
 
     @property
     def accumulated(self) -> set[int]:
@@ -116,21 +89,15 @@ class GradientBuffer:
 
     def waits_for(self, sync: Sync) -> bool:
         """Whether there is something that a reduction with ``sync`` would reduce further."""
-        return bool(self.filled) or (sync is Sync.ALL and self.intra_reduced is not None)
-
-    def slot(self, index: int) -> Tensor:
-        """The gradient of a filled original parameter."""
-        return self._slots[index]
+        held = sync is Sync.ALL and self.intra_reduced is not None
+        return sync is not Sync.NONE and (bool(self.filled) or held)
 
     # ------------------------------------------------------------ accumulate
 
     def receive(self, index: int, grad: Tensor, *, more_to_come: bool = False) -> None:
         """Put a gradient, which nobody else holds, into its slot, or add it to what is there.
 
-        Args:
-            index: the original parameter's.
-            grad: in its true shape, in any dtype; needs no gradient itself.
-            more_to_come: whether nothing is reduced at the end of this backward.
+        It has its true shape and any dtype. ``more_to_come``: this backward reduces nothing.
         """
         if index in self.filled:
             self._add(index, grad)
@@ -141,28 +108,25 @@ class GradientBuffer:
         self.used_by_rank.add(index)
 
     def _add(self, index: int, grad: Tensor) -> None:
-        slot = self._slots[index]
+        slot = self.slots[index]
         if slot.dtype is not self.dtypes.accum_dtype:
             # A sum in a reduce dtype narrower than the shard's would lose small gradients.
-            slot = self._slots[index] = slot.to(self.dtypes.accum_dtype)
+            slot = self.slots[index] = slot.to(self.dtypes.accum_dtype)
             self._apart.add(index)
         slot.add_(grad)
 
     def _fill(self, index: int, grad: Tensor, more_to_come: bool) -> None:
         span, dtype = self._layout.spans[index], self.dtypes.reduce_dtype
-        # Under `no_sync` others will be added, so the first stays as autograd made it, or becomes
-        # as wide as the shard's. `take_chunks` casts.
+        # More will be added, in a wider dtype than this one is sent in: until then it is not
+        # rounded. `take_chunks` casts.
         may_widen = more_to_come and self.dtypes.accum_dtype is not dtype
-        stays_apart = grad.nbytes < self._apart_below
+        stays_apart = self._chunk_plan is not None or grad.nbytes < _SMALL_BYTES
         if not (stays_apart or may_widen):
             buffer = self._allocate() if self._buffer is None else self._buffer
-            self._slots[index] = view_of(buffer, span).copy_(grad)
+            self.slots[index] = view_of(buffer, span).copy_(grad)
             self._apart.discard(index)
             return
-        if may_widen:
-            if grad.dtype is not dtype and grad.itemsize >= dtype.itemsize:
-                dtype = self.dtypes.accum_dtype  # the reduce dtype would round it
-        elif self._casts_late:
+        if may_widen or self._casts_late:
             dtype = grad.dtype
         fits = grad.dtype is dtype and grad.stride() == span.strides
         # Of a lazy conjugate or negative the memory has other values.
@@ -171,7 +135,7 @@ class GradientBuffer:
             # Dense, as chunks are read: an expanded gradient has strides of zero.
             slot = torch.empty_strided(span.shape, span.strides, dtype=dtype, device=self._device)
             grad = slot.copy_(grad)
-        self._slots[index] = grad  # uncopied if it fits: the hook took it off `.grad`
+        self.slots[index] = grad  # uncopied if it fits: the hook took it off `.grad`
         self._apart.add(index)
 
     def _allocate(self) -> Tensor:
@@ -185,9 +149,10 @@ class GradientBuffer:
 
     def add_intra_reduced(self, part: Tensor) -> None:
         """Add what a reduction gave within the group, ``(padded_numel / intra_group.size,)``."""
-        part = part.to(self.dtypes.accum_dtype)
-        held = self.intra_reduced
-        self.intra_reduced = part if held is None else held.add_(part)
+        with torch.no_grad():
+            part = part.to(self.dtypes.accum_dtype)
+            held = self.intra_reduced
+            self.intra_reduced = part if held is None else held.add_(part)
 
     def mark_used(self, used: list[bool]) -> None:
         """Note which gradients ``intra_reduced`` sums up, on whatever rank they arrived."""
@@ -215,7 +180,7 @@ class GradientBuffer:
         for index in self.filled:
             span = self._layout.spans[index]
             local = self._layout.local_span(index, self._rank)
-            part[local.start : local.end].copy_(part_of(self._slots[index], span, local))
+            part[local.start : local.end].copy_(part_of(self.slots[index], span, local))
         if self.intra_reduced is not None:
             first = self._layout.shard_range(self._rank)[0] - self._intra_start
             part.add_(self.intra_reduced.narrow(0, first, self._layout.shard_numel))
@@ -228,7 +193,7 @@ class GradientBuffer:
         self.used_by_rank |= other.used_by_rank
         with torch.no_grad():
             for index in other.filled:
-                self._fill(index, other.slot(index), more_to_come=True)
+                self._fill(index, other.slots[index], more_to_come=True)
             if other.intra_reduced is not None:
                 self.add_intra_reduced(other.intra_reduced.to(self._device))
 
@@ -243,44 +208,37 @@ class GradientBuffer:
 
     def _chunks(self) -> FlatChunks:
         if self._chunk_plan is not None:
-            grads = {index: _in_memory_order(self._slots[index]) for index in self.filled}
-            return self._chunk_plan.chunks(grads)
+            in_order = self._in_memory_order(self.filled)
+            return self._chunk_plan.chunks(dict(zip(self.filled, in_order, strict=True)))
         spans = self._layout.spans
         buffer = self._allocate() if self._buffer is None else self._buffer
         if len(self.filled) < len(spans):
             absent = (span for index, span in enumerate(spans) if index not in self.filled)
             zero([buffer[span.start : span.end] for span in absent])
-        apart = self._apart & self.filled
-        if apart:
-            pieces = self._split(buffer)
-            torch._foreach_copy_(
-                [pieces[index] for index in apart],
-                [_in_memory_order(self._slots[index]) for index in apart],
-            )
+        if apart := self._apart & self.filled:
+            # All ranges in one call, then all copies in one kernel.
+            pieces = buffer.split_with_sizes(self._sizes)[1::2]
+            grads = self._in_memory_order(apart)
+            torch._foreach_copy_([pieces[index] for index in apart], grads)
         return FlatChunks.of(buffer)
 
-    def _split(self, buffer: Tensor) -> list[Tensor]:
-        """The original parameters' ranges of a buffer; in one call."""
-        if not self._sizes:
-            bounds = [bound for span in self._layout.spans for bound in (span.start, span.end)]
-            ends = [*bounds, buffer.numel()]
-            self._sizes = [end - start for start, end in zip([0, *bounds], ends, strict=True)]
-        return list(buffer.split_with_sizes(self._sizes)[1::2])
+    def _in_memory_order(self, indices: set[int]) -> list[Tensor]:
+        """These gradients' elements as they lie, ``(numel,)`` each: all are dense."""
+        slots = [self.slots[index] for index in indices]
+        return [one if one.dim() == 1 else one.as_strided((one.numel(),), (1,)) for one in slots]
 
     def take_intra_reduced(self) -> Tensor | None:
-        """Hand out what was reduced over the intra group alone, if anything was."""
         held, self.intra_reduced = self.intra_reduced, None
         return held
 
     def drop(self) -> None:
-        """Forget everything, after a backward that failed."""
         self._empty()
         self.intra_reduced = None
         self.arrived.clear()
         self.used_by_rank.clear()
 
     def _empty(self) -> None:
-        self._buffer, self._slots, self._apart = None, {}, set()
+        self._buffer, self.slots, self._apart = None, {}, set()
         self.filled.clear()
 
 
@@ -288,10 +246,3 @@ def zero(pieces: list[Tensor]) -> None:
     """Zero all of them; on an accelerator in one kernel."""
     if pieces:
         torch._foreach_zero_(pieces)
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements as they lie, ``(numel,)``; a view, or the tensor itself."""
-    if tensor.dim() == 1:  # most are
-        return tensor
-    return tensor.as_strided((tensor.numel(),), (1,))

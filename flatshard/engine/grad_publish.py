@@ -1,13 +1,8 @@
-"""``GradPublish``: reduced gradients of one flat parameter in, ``.grad`` out.
-
-Also, what waits in the ``GradientBuffer`` under ``no_sync`` shows in ``.grad``, so that
-``zero_grad()`` can drop it.
-"""
+"""``GradPublish``: reduced gradients of one flat parameter in, ``.grad`` out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,64 +10,46 @@ from torch import Tensor, nn
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.offload import DeviceToHost, OffloadTarget
 from flatshard.engine.param_views import ParamViews
+from flatshard.engine.unreduced_grads import UnreducedGrads, edited, original_in, shown_in
 from flatshard.memory.buffers import storage_bytes
 from flatshard.precision.casts import set_grad
-from flatshard.tensor.flat_parameter import FlatParameter, view_of
+from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 
 class GradPublish:
-    """Shows the gradients of one flat parameter in the sharded parameters.
-
-    Attributes:
-        was_edited: whether the user edited gradients here that ``no_sync`` has accumulated, each
-            rank its own. All ranks raise together, when these would be reduced.
-    """
-
     def __init__(
         self, params: ParamViews, grad_buffer: GradientBuffer, target: OffloadTarget
     ) -> None:
-        """Begin without gradients.
-
-        Args:
-            params: whose gradients.
-            grad_buffer: accumulates them.
-            target: where reduced gradients live.
-        """
-        self.was_edited = False
+        self.unreduced = UnreducedGrads(params, grad_buffer)
         self._params, self._buffer = params, grad_buffer
         self._to_host = DeviceToHost(target)
         self._reduced: Tensor | None = None
-        # By index: what was in ``.grad`` before this backward.
+        # By index: what was in `.grad` before this backward.
         self._earlier: list[Tensor | None] = []
-        # By index: what ``.grad`` shows of a gradient that is not reduced, its version then, and
-        # whether ``.grad`` was empty before.
-        self._unreduced: dict[int, tuple[Any, int, bool]] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of reduced gradients, where they were reduced, that are not in ``.grad`` yet."""
+        # Where they were reduced, until they are published.
         return storage_bytes([self._reduced]) if self._to_host.target.is_device else 0
 
     # ------------------------------------------------------------ before a backward
 
     def begin_backward(self) -> None:
-        """Keep earlier gradients apart from those of the backward that begins.
-
-        Only where the sharded parameters compute themselves: autograd would add to them.
-        """
+        """Keep earlier gradients apart from those of the backward that begins."""
         params = self._params
         self._buffer.arrived.clear()
-        self._collect_unreduced()
+        self.unreduced.take_all_back()
+        # Where other parameters are installed for each forward, that checks the places, and
+        # autograd adds nothing to what the sharded ones hold.
         if not params.are_full:
             return
-        params.check_places()  # where others are installed for each forward, that checks
+        params.check_places()
         self._hold_hooks()
-        self._earlier = self._earlier or [None] * len(params.sharded)
-        for index, param in enumerate(params.sharded):
-            if param.grad is not None:
-                self._earlier[index] = param.grad
-                param.grad = None
+        self._show_earlier()  # where a user's hook raised at the end of the last backward
+        self._earlier = [param.grad for param in params.sharded]
+        for param in params.sharded:
+            param.grad = None
 
     @property
     def holds_gradients(self) -> bool:
@@ -80,23 +57,11 @@ class GradPublish:
         return bool(self._buffer.accumulated) or any(g is not None for g in self._earlier)
 
     def _hold_hooks(self) -> None:
-        """Keep users' post-accumulate hooks back: they want the reduced gradient."""
+        # Users' post-accumulate hooks want the reduced gradient.
         for param, spec in zip(self._params.sharded, self._params.specs, strict=True):
             hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
             for key in [k for k, hook in hooks.items() if not hasattr(hook, "of_flatshard")]:
                 spec.post_accumulate_hooks[key] = hooks.pop(key)
-
-    def take_back(self, index: int, grad: Tensor) -> Tensor:
-        """What autograd left in ``.grad``, as a gradient that nothing else shows.
-
-        Autograd may have added to what is shown of the buffer, before anything of this backward
-        could take it back: then that is moved out.
-        """
-        if index not in self._unreduced or self._unreduced[index][0] is not grad:
-            return grad
-        del self._unreduced[index]
-        self._buffer.forget(index)
-        return grad.clone()
 
     # ------------------------------------------------------------ reduced gradients
 
@@ -109,72 +74,69 @@ class GradPublish:
             self._reduced = out if total is None else self._to_host.add(total, out)
 
     def publish(self, used: list[bool]) -> None:
-        """Put the reduced gradients into ``.grad``, adding to what is there.
+        """Put the reduced gradients of what any rank used into ``.grad``, adding to what is there.
 
-        Args:
-            used: per original parameter, whether any rank used it; ``.grad`` of the others stays.
+        ``used`` is per original parameter; ``.grad`` of the others stays.
         """
-        params = self._params
         # On the host: users and the optimizer read `.grad` without a stream.
         self._to_host.wait()
         self._buffer.used_by_rank.clear()
         reduced, self._reduced = self._reduced, None
+        self._show_earlier()
+        if reduced is None:
+            return
+        # One parameter holds the gradients of all, or each its own.
+        shown = used if self._params.use_orig_params else [any(used)]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            if not params.use_orig_params:
-                if reduced is not None and any(used):
-                    self._add_grad(params.sharded[0], FlatShardTensor(reduced, params.flat_spec))
-                return
-            for index, param in enumerate(params.sharded):
-                earlier = self._earlier[index] if self._earlier else None
-                if reduced is not None and used[index]:
-                    self._add_grad(param, self._view(reduced, index), earlier)
-                elif earlier is not None:
-                    set_grad(param, earlier)
-        self._earlier = []
+            for index, (param, is_used) in enumerate(zip(self._params.sharded, shown, strict=True)):
+                if is_used:
+                    self._add_grad(param, shown_in(self._params, index, reduced))
+
+    def show_unreduced(self) -> None:
+        self._show_earlier()
+        self.unreduced.show()
+
+    def _show_earlier(self) -> None:
+        earlier, self._earlier = self._earlier, []
+        if not earlier:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for param, grad in zip(self._params.sharded, earlier, strict=True):
+                if grad is not None:
+                    self._add_grad(param, grad)
+
+    def _add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Publish ``grad``; what was accumulated before, or by the user, stays in it."""
+        if param.grad is not None:
+            grad.add_(param.grad)
+            self._to_host.target.page_out(local_range(grad), local_range(param.grad))
+        set_grad(param, grad)
 
     def published(self, wanted: Collection[int]) -> list[Tensor]:
-        """The gradients in ``.grad``, one per original parameter that has one.
-
-        Args:
-            wanted: ids of the parameters to look at.
+        """Of the ``wanted`` ids, the gradients in ``.grad``, one per original parameter with one.
 
         With ``use_orig_params=False`` they are views of the flat parameter's gradient.
         """
         params = self._params
         with torch._C.DisableTorchFunctionSubclass():
             grads = [param.grad for param in params.sharded if id(param) in wanted]
-            if params.use_orig_params or not grads:
-                return [grad for grad in grads if grad is not None]
-            if grads[0] is None:
-                return []
-            local = local_range(grads[0])
-            return [self._view(local, index) for index in range(len(params.specs))]
-
-    def _view(self, reduced: Tensor, index: int) -> Tensor:
-        """Original parameter ``index``'s range of something of the shard's shape."""
-        params = self._params
-        if params.is_whole:
-            return view_of(reduced, params.layout.spans[index])
-        return FlatShardTensor.in_flat(reduced, params.specs[index])
+            there = [grad for grad in grads if grad is not None]
+            if params.use_orig_params or not there:
+                return there
+            local = local_range(there[0])
+            return [original_in(params, index, local) for index in range(len(params.specs))]
 
     def run_post_accumulate_hooks(self, used: list[bool]) -> None:
-        """Call the users' hooks of every parameter that got a gradient."""
         params = self._params
+        hooks = [spec.post_accumulate_hooks for spec in params.specs]
         if not params.use_orig_params:
             flat = params.sharded[0]
             assert isinstance(flat, FlatParameter)
-            hooked: list[tuple[nn.Parameter, Any]] = (
-                [(flat, flat.post_accumulate_hooks)] if any(used) else []
-            )
-        else:
-            hooked = [
-                (param, spec.post_accumulate_hooks)
-                for param, spec, was_used in zip(params.sharded, params.specs, used, strict=True)
-                if was_used
-            ]
-        for param, hooks in hooked:
-            for hook in list(hooks.values()):
-                hook(param)
+            hooks, used = [flat.post_accumulate_hooks], [any(used)]
+        for param, own, was_used in zip(params.sharded, hooks, used, strict=True):
+            if was_used:
+                for hook in list(own.values()):
+                    hook(param)
 
     def give_hooks_back(self) -> None:
         """Put the hooks that waited where users registered, and may remove, them."""
@@ -186,122 +148,26 @@ class GradPublish:
                     spec.post_accumulate_hooks.clear()
 
     def drop(self) -> None:
-        """Forget gradients that were not published, after a backward that failed."""
         self._buffer.drop()
         self._reduced = None
         for full in self._params.full:
             full.grad = None
         # Not put back: the user may have called zero_grad() since, and would get them again.
         self._earlier = []
-        self.was_edited = False
+        self.unreduced.was_edited = False
         self.give_hooks_back()
-
-    def _add_grad(self, param: nn.Parameter, grad: Tensor, earlier: Tensor | None = None) -> None:
-        """Publish ``grad``; what was accumulated before, or by the user, stays in it."""
-        for present in (param.grad, earlier):
-            if present is not None:
-                grad.add_(present)
-                self._to_host.target.page_out(*(local_range(one) for one in (grad, present)))
-        set_grad(param, grad)
-
-    # ------------------------------------------------------------ gradients not yet reduced
-
-    def show_unreduced(self) -> None:
-        """After a backward under ``no_sync``: let ``.grad`` show that there is something.
-
-        So ``zero_grad()`` can drop it, as under DistributedDataParallel, and a step that would
-        use it is refused.
-        """
-        params, buffer = self._params, self._buffer
-        waiting = buffer.accumulated
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for index, earlier in enumerate(self._earlier):
-                if earlier is not None and index not in waiting:
-                    params.sharded[index].grad, self._earlier[index] = earlier, None
-            # Slots hold full gradients; of what was reduced within a group this rank has a part.
-            in_parts = buffer.intra_reduced is not None or not params.use_orig_params
-            part = buffer.shard_part() if in_parts and waiting else None
-            for index in waiting if params.use_orig_params or not waiting else {0}:
-                param = params.sharded[index]
-                is_view = param.grad is None
-                if is_view:
-                    set_grad(param, self._unreduced_view(index, part))
-                grad: Any = param.grad
-                grad.unreduced_of = params.unit_name
-                self._unreduced[index] = (grad, local_range(grad)._version, is_view)
-        self.give_hooks_back()
-
-    def shows_unreduced(self) -> bool:
-        """Whether any ``.grad`` lacks, or is nothing but, local gradients that are not reduced."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return any(
-                self._params.sharded[index].grad is shown
-                for index, (shown, *_) in self._unreduced.items()
-            )
-
-    def _unreduced_view(self, index: int, part: Tensor | None) -> Tensor:
-        params, device = self._params, self._params.sharded[0].device
-        if part is not None:
-            part = part.to(device)
-            if not params.use_orig_params:
-                return FlatShardTensor(part, params.flat_spec)
-            return self._view(part, index)
-        slot, dtype = self._buffer.slot(index), params.sharded[index].dtype
-        if params.is_whole:
-            return slot.to(device, dtype).view(slot.shape)
-        # Cut first: a view of a full cast would keep all of that alive.
-        part = params.specs[index].slice(slot).to(device, dtype)
-        return FlatShardTensor(part, params.specs[index])
-
-    def _collect_unreduced(self) -> None:
-        """Take back what ``show_unreduced`` showed; what the user dropped is forgotten.
-
-        Sets ``was_edited``: what reached only this rank's part was not meant for all.
-        """
-        params = self._params
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            everything = range(len(params.specs))
-            for index in list(self._buffer.accumulated if params.use_orig_params else [0]):
-                param = params.sharded[index]
-                shown, version, is_view = self._unreduced.pop(index, (None, 0, False))
-                if shown is None:
-                    continue
-                dropped = param.grad is None
-                local = local_range(shown)
-                replaced = not dropped and param.grad is not shown
-                if replaced or (not dropped and local._version != version):
-                    is_edited = replaced or bool(local.any())
-                    self.was_edited |= is_edited
-                    dropped = not is_edited
-                # It may go on as an ordinary gradient, which a step must accept.
-                del shown.unreduced_of
-                if is_view and not replaced:
-                    param.grad = None
-                if dropped:
-                    for one in [index] if params.use_orig_params else everything:
-                        self._buffer.forget(one)
-                        if self._earlier:
-                            self._earlier[one] = None
-            self.was_edited &= bool(self._buffer.accumulated)
 
     # ------------------------------------------------------------ conversion
 
-    def take_off(self, fn: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+    def take_off(self) -> list[Tensor | None]:
         """Take every ``.grad`` off before the sharded parameters show other memory.
-
-        Args:
-            fn: what converts the shard, and gradients.
-
-        Returns:
-            For ``put_back``: what was in ``.grad``, not converted.
 
         Raises:
             RuntimeError: what was accumulated under ``no_sync`` was edited.
         """
-        self._collect_unreduced()
-        if self.was_edited:
-            raise edited(self._params.unit_name)
-        self._earlier = [None if g is None else fn(g) for g in self._earlier]
+        self.unreduced.take_all_back()
+        if self.unreduced.was_edited:
+            raise edited(self._params.link.unit_name)
         grads = [param.grad for param in self._params.sharded]
         for param in self._params.sharded:
             param.grad = None
@@ -320,13 +186,5 @@ class GradPublish:
     def replace_buffer(self, grad_buffer: GradientBuffer) -> None:
         """Show another buffer from now on, which takes over what the present one accumulated."""
         grad_buffer.take_over(self._buffer)
-        self._buffer = grad_buffer
-        self.show_unreduced()
-
-
-def edited(unit_name: str) -> RuntimeError:
-    """The error for accumulated gradients that were edited."""
-    return RuntimeError(
-        f"unit {unit_name!r}: gradients accumulated under no_sync were edited before they were "
-        "reduced. Edit them after a backward outside of no_sync."
-    )
+        self._buffer, self.unreduced = grad_buffer, UnreducedGrads(self._params, grad_buffer)
+        self.unreduced.show()

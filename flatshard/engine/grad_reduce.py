@@ -20,9 +20,11 @@ from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.flat_chunks import FlatChunks
+from flatshard.comm.requests import Gather, ReduceScatter
 from flatshard.comm.topology import Topology
-from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends
+from flatshard.comm.work import AsyncWork, CollectiveError
 from flatshard.engine.grad_buffer import zero
+from flatshard.engine.run_link import RunLink
 from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.buffers import storage_bytes
 from flatshard.plan.layout import FlatLayout
@@ -30,72 +32,54 @@ from flatshard.plan.layout import FlatLayout
 
 @dataclass(frozen=True)
 class CommHook:
-    """What a user put in the place of the usual reduction of a flat parameter.
+    """What a user put in the place of the usual reduction of a flat parameter."""
 
-    Attributes:
-        reduce_dtype: in which gradients are reduced; None: as without a hook.
-        reduce: called with unsharded gradients, ``(padded_numel,)`` in the reduce dtype, and the
-            unit's name; returns their average over all ranks, this rank's ``(shard_numel,)``, in
-            any dtype. Collective, over when it returns. None: the usual reduction.
-    """
-
+    # In which gradients are reduced; None: as without a hook.
     reduce_dtype: torch.dtype | None = None
+    # Called with unsharded gradients, `(padded_numel,)` in the reduce dtype, and the unit's name;
+    # returns their average over all ranks, this rank's `(shard_numel,)`, in any dtype. Collective,
+    # over when it returns. None: the usual reduction.
     reduce: Callable[[Tensor, str], Tensor] | None = None
 
 
 @dataclass
 class ReducePlan:
-    """How the gradients of one flat parameter are reduced.
+    """How the gradients of one flat parameter are reduced."""
 
-    Attributes:
-        unit_fqn: the unit's name.
-        layout: where each original parameter lies.
-        topology: the ranks that gradients are averaged over.
-        reduce_dtype: in which gradients are sent.
-        device: where they are reduced.
-        tags: the flat parameter's numbers in the intra, the inter and the replicate group.
-        fixed_order: whether to add in rank order also where the backend would add.
-        hook: a user's function that reduces instead, see ``CommHook``.
-        output: memory of published gradients that users have dropped, for the next ones; None:
-            what is reduced is copied elsewhere, so any memory will do.
-        pending_sends: what other ranks may still be reading from this one.
-    """
-
-    unit_fqn: str
+    link: RunLink
     layout: FlatLayout
     topology: Topology
     reduce_dtype: torch.dtype
     device: torch.device
-    tags: tuple[int, int, int]
-    fixed_order: bool
-    hook: Callable[[Tensor, str], Tensor] | None
+    tags: tuple[int, int, int]  # in the intra, the inter and the replicate group
+    fixed_order: bool  # add in rank order also where the backend would add
+    hook: Callable[[Tensor, str], Tensor] | None  # reduces instead, see `CommHook`
+    # Memory of published gradients that users have dropped, for the next ones; None: what is
+    # reduced is copied elsewhere, so any memory will do.
     output: BufferCache | None
-    pending_sends: PendingSends
 
     @property
     def min_chunk_bytes(self) -> int | None:
         """Size from which the transport reads a gradient where it is; None: from one buffer."""
         if self.hook is not None:
             return None
-        return self.topology.intra_group.min_chunk_bytes(self.tags[0], self.reduce_dtype)
+        transport = self.topology.intra_group.transport_for(tag=self.tags[0])
+        return transport.min_chunk_bytes(self.reduce_dtype)
+
+    @property
+    def intra_numel(self) -> int:
+        """Elements that this rank has after the first stage, from ``intra_start`` on."""
+        return self.layout.padded_numel // self.topology.intra_group.size
 
     @property
     def intra_start(self) -> int:
-        """First element of the flat parameter that this rank has after the first stage."""
-        intra = self.topology.intra_group
-        return intra.rank * (self.layout.padded_numel // intra.size)
-
-    def give_back(self) -> None:
-        """Free memory that is kept for the next gradients."""
-        if self.output is not None:
-            self.output.give_back()
+        return self.topology.intra_group.rank * self.intra_numel
 
     @property
     def adds_replicas(self) -> bool:
         """Whether replicas' averages are added up in parts, which are then all-gathered."""
-        return self.topology.replicate.adds_all_reduces(
-            self.reduce_dtype, self.device, fixed_order=self.fixed_order
-        )
+        replicate, dtype = self.topology.replicate, self.reduce_dtype
+        return replicate.size > 1 and (self.fixed_order or self.sum_dtype(replicate) is not dtype)
 
     @property
     def is_unordered(self) -> bool:
@@ -104,7 +88,7 @@ class ReducePlan:
         groups = topology.intra_group, topology.inter_group, topology.replicate
         return (
             self.hook is None
-            and all(group.is_unordered(self.device) for group in groups)
+            and not any(group.transport_for(self.device).is_ordered for group in groups)
             and (topology.replicate.size == 1 or self.adds_replicas)
         )
 
@@ -112,16 +96,21 @@ class ReducePlan:
         """Bytes that a reduction holds until it is finished."""
         # To send and to receive, unless the backend adds up as it receives. An accelerator's then
         # has two units under way, without which its host would be too little ahead of it.
-        adds = self.topology.intra_group.is_stream_ordered(self.device) and not self.fixed_order
+        transport = self.topology.intra_group.transport_for(self.device)
+        adds = transport.stream_waits(self.device) and not self.fixed_order
         return (1 if adds else 2) * chunks.numel * self.reduce_dtype.itemsize
 
     def sum_dtype(self, comm: Communicator) -> torch.dtype:
-        """In which a reduction over ``comm`` adds up and gives its part."""
-        return comm.sum_dtype(self.reduce_dtype, self.device, fixed_order=self.fixed_order)
+        transport = comm.transport_for(self.device)
+        return transport.sum_dtype(self.reduce_dtype, fixed_order=self.fixed_order)
 
-    def new_output(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised memory, ``(numel,)``, for a gradient that is published."""
-        if self.output is None:
+    def give_back(self) -> None:
+        if self.output is not None:
+            self.output.give_back()
+
+    def new_output(self, numel: int, dtype: torch.dtype, *, is_last: bool = True) -> Tensor:
+        # Only what is published needs memory that users may hold on to, not what crosses.
+        if self.output is None or not is_last:
             return torch.empty(numel, dtype=dtype, device=self.device)
         return self.output.take(numel, dtype, self.device)
 
@@ -135,38 +124,32 @@ class ReducePlan:
     def reduce_by_hook(self, chunks: FlatChunks) -> Tensor:
         """Let the user's function reduce; returns ``(shard_numel,)``. Collective."""
         assert self.hook is not None, "there is one"
-        assert chunks.parts[0] is not None, "hooks get one buffer"
+        (buffer,) = chunks.tensors
         with torch.no_grad():
             # A hook may have put noise into the padding.
-            return self.zero_padding(self.hook(chunks.parts[0], self.unit_fqn), self.topology.index)
+            return self.zero_padding(self.hook(buffer, self.link.unit_name), self.topology.index)
 
 
 class GradReduce:
-    """One flat parameter's gradients on their way through the stages; see the note.
-
-    Attributes:
-        hold: whether it ends with the first stage, whose result waits for a later backward.
-        is_finished: whether ``finish`` was called.
-    """
+    """One flat parameter's gradients on their way through the stages; see the note."""
 
     def __init__(
-        self, plan: ReducePlan, chunks: FlatChunks, *, hold: bool, held: Tensor | None
+        self,
+        plan: ReducePlan,
+        chunks: FlatChunks,  # not to be touched until the end
+        *,
+        hold: bool,  # stop after the first stage, whose result waits for a later backward
+        held: Tensor | None,  # what earlier first stages gave, to be added before the second
     ) -> None:
-        """Start the first stage.
-
-        Collective: all ranks of the unit, in the same order of calls.
-
-        Args:
-            plan: how.
-            chunks: the gradients; not to be touched until the end.
-            hold: stop after the first stage.
-            held: what earlier first stages gave, to be added before the second.
-        """
+        """Start the first stage. Collective: all ranks of the unit, in the same order of calls."""
         self.hold, self.is_finished = hold, False
         self._plan, self._held = plan, held
-        self._computed = _event_after(chunks)
-        topology, intra_group = plan.topology, plan.topology.intra_group
-        self._work = AsyncWork([], plan.unit_fqn)
+        self._computed: torch.Event | None = None
+        if plan.device.type == "cuda":
+            self._computed = torch.Event(plan.device)
+            self._computed.record()  # on the stream that is current on its device
+        intra_group, across = plan.topology.intra_group, plan.topology.across
+        self._work = AsyncWork([], plan.link.unit_name)
         with torch.no_grad():
             if intra_group.size > 1:
                 self._out = self._new_intra_part(chunks)
@@ -174,32 +157,26 @@ class GradReduce:
             else:
                 (self._out,) = chunks.tensors
             self._stages = [self._work]
-            self._replica_part: Tensor | None = None  # until it is all-gathered
-            self._replicated_numel = 0
-            across = topology.inter_group if topology.inter_group.size > 1 else topology.replicate
             # Of all models: which first stage is over first may differ between ranks.
             self._queue = across.second_stages
-            # gloo moves an accelerator's tensors, too, but the host waits for it.
-            self._streams_wait = across.is_stream_ordered(self._out.device)
-            self._must_cross = topology.crosses and not hold
+            self._must_cross = across.size > 1 and not hold
+            self._must_gather = False  # what the second stage gives of the replicas' average
             self._read_behind: list[object] = []
-            if self._must_cross:
-                self._queue.append(self)
-                if intra_group.size == 1 or self._streams_wait:
-                    # A side stream waits for what reads these, the stream that they are freed on
-                    # does not before `finish`: until then their memory must not be reused.
-                    self._read_behind = [chunks, held, *self._work.kept]
-                    self._cross_behind()
+            if not self._must_cross:
+                return
+            self._queue.append(self)
+            # gloo moves an accelerator's tensors, too, but the host waits for it.
+            device = self._out.device
+            if across.transport_for(device).stream_waits(device):
+                self._cross_behind(chunks)
+            elif intra_group.size == 1:  # nothing to wait for
+                self.cross()
 
     def _new_intra_part(self, chunks: FlatChunks) -> Tensor:
         """Where this rank's part of the first stage goes; only its padding has values."""
         plan, intra_group = self._plan, self._plan.topology.intra_group
-        numel, dtype = plan.layout.padded_numel // intra_group.size, plan.sum_dtype(intra_group)
-        # Only what is published needs memory that users may hold on to, not what crosses.
-        if plan.topology.inter_group.size > 1 or plan.adds_replicas:
-            part = torch.empty(numel, dtype=dtype, device=plan.device)
-        else:
-            part = plan.new_output(numel, dtype)
+        is_last = plan.topology.inter_group.size == 1 and not plan.adds_replicas
+        part = plan.new_output(plan.intra_numel, plan.sum_dtype(intra_group), is_last=is_last)
         if chunks.ranges != [(0, chunks.numel)]:
             plan.zero_padding(part, intra_group.rank)  # no chunk covers it
         return part
@@ -208,19 +185,17 @@ class GradReduce:
         self, comm: Communicator, chunks: FlatChunks, tag: int, kind: str = "reduce"
     ) -> AsyncWork:
         """Start to fill ``_out`` with this rank's part of the average over ``comm``."""
-        unit_fqn, fixed_order = self._plan.unit_fqn, self._plan.fixed_order
+        unit_fqn, fixed_order = self._plan.link.unit_name, self._plan.fixed_order
         return comm.reduce_scatter(
-            chunks, self._out, unit_fqn=unit_fqn, tag=tag, fixed_order=fixed_order, kind=kind
+            ReduceScatter(chunks, self._out, unit_fqn, tag, fixed_order, kind)
         )
 
-    def _cross_behind(self) -> None:
-        """Queue the later stages behind the first at once, where none holds up the host."""
-        if not self._streams_wait:
-            self.cross()
-            return
-        waits = self._plan.topology.intra_group.size > 1 or self._plan.adds_replicas
-        side = _side_stream(self._out) if waits else None
-        with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
+    def _cross_behind(self, chunks: FlatChunks) -> None:
+        """Queue the later stages behind the first at once, as none holds up the host."""
+        # A side stream waits for what reads these, the stream that they are freed on does not
+        # before `finish`: until then their memory must not be reused.
+        self._read_behind = [chunks, self._held, *self._work.kept]
+        with torch.cuda.stream(_side_stream(self._out)):
             self.cross()
             self._read_behind += self._work.kept
             self._gather_replicas()
@@ -234,8 +209,8 @@ class GradReduce:
             self._queue[0]._begin_second()
 
     def _begin_second(self) -> None:
-        plan, topology = self._plan, self._plan.topology
-        self._work.wait(plan.pending_sends)
+        plan, across = self._plan, self._plan.topology.across
+        self._work.wait(plan.link.pending_sends)
         self._queue.popleft()
         self._must_cross = False
         if self._held is not None:
@@ -243,40 +218,30 @@ class GradReduce:
             self._out.add_(self._held)
             self._held = None
         self._out = values = self._out.to(plan.reduce_dtype)
-        if topology.inter_group.size > 1:
-            numel, dtype = (
-                values.numel() // topology.inter_group.size,
-                plan.sum_dtype(topology.inter_group),
-            )
-            self._out = values.new_empty(numel, dtype=dtype)
-            self._work = self._reduce_scatter(
-                topology.inter_group, FlatChunks.of(values), plan.tags[1]
-            )
-        elif plan.adds_replicas:
-            self._work = self._average_replicas(values)
+        if across is plan.topology.replicate and not plan.adds_replicas:
+            self._work = across.all_reduce(values, unit_fqn=plan.link.unit_name)
         else:
-            self._work = topology.replicate.all_reduce(values, unit_fqn=plan.unit_fqn)
+            chunks = FlatChunks.of(_padded(values, across.size))
+            self._out = values.new_empty(chunks.numel // across.size, dtype=plan.sum_dtype(across))
+            self._must_gather = across is plan.topology.replicate
+            tag, kind = (
+                (plan.tags[2], "all_reduce") if self._must_gather else (plan.tags[1], "reduce")
+            )
+            self._work = self._reduce_scatter(across, chunks, tag, kind)
         self._stages.append(self._work)
-
-    def _average_replicas(self, values: Tensor) -> AsyncWork:
-        """Start to fill this rank's part of the replicas' average."""
-        replicate = self._plan.topology.replicate
-        chunks = FlatChunks.of(_padded(values, replicate.size))
-        dtype = self._plan.sum_dtype(replicate)
-        self._out = values.new_empty(chunks.numel // replicate.size, dtype=dtype)
-        self._replica_part, self._replicated_numel = self._out, values.numel()
-        return self._reduce_scatter(replicate, chunks, self._plan.tags[2], kind="all_reduce")
 
     def _gather_replicas(self) -> None:
         """Wait for this rank's part of the replicas' average and start the third stage, if any."""
-        part, self._replica_part = self._replica_part, None
-        if part is None:
+        if not self._must_gather:
             return
-        plan, replicate = self._plan, self._plan.topology.replicate
-        self._work.wait(plan.pending_sends)
+        self._must_gather = False
+        plan, replicate, part = self._plan, self._plan.topology.replicate, self._out
+        self._work.wait(plan.link.pending_sends)
         full = plan.new_output(part.numel() * replicate.size, part.dtype)
-        self._out = full[: self._replicated_numel]  # without the zeros of `_padded`
-        self._work = replicate.gather_reduced(part, full, unit_fqn=plan.unit_fqn, tag=plan.tags[2])
+        self._out = full[: plan.intra_numel]  # without the zeros of `_padded`
+        self._work = replicate.all_gather(
+            Gather(part, full, plan.link.unit_name, plan.tags[2], "", exact=True, reduced=True)
+        )
         self._stages.append(self._work)
 
     def advance(self) -> bool:
@@ -291,8 +256,7 @@ class GradReduce:
         return not self._must_cross
 
     def done(self) -> bool:
-        """Whether ``finish`` would return at once."""
-        return not self._must_cross and self._replica_part is None and self._work.done()
+        return not (self._must_cross or self._must_gather) and self._work.done()
 
     def tells_when_done(self) -> bool:
         """Whether ``done`` can become true by itself."""
@@ -311,7 +275,7 @@ class GradReduce:
         with torch.no_grad():
             self.cross()
             self._gather_replicas()
-            self._work.wait(self._plan.pending_sends)
+            self._work.wait(self._plan.link.pending_sends)
         self._read_behind = []  # this stream has waited, so their memory may be used again
         out = self._out
         del self._out  # what is copied to the host must not stay on the device until the end
@@ -331,25 +295,14 @@ class GradReduce:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of gradients here, also of those that other ranks are still reading."""
         kept = [one for work in self._stages for one in work.kept]
         return storage_bytes(kept if self.is_finished else [self._out, *kept])
 
 
 def _padded(values: Tensor, size: int) -> Tensor:
-    """With as many zeros behind them as make them divide by ``size``; themselves if they do."""
+    """With as many zeros behind them as make them divide by ``size``."""
     missing = -values.numel() % size
     return torch.cat([values, values.new_zeros(missing)]) if missing else values
-
-
-def _event_after(chunks: FlatChunks) -> torch.Event | None:
-    """The event at which an accelerator has computed ``chunks``."""
-    device = next((part.device for part in chunks.tensors), None)
-    if device is None or device.type != "cuda":
-        return None
-    event = torch.Event(device)
-    event.record()  # on the stream that is current on its device
-    return event
 
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}

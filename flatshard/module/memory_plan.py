@@ -2,41 +2,33 @@
 
 It allocates nothing and does not communicate: the model may be on the meta device. The prediction
 excludes activations, and the memory of libraries and of the interpreter.
-
-[Note: the peak of a step]
-Forward and backward follow the order of the units. A unit that reshards after forward is unsharded
-together with those around it, and with at most two neighbours: while backward of one ends and that
-of the next begins, prefetch unshards a third. The root and units that do not reshard after forward
-stay unsharded. The peak of gradients has the root's unsharded gradient; those of two units whose
-reductions overlap, each with a send and a receive buffer; and the reduced shards of all units.
-Ranks on one host that map one another's shards hold less.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from flatshard.comm.communicator import ALONE
-from flatshard.comm.topology import Ranks
+from flatshard.comm.ranks import Ranks
 from flatshard.diagnostics.unit_report import show_bytes, tabulate
+from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.settings import Settings, read_strategy
 from flatshard.options.collectives import TransportOptions, as_coalesce_bytes
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
-from flatshard.plan.ignored import Ignored
 from flatshard.plan.param_info import layout_of
 from flatshard.plan.wrap import Policy
 from flatshard.tensor.sharded_tensor import FlatShardTensor
+
+_ROWS = 24  # units that a table lists; of more, it omits those in the middle
 
 
 @dataclass(frozen=True)
@@ -116,12 +108,14 @@ class MemoryPlan:
     @property
     def peak_gathered_bytes(self) -> int:
         """Peak of unsharded parameters and secondary shards."""
+        # The root and units that do not reshard after forward stay unsharded. The others are
+        # unsharded with those around them and at most two neighbours: while backward of one ends
+        # and that of the next begins, prefetch unshards a third. Ranks on one host that map one
+        # another's shards hold less.
         staying = sum(unit.gathered_bytes for unit in self.units if not unit.is_freed)
         secondary = sum(unit.secondary_bytes for unit in self.units)
         resharded = [unit for unit in self.units if unit.is_freed]
-        # See [Note: the peak of a step].
-        moments = _windows(resharded, 3)
-        return staying + secondary + max(map(self._unsharded_at_once, moments), default=0)
+        return staying + secondary + max(map(self._unsharded_at_once, _windows(resharded, 3)))
 
     @property
     def peak_gradient_bytes(self) -> int:
@@ -129,7 +123,7 @@ class MemoryPlan:
         reduced = sum(unit.reduced_bytes for unit in self.units)
         # The root's reduction ends backward, after those of the other units.
         moments = [*_windows(self.units[:-1], 2), self.units[-1:]]
-        return reduced + max(map(self._gradients_at_once, moments), default=0)
+        return reduced + max(map(self._gradients_at_once, moments))
 
     @property
     def peak_bytes(self) -> int:
@@ -141,55 +135,47 @@ class MemoryPlan:
     def _without_gradients(self) -> int:
         return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes
 
-    @cached_property
-    def _by_name(self) -> dict[str, UnitMemory]:
-        return {unit.name: unit for unit in self.units}
-
     def _around(self, inner: Sequence[UnitMemory]) -> list[UnitMemory]:
         """The units that contain these, without them."""
-        names = {name for one in inner for name in _names_around(one.name)}
+        names = set()
+        for name in {one.name for one in inner}:
+            while name:
+                name = name.rpartition(".")[0]
+                names.add(name)
         names -= {one.name for one in inner}
-        return [self._by_name[name] for name in names if name in self._by_name]
+        return [unit for unit in self.units if unit.name in names]
 
     def _unsharded_at_once(self, units: Sequence[UnitMemory]) -> int:
         around = [unit for unit in self._around(units) if unit.is_freed]
         return sum(unit.gathered_bytes for unit in (*units, *around))
 
     def _gradients_at_once(self, units: Sequence[UnitMemory]) -> int:
-        """Unsharded gradients of units in backward, and buffers of reductions in flight."""
+        # Those that fill, and a send and a receive buffer of each reduction in flight.
         filling = sum(unit.whole_gradient_bytes for unit in self._around(units))
         # NO_SHARD: the all-reduce works in place.
-        under_way = [unit for unit in units if unit.reduced_bytes < unit.whole_gradient_bytes]
-        results = sum(unit.crossing_bytes - unit.reduced_bytes for unit in under_way)
-        return filling + results + 2 * sum(unit.whole_gradient_bytes for unit in under_way)
+        in_flight = [unit for unit in units if unit.reduced_bytes < unit.whole_gradient_bytes]
+        results = sum(unit.crossing_bytes - unit.reduced_bytes for unit in in_flight)
+        return filling + results + 2 * sum(unit.whole_gradient_bytes for unit in in_flight)
 
     def __str__(self) -> str:
         header = ("unit", "elements", "parameters", "gradients", "optimizer", "unsharded")
         rows = [
-            (
-                unit.name or "(root)",
-                f"{unit.numel:,}",
-                show_bytes(unit.parameter_bytes),
-                show_bytes(unit.gradient_bytes),
-                show_bytes(unit.optimizer_bytes),
-                show_bytes(unit.gathered_bytes),
-            )
+            _row(unit.name or "(root)", unit, show_bytes(unit.gathered_bytes))
             for unit in self.units
         ]
-        totals = (
-            "total",
-            f"{self.numel:,}",
-            show_bytes(self.parameter_bytes),
-            show_bytes(self.gradient_bytes),
-            show_bytes(self.optimizer_bytes),
-            f"peak {show_bytes(self.peak_gathered_bytes)}",
-        )
-        table = tabulate([header, *_shortened(rows), totals], numbers=range(1, len(header)))
+        if len(rows) > _ROWS:
+            rows[_ROWS // 2 : -_ROWS // 2] = [(f"... {len(rows) - _ROWS} more", *5 * ("",))]
+        rows.append(_row("total", self, f"peak {show_bytes(self.peak_gathered_bytes)}"))
         return (
-            f"{table}\n"
+            f"{tabulate([header, *rows], numbers=range(1, 6))}\n"
             f"each rank: persistent memory {show_bytes(self.persistent_bytes)}, peak "
             f"{show_bytes(self.peak_bytes)}, without activations"
         )
+
+
+def _row(name: str, one: UnitMemory | MemoryPlan, unsharded: str) -> tuple[str, ...]:
+    sizes = one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes
+    return name, f"{one.numel:,}", *map(show_bytes, sizes), unsharded
 
 
 def predict(
@@ -245,103 +231,66 @@ def predict(
         broadcast_buffers=True,
         device=torch.device("meta"),
     )
-    plan = ModelPlan(model, auto_wrap_policy, settings, Ignored(), set())
-    units = [
-        _unit_memory(unit, _Shares.of(unit.settings, world_size), optimizer_bytes)
-        for unit in plan.units
-    ]
+    plan = ModelPlan(UnwrappedModel(model, auto_wrap_policy), settings)
+    units = [_unit_memory(unit, world_size, optimizer_bytes) for unit in plan.units]
     buffers = {id(one): one for one in model.buffers()}.values()
     return MemoryPlan(tuple(units), sum(one.nbytes for one in buffers))
 
 
-class _Shares(NamedTuple):
-    """Sizes of groups.
-
-    Attributes:
-        shard: of the shard group, which splits parameters, gradients and optimizer state.
-        intra: of the group that all-gathers: a node with HYBRID strategies.
-    """
-
-    shard: int
-    intra: int
-
-    @classmethod
-    def of(cls, settings: Settings, world_size: int) -> _Shares:
-        placement, per_node = settings.placement, settings.ranks.ranks_per_node
-        if not placement.sharded:
-            return cls(1, 1)
-        if not placement.hybrid:
-            return cls(world_size, world_size)
-        if per_node is None or per_node < 1 or world_size % per_node:
-            raise ValueError(
-                f"predict: {settings.strategy.name} needs ranks_per_node, a divisor of "
-                f"world_size={world_size}, got {per_node}"
-            )
-        return cls(world_size if placement.over_all else per_node, per_node)
+def _group_sizes(settings: Settings, world_size: int) -> tuple[int, int]:
+    """Ranks that share a unit's shards, and ranks that all-gather: a node with HYBRID ones."""
+    placement, per_node = settings.placement, settings.ranks.ranks_per_node
+    if not placement.sharded:
+        return 1, 1
+    if not placement.hybrid:
+        return world_size, world_size
+    if per_node is None or per_node < 1 or world_size % per_node:
+        raise ValueError(
+            f"predict: {settings.strategy.name} needs ranks_per_node, a divisor of "
+            f"world_size={world_size}, got {per_node}"
+        )
+    return world_size if placement.over_all else per_node, per_node
 
 
-def _unit_memory(unit: PlannedUnit, shares: _Shares, optimizer_bytes: float | None) -> UnitMemory:
+def _unit_memory(unit: PlannedUnit, world_size: int, optimizer_bytes: float | None) -> UnitMemory:
+    num_shards, num_gathering = _group_sizes(unit.settings, world_size)
     placement = unit.settings.placement
     is_freed = placement.sharded and placement.reshard_after_forward and unit.name != ""
-    total: Counter[str] = Counter()
+    total = {one.name: 0 for one in dataclasses.fields(UnitMemory) if one.name.endswith("_bytes")}
     for kind, owned in unit.flat_params.items():
-        layout = layout_of(owned, shares.shard)
+        layout = layout_of(owned, num_shards)
         shard_numel, itemsize = layout.shard_numel, kind.dtype.itemsize
         compute_dtype = kind.precision.unsharded_dtype(kind.dtype)
         unsharded = layout.padded_numel * compute_dtype.itemsize
         # If one rank holds all parameters, uncast, modules compute with the shard itself.
-        is_unsharded = shares.shard > 1 or compute_dtype != kind.dtype
-        total["parameter"] += shard_numel * itemsize
-        total["gathered"] += unsharded * is_unsharded
+        is_unsharded = num_shards > 1 or compute_dtype != kind.dtype
+        total["parameter_bytes"] += shard_numel * itemsize
+        total["gathered_bytes"] += unsharded * is_unsharded
         if placement.over_all:
-            total["kept"] += unsharded // shares.intra
+            total["kept_bytes"] += unsharded // num_gathering
         elif not placement.reshard_after_backward:
-            total["kept"] += unsharded * is_unsharded
+            total["kept_bytes"] += unsharded * is_unsharded
         if placement.regather_size and is_freed:
-            total["secondary"] += unsharded // placement.regather_size
+            total["secondary_bytes"] += unsharded // placement.regather_size
         if kind.requires_grad:
             reduced_itemsize = kind.precision.reduced_dtype(kind.dtype).itemsize
             each = 2 * itemsize if optimizer_bytes is None else optimizer_bytes
-            total["gradient"] += shard_numel * itemsize
-            total["optimizer"] += math.ceil(shard_numel * each)
-            total["whole_gradient"] += layout.padded_numel * reduced_itemsize
-            total["crossing"] += layout.padded_numel * reduced_itemsize // shares.intra
-            total["reduced"] += shard_numel * reduced_itemsize
+            total["gradient_bytes"] += shard_numel * itemsize
+            total["optimizer_bytes"] += math.ceil(shard_numel * each)
+            total["whole_gradient_bytes"] += layout.padded_numel * reduced_itemsize
+            total["crossing_bytes"] += layout.padded_numel * reduced_itemsize // num_gathering
+            total["reduced_bytes"] += shard_numel * reduced_itemsize
     if placement.over_all:
-        total["secondary"] += total["kept"]
+        total["secondary_bytes"] += total["kept_bytes"]
     return UnitMemory(
         name=unit.name,
         strategy=unit.settings.strategy.name,
         numel=sum(one.param.numel() for one in unit.owned),
         is_freed=is_freed,
-        **{f"{kind}_bytes": total[kind] for kind in _KINDS},
+        **total,
     )
-
-
-_KINDS = (
-    *("parameter", "gradient", "optimizer", "kept", "gathered"),
-    *("whole_gradient", "crossing", "reduced", "secondary"),
-)
-
-
-def _names_around(name: str) -> Iterator[str]:
-    """The names of the modules that contain a module, up to the root."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _windows(units: Sequence[UnitMemory], length: int) -> list[Sequence[UnitMemory]]:
     """Every ``length`` consecutive units; if there are fewer, all units."""
-    return [units[i : i + length] for i in range(max(1, len(units) - length + 1)) if units]
-
-
-_ROWS = 24
-"""Units that a table lists; with more, it omits those in the middle."""
-
-
-def _shortened(rows: list[Any]) -> list[Any]:
-    if len(rows) <= _ROWS:
-        return rows
-    omitted = (f"... {len(rows) - _ROWS} more", *("" for _ in rows[0][1:]))
-    return [*rows[: _ROWS // 2], omitted, *rows[-_ROWS // 2 :]]
+    return [units[i : i + length] for i in range(max(1, len(units) - length + 1))]

@@ -6,58 +6,42 @@ It changes nothing, reads no values and does not communicate: the model may be o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from flatshard.module.settings import Settings, check_quantised
+from flatshard.module.inspection import UnwrappedModel
+from flatshard.module.settings import Settings
 from flatshard.options.precision import ParamPrecision
 from flatshard.plan.coalescing import coalesce, is_apart
-from flatshard.plan.ignored import Ignored
 from flatshard.plan.module_tree import name_of
 from flatshard.plan.param_info import ParamInfo, find_owners
-from flatshard.plan.wrap import Policy, UnitPlan, find_units
+from flatshard.plan.wrap import UnitPlan, find_units
 from flatshard.precision.overrides import PrecisionPlan
 
 
 class FlatParamKind(NamedTuple):
-    """What the parameters of one flat parameter have in common.
-
-    Attributes:
-        dtype: their dtype.
-        requires_grad: their ``requires_grad``.
-        precision: the dtypes of their all-gathers and reductions.
-        apart: the id of the only parameter if it is reduced by itself, else 0.
-    """
+    """What the parameters of one flat parameter have in common."""
 
     dtype: torch.dtype
     requires_grad: bool
     precision: ParamPrecision
-    apart: int
+    apart: int  # the id of the only parameter if it is reduced by itself, else 0
 
 
 @dataclass
 class PlannedUnit:
-    """One unit.
-
-    Attributes:
-        members: its modules; several if they are coalesced.
-        settings: the settings of its modules.
-        owned: the parameters that its modules own.
-        flat_params: the owned parameters by flat parameter.
-    """
+    """One unit: its modules (several if they are coalesced) and the parameters that they own."""
 
     members: Sequence[UnitPlan]
     settings: Settings
     owned: Sequence[ParamInfo]
-    flat_params: dict[FlatParamKind, list[ParamInfo]] = field(default_factory=dict)
+    flat_params: dict[FlatParamKind, list[ParamInfo]]
 
     @property
     def names(self) -> list[str]:
-        """The names of its modules."""
         return [plan.name for plan in self.members]
 
     @property
@@ -69,77 +53,47 @@ class PlannedUnit:
 class ModelPlan:
     """The units of one module.
 
-    Args:
-        module: what to wrap; may contain units.
-        policy: which submodules become units.
-        settings: for the whole module; the policy may change them for a unit.
-        ignored: the modules and parameters to ignore.
-        left_alone: ids of the ignored tensors, and of parameters that units inside own.
-
-    Attributes:
-        chosen: the modules that the policy chose, in the order of the model.
-        without_params: chosen modules that own no parameter, and so become no unit.
-        units: all units in registration order, the root last.
-        precision: the dtypes of all modules and parameters.
-        all_settings: the settings of the module, then those of each chosen module.
-
-    Raises:
-        ValueError: the policy sets a keyword in which units of one model cannot differ.
+    Raises ValueError if the policy sets a keyword in which units of one model cannot differ.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        policy: Policy | None,
-        settings: Settings,
-        ignored: Ignored,
-        left_alone: set[int],
-    ) -> None:
-        self.chosen = [] if policy is None else find_units(module, policy, **ignored.keywords())
-        of_module = {plan.module: settings.override(plan) for plan in self.chosen}
-        self.all_settings = [settings, *of_module.values()]
-        for name, one in zip(["", *(p.name for p in self.chosen)], self.all_settings, strict=True):
-            check_quantised(name, one)
-        owners = find_owners(module, list(of_module), left_alone)
-        policies = {unit: one.precision for unit, one in of_module.items()}
-        self.precision = PrecisionPlan(module, {module: settings.precision, **policies}, left_alone)
+    def __init__(self, model: UnwrappedModel, settings: Settings) -> None:
+        module, left_alone = model.module, model.left_alone
+        root = UnitPlan("", module)
+        self.chosen: list[UnitPlan] = []  # by the policy, in the order of the model
+        if model.policy is not None:
+            self.chosen = find_units(module, model.policy, model.ignored)
+        # Of the root, then of each chosen module.
+        self.settings_of = {plan.module: settings.override(plan) for plan in (root, *self.chosen)}
+        owners = find_owners(module, [plan.module for plan in self.chosen], left_alone)
+        policies = {unit: one.precision for unit, one in self.settings_of.items()}
+        self.precision = PrecisionPlan(module, policies, left_alone)
+        # They become no unit.
+        self.without_params = [plan for plan in self.chosen if not owners[plan.module]]
         # A flat parameter that users see belongs to one module, so nothing is coalesced.
         max_bytes = settings.coalesce_bytes if settings.use_orig_params else 0
-        groups = coalesce(self.chosen, owners, max_bytes, kind=lambda plan: of_module[plan.module])
-        self.without_params = [plan for plan in self.chosen if not owners[plan.module]]
+        groups = coalesce(self.chosen, owners, max_bytes, self.settings_of)
+        # In registration order, the root last.
         self.units = [
-            PlannedUnit(
-                members,
-                of_module.get(members[0].module, settings),
-                [one for plan in members for one in owners[plan.module]],
-            )
-            for members in [*groups, [UnitPlan("", module)]]
+            self._plan_unit(members, [one for plan in members for one in owners[plan.module]])
+            for members in groups
         ]
-        for unit in self.units:
-            # A large parameter of the root is reduced by itself, while units inside compute: the
-            # rest of the root is complete only at the end of backward.
-            splits = unit is self.units[-1] and bool(groups) and settings.use_orig_params
-            self._divide(unit, splits=splits)
+        # A large parameter of the root is reduced by itself, while units inside compute: the rest
+        # of the root is complete only at the end of backward.
+        splits = bool(groups) and settings.use_orig_params
+        self.units.append(self._plan_unit([root], owners[module], splits=splits))
 
-    def _divide(self, unit: PlannedUnit, *, splits: bool) -> None:
-        for one in unit.owned:
+    def _plan_unit(
+        self, members: list[UnitPlan], owned: list[ParamInfo], *, splits: bool = False
+    ) -> PlannedUnit:
+        settings = self.settings_of[members[0].module]
+        unit = PlannedUnit(members, settings, owned, {})
+        for one in owned:
             param = one.param
             kind = FlatParamKind(
                 param.dtype,
                 param.requires_grad,
-                self.precision.of_param(param, unit.settings.precision),
+                self.precision.of_param(param, settings.precision),
                 id(param) if splits and is_apart(param) else 0,
             )
             unit.flat_params.setdefault(kind, []).append(one)
-
-    def tied(self) -> Iterable[tuple[int, list[str]]]:
-        """Elements and names of each weight that has several names."""
-        for unit in self.units:
-            for one in unit.owned:
-                if len(one.locations) > 1:
-                    yield one.param.numel(), [location.name for location in one.locations]
-
-    def describe_units(self) -> list[str]:
-        """The settings of units that must be the same on every rank."""
-        settings = self.all_settings[1:]
-        return [f"{p.name}: {s.describe()}" for p, s in zip(self.chosen, settings, strict=True)]
+        return unit

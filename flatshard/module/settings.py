@@ -10,8 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.comm.topology import Ranks, Topology, read_ranks
-from flatshard.options.collectives import TransportOptions, check_launch_without_group
+from flatshard.comm.ranks import Ranks, read_ranks
+from flatshard.comm.topology import Topology
+from flatshard.options.collectives import (
+    Collectives,
+    TransportOptions,
+    check_launch_without_group,
+)
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import (
@@ -24,7 +29,6 @@ from flatshard.options.strategy import (
 from flatshard.plan.wrap import UnitPlan
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-"""What ``process_group`` may be."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,6 @@ class Settings:
 
     @property
     def topology(self) -> Topology:
-        """The process groups of its placement."""
         return self.ranks.resolve(self.placement)
 
     def describe(self) -> str:
@@ -64,18 +67,16 @@ class Settings:
 
         Raises:
             ValueError: a keyword that units of one model cannot differ in.
+            NotImplementedError: float8 all-gathers of parameters with secondary shards.
         """
-        if not plan.overrides:
-            return self
         keywords = dict(plan.overrides)
-        strategy, placement = self.strategy, self.placement
+        strategy, placement, precision = self.strategy, self.placement, self.precision
         if "sharding_strategy" in keywords or "reshard_after_forward" in keywords:
             strategy, placement = read_strategy(
                 keywords.pop("sharding_strategy", strategy),
                 keywords.pop("reshard_after_forward", None),
                 self.ranks,
             )
-        precision = self.precision
         if "mixed_precision" in keywords:
             precision = as_mixed_precision(keywords.pop("mixed_precision"))
         if keywords:
@@ -84,26 +85,35 @@ class Settings:
                 "units of one model can differ in sharding_strategy, reshard_after_forward and "
                 "mixed_precision. Set the others on the outermost wrapper."
             )
+        keeps_secondary = placement.regather_size is not None or placement.over_all
+        if precision.gather_dtype is not None and keeps_secondary:
+            raise NotImplementedError(
+                f"unit {plan.name!r}: mixed_precision: gather_dtype={precision.gather_dtype} with "
+                "reshard_after_forward=k or HYBRID_SHARD_OP, which keep secondary shards, is not "
+                "supported. Leave one of them out."
+            )
         return dataclasses.replace(
             self, strategy=strategy, placement=placement, precision=precision
         )
 
-
-def check_quantised(name: str, settings: Settings) -> None:
-    """Raise for float8 all-gathers of parameters with secondary shards.
-
-    Raises:
-        NotImplementedError: ``settings`` has both.
-    """
-    placement = settings.placement
-    if settings.precision.gather_dtype is not None and (
-        placement.regather_size is not None or placement.over_all
-    ):
-        raise NotImplementedError(
-            f"unit {name!r}: mixed_precision: gather_dtype={settings.precision.gather_dtype} with "
-            "reshard_after_forward=k or HYBRID_SHARD_OP, which keep secondary shards, is not "
-            "supported. Leave one of them out."
-        )
+    def check(self) -> None:
+        """Raise ValueError where the ranks or the device do not fit what the user asks for."""
+        if self.ranks.grid is not None and not self.placement.hybrid:
+            raise ValueError(
+                f"ShardedWrapper: a pair of process groups or a 2-D device_mesh is for HYBRID "
+                f"strategies, got {self.strategy.name}. Pass one group of all ranks, or a HYBRID "
+                "strategy."
+            )
+        mode = self.ranks.mode
+        asked = None if mode.wire_dtype is None else "wire_dtype"
+        if mode.collectives is Collectives.SOCKETS:
+            asked = asked or 'collectives="sockets"'
+        if asked is not None and self.device.type != "cpu":
+            raise ValueError(
+                f"{asked} is for gloo and parameters in host memory; they are on {self.device}. "
+                "Leave it out, and the backend moves them; MixedPrecision(param_dtype, "
+                "reduce_dtype) reduces the communication volume."
+            )
 
 
 def ranks_or_alone(
@@ -128,16 +138,3 @@ def read_strategy(
 ) -> tuple[ShardingStrategy, Placement]:
     """The strategy, and its placement as ``reshard_after_forward`` changes it."""
     return resharding(as_strategy(value, has_grid=ranks.grid is not None), after_forward)
-
-
-def check_grid_is_used(ranks: Ranks, placement: Placement, strategy: ShardingStrategy) -> None:
-    """Raise if a pair of groups is given with a strategy that is not HYBRID.
-
-    Raises:
-        ValueError: the strategy has no use for the pair.
-    """
-    if ranks.grid is not None and not placement.hybrid:
-        raise ValueError(
-            f"ShardedWrapper: a pair of process groups or a 2-D device_mesh is for HYBRID "
-            f"strategies, got {strategy.name}. Pass one group of all ranks, or a HYBRID strategy."
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,21 +23,7 @@ from flatshard.state.model_state import UnitStateDict
 
 @dataclass(eq=False)
 class Sharding:
-    """One wrapper's part of a sharded model.
-
-    Wrappers of coalesced modules share a unit; all wrappers of a model share its run.
-
-    Attributes:
-        wrapper: the wrapper.
-        unit: its unit.
-        hooks: the unit's hooks on its modules and parameters.
-        state_dict: the unit's part of state dicts.
-        settings: the keywords it was wrapped with.
-        ignored: the modules and parameters that it ignores.
-        reason: why a policy made it a unit; empty if none did.
-        is_left_empty: whether ``leave_empty`` left values to be loaded.
-        context: the model's run; see ``run.start_run``.
-    """
+    """One wrapper's part of a sharded model. Wrappers of coalesced modules share a unit."""
 
     wrapper: ModuleProxy
     unit: Unit
@@ -46,33 +31,21 @@ class Sharding:
     state_dict: UnitStateDict
     settings: Settings
     ignored: Ignored
-    reason: str = ""
-    is_left_empty: bool = False
-    context: RunContext = dataclasses.field(init=False)
-
-    def attach(self) -> None:
-        """Store this in its wrapper."""
-        self.wrapper.__dict__["_sharding"] = self
+    reason: str = ""  # why a policy made it a unit; empty if none did
+    is_left_empty: bool = False  # whether `leave_empty` left values to be loaded
+    context: RunContext = dataclasses.field(init=False)  # shared by a model; see `run.start_run`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """For a copied wrapper: its own unit on the same ranks, in the run of the original."""
-        twin = dataclasses.replace(
-            self,
-            wrapper=memo[id(self.wrapper)],
-            unit=memo[id(self.unit)],
-            hooks=memo[id(self.hooks)],
-            state_dict=copy.deepcopy(self.state_dict, memo),
-            ignored=copy.deepcopy(self.ignored, memo),
-        )
-        twin.context = self.context
+        twin = copy.copy(self)
+        twin.wrapper, twin.unit = memo[id(self.wrapper)], memo[id(self.unit)]
+        twin.hooks = memo[id(self.hooks)]
+        twin.state_dict = copy.deepcopy(self.state_dict, memo)
+        twin.ignored = copy.deepcopy(self.ignored, memo)
         return twin
 
     def check_between_steps(self, caller: str) -> RunContext:
-        """The model's run, after a check that no step is running.
-
-        Raises:
-            RuntimeError: a forward or backward is running.
-        """
+        """The model's run; raises RuntimeError while a forward or backward is running."""
         context = self.context
         context.recover()
         if context.is_running:
@@ -107,8 +80,7 @@ class Sharding:
         inside = set(self.wrapper.modules())
         for unit in units_in(self.wrapper):
             if not inside.issuperset(unit.modules):
-                own_unit, module = self.unit, self.wrapper.module
-                name = dict(zip(own_unit.modules, own_unit.names, strict=True))[module]
+                name = self.unit.names[list(self.unit.modules).index(self.wrapper.module)]
                 raise RuntimeError(
                     f"unit {unit.name!r}: {name!r} cannot be {action} alone: it is small and "
                     "coalesced with its neighbours. Do it with the outermost wrapper, or wrap with "
@@ -116,21 +88,21 @@ class Sharding:
                 )
 
     def change_strategy(self, value: ShardingStrategy | str) -> None:
-        """See ``ShardedWrapper.sharding_strategy``."""
         before, unit = self.settings, self.unit
         strategy, placement = read_strategy(value, None, before.ranks)
         self.check_has_all_modules("given another strategy")
-        if self.context.has_run:
+        if self.context.state.has_run:
             raise RuntimeError(
                 f"unit {unit.name!r}: its strategy {before.strategy.name} cannot become "
                 f"{strategy.name} after the first forward. Wrap the model anew: save "
                 "model.state_dict() and load it there."
             )
         # Strategies that differ only in when they reshard have the same shards.
-        resharding = {"reshard_after_forward": True, "reshard_after_backward": True}
-        if dataclasses.replace(placement, **resharding) != dataclasses.replace(
-            before.placement, **resharding
-        ):
+        when = {
+            "reshard_after_forward": placement.reshard_after_forward,
+            "reshard_after_backward": placement.reshard_after_backward,
+        }
+        if placement != dataclasses.replace(before.placement, **when):
             raise ValueError(
                 f"unit {unit.name!r}: {strategy.name} places parameters differently from "
                 f"{before.strategy.name}. Pass it to ShardedWrapper instead."
@@ -141,21 +113,16 @@ class Sharding:
     # ------------------------------------------------------------ descriptions
 
     def summary(self) -> str:
-        """Strategy, elements and padding, for ``repr``."""
         unit, strategy = self.unit, self.settings.strategy.name
         if len(unit.modules) > 1:
             return f"{strategy}: part of unit {unit.name}"
-        layouts = [handle.layout for handle in unit.handles]
-        numel = sum(layout.numel for layout in layouts)
-        padding = sum(layout.padding_numel for layout in layouts)
+        numel = sum(handle.layout.numel for handle in unit.handles)
+        padding = sum(handle.layout.padding_numel for handle in unit.handles)
         ranks = self.settings.topology.shard.size
-        return (
-            f"{strategy}: {numel:,} elements + {padding:,} padding "
-            f"over {ranks} rank{'s' if ranks != 1 else ''}"
-        )
+        over = f"over {ranks} rank{'s' if ranks != 1 else ''}"
+        return f"{strategy}: {numel:,} elements + {padding:,} padding {over}"
 
     def report(self) -> str:
-        """See ``ShardedWrapper.unit_report``."""
         inside = shardings_in(self.wrapper)
         # One row per unit: of wrappers that share a unit, the first counts.
         first = {one.unit: one for one in reversed(inside)}
@@ -163,7 +130,6 @@ class Sharding:
         return describe([first[unit].unit_row(rest) for unit in units_in(self.wrapper)])
 
     def unit_row(self, rest: str) -> UnitRow:
-        """Its unit's row in ``unit_report``; ``rest`` describes what the root owns."""
         unit, topology = self.unit, self.settings.topology
         coalesced = f", {len(unit.modules)} coalesced" if len(unit.modules) > 1 else ""
         return UnitRow(
@@ -194,7 +160,6 @@ def _flat_param_row(handle: FlatParamHandle) -> FlatParamRow:
 
 
 def sharding_of(wrapper: ModuleProxy) -> Sharding:
-    """The sharding of one wrapper."""
     found: Sharding = wrapper.__dict__["_sharding"]
     return found
 
@@ -212,23 +177,15 @@ def outermost_shardings(module: nn.Module) -> list[Sharding]:
     return list(dict.fromkeys(found))
 
 
-def units_of(shardings: Iterable[Sharding]) -> list[Unit]:
-    """The units of some shardings, each once."""
-    return list(dict.fromkeys(one.unit for one in shardings))
-
-
 def units_in(module: nn.Module) -> list[Unit]:
-    """The units of a model, outermost first; none in an unwrapped model."""
-    return units_of(shardings_in(module))
+    return list(dict.fromkeys(one.unit for one in shardings_in(module)))
 
 
 def state_dicts_in(module: nn.Module) -> list[UnitStateDict]:
-    """The state dict part of each unit in a model."""
     return list(dict.fromkeys(one.state_dict for one in shardings_in(module)))
 
 
 def handles_in(module: nn.Module) -> list[FlatParamHandle]:
-    """The flat parameters of a model."""
     return [handle for unit in units_in(module) for handle in unit.handles]
 
 

@@ -1,8 +1,7 @@
 """``ConsumedGrad``: stands in ``.grad`` where a step in backward has used the gradient up.
 
 ``None`` would say that there was no gradient, and what comes after backward (clipping by a norm, a
-gradient scaler, a log) would silently do nothing. This has no memory, can be dropped and set to
-zero like a gradient, and raises for anything else.
+gradient scaler, a log) would silently do nothing.
 """
 
 from __future__ import annotations
@@ -12,26 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatshard.tensor.sharded_tensor import tensors_in
+
 _ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
 
 class ConsumedGrad(torch.Tensor):
-    """A gradient that is gone; shape, dtype and device are the parameter's."""
+    """A gradient that is gone, of the parameter's shape, dtype and device.
+
+    It has no memory, can be dropped and set to zero like a gradient, and raises for anything else.
+    """
 
     _of: str
 
     @staticmethod
     def __new__(cls, param: Tensor, name: str) -> ConsumedGrad:
-        """``name`` is the parameter's, for errors."""
         self = torch.Tensor._make_wrapper_subclass(
             cls, tuple(param.shape), dtype=param.dtype, device=param.device
         )
         self._of = name
         return self  # type: ignore[no-any-return]
-
-    def fits(self, param: Tensor) -> bool:
-        """Whether it can still stand in for a gradient of ``param``."""
-        return self.dtype == param.dtype and self.device == param.device
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ConsumedGrad({self._of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -43,14 +42,14 @@ class ConsumedGrad(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Raise, unless the gradient is to become zero."""
         if func in _ZEROING:
             # Such a list mixes consumed gradients with others, which are to become zero.
             for tensor in args[0] if isinstance(args[0], list) else []:
                 if not isinstance(tensor, cls):
                     tensor.zero_()
             return args[0] if isinstance(args[0], Tensor) else None
-        consumed = next(t for t in _flat((*args, *(kwargs or {}).values())) if isinstance(t, cls))
+        tensors = tensors_in((*args, *(kwargs or {}).values()))
+        consumed = next(t for t in tensors if isinstance(t, cls))
         raise RuntimeError(
             f"parameter {consumed._of!r}: {func._schema.name} on a gradient that "
             "ShardedWrapper.step_in_backward() has used and dropped: the parameter is stepped "
@@ -61,15 +60,6 @@ class ConsumedGrad(torch.Tensor):
         )
 
 
-def _flat(values: Any) -> Any:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flat(value)
-        else:
-            yield value
-
-
 def drop_consumed(param: Tensor) -> None:
-    """Let ``.grad`` be None where it holds a consumed gradient."""
     if isinstance(param.grad, ConsumedGrad):
         param.grad = None

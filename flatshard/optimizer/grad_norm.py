@@ -15,25 +15,15 @@ from flatshard.tensor import reduction_ops
 def check_reduced(
     handles: Sequence[FlatParamHandle], world: Communicator, *, is_reducing: bool
 ) -> None:
-    """Refuse gradients that were accumulated under ``no_sync`` and not reduced.
+    """Raise, on all ranks, if any has gradients that were accumulated under ``no_sync``.
 
-    Collective: all ranks of ``world``, unless ``is_reducing``.
-
-    Args:
-        handles: whose gradients are asked for.
-        world: the ranks that train the model.
-        is_reducing: whether the last forward began outside of ``no_sync``. If not, ranks may have
-            used different parameters since, and tell each other.
-
-    Raises:
-        RuntimeError: on all ranks, when any of them has such gradients.
+    Collective: all ranks of ``world``, unless ``is_reducing``: the last forward began outside of
+    ``no_sync``.
     """
-    mine = next(
-        (handle.unit_name for handle in handles if handle.grad_publish.shows_unreduced()), None
-    )
-    if is_reducing:
-        found = {world.rank: mine}
-    else:
+    mine = next((h.unit_name for h in handles if h.grad_publish.unreduced.is_shown()), None)
+    found = {world.rank: mine}
+    if not is_reducing:
+        # Ranks may have used different parameters since, and tell each other.
         found = dict(enumerate(world.gather_objects(mine, op_name="clip_grad_norm_")))
     for rank, unit in found.items():
         if unit is not None:
@@ -52,23 +42,9 @@ def clip_grad_norm_(
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> Tensor:
-    """Scale the gradients of ``params`` so that their total norm is at most ``max_norm``.
+    """See ``ShardedWrapper.clip_grad_norm_``; ``handles`` are behind the sharded of ``params``.
 
     Collective: all ranks that hold parts of ``params``.
-
-    Args:
-        params: everything to scale, sharded or not.
-        handles: the flat parameters behind those that are sharded.
-        max_norm: the largest norm allowed.
-        norm_type: the order of the norm.
-        error_if_nonfinite: whether a norm that is not finite raises.
-        foreach: as in ``torch.nn.utils.clip_grad_norm_``.
-
-    Returns:
-        The total norm before; 0-dimensional, dtype and device as torch's.
-
-    Raises:
-        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
     """
     max_norm, order = float(max_norm), float(norm_type)
     norms = reduction_ops.norms(_grads(params, handles), order)

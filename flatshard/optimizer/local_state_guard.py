@@ -1,8 +1,6 @@
 """One rank's optimizer state says whose it is, and loads nowhere else.
 
-``optimizer.state_dict()`` holds this rank's parts alone, so its first group carries a stamp. There
-rather than at the top, because torch keeps the keys of groups that it loads: if that happens before
-the optimizer's first step, when it has no hook of ours, that step finds the stamp.
+``optimizer.state_dict()`` holds this rank's parts alone, so its first group carries a stamp.
 """
 
 from __future__ import annotations
@@ -18,6 +16,8 @@ from flatshard.optimizer.buckets import apart
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
+# A key of the first group. Not at the top, because torch keeps the keys of groups that it loads: if
+# that happens before the optimizer's first step, when it has no hook of ours, that step finds it.
 _STAMP = "flatshard"
 
 _ONE_RANKS = (
@@ -28,16 +28,12 @@ _ONE_RANKS = (
 
 
 def check_state(optimizer: torch.optim.Optimizer) -> None:
-    """See before a step that state which was loaded is this rank's.
-
-    Raises:
-        RuntimeError: it is another rank's, or another layout's.
-    """
+    """Raise, before a step, for loaded state of another rank or another layout."""
     watch(optimizer)
     for group in optimizer.param_groups:
         if _STAMP in group:
             _check_stamp(optimizer, group[_STAMP])
-            del group[_STAMP]
+            del group[_STAMP]  # a check that failed raises the next time, too
 
 
 def watch(optimizer: torch.optim.Optimizer) -> None:
@@ -61,23 +57,18 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
 
 
 def parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``optimizer.state_dict()``, for who knows that it is one rank's."""
+    """``optimizer.state_dict()`` without the warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=re.escape(_ONE_RANKS))
         return optimizer.state_dict()
 
 
 def is_stamped(state_dict: dict[str, Any]) -> bool:
-    """Whether a state dict holds one rank's parts."""
     return any(_STAMP in group for group in state_dict["param_groups"])
 
 
 def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A plain state dict for this optimizer, checked, without the stamp; nothing is copied.
-
-    Raises:
-        RuntimeError: it holds another rank's parts, or those of another layout.
-    """
+    """A plain state dict, checked as ``check_state`` does, without the stamp; copies nothing."""
     if not is_stamped(state_dict):
         return state_dict
     groups = [dict(group) for group in state_dict["param_groups"]]
@@ -105,16 +96,15 @@ def _stamp(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Rank and layout of the parts that the state holds; None: nothing is sharded."""
     places: list[Any] = []
     rank = None
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param, FlatShardTensor):
-                rank, size = param.spec.comm.rank, param.spec.comm.size
-                places.append(param.spec.place)
-            elif isinstance(param, FlatParameter):
-                layout = param.flat_layout
-                rank, size = param.rank, layout.world_size
-                spans = [(span.shape, span.start, span.order) for span in layout.spans]
-                places.append((spans, layout.shard_range(rank)))
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if isinstance(param, FlatShardTensor):
+            rank, size = param.spec.comm.rank, param.spec.comm.size
+            places.append(param.spec.place)
+        elif isinstance(param, FlatParameter):
+            layout = param.flat_layout
+            rank, size = param.rank, layout.world_size
+            spans = [(span.shape, span.start, span.order) for span in layout.spans]
+            places.append((spans, layout.shard_range(rank)))
     if rank is None:
         return None
     digest = hashlib.sha256(repr(places).encode()).hexdigest()

@@ -1,25 +1,14 @@
-"""Optimizer steps a part at a time: over what lives on a disk, and the first one.
+"""Optimizer steps a part at a time, over what lives on a disk.
 
 An optimizer steps all its parameters in one call. Before that call, those whose state is kept on a
 disk are stepped by themselves, some megabytes at a time; each time, state that the optimizer has
-made goes to the disk, and the pages are given back. Those that have no state yet are, too, once.
-The call itself steps the others.
-
-[Note: first step]
-State is made in the pieces in which the optimizer sees a bucket, and then put together. To make all
-of it at once takes twice the memory, which the process then keeps.
-
-[Note: room for state]
-What an optimizer keeps is known when it has made it, which is too late to find that a disk is full:
-some parameters would be stepped and others not. So a step of two elements, of no model, tells how
-many bytes per element there will be, and room for all of it is reserved before the first step.
+made goes to the disk, and the pages are given back. The call itself steps the others.
 """
 
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,50 +16,64 @@ from torch import Tensor, nn
 
 from flatshard.memory import disk
 from flatshard.memory.disk import DiskMemory
-from flatshard.optimizer.buckets import is_sharded
 from flatshard.optimizer.consumed_grad import ConsumedGrad
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
-_PART_BYTES = 8 << 20
-"""Parameter bytes from which a part is full. With Adam, four times as much is in memory."""
+TORCHS_OWN = frozenset(
+    inspect.unwrap(getattr(torch.optim, name).step)
+    for name in (
+        *("SGD", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax"),
+        *("ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"),
+    )
+)
 
-_PROBED_NUMEL = 2
+# Parameter bytes from which a part is full. With Adam, four times as much is in memory.
+_PART_BYTES = 8 << 20
 
 
 class StepPart(NamedTuple):
     """Some parameters of one group, which follow one another in it."""
 
+    optimizer: torch.optim.Optimizer
     group: dict[str, Any]
     params: list[nn.Parameter]
 
 
-def state_disk(param: Any) -> DiskMemory | None:
+def _state_disk(param: Any) -> DiskMemory | None:
     """The files that keep a parameter's state; None: it is in memory."""
     if isinstance(param, FlatShardTensor):
         return param.spec.state_disk
     return getattr(param, "state_disk", None)
 
 
-def _find_parts(
-    optimizer: torch.optim.Optimizer, is_included: Callable[[dict[str, Any], Any], bool]
-) -> list[StepPart]:
-    """Parameters with gradients, of a group each, for which ``is_included`` says so."""
+def _has_grad(param: Any) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.grad is not None
+
+
+def plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
+    """Parts to step one at a time, before the call that steps the other parameters.
+
+    Raises ``OffloadError`` if there is no room for state; nothing was stepped.
+    """
     parts: list[StepPart] = []
     for group in optimizer.param_groups:
         shard, nbytes = None, 0
         for param in group["params"]:
-            if not is_included(group, param) or not _has_grad(param):
+            if _state_disk(param) is None or not _has_grad(param):
                 continue
             # Neighbours stay together: they are stepped as one.
             own = getattr(param, "flat", param)
             if shard is None or (own is not shard and nbytes >= _PART_BYTES):
-                parts.append(StepPart(group, []))
+                parts.append(StepPart(optimizer, group, []))
                 nbytes = 0
             shard = own
             parts[-1].params.append(param)
-            held = local_range(param)
-            nbytes += held.numel() * held.element_size()
-    return parts
+            nbytes += local_range(param).nbytes
+    return parts if parts and reserve(optimizer) else []
+
+
+# ------------------------------------------------------------ pages
 
 
 def fetch(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> None:
@@ -78,28 +81,30 @@ def fetch(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> None:
     disk.fetch(*_tensors(optimizer, params))
 
 
-def page_out(optimizer: torch.optim.Optimizer, params: Collection[Any]) -> None:
+def page_out(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> None:
     """Put the state of parameters that were stepped where it is kept, and give pages back."""
-    kept = []
-    for param in params:
-        storage = state_disk(param)
-        if storage is None:
-            continue
-        kept.append(param)
-        if isinstance(param, FlatShardTensor):
-            continue  # its state went there when it was made, or with its bucket
-        state = optimizer.state.get(param, {})
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
-                state[key] = storage.take_in(value)
+    kept = [param for param in params if _state_disk(param) is not None]
+    for param in kept:
+        if not isinstance(param, FlatShardTensor):  # their state is there since it was made
+            take_in(param, param.shape, optimizer.state.get(param, {}))
     if kept:
         disk.release(*_tensors(optimizer, kept))
+
+
+def take_in(param: Any, shape: torch.Size, state: dict[str, Any]) -> None:
+    """Move what is per element, of this shape, to where ``param`` keeps its state."""
+    storage = _state_disk(param)
+    if storage is None:
+        return
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape == shape:
+            state[key] = storage.take_in(value)
 
 
 def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
     """Tensors that a step of ``params`` touches; only of those with state on the disk."""
     for param in params:
-        if state_disk(param) is None:
+        if _state_disk(param) is None:
             continue
         with torch._C.DisableTorchFunctionSubclass():
             grad = param.grad
@@ -109,29 +114,27 @@ def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterato
         yield from (local_range(value) for value in values if isinstance(value, Tensor))
 
 
-def _has_grad(param: Any) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return param.grad is not None
+# ------------------------------------------------------------ room for state
 
 
 def reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False) -> bool:
     """Reserve room for state that is still to be made; says whether steps can be in parts.
 
-    Args:
-        optimizer: whose state.
-        before_backward: whether gradients are still to come; else parameters without one do not
-            count.
-
-    Raises:
-        OffloadError: the disk is full; nothing was stepped.
+    Before a backward, parameters count that are still to get a gradient. Raises ``OffloadError``
+    if the disk is full; nothing was stepped.
     """
+    if inspect.unwrap(type(optimizer).step) not in TORCHS_OWN:
+        return False  # others may count their steps somewhere
+    # What an optimizer keeps is known when it has made it, which is too late to find that a disk
+    # is full: some parameters would be stepped and others not.
     known: dict[int, int | None] = {}
     needed: dict[DiskMemory, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
-            storage = state_disk(param)
-            counts = param.requires_grad if before_backward else _has_grad(param)
-            if storage is None or not counts:
+            storage = _state_disk(param)
+            if storage is None:
+                continue
+            if not (param.requires_grad if before_backward else _has_grad(param)):
                 continue
             if param not in optimizer.state and number not in known:
                 known[number] = _bytes_per_element(optimizer, group, param)
@@ -152,9 +155,7 @@ def _bytes_to_come(state: dict[str, Any] | None, held: Tensor, per_element: int)
         return disk.rounded(held.numel() * per_element) if per_element else 0
     values = [local_range(value) for value in state.values() if isinstance(value, Tensor)]
     return sum(
-        disk.rounded(value.numel() * value.element_size())
-        for value in values
-        if value.dim() and not disk.is_on_disk(value)
+        disk.rounded(value.nbytes) for value in values if value.dim() and not disk.is_on_disk(value)
     )
 
 
@@ -162,7 +163,7 @@ def _bytes_per_element(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor
 ) -> int | None:
     """Bytes of state per element; None: a step changes the group, so it cannot be divided."""
-    probe = nn.Parameter(torch.zeros(_PROBED_NUMEL, dtype=param.dtype))
+    probe = nn.Parameter(torch.zeros(2, dtype=param.dtype))
     probe.grad = torch.zeros_like(probe)
     probing = {**group, "params": [probe]}
     # The optimizer itself steps the probe: how to construct a second one is not known.
@@ -180,38 +181,3 @@ def _bytes_per_element(
         for value in state.values()
         if isinstance(value, Tensor) and value.shape == probe.shape
     )
-
-
-_begun: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
-    """Parts to step one at a time, before the call that steps the other parameters.
-
-    Raises:
-        OffloadError: there is no room for state; nothing was stepped.
-    """
-    parts = _find_parts(optimizer, lambda _, param: state_disk(param) is not None)
-    if parts and not reserve(optimizer):
-        parts = []
-    if optimizer not in _begun:
-        _begun.add(optimizer)
-        parts += _first_parts(optimizer)
-    return parts
-
-
-def _first_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
-    """Parts of the parameters without state; see [Note: first step]."""
-    divisible: dict[int, bool] = {}
-
-    def is_included(group: dict[str, Any], param: Any) -> bool:
-        if not is_sharded(param) or state_disk(param) is not None or param in optimizer.state:
-            return False
-        if local_range(param).device.type != "cpu":
-            return False
-        if id(group) not in divisible:
-            divisible[id(group)] = _bytes_per_element(optimizer, group, param) is not None
-        return divisible[id(group)]
-
-    parts = _find_parts(optimizer, is_included)
-    return parts if len(parts) > 1 else []

@@ -3,21 +3,12 @@
 Dispatching every operation of an optimizer on ``FlatShardTensor`` is right but slow. For optimizers
 that treat every element alike, hooks around ``step()`` therefore put plain 1-D parameters that
 share the shard's memory into the parameter groups, one for all neighbours, and move the state
-along. The hooks are global, so they also serve optimizers that were built before the model was
-wrapped.
-
-Users' own step hooks see the sharded parameters: the exchange happens after the last of them before
-``step()``, and is undone before the first of them after it.
-
-[Note: fused kernel]
-On a CPU torch's Adam and AdamW make one operation after another, each of which goes over
-parameters, gradients or state. Their fused kernel goes over all of them once, in a fifth of the
-time, so it is used where the user leaves that open. It rounds otherwise: of 100,000 parameters one
-differs in its last bit after a step. ``fused=False`` or ``foreach=False`` keeps the operations.
+along.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import weakref
@@ -43,40 +34,22 @@ from flatshard.optimizer.buckets import (
 )
 from flatshard.optimizer.consumed_grad import drop_consumed
 from flatshard.optimizer.local_state_guard import check_state
+from flatshard.optimizer.offload import StepPart
 from flatshard.precision.casts import check_dtype
 from flatshard.tensor.param_swap import FlattenedParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
-_ELEMENTWISE: set[Any] = {
-    inspect.unwrap(kind.step)
-    for kind in (
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adamax,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-    )
-}
-
-_TORCHS_OWN = frozenset(_ELEMENTWISE)
+_ELEMENTWISE: set[Any] = set(offload.TORCHS_OWN)
 
 _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)}
-
+# In narrower ones the kernel computes in fp32 what the operations round again and again.
 _FUSED_DTYPES = torch.float32, torch.float64
-"""In narrower ones the kernel computes in fp32 what the operations round again and again."""
 
 _swapped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Swap] = weakref.WeakKeyDictionary()
+# Per optimizer its buckets of the last step, by the id of their first member.
 _buckets: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, ParamBucket]] = (
     weakref.WeakKeyDictionary()
 )
-"""Per optimizer its buckets of the last step, by the id of their first member."""
-_installed = False
 
 
 def declare_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
@@ -89,27 +62,27 @@ def declare_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer works on plain 1-D tensors instead of sharded parameters."""
     return inspect.unwrap(type(optimizer).step) in _ELEMENTWISE
 
 
+# ------------------------------------------------------------ hooks around step()
+
+
+@functools.cache
 def install() -> None:
-    """Register the hooks with torch, once in a process."""
-    global _installed
-    if not _installed:
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
-        _installed = True
+    """Register the hooks, once in a process."""
+    # Global ones also serve optimizers that were built before the model was wrapped.
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def restore_all() -> None:
-    """Undo the exchange where ``step()`` raised and its post hook never ran."""
+    """Undo exchanges where ``step()`` raised, so that its post hook never ran."""
     for optimizer in list(_swapped):
         _swap_out(optimizer)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Global hook: let the exchange be the optimizer's innermost hooks."""
     restore_all()
     _check_params(optimizer)
     check_state(optimizer)
@@ -117,12 +90,14 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return
     before: Any = optimizer._optimizer_step_pre_hooks
     after: Any = optimizer._optimizer_step_post_hooks
-    for table, hook in ((before, _exchange), (after, _undo)):
-        if hook not in table.values():
-            table[torch_hooks.RemovableHandle(table).id] = hook
-    # Hooks that users add later would otherwise see the buckets.
-    before.move_to_end(next(key for key, hook in before.items() if hook is _exchange))
-    after.move_to_end(next(key for key, hook in after.items() if hook is _undo), last=False)
+    for table, hook in ((before, _exchange), (after, _swap_out)):
+        key = next((key for key, own in table.items() if own is hook), None)
+        if key is None:
+            key = torch_hooks.RemovableHandle(table).id
+            table[key] = hook
+        # The innermost hooks, so that users' own see sharded parameters; moved each time, as users
+        # may have added some since.
+        table.move_to_end(key, last=table is before)
 
 
 def _check_params(optimizer: torch.optim.Optimizer) -> None:
@@ -158,17 +133,10 @@ def _check_params(optimizer: torch.optim.Optimizer) -> None:
                     )
 
 
-def _drop_consumed(optimizer: torch.optim.Optimizer) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                drop_consumed(param)
-
-
 def _exchange(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    # args[0] is the optimizer itself.
+    # A closure computes with sharded parameters. args[0] is the optimizer itself.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         _swap_in(optimizer, _step_in_parts(optimizer))
@@ -178,7 +146,7 @@ def _exchange(
     def with_sharded_parameters() -> Any:
         _swap_out(optimizer)
         result = closure()  # where it raises, the step is over
-        _drop_consumed(optimizer)
+        _check_params(optimizer)
         _swap_in(optimizer, _step_in_parts(optimizer))
         return result
 
@@ -187,10 +155,16 @@ def _exchange(
     return args, {**kwargs, "closure": with_sharded_parameters}
 
 
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        offload.page_out(optimizer, group["params"])
+
+
+# ------------------------------------------------------------ steps of some parameters
+
+
 def _step_in_parts(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Step the parts of ``offload.plan_parts``; returns the ids of their parameters."""
-    if inspect.unwrap(type(optimizer).step) not in _TORCHS_OWN:
-        return set()  # others may count their steps somewhere
+    """Step what is on a disk; returns the ids of these parameters."""
     parts = offload.plan_parts(optimizer)
     for part in parts:
         offload.fetch(optimizer, part.params)
@@ -198,61 +172,30 @@ def _step_in_parts(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(param) for part in parts for param in part.params}
 
 
-def reserve(optimizer: torch.optim.Optimizer) -> None:
-    """Before a backward that steps: keep room on the disk for state that is still to be made.
-
-    Raises:
-        OffloadError: the disk is full.
-    """
-    if inspect.unwrap(type(optimizer).step) in _TORCHS_OWN:
-        offload.reserve(optimizer, before_backward=True)
-
-
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Global hook: page out after steps of optimizers that are not element-wise."""
-    if not is_elementwise(optimizer):
-        for group in optimizer.param_groups:
-            offload.page_out(optimizer, group["params"])
-
-
-def _undo(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _swap_out(optimizer)
-    for group in optimizer.param_groups:
-        offload.page_out(optimizer, group["params"])
-
-
-def step_parts(
-    optimizer: torch.optim.Optimizer, parts: Sequence[tuple[dict[str, Any], list[Any]]]
-) -> None:
+def step_parts(optimizer: torch.optim.Optimizer, parts: Sequence[StepPart]) -> None:
     """Step some parameters of an element-wise optimizer, to the bit as ``step()`` would.
 
-    Hooks of the optimizer are not called.
-
-    Args:
-        optimizer: whose.
-        parts: of a parameter group, some parameters that follow one another in it; disjoint.
-
-    Raises:
-        NotImplementedError: the optimizer keeps something per group that changes with every step.
+    Hooks of the optimizer are not called. Raises ``NotImplementedError`` where it keeps something
+    per group that changes with every step.
     """
     # Groups of their own, so that what is not neighbours in ``step()`` is not joined here either.
-    narrow = [{**group, "params": list(params)} for group, params in parts]
-    step = inspect.unwrap(type(optimizer).step)
+    narrow = [{**part.group, "params": list(part.params)} for part in parts]
     groups, optimizer.param_groups = optimizer.param_groups, narrow
     try:
         with torch.no_grad():
-            for group, params in parts:
-                for param in params:
-                    check_dtype(optimizer, group, param, _name_of(param))
+            for part in parts:
+                for param in part.params:
+                    check_dtype(optimizer, part.group, param, _name_of(param))
             _swap_in(optimizer)
-            step(optimizer)
+            inspect.unwrap(type(optimizer).step)(optimizer)
     finally:
         _swap_out(optimizer)
         optimizer.param_groups = groups
-        for _, params in parts:
-            offload.page_out(optimizer, params)
-    for (group, _), after in zip(parts, narrow, strict=True):
-        changed = [key for key in after if key != "params" and after[key] is not group.get(key)]
+        for part in parts:
+            offload.page_out(optimizer, part.params)
+    for part, after in zip(parts, narrow, strict=True):
+        before = {**part.group, "params": after["params"]}
+        changed = [key for key in after if after[key] is not before.get(key)]
         if changed:
             raise NotImplementedError(
                 f"{type(optimizer).__name__}.step() changes {changed[0]!r} of a parameter group, "
@@ -260,30 +203,32 @@ def step_parts(
             )
 
 
+# ------------------------------------------------------------ the exchange
+
+
 class _Swap:
     """The buckets in place of one optimizer's sharded parameters while it steps."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, stepped: Collection[int]) -> None:
-        """Nothing is swapped yet; ``stepped``: ids of parameters that were stepped before."""
-        self._optimizer, self._state, self._stepped = optimizer, optimizer.state, stepped
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._state = optimizer, optimizer.state
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._shown: list[ParamBucket] = []
         self._fused: list[dict[str, Any]] = []
 
-    def begin(self) -> None:
-        """Put buckets into the groups, move the state along, and choose the fastest kernel."""
+    def begin(self, stepped: Collection[int]) -> None:
+        """Put buckets into the groups, move the state along, and choose the fastest kernel.
+
+        Parameters with ids in ``stepped`` have been stepped already.
+        """
         known = _buckets.setdefault(self._optimizer, {})
         for group in self._optimizer.param_groups:
             params = group["params"]
             before = list(params)
-            if self._stepped:
-                params[:] = [param for param in params if id(param) not in self._stepped]
+            if stepped:
+                params[:] = [param for param in params if id(param) not in stepped]
             shown: list[nn.Parameter] = []  # what the optimizer is to see
             for found in find_buckets(params, known):
-                if isinstance(found, ParamBucket):
-                    shown += self._show(found)
-                else:
-                    shown.append(found)
+                shown += self._show(found) if isinstance(found, ParamBucket) else [found]
             if len(shown) == len(before) and all(map(operator.is_, shown, before)):
                 continue
             self._lists.append((params, before))
@@ -293,7 +238,6 @@ class _Swap:
                 group["fused"] = True
 
     def _show(self, bucket: ParamBucket) -> Iterator[nn.Parameter]:
-        """Yield what stands for a bucket's members."""
         own = [self._state.get(param) for param in bucket.members]
         shared = bucket.known_state(own)
         if shared is None:
@@ -304,16 +248,16 @@ class _Swap:
                 ]
             )
             if shared is None:
-                for one in bucket.divided():
+                for one in bucket.divided:
                     yield from self._show(one)
                 return
             for param in bucket.members:
                 self._state.pop(param, None)
         if shared:
-            self._state.update(zip(bucket.pieces, bucket.hand_out(shared), strict=True))
-        bucket.show_grads()
+            self._state[bucket.param] = shared
+        bucket.show_grad()
         self._shown.append(bucket)
-        yield from bucket.pieces
+        yield bucket.param
 
     def undo(self) -> None:
         """Put the parameters back, and their state."""
@@ -322,10 +266,10 @@ class _Swap:
         for params, before in reversed(self._lists):
             params[:] = before
         for bucket in self._shown:
-            bucket.drop_grads()
-            states = [self._state.pop(piece) for piece in bucket.pieces if piece in self._state]
-            if len(states) == len(bucket.pieces):  # else a step failed at the first
-                shared = bucket.collect(states, offload.state_disk(bucket.members[0]))
+            bucket.drop_grad()
+            shared = self._state.pop(bucket.param, None)
+            if shared is not None:
+                offload.take_in(bucket.members[0], bucket.param.shape, shared)
                 own = bucket.split(shared)
                 if self._state.get(bucket.members[0]) is not own[0]:
                     self._state.update(zip(bucket.members, own, strict=True))
@@ -333,6 +277,9 @@ class _Swap:
 
 def _suits_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     """Whether a group's user leaves the kernel open and the fused one can step it."""
+    # On a CPU Adam and AdamW make one operation after another, each of which goes over parameters,
+    # gradients or state. Their fused kernel goes over all of them once, in a fifth of the time. It
+    # rounds otherwise: of 100,000 parameters one differs in its last bit after a step.
     if inspect.unwrap(type(optimizer).step) not in _FUSED_STEPS:
         return False
     if group["fused"] is not None or group["foreach"] is not None:
@@ -353,12 +300,12 @@ def _suits_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> boo
 
 
 def _swap_in(optimizer: torch.optim.Optimizer, stepped: Collection[int] = ()) -> None:
-    _swapped[optimizer] = _Swap(optimizer, stepped)  # first, so that a failure is undone
+    _swapped[optimizer] = swap = _Swap(optimizer)  # first, so that a failure is undone
     with torch._C.DisableTorchFunctionSubclass():
-        _swapped[optimizer].begin()
+        swap.begin(stepped)
 
 
-def _swap_out(optimizer: torch.optim.Optimizer) -> None:
+def _swap_out(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     swap = _swapped.pop(optimizer, None)
     if swap is not None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -366,30 +313,23 @@ def _swap_out(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _local_state(param: Sharded, state: State) -> State:
-    """This rank's part of state from before wrapping, or loaded from an unwrapped model.
-
-    Raises:
-        RuntimeError: a state tensor has neither the parameter's shape nor this rank's.
-    """
+    """This rank's part of state from before wrapping, or loaded from an unwrapped model."""
     held = local_range(param)
     for key, value in state.items():
         if isinstance(value, FlatShardTensor):
             # Made at construction, as Adagrad does; also where this rank holds all of it.
             state[key] = value.local
             continue
-        if not isinstance(value, torch.Tensor) or value.shape == held.shape:
-            continue
-        if key in ONE_PER_PARAMETER:
+        if not isinstance(value, Tensor) or value.shape == held.shape or key in ONE_PER_PARAMETER:
             continue
         if isinstance(param, FlatShardTensor) and value.shape == param.shape:
             state[key] = param.spec.slice(value).clone()
         elif value.numel() > 1:
-            name = param.spec.name if isinstance(param, FlatShardTensor) else repr(param)
             raise RuntimeError(
-                f"optimizer state {key!r} of parameter {name!r}: expected shape "
-                f"{tuple(held.shape)} (this rank's part) or {tuple(param.shape)} (full), got "
-                f"{tuple(value.shape)}. A plain optimizer.state_dict() holds one rank's part: "
-                "save ShardedWrapper.optim_state_dict(model, optimizer) instead."
+                f"optimizer state {key!r} of parameter {_name_of(param) or repr(param)!r}: "
+                f"expected shape {tuple(held.shape)} (this rank's part) or {tuple(param.shape)} "
+                f"(full), got {tuple(value.shape)}. A plain optimizer.state_dict() holds one "
+                "rank's part: save ShardedWrapper.optim_state_dict(model, optimizer) instead."
             )
     return state
 

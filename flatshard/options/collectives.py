@@ -22,15 +22,10 @@ class Collectives(enum.Enum):
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """How ranks move tensors, as the user chose.
-
-    Attributes:
-        collectives: which way.
-        wire_dtype: what wider floating point values are rounded to before they are sent; None:
-            they are sent as they are.
-    """
+    """How ranks move tensors, as the user chose."""
 
     collectives: Collectives = Collectives.AUTO
+    # Wider floating point values are rounded to it before they are sent; None: they are not.
     wire_dtype: torch.dtype | None = None
 
     def describe(self) -> str:
@@ -38,11 +33,7 @@ class TransportOptions:
         return f"collectives={self.collectives.value}, wire_dtype={self.wire_dtype}"
 
     def check_without_gloo(self, backend: str, rank: int) -> None:
-        """Check the options for a process group of another backend than gloo.
-
-        Raises:
-            ValueError: an option that only gloo's transports have.
-        """
+        """Raise ``ValueError`` for what only process groups of gloo have."""
         asked = f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""
         if self.collectives is Collectives.SOCKETS:
             asked = 'collectives="sockets"'
@@ -59,12 +50,7 @@ COALESCE_BYTES = 4 << 20
 
 
 def as_coalesce_bytes(value: object) -> int:
-    """Read ``coalesce_bytes``.
-
-    Raises:
-        TypeError: not an int.
-        ValueError: negative.
-    """
+    """Read ``coalesce_bytes``; None is the default."""
     if value is None:
         return COALESCE_BYTES
     # True is an int: it would mean one byte.
@@ -76,12 +62,7 @@ def as_coalesce_bytes(value: object) -> int:
 
 
 def as_transport(collectives: object, wire_dtype: object) -> TransportOptions:
-    """Read ``collectives`` and ``wire_dtype``.
-
-    Raises:
-        TypeError: ``wire_dtype`` is neither a dtype nor None.
-        ValueError: a value that is not known, or a wire dtype for the backend's own collectives.
-    """
+    """Read ``collectives`` and ``wire_dtype``."""
     try:
         chosen = Collectives(collectives)
     except ValueError:
@@ -105,11 +86,7 @@ def as_transport(collectives: object, wire_dtype: object) -> TransportOptions:
 
 
 def check_launch_without_group() -> None:
-    """Check that no launcher started other ranks: each would train a model of its own.
-
-    Raises:
-        RuntimeError: ``WORLD_SIZE`` says that there are other ranks.
-    """
+    """Raise if a launcher started other ranks: each would train a model of its own."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size.isdigit() and int(world_size) > 1:
         raise RuntimeError(

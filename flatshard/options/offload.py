@@ -35,11 +35,6 @@ class CPUOffload:
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        """Check the types.
-
-        Raises:
-            TypeError: a flag that is no bool, or a path that is none.
-        """
         for name in ("offload_params", "offload_optimizer", "pin_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(
@@ -65,21 +60,14 @@ class CPUOffload:
 
 
 def as_cpu_offload(value: object) -> CPUOffload:
-    """Read ``cpu_offload``: ours, torch's dataclasses, a bool, or None.
-
-    Raises:
-        TypeError: it is none of these.
-    """
+    """Read ``cpu_offload``: ours, torch's dataclasses, a bool, or None."""
     if isinstance(value, CPUOffload):
         return value
-    if value is None or isinstance(value, bool):
-        return CPUOffload(offload_params=bool(value))
-    flag = getattr(value, "offload_params", None)
+    flag = False if value is None else getattr(value, "offload_params", value)
     if isinstance(flag, bool):
         return CPUOffload(offload_params=flag)
     # FSDP2's policies: the base class offloads nothing, CPUOffloadPolicy everything.
-    kind = type(value).__name__
-    if kind == "OffloadPolicy":
+    if type(value).__name__ == "OffloadPolicy":
         return CPUOffload()
     if isinstance(getattr(value, "pin_memory", None), bool):
         return CPUOffload(offload_params=True, pin_memory=value.pin_memory)  # type: ignore[attr-defined]

@@ -92,7 +92,6 @@ class MixedPrecision:
     gather_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Check and tidy up; see the class."""
         object.__setattr__(self, "reduce_mode", _as_reduce_mode(self.reduce_mode))
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
             dtype = getattr(self, name)
@@ -116,22 +115,16 @@ class MixedPrecision:
                 "MixedPrecision: keep_low_precision_grads needs Tensor.grad_dtype, which torch "
                 f"{torch.__version__} lacks. Leave it out, and gradients get the parameter's dtype."
             )
-        classes = self.module_classes_to_ignore
-        classes = tuple(classes) if isinstance(classes, Iterable) else (classes,)
-        for one in classes:
-            if not (isinstance(one, type) and issubclass(one, nn.Module)):
-                raise TypeError(
-                    "MixedPrecision: module_classes_to_ignore must be classes of modules, "
-                    f"got {one!r}"
-                )
-        object.__setattr__(self, "module_classes_to_ignore", classes)
+        object.__setattr__(
+            self, "module_classes_to_ignore", _as_classes(self.module_classes_to_ignore)
+        )
         self._check_overrides()
 
     def _check_overrides(self) -> None:
         given = self.overrides
-        if given is None or (callable(given) and not isinstance(given, Mapping)):
-            return
         if not isinstance(given, Mapping):
+            if given is None or callable(given):
+                return
             raise TypeError(
                 "MixedPrecision: overrides must be a mapping of name patterns to dtypes or a "
                 f"function of a parameter, got {given!r}"
@@ -159,59 +152,52 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class ParamPrecision:
-    """The dtypes of one flat parameter under a policy.
+    """The dtypes of one flat parameter under a policy."""
 
-    Attributes:
-        compute_dtype: of the unsharded parameters; None: their own.
-        reduce_dtype: in which gradients are sent; None: ``compute_dtype``.
-        gather_dtype: float8 type in which the shard is sent; None: ``compute_dtype``.
-        keeps_reduce_dtype: whether reduced gradients stay in the dtype of their reduction.
-        fixed_order: whether they are added up in rank order, whatever the backend.
-    """
-
-    compute_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    gather_dtype: torch.dtype | None = None
-    keeps_reduce_dtype: bool = False
-    fixed_order: bool = False
+    compute_dtype: torch.dtype | None = None  # of the unsharded parameters; None: their own
+    reduce_dtype: torch.dtype | None = None  # gradients are sent in it; None: `compute_dtype`
+    gather_dtype: torch.dtype | None = None  # float8, the shard's; None: `compute_dtype`
+    keeps_reduce_dtype: bool = False  # reduced gradients stay in the dtype of their reduction
+    fixed_order: bool = False  # and are added up in rank order, whatever the backend
 
     def unsharded_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which parameters of ``dtype`` compute."""
-        return _lowered(dtype, self.compute_dtype)
+        return (self.compute_dtype or dtype) if dtype.is_floating_point else dtype
 
     def reduced_dtype(self, dtype: torch.dtype, of_hook: torch.dtype | None = None) -> torch.dtype:
         """The dtype in which gradients of parameters of ``dtype`` are reduced."""
-        return _lowered(dtype, of_hook or self.reduce_dtype or self.compute_dtype)
-
-
-def _lowered(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
-    return to if to is not None and dtype.is_floating_point else dtype
+        reduce_dtype = of_hook or self.reduce_dtype or self.compute_dtype or dtype
+        return reduce_dtype if dtype.is_floating_point else dtype
 
 
 @dataclass(frozen=True)
 class GradDtypes:
-    """The dtypes of one flat parameter's gradients.
+    """The dtypes of one flat parameter's gradients."""
 
-    Attributes:
-        reduce_dtype: in which they are collected and sent.
-        accum_dtype: in which more than one is added up before they are reduced.
-        grad_dtype: of the reduced gradient.
-    """
-
-    reduce_dtype: torch.dtype
-    accum_dtype: torch.dtype
-    grad_dtype: torch.dtype
+    reduce_dtype: torch.dtype  # they are collected and sent in it
+    accum_dtype: torch.dtype  # more than one are added up in it, before they are reduced
+    grad_dtype: torch.dtype  # of the reduced gradient
 
 
 def _is_float(dtype: object) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
+# FullyShardedDataParallel's and `fully_shard`'s names for fields that have others here.
 _OTHER_NAMES = {
     "_module_classes_to_ignore": "module_classes_to_ignore",
     "param_dtype_override_fn": "overrides",
 }
-"""FullyShardedDataParallel's and ``fully_shard``'s names for fields that have others here."""
+
+
+def _as_classes(value: object) -> tuple[type[nn.Module], ...]:
+    classes = tuple(value) if isinstance(value, Iterable) else (value,)
+    for one in classes:
+        if not (isinstance(one, type) and issubclass(one, nn.Module)):
+            raise TypeError(
+                f"MixedPrecision: module_classes_to_ignore must be classes of modules, got {one!r}"
+            )
+    return classes
 
 
 def _as_reduce_mode(value: object) -> ReduceMode:
@@ -223,12 +209,7 @@ def _as_reduce_mode(value: object) -> ReduceMode:
 
 
 def as_mixed_precision(value: object) -> MixedPrecision:
-    """Read ``mixed_precision``: ours, torch's dataclasses by field name, or None.
-
-    Raises:
-        TypeError: ``value`` has no ``param_dtype``, or a field of the wrong type.
-        NotImplementedError: it sets a field that is not supported.
-    """
+    """Read ``mixed_precision``: ours, torch's dataclasses by field name, or None."""
     if value is None:
         return MixedPrecision()
     if isinstance(value, MixedPrecision):

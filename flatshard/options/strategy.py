@@ -10,25 +10,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Placement:
-    """A strategy as the runtime sees it, which never asks for the strategy's name.
+    """A strategy as the runtime sees it, which never asks for the strategy's name."""
 
-    Attributes:
-        sharded: parameters, gradients and optimizer state are split over the shard group.
-        reshard_after_forward: units are resharded between forward and backward.
-        reshard_after_backward: after backward too; otherwise they stay unsharded until their
-            parameters change or a forward without gradients is over.
-        hybrid: the shard group is one node's ranks; nodes hold replicas.
-        over_all: with ``hybrid``: gradients and optimizer state are split over all ranks, only
-            what parameters are all-gathered from is replicated.
-        regather_size: after forward each rank keeps one part in so many of the parameters, which
-            backward all-gathers, from as many ranks only. None: backward does as forward.
-    """
-
+    # Parameters, gradients and optimizer state are split over the shard group.
     sharded: bool
+    # Units are resharded between forward and backward.
     reshard_after_forward: bool
+    # After backward too; otherwise they stay unsharded until their parameters change or a
+    # forward without gradients is over.
     reshard_after_backward: bool = True
+    # The shard group is one node's ranks; nodes hold replicas.
     hybrid: bool = False
+    # With `hybrid`: gradients and optimizer state are split over all ranks, only what parameters
+    # are all-gathered from is replicated.
     over_all: bool = False
+    # After forward each rank keeps one part in so many of the parameters, which backward
+    # all-gathers, from as many ranks only. None: backward does as forward.
     regather_size: int | None = None
 
 
@@ -76,11 +73,11 @@ _PLACEMENTS = {
     ),
 }
 
-_AFTER_FORWARD = {
-    (ShardingStrategy.FULL_SHARD, False): ShardingStrategy.SHARD_GRAD_OP,
-    (ShardingStrategy.HYBRID_SHARD, False): ShardingStrategy.HYBRID_SHARD_ZERO2,
+# Strategies that `reshard_after_forward=False` turns into others.
+_WITHOUT_RESHARDING = {
+    ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.HYBRID_SHARD: ShardingStrategy.HYBRID_SHARD_ZERO2,
 }
-"""Strategies that ``reshard_after_forward=False`` turns into others."""
 
 
 def resharding(
@@ -88,14 +85,8 @@ def resharding(
 ) -> tuple[ShardingStrategy, Placement]:
     """Apply ``reshard_after_forward`` to a strategy.
 
-    Args:
-        strategy: what to start from.
-        after_forward: None: as the strategy says. True or False: reshard after forward or not.
-            An int k: keep one part in k, which k ranks all-gather for backward.
-
-    Raises:
-        TypeError: ``after_forward`` is something else.
-        ValueError: it contradicts the strategy, or is below 1.
+    None: as the strategy says. True or False: reshard after forward or not. An int k: keep one
+    part in k, which k ranks all-gather for backward.
     """
     placement = strategy.placement
     if after_forward is None:
@@ -119,7 +110,7 @@ def resharding(
             "parameters within the node anyway; use True or False"
         )
     if after_forward is False or after_forward == 1:
-        strategy = _AFTER_FORWARD.get((strategy, False), strategy)
+        strategy = _WITHOUT_RESHARDING.get(strategy, strategy)
         return strategy, dataclasses.replace(strategy.placement, reshard_after_forward=False)
     return strategy, dataclasses.replace(placement, regather_size=after_forward)
 
@@ -142,13 +133,7 @@ class BackwardPrefetch(enum.Enum):
 def as_strategy(value: object, *, has_grid: bool = False) -> ShardingStrategy:
     """Read a strategy: ours, torch's enum of the same member name, a name, or None.
 
-    Args:
-        value: None: sharded over all ranks, or within the shard group of a grid.
-        has_grid: whether the user passed shard and replicate groups.
-
-    Raises:
-        TypeError: ``value`` is something else.
-        ValueError: the name is unknown or not supported.
+    None: sharded over all ranks, or within the shard group of a grid, if the user passed one.
     """
     if value is None:
         return ShardingStrategy.HYBRID_SHARD if has_grid else ShardingStrategy.FULL_SHARD

@@ -13,7 +13,7 @@ is reduced while the units compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -21,26 +21,20 @@ from torch import nn
 from flatshard.plan.param_info import ParamInfo
 from flatshard.plan.wrap import UnitPlan
 
+# From this size on a collective is bound by bandwidth, and worth one of its own.
 LARGE_BYTES = 4 << 20
-"""From this size on a collective is bound by bandwidth, and worth one of its own."""
 
 
 def coalesce(
     plans: Iterable[UnitPlan],
-    owners: dict[nn.Module, list[ParamInfo]],
+    owners: Mapping[nn.Module, list[ParamInfo]],
     max_bytes: int,
-    kind: Callable[[UnitPlan], Any],
+    settings_of: Mapping[nn.Module, Any],
 ) -> list[list[UnitPlan]]:
-    """Put neighbours together.
+    """Put neighbours together that agree in settings and kinds of parameters.
 
-    Args:
-        plans: a policy's units, in the order of the model; those that own nothing are left out.
-        owners: what each owns.
-        max_bytes: largest sum of parameter bytes over the units that are coalesced.
-        kind: what units must have in common to go together.
-
-    Returns:
-        The units, each with those that share its collectives; mostly alone.
+    ``plans`` are in the order of the model; those that own nothing are left out. ``max_bytes``
+    bounds the parameters of units that are coalesced.
     """
     plans = [plan for plan in plans if owners[plan.module]]
     modules = {plan.module for plan in plans}
@@ -48,10 +42,12 @@ def coalesce(
     total, last = 0, None
     for plan in plans:
         params = [owned.param for owned in owners[plan.module]]
-        nbytes = sum(param.numel() * param.element_size() for param in params)
+        nbytes = sum(map(_nbytes, params))
+        # Units of different kinds would need more collectives together, not fewer.
+        kinds = {(param.dtype, param.requires_grad) for param in params}
         # A unit around others runs while they do, and not before or after them.
         is_around = any(inner in modules for inner in plan.module.modules() if inner != plan.module)
-        this = None if is_around else (kind(plan), _dtypes(params))
+        this = None if is_around else (settings_of[plan.module], kinds)
         if this is not None and this == last and total + nbytes <= max_bytes:
             groups[-1].append(plan)
             total += nbytes
@@ -63,12 +59,8 @@ def coalesce(
 
 def is_apart(param: nn.Parameter) -> bool:
     """Whether a parameter of the root is reduced by itself."""
-    return param.requires_grad and param.numel() * param.element_size() >= LARGE_BYTES
+    return param.requires_grad and _nbytes(param) >= LARGE_BYTES
 
 
-def _dtypes(params: Iterable[nn.Parameter]) -> Hashable:
-    """What decides a unit's flat parameters.
-
-    Coalescing units of different kinds would need more collectives, not fewer.
-    """
-    return frozenset((param.dtype, param.requires_grad) for param in params)
+def _nbytes(param: nn.Parameter) -> int:
+    return param.numel() * param.element_size()

@@ -15,17 +15,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Ignored:
-    """Modules and tensors that are not sharded, moved, compared between ranks, or synchronised.
+    """Modules and tensors that are not sharded, moved, compared between ranks, or synchronised."""
 
-    Attributes:
-        modules: ignored with all that they hold; their descendants are in here too.
-        places: single parameters and buffers, by module and attribute, since a conversion such as
-            ``.to()`` puts other objects there.
-        names: what the user chose, by its names in the unwrapped model.
-    """
-
+    # With all that they hold; their descendants are in here too.
     modules: frozenset[nn.Module] = frozenset()
+    # Single parameters and buffers, by module and attribute, since a conversion such as `.to()`
+    # puts other objects there.
     places: frozenset[tuple[nn.Module, str]] = frozenset()
+    # What the user chose, by its names in the unwrapped model.
     names: tuple[str, ...] = ()
 
     def tensors(self) -> Iterator[Tensor]:
@@ -39,24 +36,16 @@ class Ignored:
                 yield tensor
 
     def ids(self) -> set[int]:
-        """Ids of the ignored parameters and buffers that are there now."""
         return {id(tensor) for tensor in self.tensors()}
-
-    def params(self) -> set[nn.Parameter]:
-        """The ignored parameters that are there now."""
-        return {tensor for tensor in self.tensors() if isinstance(tensor, nn.Parameter)}
-
-    def keywords(self) -> dict[str, Any]:
-        """The same as the keywords of functions that look for units."""
-        return {"ignored_modules": self.modules, "ignored_params": self.params()}
 
     def within(self, root: nn.Module) -> Ignored:
         """What is ignored below ``root``; without names, which only their own root has."""
         inside = set(root.modules())
-        return Ignored(
-            self.modules & inside,
-            frozenset(place for place in self.places if place[0] in inside),
-        )
+        places = frozenset(place for place in self.places if place[0] in inside)
+        return Ignored(self.modules & inside, places)
+
+
+NOTHING = Ignored()
 
 
 def find_ignored(
@@ -69,12 +58,8 @@ def find_ignored(
 ) -> Ignored:
     """Collect what the user's keywords, and DistributedDataParallel's attribute, ignore.
 
-    Args:
-        root: the outermost module.
-        ignored_modules: modules below ``root``.
-        ignored_states: modules and parameters below ``root``.
-        nested: the units inside ``root``, and what each ignores already.
-        sharded: ids of the parameters that they own.
+    ``nested`` are the units inside ``root`` with what each ignores already, ``sharded`` the ids of
+    the parameters that they own.
 
     Raises:
         TypeError: a keyword is no iterable of such objects.
@@ -92,70 +77,57 @@ def find_ignored(
     tops = {one for one in chosen if isinstance(one, nn.Module)}
     # By id: tensors compare element by element.
     single = {id(one) for one in chosen if isinstance(one, Tensor)} | _named_for_ddp(root)
-    names = []
+    names = [name for name, module in root.named_modules() if module in tops]
     for name, module in root.named_modules():
         if module in tops:
             _check_apart(name, module, nested)
-            names.append(name)
-    modules = {inner for module in tops for inner in module.modules()}
+    first_names: dict[int, str] = {}  # a tied tensor is named once
     places = set()
-    first_names: dict[int, str] = {}
     for name, module, attribute, tensor in _places(root):
-        first_names.setdefault(id(tensor), name)  # a tied one is named once
+        first_names.setdefault(id(tensor), name)
         if id(tensor) in single:
             places.add((module, attribute))
-    names += [name for key, name in first_names.items() if key in single]
     ignored = Ignored(
-        frozenset(modules).union(*(inner.modules for inner in nested.values())),
+        frozenset(inner for module in tops for inner in module.modules()).union(
+            *(inner.modules for inner in nested.values())
+        ),
         frozenset(places).union(*(inner.places for inner in nested.values())),
-        tuple(names),
+        (*names, *(name for key, name in first_names.items() if key in single)),
     )
     # What inner wrappers ignore is in here too, and not sharded: only what they own is an error.
-    _check_not_sharded(ignored.ids() & set(sharded), first_names)
-    return ignored
-
-
-def _check_not_sharded(sharded: set[int], names: Mapping[int, str]) -> None:
-    """Raise ValueError for the first parameter to be ignored that a unit owns already."""
-    for key, name in names.items():
-        if key in sharded:
+    twice = ignored.ids() & set(sharded)
+    for key, name in first_names.items():
+        if key in twice:
             raise ValueError(
                 f"ShardedWrapper: parameter {name!r} is to be ignored, but a unit inside the model "
                 "has sharded it already. Let the inner ShardedWrapper ignore it."
             )
+    return ignored
 
 
 def _read(keyword: str, values: Any, kinds: tuple[type, ...], root: nn.Module) -> list[Any]:
     """The objects of one keyword, checked."""
-    what = " or ".join(kind.__name__ for kind in kinds)
+    expected = f"expected an iterable of {' or '.join(kind.__name__ for kind in kinds)}"
     try:
         found = [] if values is None else list(values)
     except TypeError:
-        raise TypeError(
-            f"{keyword}: expected an iterable of {what}, got a {type(values).__name__}"
-        ) from None
-    present = {id(module) for module in root.modules()} | {id(p) for p in root.parameters()}
+        raise TypeError(f"{keyword}: {expected}, got a {type(values).__name__}") from None
+    present = {id(one) for one in (*root.modules(), *root.parameters())}
     for position, value in enumerate(found):
+        name = type(value).__name__
         if not isinstance(value, kinds):
-            raise TypeError(
-                f"{keyword}: expected an iterable of {what}, got a {type(value).__name__} at "
-                f"position {position}"
-            )
+            raise TypeError(f"{keyword}: {expected}, got a {name} at position {position}")
         if id(value) not in present:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
             raise ValueError(
-                f"{keyword}: the {type(value).__name__}{shape} at position {position} is not in "
-                f"the {type(root).__name__} that is wrapped. Take it from this very model."
+                f"{keyword}: the {name}{shape} at position {position} is not in the "
+                f"{type(root).__name__} that is wrapped. Take it from this very model."
             )
     return found
 
 
 def _check_apart(name: str, module: nn.Module, nested: Mapping[nn.Module, Ignored]) -> None:
-    """Refuse to ignore what contains a unit, or is a part of one.
-
-    Raises:
-        ValueError: ``module`` is either.
-    """
+    """Raise ValueError if a module to ignore contains a unit, or is a part of one."""
     below = set(module.modules())
     for unit, theirs in nested.items():
         if unit in below:
@@ -173,11 +145,8 @@ def _check_apart(name: str, module: nn.Module, nested: Mapping[nn.Module, Ignore
 def _named_for_ddp(root: nn.Module) -> set[int]:
     """Ids of the tensors that DistributedDataParallel was told to ignore under all their names."""
     listed = set(getattr(root, "_ddp_params_and_buffers_to_ignore", ()))
-    ignored: set[int] = set()
-    others: set[int] = set()
-    for name, _, _, tensor in _places(root):
-        (ignored if name in listed else others).add(id(tensor))
-    return ignored - others
+    ignored = {id(tensor) for name, _, _, tensor in _places(root) if name in listed}
+    return ignored - {id(tensor) for name, _, _, tensor in _places(root) if name not in listed}
 
 
 def _places(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:

@@ -18,28 +18,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+# Every original parameter, and every rank's shard, starts at a multiple of this many bytes.
 ALIGNMENT_BYTES = 16
-"""Every original parameter, and every rank's shard, starts at a multiple of this many bytes."""
-
+# Large shards fill whole pages, so that memory and files can be mapped to them. 64 KiB on some ARM
+# systems; ranks must have pages of one size.
 PAGE_BYTES = max(mmap.PAGESIZE, 4096)
-"""Large shards fill whole pages, so that memory and files can be mapped to them. 64 KiB on some
-ARM systems; ranks must have pages of one size."""
-
+# From which size on a shard is large.
 PAGED_BYTES = 1 << 20
-"""From which size on a shard is large."""
 
 
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of a tensor from the outermost in memory to the innermost.
-
-    A tensor that overlaps itself or has gaps has none; then the order of a contiguous one.
-    """
+    """The dimensions of a tensor from the outermost in memory to the innermost."""
     # Of dimensions with equal strides all but one have a single element: those are further in, as
     # `strides_of` has them.
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], -max(shape[d], 1)))
     dense = strides_of(shape, order)
     if all(size == 1 or strides[d] == dense[d] for d, size in enumerate(shape)):
         return tuple(order)
+    # It overlaps itself or has gaps, and so has no order: laid out as a contiguous one.
     return tuple(range(len(shape)))
 
 
@@ -55,59 +51,44 @@ def strides_of(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ParamSpan:
-    """One original parameter's half-open range ``[start, end)`` in the flat space, in elements.
-
-    ``order`` is the order of its dimensions in memory, see ``memory_order``.
-    """
+    """One original parameter's half-open range ``[start, end)`` in the flat space, in elements."""
 
     name: str
     shape: tuple[int, ...]
     start: int
     end: int
-    order: tuple[int, ...]
+    order: tuple[int, ...]  # of its dimensions in memory, see `memory_order`
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Strides, in elements, of a view of the range."""
+        """In elements, of a view of the range."""
         return strides_of(self.shape, self.order)
 
     @property
     def numel(self) -> int:
-        """Elements of the original parameter."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class LocalSpan:
-    """The part of one original parameter that lies in one rank's shard; may be empty.
+    """The part of one original parameter that lies in one rank's shard; may be empty."""
 
-    ``[start, end)`` is in elements of the shard, ``offset`` is the index, among the original
-    parameter's elements in memory order, of the element at ``start``.
-    """
-
-    start: int
+    start: int  # `[start, end)` in elements of the shard
     end: int
-    offset: int
+    offset: int  # index of the element at `start` among the parameter's, in memory order
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter that this rank holds."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Offsets, padding and shard ranges of one flat parameter.
+    """Offsets, padding and shard ranges of one flat parameter."""
 
-    Attributes:
-        spans: one range per original parameter, ascending, disjoint, each start aligned.
-        world_size: ranks that share the flat parameter.
-        shard_numel: elements that each rank holds, padding included.
-    """
-
-    spans: tuple[ParamSpan, ...]
-    world_size: int
-    shard_numel: int
+    spans: tuple[ParamSpan, ...]  # ascending, disjoint, each start aligned
+    world_size: int  # ranks that share the flat parameter
+    shard_numel: int  # elements that each rank holds, padding included
 
     @classmethod
     def build(
@@ -118,21 +99,7 @@ class FlatLayout:
         itemsize: int,
         orders: Sequence[Sequence[int]] | None = None,
     ) -> FlatLayout:
-        """Lay parameters out one after the other.
-
-        Args:
-            named_shapes: name and shape of each original parameter, in registration order.
-            world_size: ranks to share among, at least 1.
-            itemsize: bytes per element; decides the alignment.
-            orders: each parameter's memory order; None: all are contiguous.
-
-        Raises:
-            ValueError: ``world_size`` or ``itemsize`` below 1.
-        """
-        if world_size < 1 or itemsize < 1:
-            raise ValueError(
-                f"world_size and itemsize must be at least 1, got {world_size} and {itemsize}"
-            )
+        """Lay parameters out one after the other; without ``orders`` all are contiguous."""
         align = max(1, ALIGNMENT_BYTES // itemsize)
         spans: list[ParamSpan] = []
         end = 0
@@ -147,13 +114,10 @@ class FlatLayout:
         return cls(tuple(spans), world_size, shard_numel)
 
     def __post_init__(self) -> None:
-        """Check the invariants that everything else relies on."""
         end = 0
         for span in self.spans:
             assert span.start >= end, f"{span.name} overlaps its neighbour"
             assert span.numel == math.prod(span.shape), f"{span.name} has a range of another size"
-            dimensions = list(range(len(span.shape)))
-            assert sorted(span.order) == dimensions, f"{span.name} has no such memory order"
             end = span.end
         assert self.padded_numel >= end, "the shards do not cover the parameters"
 
@@ -169,7 +133,6 @@ class FlatLayout:
 
     @property
     def padding_numel(self) -> int:
-        """Elements that belong to no parameter."""
         return self.padded_numel - self.numel
 
     @cached_property
@@ -187,6 +150,7 @@ class FlatLayout:
         """Where original parameter ``index`` lies in the shard of ``rank``."""
         span = self.spans[index]
         begin, stop = self.shard_range(rank)
+        # A parameter that lies wholly before or behind the shard gets an empty range at its edge.
         start = min(max(span.start, begin), stop)
         end = max(min(span.end, stop), start)
         offset = min(max(start - span.start, 0), span.numel)

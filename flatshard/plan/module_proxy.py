@@ -9,14 +9,9 @@ from torch import nn
 
 
 class ModuleProxy(nn.Module):
-    """Passes on calls, attributes, indices and names to ``module``, its only child.
+    """Passes on calls, attributes, indices and names to ``module``, its only child."""
 
-    Attributes:
-        module: the wrapped module.
-        hidden_in_names: marks modules whose own name is not part of their parameters' names.
-    """
-
-    hidden_in_names = True
+    hidden_in_names = True  # its own name is not part of its parameters' names
     module: nn.Module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -29,7 +24,7 @@ class ModuleProxy(nn.Module):
 
         ``isinstance(x, ShardedWrapper)`` is true as well: it looks at ``type(x)`` first.
         """
-        # Asked for before there is a module, too: by ``Module.__init__`` and unpickling.
+        # Asked for before there is a module, too: by `Module.__init__` and unpickling.
         module = self.__dict__.get("_modules", {}).get("module")
         return type(self) if module is None else module.__class__  # type: ignore[no-any-return]
 
@@ -37,11 +32,9 @@ class ModuleProxy(nn.Module):
         return type(self).__name__
 
     def __dir__(self) -> list[str]:
-        """Names of the wrapper and of the wrapped module."""
         return sorted({*dir(type(self)), *super().__dir__()})
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapper lacks, the wrapped module may have."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -50,11 +43,7 @@ class ModuleProxy(nn.Module):
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the wrapper's own; modules and parameters are the wrapped module's.
-
-        Raises:
-            RuntimeError: a module or parameter would be the wrapper's.
-        """
+        """Set the wrapper's own; raises RuntimeError for modules and parameters."""
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
             raise RuntimeError(
                 f"{name!r} is the wrapper's then, and the wrapped module would not see it. Change "
@@ -62,57 +51,47 @@ class ModuleProxy(nn.Module):
             )
         super().__setattr__(name, value)
 
+    # Python looks operators up on the class, so `__getattr__` does not pass them on.
+
     def __getitem__(self, key: Any) -> Any:
-        """Index the wrapped module."""
         return self.module[key]  # type: ignore[index]
 
     def __len__(self) -> int:
-        """Length of the wrapped module."""
         return len(self.module)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the wrapped module."""
         return iter(self.module)  # type: ignore[call-overload, no-any-return]
 
     def __bool__(self) -> bool:
-        """A module is true, also where the wrapped one has a length of zero."""
+        # Also where the wrapped one has a length of zero.
         return True
 
     def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As of the unwrapped module; the wrapper shares the name of what it wraps."""
         memo = set() if memo is None else memo
         if self in memo:
             return
-        # Not ``super()``'s, which would add ``module.`` to every name below.
+        # Not `super()`'s, which would add `module.` to every name below.
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         """Let torch's recursion, which asks for ``module.``, find the unwrapped names."""
         inner = prefix + "module."
         for key in list(state_dict):
             if key.startswith(prefix):
                 state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+        _, _, *lists_of_names = args  # missing and unexpected keys, and messages
 
         def clean(*_: Any) -> None:
-            for messages in (missing_keys, unexpected_keys, error_msgs):
-                messages[:] = [message.replace(inner, prefix) for message in messages]
+            for names in lists_of_names:
+                names[:] = [name.replace(inner, prefix) for name in names]
             hook.remove()  # it closes over this load's lists
 
         hook = self.register_load_state_dict_post_hook(clean)

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from flatshard.plan.ignored import NOTHING, Ignored
+
 # Matched by name along the class hierarchy: torchvision need not be installed, and a class may be
 # newer than the oldest torch supported.
 _READS_CHILDREN = frozenset(
@@ -29,22 +31,12 @@ _READS_CHILDREN = frozenset(
 
 
 class ModuleTree:
-    """The modules that a policy may choose from.
+    """The modules that a policy may choose from."""
 
-    Args:
-        root: the outermost module.
-        ignored: modules left out, with their parameters.
-        ignored_params: parameters that count for nothing.
-    """
-
-    def __init__(
-        self, root: nn.Module, ignored: set[nn.Module], ignored_params: set[nn.Parameter]
-    ) -> None:
+    def __init__(self, root: nn.Module, ignored: Ignored = NOTHING) -> None:
         self.root = root
-        self._closed = ignored | _read_by_others(root)
-        self._ignored_params = ignored_params.union(
-            param for module in ignored for param in module.parameters(recurse=False)
-        )
+        self._closed = ignored.modules | _read_by_others(root)
+        self.ignored_params = {p for p in ignored.tensors() if isinstance(p, nn.Parameter)}
 
     def candidates(self) -> Iterator[nn.Module]:
         """Yield each module that can be a unit, once and in post-order."""
@@ -61,31 +53,17 @@ class ModuleTree:
         return visit(self.root)
 
     def open_children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return the children, by attribute, that have parameters and that may hold units."""
+        """The children, by attribute, that have parameters and may hold units."""
         return [
             (name, child)
             for name, child in module.named_children()
             if child not in self._closed
-            and any(param not in self._ignored_params for param in child.parameters())
+            and any(param not in self.ignored_params for param in child.parameters())
         ]
 
     def params(self, module: nn.Module) -> set[nn.Parameter]:
-        """Return the module's parameters that aren't ignored, descendants' included."""
-        return set(module.parameters()) - self._ignored_params
-
-    def containers(self) -> dict[nn.Parameter, list[nn.Module]]:
-        """Return, for each parameter, the modules that contain all its places, outermost first.
-
-        Only these can hold it: a tied weight belongs to none of the modules that it is tied
-        between.
-        """
-        containers: dict[nn.Parameter, list[nn.Module]] = {}
-        for _, path in paths(self.root):
-            for param in path[-1]._parameters.values():
-                if param is not None and param not in self._ignored_params:
-                    before = containers.get(param, path)
-                    containers[param] = [module for module in before if module in path]
-        return containers
+        """The module's parameters that are not ignored, descendants' included."""
+        return set(module.parameters()) - self.ignored_params
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -99,27 +77,22 @@ def numel(params: Iterable[nn.Parameter]) -> int:
     return sum(param.numel() for param in params)
 
 
-def paths(root: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-    """Every path to every module: its name, and the modules on it; a shared module has several.
-
-    A module that stands in for another has no place in names; see ``ModuleProxy``.
-    """
-
-    def visit(
-        name: str, chain: tuple[nn.Module, ...]
-    ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-        yield name, chain
-        hidden = getattr(chain[-1], "hidden_in_names", False)
-        for attribute, child in chain[-1]._modules.items():
-            if child is not None and child not in chain:
-                below = name if hidden else f"{name}.{attribute}" if name else attribute
-                yield from visit(below, (*chain, child))
-
-    return visit("", (root,))
+def paths(
+    module: nn.Module, name: str = "", above: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
+    """Every path to every module: its name, and the modules on it; a shared module has several."""
+    chain = (*above, module)
+    yield name, chain
+    # A module that stands in for another has no place in names; see `ModuleProxy`.
+    hidden = getattr(module, "hidden_in_names", False)
+    for attribute, child in module._modules.items():
+        if child is not None and child not in chain:
+            below = name if hidden else f"{name}.{attribute}" if name else attribute
+            yield from paths(child, below, chain)
 
 
 def _read_by_others(root: nn.Module) -> set[nn.Module]:
-    """Return the modules whose parameters are read outside their own forward."""
+    """The modules whose parameters are read outside their own forward."""
     closed: set[nn.Module] = set()
     for module in root.modules():
         if isinstance(module, ParametrizationList):

@@ -17,12 +17,10 @@ class ExecutionOrder:
 
     def begin_forward(self) -> None:
         """Start a new recording; what was recorded before becomes the prediction."""
-        if self._current:
-            self._previous = self._current
+        self._previous = self._current or self._previous
         self._current = []
 
     def record(self, unit: int) -> None:
-        """Note that ``unit`` runs now."""
         self._current.append(unit)
 
     def next_forward(self) -> list[int]:
@@ -45,7 +43,7 @@ class ExecutionOrder:
 
     @property
     def is_complete(self) -> bool:
-        """Whether this forward ran all the units of the one before, in the same order."""
+        """Whether this forward ran the units of the one before, in the same order."""
         return bool(self._current) and self._current == self._previous
 
     def first_backward(self) -> list[int]:
@@ -62,17 +60,13 @@ class ReduceOrder:
 
     Collectives match by order, and ranks may finish units at different moments, or not at all: a
     later unit therefore waits for an earlier incomplete one.
-
-    Attributes:
-        sequence: that order.
-        num_taken: units that have had their turn.
     """
 
     def __init__(self, num_units: int) -> None:
         # A first guess, which the first backward corrects: registration order reversed. But the
         # outermost unit, numbered last, holds what forward begins with: embeddings, say.
         self.sequence: list[int] = [*range(num_units - 1)[::-1], num_units - 1]
-        self.num_taken = 0
+        self.num_taken = 0  # units that have had their turn
         self._ready: dict[int, None] = {}  # in the order in which they became so
 
     def adopt(self, sequence: list[int]) -> None:
@@ -81,19 +75,16 @@ class ReduceOrder:
         self.sequence = list(sequence)
 
     def begin_backward(self) -> None:
-        """Forget which units are ready."""
         self._ready.clear()
         self.num_taken = 0
 
     def ready(self, unit: int) -> None:
-        """Note that ``unit`` may be reduced."""
         self._ready[unit] = None
 
     def turns(self, allows: Callable[[int], bool] = lambda _: True) -> Iterator[int]:
-        """The units whose turn has come, in order.
+        """The units whose turn has come, in order, until ``allows`` is False of one.
 
-        Args:
-            allows: asked about each, when those before have been started; False ends the turns.
+        It is asked about each when those before have been started.
         """
         while self.num_taken < len(self.sequence):
             head = self.sequence[self.num_taken]
@@ -123,14 +114,12 @@ class UnevenUnits:
     never succeeds. Only a clock could tell sooner; so ranks go by the last backwards.
     """
 
-    REMEMBERED = 100
-    """Backwards after which a unit that was even in all of them is forgotten."""
+    REMEMBERED = 100  # backwards after which a unit that was even in all of them is forgotten
 
     def __init__(self) -> None:
         self._left: dict[int, int] = {}
 
     def __contains__(self, unit: int) -> bool:
-        """Whether it was uneven in one of the last ``REMEMBERED`` backwards."""
         return unit in self._left
 
     def note(self, uneven: Iterable[int]) -> None:

@@ -3,7 +3,6 @@
 A policy is one of three things:
 
 - ``"auto"``: blocks that repeat and large single modules; see ``flatshard.plan.auto_wrap``;
-
 - a callable ``policy(module, recurse, nonwrapped_numel) -> bool``, asked twice about each module:
   with ``recurse=True`` whether to look at its children (if not, the module is no unit either),
   then with ``recurse=False``, and the elements that units among its descendants left over, whether
@@ -16,10 +15,9 @@ Without a policy, ``wrap`` inside ``enable_wrap`` makes units where a model is b
 """
 
 import contextlib
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -28,34 +26,18 @@ from typing import Any, Literal, Protocol, TypeAlias
 from torch import nn
 
 from flatshard.plan import auto_wrap
+from flatshard.plan.ignored import NOTHING, Ignored
 from flatshard.plan.module_tree import ModuleTree, has_forward, numel
 
-__all__ = [
-    "CustomPolicy",
-    "ModuleWrapPolicy",
-    "Policy",
-    "UnitPlan",
-    "always_wrap_policy",
-    "check_policy",
-    "enable_wrap",
-    "explain_no_match",
-    "find_units",
-    "lambda_auto_wrap_policy",
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-    "wrap",
-]
+Keywords: TypeAlias = dict[str, Any]
 
 
 class PolicyObject(Protocol):
     """A policy that sees all modules at once."""
 
     def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
-    ) -> dict[nn.Module, dict[str, Any]]: ...
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Keywords
+    ) -> dict[nn.Module, Keywords]: ...
 
 
 Policy: TypeAlias = Callable[..., bool] | PolicyObject | Literal["auto"]
@@ -63,22 +45,12 @@ Policy: TypeAlias = Callable[..., bool] | PolicyObject | Literal["auto"]
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """One module that is to become a unit.
+    """One module that is to become a unit."""
 
-    Attributes:
-        name: the module's first FQN under the root.
-        module: the module itself.
-        overrides: keywords that differ from the root's for this unit.
-        reason: who chose it and why, in words.
-    """
-
-    name: str
+    name: str  # its first FQN under the root
     module: nn.Module = field(repr=False)
-    overrides: dict[str, Any] = field(default_factory=dict)
-    reason: str = field(default="", compare=False, repr=False)
-
-
-# --- callable policies ---
+    overrides: Keywords = field(default_factory=dict)  # what differs from the root's
+    reason: str = field(default="", compare=False, repr=False)  # who chose it and why, in words
 
 
 def size_based_auto_wrap_policy(
@@ -106,7 +78,11 @@ def size_based_auto_wrap_policy(
     Raises:
         ValueError: ``min_num_params`` is negative or not an int.
     """
-    _check_min_num_params(min_num_params)
+    bound = min_num_params
+    if isinstance(bound, bool) or not isinstance(bound, Integral) or bound < 0:
+        raise ValueError(
+            f"min_num_params: expected an int >= 0, for example 20_000 or int(1e6), got {bound!r}."
+        )
     if nonwrapped_numel < min_num_params:
         return False
     argument = "force_leaf_modules" if recurse else "exclude_wrap_modules"
@@ -133,10 +109,7 @@ def transformer_auto_wrap_policy(
 
 
 def lambda_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    lambda_fn: Callable[[nn.Module], bool],
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
     """Make a unit of each module for which ``lambda_fn(module)`` is true."""
     return recurse or lambda_fn(module)
@@ -147,13 +120,10 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
-# --- policy objects ---
-
-
 class ModuleWrapPolicy:
     """Make a unit of each instance of the given classes.
 
-    Also works as a callable policy, for instance inside another one.
+    It is a callable policy, so it works inside another one.
 
     Args:
         module_classes: the classes; subclasses count too.
@@ -168,23 +138,10 @@ class ModuleWrapPolicy:
     def __call__(
         self, module: nn.Module, recurse: bool, nonwrapped_numel: int = 0, **kwargs: Any
     ) -> bool:
-        """Answer as a callable policy; sizes don't matter."""
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
         return f"ModuleWrapPolicy({_show(self._module_classes)})"
-
-    def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
-    ) -> dict[nn.Module, dict[str, Any]]:
-        return {
-            module: dict(root_kwargs)
-            for module in root_module.modules()
-            if module not in ignored_modules and self(module, recurse=False)
-        }
 
 
 class CustomPolicy:
@@ -210,11 +167,8 @@ class CustomPolicy:
         return f"CustomPolicy({_show(self._lambda_fn)})"
 
     def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
-    ) -> dict[nn.Module, dict[str, Any]]:
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Keywords
+    ) -> dict[nn.Module, Keywords]:
         chosen = {}
         for name, module in root_module.named_modules():
             if module in ignored_modules:
@@ -231,63 +185,40 @@ class CustomPolicy:
         return chosen
 
 
-# --- choosing units ---
-
-
-def find_units(
-    root: nn.Module,
-    policy: Policy,
-    *,
-    ignored_modules: Collection[nn.Module] = (),
-    ignored_params: Collection[nn.Parameter] = (),
-) -> list[UnitPlan]:
-    """Choose the modules below ``root`` that become units of their own. Changes nothing.
+def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> list[UnitPlan]:
+    """Choose the modules below ``root`` that become units of their own, children before parents.
 
     Only modules with parameters, not all of them ignored, can be units; for those that never are,
     see [Note: modules that are never units] in ``flatshard.plan.module_tree``.
-
-    Args:
-        root: the outermost module; never in the result, as it is a unit anyway.
-        policy: what to choose; see the top of this file.
-        ignored_modules: modules left out with all their descendants and parameters.
-        ignored_params: parameters that count for nothing.
-
-    Returns:
-        The units in post-order, children before parents; a module with several names comes once.
 
     Raises:
         TypeError: ``policy`` is not a policy.
         ValueError: ``policy`` has a bad setting or answer, or is an unknown name.
     """
     check_policy(policy)
-    ignored = {module for top in ignored_modules for module in top.modules()}
-    tree = ModuleTree(root, ignored, set(ignored_params))
+    tree = ModuleTree(root, ignored)
     reasons: dict[nn.Module, str] = {}
-    chosen: dict[nn.Module, dict[str, Any]]
+    chosen: dict[nn.Module, Keywords]
     if isinstance(policy, str):
         reasons = auto_wrap.choose(tree)
         chosen = {module: {} for module in reasons}
     elif hasattr(policy, "_run_policy"):
-        chosen = policy._run_policy(root, ignored, {})
+        chosen = policy._run_policy(root, set(ignored.modules), {})
     else:
         chosen = _ask(tree, policy)
     names = {module: name for name, module in root.named_modules()}
-    by = f"policy {_show(policy)}"
-    return [
-        UnitPlan(
-            names[module],
-            module,
-            dict(chosen[module]),
-            f"{by}: {reasons[module]}" if module in reasons else by,
-        )
-        for module in tree.candidates()
-        if module in chosen
-    ]
+    plans = []
+    for module in tree.candidates():
+        if module in chosen:
+            reason = f"policy {_show(policy)}"
+            reason += f": {reasons[module]}" if module in reasons else ""
+            plans.append(UnitPlan(names[module], module, dict(chosen[module]), reason))
+    return plans
 
 
-def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, dict[str, Any]]:
-    """Return the candidates that a callable policy wants."""
-    chosen: dict[nn.Module, dict[str, Any]] = {}
+def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywords]:
+    """The candidates that a callable policy wants."""
+    chosen: dict[nn.Module, Keywords] = {}
     # Per module, the parameters that units in its subtree hold. A shared module is asked about
     # once but takes its parameters from each of its parents.
     held_in: dict[nn.Module, set[nn.Parameter]] = {}
@@ -312,10 +243,8 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, dict[
     return chosen
 
 
-# --- choosing units by hand ---
-
-_enabled: ContextVar[dict[str, Any] | None] = ContextVar("enabled", default=None)
-"""The keywords of the innermost ``enable_wrap``; None outside."""
+# The keywords of the innermost `enable_wrap`; None outside.
+_enabled: ContextVar[Keywords | None] = ContextVar("enabled", default=None)
 
 
 @contextlib.contextmanager
@@ -354,32 +283,19 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
     return wrapper_cls(module, **keywords)
 
 
-# --- checks and messages ---
-
-
 def check_policy(policy: object) -> None:
-    """Raise unless ``policy`` has the form of a policy.
-
-    Raises:
-        TypeError: it is something else, or can't be called as a policy is.
-        ValueError: it is a name other than ``"auto"``, or ``size_based_auto_wrap_policy`` with a
-            bad ``min_num_params``.
-    """
-    example = "{Block}"
-    if classes := _module_classes_in(policy):
-        example = _show(classes)
+    """Raise TypeError or ValueError unless ``policy`` has the form of a policy."""
     expected = (
-        f'expected "auto", a policy object such as ModuleWrapPolicy({example}) or a callable such '
+        'expected "auto", a policy object such as ModuleWrapPolicy({Block}) or a callable such '
         "as functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)"
     )
+    if policy == "auto" or (hasattr(policy, "_run_policy") and not isinstance(policy, type)):
+        return
     if isinstance(policy, str):
-        _check_name(policy, expected)
-        return
-    if isinstance(policy, type | nn.Module):
-        raise TypeError(f"auto_wrap_policy: {expected}, got {_show(policy)}, which is none.")
-    if hasattr(policy, "_run_policy"):
-        return
-    if not callable(policy):
+        is_name = policy.endswith(("_policy", "Policy"))
+        hint = f" To use {policy}, pass the object, not its name." if is_name else ""
+        raise ValueError(f"auto_wrap_policy: unknown policy {policy!r}; {expected}.{hint}")
+    if isinstance(policy, type | nn.Module) or not callable(policy):
         kind = type(policy).__name__
         raise TypeError(f"auto_wrap_policy: {expected}, got {_show(policy)} ({kind}).")
     try:
@@ -390,75 +306,38 @@ def check_policy(policy: object) -> None:
             f"and nonwrapped_numel ({error}); {expected}. Set further arguments by "
             "functools.partial."
         ) from error
-    if isinstance(policy, functools.partial):
-        _check_settings(policy)
-
-
-def _check_name(name: str, expected: str) -> None:
-    if name == "auto":
-        return
-    offered = [known for known in __all__ if known.endswith(("_policy", "Policy"))]
-    close = difflib.get_close_matches(name, offered, n=1)
-    hint = f" To use {close[0]}, pass the object, not its name." if close else ""
-    raise ValueError(f"auto_wrap_policy: unknown policy {name!r}; {expected}.{hint}")
-
-
-def _check_settings(policy: "functools.partial[Any]") -> None:
-    settings = policy.keywords
-    if policy.func is size_based_auto_wrap_policy and "min_num_params" in settings:
-        _check_min_num_params(settings["min_num_params"])
-    if policy.func is transformer_auto_wrap_policy and "transformer_layer_cls" in settings:
-        _class_tuple(settings["transformer_layer_cls"], "transformer_layer_cls")
-
-
-def _check_min_num_params(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
-        raise ValueError(
-            f"min_num_params: expected an int >= 0, for example 20_000 or int(1e6), got {value!r}."
-        )
 
 
 def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:
-    example = f"for example {{{_show(classes) if isinstance(classes, type) else 'Block'}}}"
-    if isinstance(classes, str | type) or not isinstance(classes, Iterable):
-        raise TypeError(f"{argument}: expected a set of classes, {example}, got {_show(classes)}.")
-    found = tuple(classes)
-    wrong = ", ".join(_show(item) for item in found if not isinstance(item, type))
-    if wrong:
-        raise TypeError(f"{argument}: expected classes, {example}, got {wrong}.")
+    found = (
+        tuple(classes)
+        if isinstance(classes, Iterable) and not isinstance(classes, type)
+        else (None,)
+    )
+    if not all(isinstance(item, type) for item in found):
+        raise TypeError(
+            f"{argument}: expected a set of classes, for example {{Block}}, got {_show(classes)}."
+        )
     return found
 
 
-def explain_no_match(
-    root: nn.Module,
-    policy: Policy,
-    *,
-    ignored_modules: Collection[nn.Module] = (),
-    ignored_params: Collection[nn.Parameter] = (),
-) -> str:
-    """Return a warning's text for a policy that chose no unit: what it could have chosen."""
-    tree = ModuleTree(root, set(ignored_modules), set(ignored_params))
+def explain_no_match(root: nn.Module, policy: Policy | None, ignored: Ignored = NOTHING) -> str:
+    """A warning's text for a policy that chose no unit: what it could have chosen."""
+    tree = ModuleTree(root, ignored)
     names = {module: name for name, module in root.named_modules()}
-    by_class: dict[type, list[tuple[int, str]]] = {}
-    for module in tree.candidates():
-        by_class.setdefault(type(module), []).append((numel(tree.params(module)), names[module]))
-    largest = sorted(by_class.items(), key=lambda item: max(item[1])[0], reverse=True)[:5]
+    sizes = {module: numel(tree.params(module)) for module in tree.candidates()}
+    by_class: dict[type, list[nn.Module]] = {}
+    for module in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        by_class.setdefault(type(module), []).append(module)
     options = []
-    for cls, found in largest:
-        size, name = max(found, key=lambda pair: pair[0])
-        count = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        options.append(f"{cls.__name__} ({name!r}{count}, {size:,} elements)")
+    for cls, (first, *others) in list(by_class.items())[:5]:
+        count = f" and {len(others)} more" if others else ""
+        options.append(f"{cls.__name__} ({names[first]!r}{count}, {sizes[first]:,} elements)")
     return (
         f"auto_wrap_policy: {_show(policy)} chose no module of {type(root).__name__}, so all its "
         f"{numel(tree.params(root)):,} elements are one unit, unsharded together. "
         f"It could have chosen, largest first: {', '.join(options) or 'nothing'}."
     )
-
-
-def _module_classes_in(value: object) -> list[type]:
-    # Passed where a policy belongs, to be named in the error.
-    items = value if isinstance(value, list | tuple | set | frozenset) else [value]
-    return [item for item in items if isinstance(item, type) and issubclass(item, nn.Module)]
 
 
 def _show(value: object) -> str:

@@ -26,51 +26,31 @@ from torch.utils import _pytree as pytree
 _OWN_DTYPES = "_flatshard_own_dtypes"
 
 
-# ---------------------------------------------------------------- values
-
-
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating point tensors in a value: in containers, and in fields of dataclasses.
-
-    What holds none is returned as it is, so that a list which a module appends to stays the same.
-    """
-    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_packed)
+    """Cast the floating point tensors in a value: in containers, and in fields of dataclasses."""
+    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda one: isinstance(one, PackedSequence))
     cast = [_cast_leaf(leaf, dtype) for leaf in leaves]
+    # The object itself where nothing is cast: a list that a module appends to stays the same.
     if all(after is before for after, before in zip(cast, leaves, strict=True)):
         return value
     return pytree.tree_unflatten(cast, spec)
 
 
-def _is_packed(value: Any) -> bool:
-    return isinstance(value, PackedSequence)
-
-
 def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.to(dtype) if leaf.is_floating_point() else leaf
-    if _is_packed(leaf):
+    if isinstance(leaf, PackedSequence):
         return leaf._replace(data=_cast_leaf(leaf.data, dtype))
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        return _cast_fields(leaf, dtype)
-    return leaf
-
-
-def _cast_fields(instance: Any, dtype: torch.dtype) -> Any:
-    fields = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
     cast = {name: cast_floats(value, dtype) for name, value in fields.items()}
     if all(cast[name] is fields[name] for name in fields):
-        return instance
-    twin = copy.copy(instance)
+        return leaf
+    twin = copy.copy(leaf)
     for name, value in cast.items():
         object.__setattr__(twin, name, value)  # frozen ones too
     return twin
-
-
-def _first_float(value: Any) -> torch.dtype | None:
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            return leaf.dtype
-    return None
 
 
 def _cast_arguments(
@@ -83,21 +63,12 @@ def _cast_arguments(
     )
 
 
-# ---------------------------------------------------------------- units
-
-
 @dataclass(frozen=True)
 class UnitCasts:
-    """The casts of a unit's inputs and outputs.
+    """The casts of a unit's inputs and outputs; None: they stay as they are."""
 
-    Attributes:
-        as_root: dtype of its inputs where it is the root; None: as they come.
-        below_root: the same elsewhere.
-        outputs: dtype of its outputs; None: as its module gives them.
-    """
-
-    as_root: torch.dtype | None = None
-    below_root: torch.dtype | None = None
+    as_root: torch.dtype | None = None  # of its inputs, where it is the root
+    below_root: torch.dtype | None = None  # of its inputs elsewhere
     outputs: torch.dtype | None = None
 
     def cast_inputs(
@@ -108,28 +79,20 @@ class UnitCasts:
         return None if dtype is None else _cast_arguments(args, kwargs, dtype)
 
     def cast_output(self, output: Any) -> Any:
-        """The unit's output."""
         return output if self.outputs is None else cast_floats(output, self.outputs)
 
 
-# ---------------------------------------------------------------- modules
-
-
 class ModuleCasts:
-    """Hooks of one module that computes in another dtype than what is around it.
-
-    Args:
-        dtype: in which it computes; None: the one that its parameters, or else buffers, have.
-        outside: in which what is around it computes, for a module that is called without floating
-            point tensors; None: its outputs stay as they are then.
-    """
+    """Hooks of one module that computes in another dtype than what is around it; see the note."""
 
     def __init__(self, dtype: torch.dtype | None, outside: torch.dtype | None) -> None:
-        self._dtype, self._outside = dtype, outside
+        # None: the dtype that its parameters, or else buffers, have.
+        self._dtype = dtype
+        # In which its outputs are, where it is called without floating point tensors.
+        self._outside = outside
         self._called_with: torch.dtype | None = None
 
     def install(self, module: nn.Module) -> None:
-        """Hook the module; see the note above."""
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after, prepend=True)
 
@@ -137,31 +100,24 @@ class ModuleCasts:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # Kept here: the hook after forward is given the arguments already cast.
-        self._called_with = _first_float((args, kwargs)) or self._outside
-        return _cast_arguments(args, kwargs, self._dtype or _own_dtype(module))
+        self._called_with = _first_float(pytree.tree_leaves((args, kwargs))) or self._outside
+        # Looked up at each call: the module may have been converted since it was wrapped.
+        own = _first_float(chain(module.parameters(), module.buffers())) or torch.float32
+        return _cast_arguments(args, kwargs, self._dtype or own)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self._called_with is None:
-            return output
-        return cast_floats(output, self._called_with)
+        return output if self._called_with is None else cast_floats(output, self._called_with)
 
 
-def _own_dtype(module: nn.Module) -> torch.dtype:
-    for tensor in chain(module.parameters(), module.buffers()):
-        if tensor.is_floating_point():
-            return tensor.dtype
-    return torch.float32
-
-
-# ---------------------------------------------------------------- buffers
+def _first_float(values: Iterable[Any]) -> torch.dtype | None:
+    tensors = (value for value in values if isinstance(value, Tensor))
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
 
 def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection[int]) -> None:
-    """Cast modules' floating point buffers, for good; state dicts give them uncast.
+    """Cast modules' own floating point buffers, for good; state dicts give them uncast.
 
-    Args:
-        wanted: modules, each with the dtype of its own buffers, not those of its children.
-        left_alone: ids of buffers that stay as they are.
+    Buffers whose ids are ``left_alone`` stay as they are.
     """
     for module in wanted:  # before any is cast: some may be the same
         own = {
@@ -180,11 +136,7 @@ def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection
 def convert_buffers(
     modules: Iterable[nn.Module], convert: Callable[[], object], fn: Callable[[Tensor], Tensor]
 ) -> None:
-    """Call ``convert``, which applies ``fn`` to buffers, and leave them in the dtype of before.
-
-    As unsharded parameters do, they compute in the policy's dtype whatever ``module.to`` says; what
-    changes is their own dtype, which state dicts give.
-    """
+    """Call ``convert``, which applies ``fn`` to buffers, and leave them in the dtype of before."""
     cast = [module for module in modules if _OWN_DTYPES in module.__dict__]
     before = [
         {name: module._buffers[name].dtype for name in module.__dict__[_OWN_DTYPES]}  # type: ignore[union-attr]
@@ -192,6 +144,8 @@ def convert_buffers(
     ]
     convert()
     for module, dtypes in zip(cast, before, strict=True):
+        # As unsharded parameters do, they compute in the policy's dtype whatever `module.to` says;
+        # what changes is their own dtype, which state dicts give.
         own = module.__dict__[_OWN_DTYPES]
         for name, dtype in own.items():
             own[name] = fn(torch.empty(0, dtype=dtype)).dtype
@@ -215,19 +169,10 @@ def _give_own_dtypes(
             state_dict[prefix + name] = value.to(dtype)
 
 
-# ---------------------------------------------------------------- gradients
-
-# MixedPrecision(keep_low_precision_grads=True) leaves them in another dtype than the parameter's.
-_NOT_IN_LOW_PRECISION: dict[Any, str] = {
-    inspect.unwrap(kind.step): why
-    for why, names in {
-        "needs gradients in the parameters' dtype": ("Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
-        "would keep its state in the gradients' dtype": ("Adafactor", "LBFGS", "Muon", "Rprop"),
-    }.items()
-    for name in names
-    if (kind := getattr(torch.optim, name, None)) is not None
-}
-_SGD = inspect.unwrap(torch.optim.SGD.step)
+# Torch's optimizers, by name, that cannot step where gradients are in another dtype than the
+# parameter's, as MixedPrecision(keep_low_precision_grads=True) leaves them; and that should not.
+_NEED_SAME_DTYPE = {"Adam", "AdamW", "Adamax", "NAdam", "RAdam"}
+_KEEP_STATE_IN_IT = {"Adafactor", "LBFGS", "Muon", "Rprop"}
 
 
 def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
@@ -243,14 +188,6 @@ def check_dtype(
 ) -> None:
     """Check before a step that an optimizer accepts a gradient in another dtype.
 
-    Optimizers that are not torch's raise errors of their own.
-
-    Args:
-        optimizer: that is about to step.
-        group: of its ``param_groups``, the one with ``param``.
-        param: whose gradient to look at.
-        name: what errors call it; None: nothing.
-
     Raises:
         RuntimeError: it cannot, or its state would have that dtype too.
     """
@@ -258,11 +195,17 @@ def check_dtype(
         grad = param.grad
         if grad is None or grad.dtype == param.dtype:
             return
+    # Whose step it runs: a subclass may have one of its own, which raises errors of its own.
     step = inspect.unwrap(type(optimizer).step)
-    why = _NOT_IN_LOW_PRECISION.get(step)
+    kind = step.__qualname__.partition(".")[0] if step.__module__.startswith("torch.") else ""
+    why = None
     if group.get("fused"):
         why = "needs gradients in the parameters' dtype with fused=True"
-    elif step is _SGD and group["momentum"]:
+    elif kind in _NEED_SAME_DTYPE:
+        why = "needs gradients in the parameters' dtype"
+    elif kind in _KEEP_STATE_IN_IT:
+        why = "would keep its state in the gradients' dtype"
+    elif kind == "SGD" and group["momentum"]:
         why = "would keep its momentum in the gradients' dtype"
     if why is not None:
         named = f"parameter {name!r}: " if name is not None else ""

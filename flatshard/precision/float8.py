@@ -18,36 +18,22 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Float8Shard:
-    """The form of one rank's part: ``[scales | elements | padding]``, bytes.
+    """The form of one rank's part: ``[scales | elements | padding]``, bytes."""
 
-    Attributes:
-        dtype: float8 type of the elements.
-        numel: how many there are, ``shard_numel``.
-    """
-
-    dtype: torch.dtype
-    numel: int
+    dtype: torch.dtype  # float8, of the elements; the scales are float32
+    numel: int  # elements, ``shard_numel``
 
     @property
     def num_blocks(self) -> int:
-        """Scales, which are float32."""
         return -(-self.numel // BLOCK_NUMEL)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a rank's packed shard."""
         nbytes = self.num_blocks * torch.float32.itemsize + self.numel
         return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def pack(self, shard: Tensor) -> Tensor:
-        """Quantise.
-
-        Args:
-            shard: ``(numel,)``, floating point.
-
-        Returns:
-            ``(nbytes,)``, uint8. Blocks that are not finite are NaN.
-        """
+        """Quantise ``(numel,)`` to ``(nbytes,)``, uint8. Blocks that are not finite are NaN."""
         blocks = shard.new_zeros(self.num_blocks * BLOCK_NUMEL, dtype=torch.float32)
         blocks[: self.numel].copy_(shard)
         blocks = blocks.view(self.num_blocks, BLOCK_NUMEL)
@@ -61,12 +47,7 @@ class Float8Shard:
         return packed
 
     def unpack(self, everything: Tensor, out: Tensor) -> None:
-        """Undo ``pack`` for all ranks' parts.
-
-        Args:
-            everything: ``(ranks * nbytes,)``, uint8.
-            out: ``(ranks * numel,)``, to be filled.
-        """
+        """Undo ``pack`` for all ranks' parts: ``(ranks * nbytes,)`` to ``(ranks * numel,)``."""
         full_blocks = self.numel // BLOCK_NUMEL
         # All ranks' at once: an accelerator takes longer to begin a small kernel than to run it.
         scales, elements = self._split(everything.view(-1, self.nbytes))

@@ -28,37 +28,34 @@ class Override:
 
     @classmethod
     def of(cls, dtype: torch.dtype, params: Iterable[nn.Parameter]) -> Override:
-        """The override of ``params`` by ``dtype``."""
         # Where it is their own, they share a flat parameter with others that keep their own.
         own = {param.dtype for param in params if param.is_floating_point()}
         return cls(None if own == {dtype} else dtype)
 
 
 class PrecisionPlan:
-    """The model's precision, before it is changed.
-
-    Args:
-        root: what is to be wrapped.
-        policies: every unit that is to be made, the root too, with its policy. A unit inside
-            another one with a policy of its own takes no overrides from around it.
-        left_alone: ids of parameters and buffers that are ignored, or are another unit's.
-
-    Raises:
-        TypeError: a function in ``overrides`` gives something else than a floating point dtype.
-        ValueError: tied parameters would have to be in several dtypes.
-    """
+    """The model's precision, before it is changed."""
 
     def __init__(
         self,
         root: nn.Module,
+        # Of every unit that is to be made, the root too. A unit inside another one with a policy of
+        # its own takes no overrides from around it.
         policies: Mapping[nn.Module, MixedPrecision],
-        left_alone: Collection[int],
+        left_alone: Collection[int],  # ids of parameters and buffers: ignored, or another unit's
     ) -> None:
+        """Decide.
+
+        Raises:
+            TypeError: a function in ``overrides`` gives something else than a floating point dtype.
+            ValueError: tied parameters would have to be in several dtypes.
+        """
         self._policies, self._left_alone = policies, left_alone
         self._names: dict[nn.Module, list[str]] = {}
         self._policy_of: dict[nn.Module, MixedPrecision] = {}
         self._override_of: dict[nn.Module, Override | None] = {}
         self._casts: dict[nn.Module, ModuleCasts] = {}
+        # By id: the name that it had first, and what overrides the policy.
         self._params: dict[int, tuple[str, Override | None]] = {}
         self._not_linear: set[int] = set()
         self._by_function: dict[str, torch.dtype] = {}
@@ -71,22 +68,22 @@ class PrecisionPlan:
             if not any(isinstance(module, ModuleProxy) for module in chain):
                 self._names.setdefault(chain[-1], []).append(name)
                 chains.append(chain)
+        # Not before: of a module's names, any may be the one that is overridden.
         for chain in chains:
             self._plan_module(chain)
 
-    # ------------------------------------------------------------ planning
-
     def _plan_module(self, chain: tuple[nn.Module, ...]) -> None:
-        module, parent = chain[-1], chain[-2] if len(chain) > 1 else None
+        module, outer = chain[-1], chain[-2] if len(chain) > 1 else None
         if module in self._policy_of:
             return
         policy, around = self._policies.get(module), None
-        if parent is not None:
-            outer = self._policy_of[parent]
-            if policy is None or policy == outer:
-                policy, around = outer, self._override_of[parent]
+        if outer is not None and policy in (None, self._policy_of[outer]):
+            policy, around = self._policy_of[outer], self._override_of[outer]
         assert policy is not None, "the root has a policy"
-        override = self._decide(module, policy) or around
+        if isinstance(module, tuple(policy.module_classes_to_ignore)):
+            override: Override | None = Override(None)
+        else:
+            override = self._by_name(self._names[module], policy, module.parameters()) or around
         self._policy_of[module], self._override_of[module] = policy, override
         outside = _dtype_of(policy, around)
         if override is not None and override.dtype != outside:
@@ -94,22 +91,6 @@ class PrecisionPlan:
         for attribute, param in module._parameters.items():
             if param is not None and id(param) not in self._left_alone:
                 self._plan_param(module, attribute, param)
-
-    def _decide(self, module: nn.Module, policy: MixedPrecision) -> Override | None:
-        if isinstance(module, tuple(policy.module_classes_to_ignore)):
-            return Override(None)
-        return self._by_name(self._names[module], policy, module.parameters())
-
-    def _by_name(
-        self, names: list[str], policy: MixedPrecision, params: Iterable[nn.Parameter]
-    ) -> Override | None:
-        if policy.overrides is None or callable(policy.overrides):
-            return None
-        for pattern, dtype in policy.overrides.items():
-            if any(fnmatchcase(name, pattern) for name in names):
-                self._matched.add(pattern)
-                return Override.of(dtype, params)
-        return None
 
     def _plan_param(self, module: nn.Module, attribute: str, param: nn.Parameter) -> None:
         policy = self._policy_of[module]
@@ -132,8 +113,18 @@ class PrecisionPlan:
                 "overrides."
             )
 
+    def _by_name(
+        self, names: list[str], policy: MixedPrecision, params: Iterable[nn.Parameter]
+    ) -> Override | None:
+        if isinstance(policy.overrides, Mapping):
+            for pattern, dtype in policy.overrides.items():
+                if any(fnmatchcase(name, pattern) for name in names):
+                    self._matched.add(pattern)
+                    return Override.of(dtype, params)
+        return None
+
     def _by_call(self, name: str, param: nn.Parameter, policy: MixedPrecision) -> Override | None:
-        if not callable(policy.overrides):
+        if policy.overrides is None or isinstance(policy.overrides, Mapping):
             return None
         dtype = policy.overrides(param)
         if dtype is None or dtype == policy.param_dtype:
@@ -145,8 +136,6 @@ class PrecisionPlan:
             )
         self._by_function[name] = dtype
         return Override.of(dtype, [param])
-
-    # ------------------------------------------------------------ the plan
 
     def describe(self) -> str:
         """The answers of functions, which must be the same on every rank."""
@@ -161,12 +150,8 @@ class PrecisionPlan:
                 "mixed_precision: only floating point parameters are cast; these stay as they are: "
                 + listed
             )
-        patterns = {
-            pattern
-            for policy in self._policies.values()
-            if isinstance(policy.overrides, Mapping)
-            for pattern in policy.overrides
-        }
+        given = [policy.overrides for policy in self._policies.values()]
+        patterns = {name for one in given if isinstance(one, Mapping) for name in one}
         found.extend(
             f"mixed_precision: overrides: no module or parameter is called {pattern!r}"
             for pattern in sorted(patterns - self._matched)
@@ -183,23 +168,18 @@ class PrecisionPlan:
             return own
         _, override = self._params.get(id(param), ("", None))
         if override is None:
-            gather_dtype = None if id(param) in self._not_linear else policy.gather_dtype
             return replace(
                 own,
                 compute_dtype=policy.param_dtype,
                 reduce_dtype=policy.reduce_dtype,
-                gather_dtype=gather_dtype,
+                gather_dtype=None if id(param) in self._not_linear else policy.gather_dtype,
             )
-        if policy.reduce_dtype is None:
-            return replace(own, compute_dtype=override.dtype)
-        computed = override.dtype or param.dtype
-        # A parameter kept in fp32, say, is not to have its gradient rounded to bf16.
-        wider = torch.promote_types(computed, policy.reduce_dtype)
-        return replace(
-            own,
-            compute_dtype=override.dtype,
-            reduce_dtype=None if wider == computed else wider,
-        )
+        computed, reduce_dtype = override.dtype or param.dtype, None
+        if policy.reduce_dtype is not None:
+            # A parameter kept in fp32, say, is not to have its gradient rounded to bf16.
+            wider = torch.promote_types(computed, policy.reduce_dtype)
+            reduce_dtype = None if wider == computed else wider
+        return replace(own, compute_dtype=override.dtype, reduce_dtype=reduce_dtype)
 
     def of_unit(self, module: nn.Module, policy: MixedPrecision) -> UnitCasts:
         """The casts of a unit's inputs and outputs."""

@@ -1,44 +1,35 @@
-"""Full parameters of sharded ones: all-gathered copies, and modules that hold them for a while.
-
-[Note: what a summon shows]
-Copies in the shard's own dtype, not the unsharded buffer: that one may be cast, and may be
-overwritten by an all-gather at any time. Where the sharded parameters are full and plain themselves
-they are shown as they are, unless edits have to be undone.
-"""
+"""Full parameters of sharded ones: all-gathered copies, and modules that hold them for a while."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
+from flatshard.comm.consistency import Facts, agreed
+from flatshard.comm.requests import Gather
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.unit import Unit
 from flatshard.memory import disk
 from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import view_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
-# ---------------------------------------------------------------- full copies
-
 
 def gather_full(
-    handle: FlatParamHandle, device: torch.device, *, is_kept: bool = True
+    handle: FlatParamHandle, shard: Tensor, device: torch.device | None, *, is_kept: bool = True
 ) -> list[Tensor]:
-    """Copies of the original parameters, in the shard's own dtype.
+    """Copies on ``device`` of every original's range of all ranks' ``shard``, in the true shapes.
+
+    ``shard`` is the handle's, or something of its shape such as its gradient. A rank that does not
+    keep the copies only helps the others, and gets nothing.
 
     Collective: all ranks of the shard group, unless the buffer is current.
-
-    Args:
-        handle: whose parameters.
-        device: where the copies lie.
-        is_kept: False: this rank only helps the others, and gets nothing.
-
-    Raises:
-        RuntimeError: under a summon only rank 0 holds full parameters, and this is another rank.
     """
     summoned = handle.summoned
     if summoned is not None and not summoned.is_held and not handle.is_whole:
@@ -50,44 +41,35 @@ def gather_full(
         )
     # Users may write to the copies outside of inference mode, which its own tensors do not allow.
     with torch.inference_mode(False), torch.no_grad():
-        flat = gather_flat(handle, handle.shard)
-        return split(handle, flat, device) if is_kept else []
+        if handle.is_whole:
+            flat = shard.detach()
+        elif shard is handle.shard and handle.is_current and handle.buffer.dtype == shard.dtype:
+            flat = handle.buffer
+        else:
+            flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
+            _fill_flat(handle, shard.detach().to(handle.device), flat)
+            disk.release(shard)  # its pages were read for the all-gather alone
+        spans = handle.layout.spans if is_kept else ()
+        return [view_of(flat, span).to(device or flat.device, copy=True) for span in spans]
 
 
-def gather_flat(handle: FlatParamHandle, shard: Tensor) -> Tensor:
-    """All ranks' ``shard`` side by side, ``(padded_numel,)``; may be the handle's own memory.
-
-    Collective: all ranks of the shard group, unless the buffer is current.
-
-    Args:
-        handle: whose parts these are.
-        shard: its shard, or something of the same shape such as the shard's gradient.
-    """
-    if handle.is_whole:
-        return shard.detach()
-    if shard is handle.shard and handle.is_current and handle.compute_dtype == shard.dtype:
-        return handle.buffer
-    flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
-    handle.gather.gather_full(shard.detach().to(handle.device), flat).finish()
-    disk.release(shard)  # its pages were read for the all-gather alone
-    return flat
-
-
-def split(handle: FlatParamHandle, flat: Tensor, device: torch.device) -> list[Tensor]:
-    """Copies on ``device`` of every original's range of ``flat``, in the true shapes."""
-    return [view_of(flat, span).to(device, copy=True) for span in handle.layout.spans]
+def _fill_flat(handle: FlatParamHandle, part: Tensor, out: Tensor) -> None:
+    """All-gather something of the shard's shape, as it is. Collective: the shard group."""
+    intra_group, inter_group = handle.topology.intra_group, handle.topology.inter_group
+    purpose = "full tensors, which all ranks must ask for together (state_dict(), say),"
+    tags = handle.gather.full_tags
+    if inter_group.size > 1:  # first across nodes, then within
+        source, part = part, part.new_empty(part.numel() * inter_group.size)
+        request = Gather(source, part, handle.unit_name, tags[1], purpose, exact=True)
+        inter_group.all_gather(request).finish()
+    request = Gather(part, out, handle.unit_name, tags[0], purpose, exact=True)
+    intra_group.all_gather(request).finish()
 
 
 def join(
     handle: FlatParamHandle, parts: Iterable[tuple[int, Tensor]], dtype: torch.dtype
 ) -> Tensor:
-    """This rank's parts of originals at their places in a shard, ``(shard_numel,)``; else zero.
-
-    Args:
-        handle: whose shard.
-        parts: index of an original parameter, and this rank's range of it, 1-D.
-        dtype: of the result.
-    """
+    """This rank's 1-D parts of originals, by index, at their places in a shard; else zero."""
     shard = torch.zeros_like(handle.shard, dtype=dtype)
     for index, part in parts:
         local = handle.local_spans[index]
@@ -99,18 +81,11 @@ def index_of(handle: FlatParamHandle, tensor: Tensor) -> int | None:
     """Which original parameter ``tensor`` shows, or None."""
     if isinstance(tensor, FlatShardTensor):
         return next((i for i, spec in enumerate(handle.params.specs) if spec is tensor.spec), None)
-    storage = tensor.untyped_storage()._cdata
-    if storage != handle.buffer.untyped_storage()._cdata:
+    if tensor.untyped_storage()._cdata != handle.buffer.untyped_storage()._cdata:
         return None
-    start = tensor.storage_offset()
-    return next(
-        (
-            index
-            for index, span in enumerate(handle.layout.spans)
-            if span.start == start and span.shape == tuple(tensor.shape)
-        ),
-        None,
-    )
+    place = tensor.storage_offset(), tuple(tensor.shape)
+    spans = enumerate(handle.layout.spans)
+    return next((index for index, span in spans if (span.start, span.shape) == place), None)
 
 
 # ---------------------------------------------------------------- summon_full_params
@@ -118,14 +93,7 @@ def index_of(handle: FlatParamHandle, tensor: Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class Request:
-    """Arguments of ``summon_full_params``.
-
-    Attributes:
-        writeback: keep what is written.
-        rank0_only: ranks other than rank 0 keep their sharded parameters.
-        offload_to_cpu: the full tensors lie in CPU memory.
-        with_grads: show the full reduced gradients too.
-    """
+    """Arguments of ``summon_full_params``."""
 
     writeback: bool = True
     rank0_only: bool = False
@@ -133,26 +101,24 @@ class Request:
     with_grads: bool = False
 
 
-def _present_grads(handle: FlatParamHandle) -> list[bool]:
+def _grads(handle: FlatParamHandle) -> list[Tensor | None]:
+    """What users see in ``.grad``: one per original parameter, or the flat parameter's."""
     with torch._C.DisableTorchFunctionSubclass():
-        found = [param.grad is not None for param in handle.sharded]
-    return found if handle.params.use_orig_params else found * len(handle.params.specs)
+        return [param.grad for param in handle.sharded]
 
 
 def _grad_shard(handle: FlatParamHandle) -> Tensor:
     """This rank's part of the gradients, ``(shard_numel,)``; zero where there is none."""
-    with torch._C.DisableTorchFunctionSubclass():
-        grads = [param.grad for param in handle.sharded]
+    grads = _grads(handle)
     if not handle.params.use_orig_params:
         assert grads[0] is not None, "only asked for where there is one"
-        return local_range(grads[0]).to(handle.shard, copy=True)
-    parts = []
-    for index, grad in enumerate(grads):
-        if grad is not None:
-            # A plain one is full: the user's own.
-            is_full = not isinstance(grad, FlatShardTensor)
-            spec = handle.params.specs[index]
-            parts.append((index, spec.slice(grad) if is_full else local_range(grad)))
+        return local_range(grads[0]).to(handle.shard)
+    parts = (
+        # A plain one is full: the user's own.
+        (i, grad.local if isinstance(grad, FlatShardTensor) else handle.params.specs[i].slice(grad))
+        for i, grad in enumerate(grads)
+        if grad is not None
+    )
     return join(handle, parts, handle.shard.dtype)
 
 
@@ -161,65 +127,54 @@ def _check_request(handle: FlatParamHandle, request: Request) -> None:
     if handle.summoned is None:
         handle.params.check_places()
         return
-    outer = handle.summoned.request
-    lacking = [
-        name
-        for name, missing in (
-            ("rank0_only=False", outer.rank0_only and not request.rank0_only),
-            ("with_grads=True", request.with_grads and not outer.with_grads),
-            (
-                "offload_to_cpu=True",
-                request.offload_to_cpu and not outer.offload_to_cpu and handle.device.type != "cpu",
-            ),
-        )
-        if missing
-    ]
-    if lacking:
-        raise RuntimeError(
-            f"unit {handle.unit_name!r}: summon_full_params({lacking[0]}) inside another summon "
-            "without it. Say it in the outer one."
-        )
+    outer: Request = handle.summoned.request
+    needs_copy = request.offload_to_cpu and handle.device.type != "cpu"
+    lacking = {
+        "rank0_only=False": outer.rank0_only and not request.rank0_only,
+        "with_grads=True": request.with_grads and not outer.with_grads,
+        "offload_to_cpu=True": needs_copy and not outer.offload_to_cpu,
+    }
+    for argument, is_lacking in lacking.items():
+        if is_lacking:
+            raise RuntimeError(
+                f"unit {handle.unit_name!r}: summon_full_params({argument}) inside another summon "
+                "without it. Say it in the outer one."
+            )
 
 
 def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
     """Raise on all ranks for gradients that are not reduced, or that only some ranks have.
 
-    Collective: all ranks; a small reduction per group.
+    Collective: all ranks that train ``handles``.
     """
-    groups: dict[tuple[Communicator, Communicator], list[FlatParamHandle]] = {}
-    for handle in handles:
-        if handle.summoned is None:
-            groups.setdefault((handle.topology.shard, handle.topology.replicate), []).append(handle)
-    for comms, members in groups.items():
-        rows = [row for handle in members for row in _grad_facts(handle)]
-        facts = torch.tensor(rows, dtype=torch.uint8).view(-1, 3)
-        for comm in comms:
-            facts = facts.to(comm.control_device)
-            comm.reduce_scalars(facts, "MAX", op_name="gradients to show")
-        names = [(handle, spec.name) for handle in members for spec in handle.params.specs]
-        for (handle, name), (unreduced, present, absent) in zip(names, facts.tolist(), strict=True):
-            rank = handle.topology.world.global_rank
-            where = f"parameter {name!r} (unit {handle.unit_name!r}, rank {rank})"
-            if unreduced:
-                raise RuntimeError(
-                    f"{where}: summon_full_params(with_grads=True) on gradients that were "
-                    "accumulated under no_sync and not reduced. Run the last backward before it "
-                    "outside of no_sync."
-                )
-            if present and absent:
-                raise RuntimeError(
-                    f"{where}: summon_full_params(with_grads=True), and some ranks have a "
-                    "gradient while others have none. Drop or assign it on every rank."
-                )
+
+    def prepare() -> tuple[Any, Facts]:
+        facts: Facts = {}
+        for handle in handles:
+            unreduced = handle.grad_publish.unreduced.is_shown()
+            specs, grads = handle.params.specs, _grads(handle)
+            for index, spec in enumerate(specs):
+                where = f"parameter {spec.name!r} (unit {handle.unit_name!r})"
+                is_there = grads[index % len(grads)] is not None
+                facts[f"the gradient of {where}"] = "there" if is_there else "nothing"
+                if is_there and unreduced:
+                    raise ValueError(
+                        f"{where} has gradients that were accumulated under no_sync and not "
+                        "reduced. Run the last backward before it outside of no_sync."
+                    )
+        return handles, facts
+
+    op_name = "summon_full_params(with_grads=True)"
+    try:
+        agreed(prepare, worlds_of(handles), op_name, "Drop or assign it on every rank.")
+    except ValueError as error:
+        raise RuntimeError(str(error)) from None
 
 
-def _grad_facts(handle: FlatParamHandle) -> list[tuple[bool, bool, bool]]:
-    """Per original parameter: whether its gradient is not reduced, present, absent.
-
-    Both of the latter, since the ranks' MAX of each then tells whether they differ.
-    """
-    unreduced = handle.grad_publish.shows_unreduced()
-    return [(unreduced and there, there, not there) for there in _present_grads(handle)]
+def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
+    """The groups of ranks that train units or flat parameters, each once; mostly one."""
+    worlds = [part.topology.world for part in parts]
+    return list({tuple(world.ranks): world for world in worlds}.values())
 
 
 @contextlib.contextmanager
@@ -235,7 +190,8 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
     for handle in handles:
         _check_request(handle, request)
     if request.with_grads:
-        _check_grads(handles)
+        # Those that an outer summon shows were checked there; with rank0_only, rank 0 is alone.
+        _check_grads([handle for handle in handles if handle.summoned is None])
     opened: list[Summoned] = []
     problems: list[str] = []
     try:
@@ -251,14 +207,7 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
 
 
 class Summoned:
-    """The full parameters of one handle, in its modules from construction to ``close``.
-
-    Attributes:
-        request: what was asked for.
-        is_held: whether this rank's modules hold full parameters.
-        params: what the modules hold, in the order of ``layout.spans``; empty where the sharded
-            parameters stay in place.
-    """
+    """The full parameters of one handle, in its modules from construction to ``close``."""
 
     def __init__(self, handle: FlatParamHandle, request: Request) -> None:
         """Gather and show.
@@ -266,29 +215,24 @@ class Summoned:
         Collective: all ranks of the shard group, unless a summon of the handle is open already.
         """
         self.request = request
+        # What the modules hold, by index; empty where the sharded parameters stay in place.
         self.params: list[nn.Parameter] = []
-        self._handle = handle
-        self._outer = handle.summoned
+        self.is_held = not request.rank0_only or handle.topology.world.rank == 0
+        self._handle, self._outer = handle, handle.summoned
         self._shows = False
-        on_rank0 = handle.topology.world.rank == 0
-        self.is_held = on_rank0 or not request.rank0_only
+        moves = request.offload_to_cpu and handle.shard.device.type != "cpu"
         with torch.inference_mode(False), torch.no_grad():
             if self._outer is not None:
                 self._join(self._outer)
-            elif not self._is_shown_already():
+            elif moves or not (handle.params.are_full and request.writeback):
                 self._gather()
+            # Else the sharded parameters are full, plain, and what is to be edited.
         self._version = handle.version
         handle.summoned = self
 
-    def _is_shown_already(self) -> bool:
-        """Whether the sharded parameters are full, plain, and what is to be edited."""
-        moves = self.request.offload_to_cpu and self._handle.shard.device.type != "cpu"
-        return self._handle.params.are_full and self.request.writeback and not moves
-
     def _join(self, outer: Summoned) -> None:
         """Inside another summon: without an all-gather, share or copy what that one shows."""
-        self.is_held = outer.is_held
-        self.params = outer.params
+        self.is_held, self.params = outer.is_held, outer.params
         shown = outer.params or (self._handle.sharded if self._handle.params.are_full else [])
         if self.is_held and not self.request.writeback:
             values = [param.detach().clone() for param in shown]
@@ -300,16 +244,14 @@ class Summoned:
         if request.writeback:
             handle.reshard()  # what it holds is about to become stale
         device = torch.device("cpu") if request.offload_to_cpu else handle.device
-        flat = gather_flat(handle, handle.shard)
-        # Only a rank that shows them splits them: elsewhere one unit at a time is in memory.
-        values = split(handle, flat, device) if self.is_held else []
+        # Copies in the shard's own dtype, not the unsharded buffer: that one may be cast, and may
+        # be overwritten by an all-gather at any time.
+        values = gather_full(handle, handle.shard, device, is_kept=self.is_held)
         grads: list[Tensor | None] = [None] * len(values)
-        present = _present_grads(handle)
+        present = [grad is not None for grad in _grads(handle)]
         if request.with_grads and any(present):
-            flat = gather_flat(handle, _grad_shard(handle))
-            if self.is_held:
-                full = split(handle, flat, device)
-                grads = [g if there else None for g, there in zip(full, present, strict=True)]
+            full = gather_full(handle, _grad_shard(handle), device, is_kept=self.is_held)
+            grads = [g if present[i % len(present)] else None for i, g in enumerate(full)]
         if self.is_held:
             self._show(values, grads)
 
@@ -317,15 +259,13 @@ class Summoned:
         """Let the modules hold parameters over ``values``, which nobody else has."""
         requires_grad = self._handle.params.requires_grad()
         self.params = [
-            nn.Parameter(value, requires_grad=asks)
-            for value, asks in zip(values, requires_grad, strict=True)
+            nn.Parameter(value, trained)
+            for value, trained in zip(values, requires_grad, strict=True)
         ]
         for param, grad in zip(self.params, grads, strict=True):
             set_grad(param, grad)
         self._handle.params.put(self.params)
         self._shows = True
-
-    # ------------------------------------------------------------ the end
 
     def close(self) -> list[str]:
         """Give the modules back what they held before, and keep what was written.
@@ -335,14 +275,17 @@ class Summoned:
         Returns:
             Reasons why something that was written is not kept.
         """
-        handle, request = self._handle, self.request
+        handle, request, outer = self._handle, self.request, self._outer
         # From here on, also where something below raises, the handle is as before this summon.
-        handle.summoned = self._outer
-        replaced = self._replaced() if request.writeback and self._outer is None else []
+        handle.summoned = outer
+        replaced = self._replaced() if request.writeback and outer is None else []
         if self._shows or replaced:
-            self._show_before()
+            if outer is not None and outer.params:
+                handle.params.put(outer.params)
+            else:
+                handle.params.show_sharded()
         was_edited = handle.version != self._version
-        if not self.is_held and was_edited and self._outer is None:
+        if not self.is_held and was_edited and outer is None:
             rank = handle.topology.world.global_rank
             return [
                 f"unit {handle.unit_name!r}, rank {rank}: parameters were edited with "
@@ -357,10 +300,11 @@ class Summoned:
                 "were shown (an optimizer step, or parameters from before the context), so the "
                 "full ones are dropped. Edit what the modules hold, or pass writeback=False"
             ]
-        if replaced:
-            return replaced
-        with torch.inference_mode(False), torch.no_grad():
-            return self._write_back()
+        problems = replaced or self._misfits()
+        if not problems:  # all or nothing: some edits without the others are no model
+            with torch.inference_mode(False), torch.no_grad():
+                self._write_back()
+        return problems
 
     def _replaced(self) -> list[str]:
         handle = self._handle
@@ -372,44 +316,13 @@ class Summoned:
             if module._parameters.get(attribute) is not held[index]
         ]
 
-    def _show_before(self) -> None:
-        handle = self._handle
-        if self._outer is not None and self._outer.params:
-            handle.params.put(self._outer.params)
-        elif handle.params.are_full:
-            handle.params.put(handle.sharded)
-        else:
-            handle.params.use_sharded_views()
-
-    def _write_back(self) -> list[str]:
-        """Copy values, gradients and ``requires_grad`` into this rank's part."""
-        problems = self._misfits()
-        if problems:  # all or nothing: some edits without the others are no model
-            return problems
-        handle = self._handle
-        with torch._C.DisableTorchFunctionSubclass():
-            for index, param in enumerate(self.params):
-                if handle.params.use_orig_params:
-                    sharded = handle.sharded[index]
-                    sharded.copy_(param)
-                    if sharded.requires_grad is not param.requires_grad:
-                        sharded.requires_grad_(param.requires_grad)
-                else:
-                    local = handle.local_spans[index]
-                    place = handle.shard[local.start : local.end]
-                    place.copy_(handle.params.specs[index].slice(param))
-            if self.request.with_grads:
-                self._write_grads()
-        handle.page_out()
-        return []
-
     def _misfits(self) -> list[str]:
-        """Errors for full parameters that do not fit the shard; if any, nothing is written."""
+        """Errors for full parameters that do not fit the shard."""
         problems = []
-        handle = self._handle
-        requires_grad = handle.params.requires_grad()
-        for index, param in enumerate(self.params):
-            spec = handle.params.specs[index]
+        handle, params = self._handle, self._handle.params
+        for spec, param, trained in zip(
+            params.specs, self.params, params.requires_grad(), strict=True
+        ):
             where = f"parameter {spec.name!r} (unit {handle.unit_name!r})"
             if tuple(param.shape) != spec.shape or param.dtype != handle.shard.dtype:
                 problems.append(
@@ -420,36 +333,43 @@ class Summoned:
                 problems.append(
                     f"{where}: its .grad was set, which is kept only with with_grads=True"
                 )
-            if (
-                not handle.params.use_orig_params
-                and param.requires_grad is not requires_grad[index]
-            ):
+            if not params.use_orig_params and param.requires_grad is not trained:
                 problems.append(
                     f"{where}: requires_grad was changed, which a flat parameter cannot do for a "
                     "part of it. Wrap with use_orig_params=True"
                 )
         return problems
 
-    def _write_grads(self) -> None:
+    def _write_back(self) -> None:
+        """Copy values, gradients and ``requires_grad`` into this rank's part."""
         handle = self._handle
-        grads = [param.grad for param in self.params]
-        if handle.params.use_orig_params:
-            for sharded, spec, grad in zip(handle.sharded, handle.params.specs, grads, strict=True):
-                if grad is None:
-                    sharded.grad = None
-                elif handle.is_whole:
-                    set_grad(sharded, grad.to(handle.shard.device, copy=True))
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, param in enumerate(self.params):
+                if handle.params.use_orig_params:
+                    # Not the shard under it: plain originals have version counters of their own.
+                    sharded = handle.sharded[index]
+                    sharded.copy_(param)
+                    if sharded.requires_grad is not param.requires_grad:
+                        sharded.requires_grad_(param.requires_grad)
                 else:
-                    part = spec.slice(grad).to(handle.shard.device, copy=True)
-                    sharded.grad = FlatShardTensor(part, spec)
+                    handle.part(index).copy_(handle.params.specs[index].slice(param))
+            if self.request.with_grads:
+                self._write_grads()
+        handle.page_out()
+
+    def _write_grads(self) -> None:
+        handle, specs = self._handle, self._handle.params.specs
+        grads = {i: param.grad for i, param in enumerate(self.params) if param.grad is not None}
+        for sharded in handle.sharded:
+            sharded.grad = None
+        if not handle.params.use_orig_params:
+            if grads:
+                parts = ((index, specs[index].slice(grad)) for index, grad in grads.items())
+                merged = join(handle, parts, handle.shard.dtype)
+                handle.sharded[0].grad = FlatShardTensor(merged, handle.params.flat_spec)
             return
-        flat = handle.sharded[0]
-        flat.grad = None
-        present = [
-            (index, spec.slice(grad))
-            for index, (spec, grad) in enumerate(zip(handle.params.specs, grads, strict=True))
-            if grad is not None
-        ]
-        if present:
-            merged = join(handle, present, handle.shard.dtype)
-            flat.grad = FlatShardTensor(merged, handle.params.flat_spec)
+        for index, grad in grads.items():
+            part = grad if handle.is_whole else specs[index].slice(grad)
+            part = part.to(handle.shard.device, copy=True)
+            part = part if handle.is_whole else FlatShardTensor(part, specs[index])
+            set_grad(handle.sharded[index], part)

@@ -8,7 +8,7 @@ its order, its extra state and the users' hooks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,20 +21,10 @@ from flatshard.engine.unit import Unit
 from flatshard.state.full_params import gather_full, index_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
-DDP_PREFIX = "module."
-"""Prefix that DistributedDataParallel adds to names."""
-
 
 @dataclass(frozen=True)
 class StateDictOptions:
-    """Where state dicts lie and who gets them, as FSDP1's configs say it.
-
-    Attributes:
-        offload_to_cpu: the model's lie in CPU memory, copied there unit by unit.
-        rank0_only: ranks other than rank 0 have none of the model's.
-        optim_offload_to_cpu: the same for the optimizer's.
-        optim_rank0_only: likewise.
-    """
+    """Where state dicts lie and who gets them, as FSDP1's configs say it."""
 
     offload_to_cpu: bool = False
     rank0_only: bool = False
@@ -43,18 +33,12 @@ class StateDictOptions:
 
 
 class UnitStateDict:
-    """One unit's part of state dicts: of its modules', of their parts' and of what contains them.
-
-    Torch calls these hooks inside one another: the outermost does the work.
-
-    Attributes:
-        options: where the tensors go, and which ranks get them.
-    """
+    """One unit's part of state dicts: its modules', their parts', and those of what is around."""
 
     def __init__(self, unit: Unit) -> None:
-        """Hook the unit's modules."""
         self.options = StateDictOptions()
         self._unit = unit
+        # Torch calls these hooks inside one another: the outermost does the work.
         self._depth = 0
         for module in {*unit.modules}.union(*(handle.params.modules() for handle in unit.handles)):
             # Torch marks the functions that it is given, which a bound method does not allow.
@@ -65,7 +49,6 @@ class UnitStateDict:
 
     @property
     def unit_name(self) -> str:
-        """The unit's name in the unwrapped model."""
         return self._unit.name
 
     def _after_save(
@@ -100,39 +83,36 @@ class UnitStateDict:
             self._depth = 0
         self._depth += 1
         for handle in self._unit.handles:
-            handle.params.show_placeholders()
+            handle.params.list_placeholders(shown=True)
 
     def _leave(self) -> bool:
         self._depth -= 1
         if self._depth > 0:
             return False
         for handle in self._unit.handles:
-            handle.params.hide_placeholders()
+            handle.params.list_placeholders(shown=False)
         return True
 
 
 def _replace_by_full(
-    handle: FlatParamHandle,
-    state_dict: dict[str, Any],
-    options: StateDictOptions,
-    is_saving: bool,
+    handle: FlatParamHandle, state_dict: dict[str, Any], options: StateDictOptions, is_saving: bool
 ) -> None:
     """Put full copies where the flat parameter's originals stand; drop them if not ``is_saving``.
 
     Collective: all ranks of the shard group, also those that save nothing.
     """
-    places: list[tuple[str, int]] = []
+    indices: dict[str, int] = {}
     for key, value in state_dict.items():
         # With keep_vars=True users want the parameters themselves.
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             index = index_of(handle, value)
             if index is not None:
-                places.append((key, index))
-    if not places:
+                indices[key] = index
+    if not indices:
         return
     device = torch.device("cpu") if options.offload_to_cpu else handle.device
-    full = gather_full(handle, device, is_kept=is_saving)
-    for key, index in places:
+    full = gather_full(handle, handle.shard, device, is_kept=is_saving)
+    for key, index in indices.items():
         if is_saving:
             state_dict[key] = full[index]
         else:
@@ -142,19 +122,14 @@ def _replace_by_full(
 def _treat_rest(
     state_dict: dict[str, Any], key: str, options: StateDictOptions, is_saving: bool
 ) -> None:
-    """Treat buffers, extra state and ignored parameters as a unit's parameters.
-
-    Parts of other units stay: every rank has to see them to take part in their all-gathers.
-    """
+    """Treat buffers, extra state and ignored parameters as a unit's parameters."""
     value = state_dict[key]
-    if isinstance(value, nn.Parameter):  # with keep_vars=True it is the module's own, left as it is
-        if not is_saving:
-            del state_dict[key]
-    elif isinstance(value, FlatShardTensor):
-        return
-    elif not is_saving:
+    is_parameter = isinstance(value, nn.Parameter)  # with keep_vars=True: the module's own
+    if isinstance(value, FlatShardTensor) and not is_parameter:
+        return  # another unit's: every rank has to see it to take part in its all-gather
+    if not is_saving:
         del state_dict[key]
-    elif options.offload_to_cpu and isinstance(value, Tensor):
+    elif options.offload_to_cpu and isinstance(value, Tensor) and not is_parameter:
         state_dict[key] = value.cpu()
 
 
@@ -187,30 +162,14 @@ def options_set(parts: Sequence[UnitStateDict], options: StateDictOptions) -> It
             part.options = its_own
 
 
-def load(
-    module: nn.Module,
-    handles: Sequence[FlatParamHandle],
-    state_dict: Mapping[str, Any],
-    strict: bool,
-    assign: bool,
-) -> Any:
-    """Load a state dict of the unwrapped module; see ``ShardedWrapper.load_state_dict``."""
-    children = [name for name, _ in module.named_children()]
-    own = without_ddp_prefix(dict(state_dict), children)
-    missing_and_unexpected = module.load_state_dict(own, strict=strict, assign=assign)
-    for handle in handles:
-        handle.page_out()
-    return missing_and_unexpected
-
-
 def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> dict[str, Any]:
     """The state dict without DistributedDataParallel's prefix ``module.``, where it has it.
 
     A model with a child of that name is left alone: there the prefix is its own.
     """
-    prefixed = all(key.startswith(DDP_PREFIX) for key in state_dict)
-    if prefixed and DDP_PREFIX.removesuffix(".") not in children:
-        return {key.removeprefix(DDP_PREFIX): value for key, value in state_dict.items()}
+    prefix = "module."
+    if "module" not in children and all(key.startswith(prefix) for key in state_dict):
+        return {key.removeprefix(prefix): value for key, value in state_dict.items()}
     return state_dict
 
 
@@ -220,12 +179,7 @@ def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> d
 def read_options(
     state_dict_type: Any, state_dict_config: Any, optim_state_dict_config: Any
 ) -> StateDictOptions:
-    """Read torch's enum and configs.
-
-    Raises:
-        NotImplementedError: state dicts that are not full are asked for.
-        TypeError: a config is none of full state dicts, or of the other kind.
-    """
+    """Read torch's enum and configs; raises for state dicts that are not full."""
     name = getattr(state_dict_type, "name", state_dict_type)
     if name != "FULL_STATE_DICT":
         raise NotImplementedError(
@@ -239,35 +193,26 @@ def read_options(
         ("state_dict_config", state_dict_config, "", "FullStateDictConfig"),
         ("optim_state_dict_config", optim_state_dict_config, "optim_", "FullOptimStateDictConfig"),
     ):
-        if config is not None:
-            _check_kind(keyword, config, kind)
-            options[f"{prefix}offload_to_cpu"] = config.offload_to_cpu
-            options[f"{prefix}rank0_only"] = config.rank0_only
+        if config is None:
+            continue
+        # By name, as torch's package is slow to load.
+        if kind not in (base.__name__ for base in type(config).__mro__):
+            raise TypeError(
+                f"state_dict_type: {keyword}: expected torch's {kind}, which goes with "
+                f"FULL_STATE_DICT, got {config!r}"
+            )
+        options[f"{prefix}offload_to_cpu"] = config.offload_to_cpu
+        options[f"{prefix}rank0_only"] = config.rank0_only
     return StateDictOptions(**options)
-
-
-def _check_kind(keyword: str, config: Any, kind: str) -> None:
-    if kind not in (base.__name__ for base in type(config).__mro__):
-        raise TypeError(
-            f"state_dict_type: {keyword}: expected torch's {kind}, which goes with "
-            f"FULL_STATE_DICT, got {config!r}"
-        )
 
 
 def as_torch(options: StateDictOptions) -> Any:
     """The same as torch's ``StateDictSettings``."""
     # Here, as the package is slow to load.
-    from torch.distributed.fsdp import (
-        FullOptimStateDictConfig,
-        FullStateDictConfig,
-        StateDictType,
-    )
-    from torch.distributed.fsdp.api import StateDictSettings
+    from torch.distributed.fsdp import api
 
-    return StateDictSettings(
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(offload_to_cpu=options.offload_to_cpu, rank0_only=options.rank0_only),
-        FullOptimStateDictConfig(
-            offload_to_cpu=options.optim_offload_to_cpu, rank0_only=options.optim_rank0_only
-        ),
+    return api.StateDictSettings(
+        api.StateDictType.FULL_STATE_DICT,
+        api.FullStateDictConfig(options.offload_to_cpu, options.rank0_only),
+        api.FullOptimStateDictConfig(options.optim_offload_to_cpu, options.optim_rank0_only),
     )

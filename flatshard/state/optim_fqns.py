@@ -15,68 +15,43 @@ from flatshard.engine.unit import Unit
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
+# What torch's ``checkpoint_wrapper`` adds to names, but not to those in state dicts.
 _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
-"""Prefix that torch's ``checkpoint_wrapper`` adds to names, but not to those in state dicts."""
 
 
 @dataclass(frozen=True)
 class OptimParam:
-    """A parameter of an optimizer, in terms of the unwrapped model.
+    """A parameter of an optimizer, in terms of the unwrapped model."""
 
-    Attributes:
-        fqns: of the original parameters in it.
-        handle: the flat parameter that they are parts of; None: nothing of it is sharded.
-        indices: which parts, one for each name.
-    """
-
-    fqns: tuple[str, ...]
+    # Which originals are in it, by name: their numbers in the handle; None: nothing is sharded.
+    indices: dict[str, int]
     handle: FlatParamHandle | None = None
-    indices: tuple[int, ...] = ()
 
     @property
     def is_flat(self) -> bool:
         """Whether the optimizer sees the flat parameter itself."""
-        return self.handle is not None and isinstance(self.handle.sharded[0], FlatParameter)
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether other ranks hold parts of it."""
-        return self.handle is not None and not self.handle.is_whole
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        """The shape of the handle's original parameter ``index``."""
-        assert self.handle is not None, "only of a part of a flat parameter"
-        return self.handle.layout.spans[index].shape
+        return self.handle is not None and not self.handle.params.use_orig_params
 
 
 class OptimParams:
-    """The parameters of an optimizer, found in a model.
-
-    Attributes:
-        groups: one entry per parameter, as ``optimizer.param_groups`` has them.
-        order: the position of every name in the unwrapped model.
-    """
+    """The parameters of an optimizer, found in a model."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[Unit]
     ) -> None:
-        """Find them.
-
-        Raises:
-            ValueError: the optimizer has a parameter that the model, or its units, have not.
-        """
         prefixes = {
             module: unwrapped(f"{name}.") if name else "" for name, module in model.named_modules()
         }
-        # Every place, also of tied parameters: which of them names it, the units decide.
-        self.order: dict[str, int] = {}
+        # Of every place, also of tied parameters: which of them names it, the units decide.
+        self._order: dict[str, int] = {}
         for module, prefix in prefixes.items():
             for attribute in module._parameters:
-                self.order.setdefault(prefix + attribute, len(self.order))
+                self._order.setdefault(prefix + attribute, len(self._order))
         found = dict(_params_of_units(prefixes, units))
         for name, param in model.named_parameters():
             # No unit owns it: it is ignored, or the model is not wrapped.
-            found.setdefault(id(param), OptimParam((unwrapped(name),)))
+            found.setdefault(id(param), OptimParam({unwrapped(name): 0}))
+        # As ``optimizer.param_groups`` has them.
         self.groups: list[list[OptimParam]] = []
         for number, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
@@ -92,25 +67,24 @@ class OptimParams:
             self.groups.append([found[id(param)] for param in group["params"]])
 
     def __iter__(self) -> Iterator[OptimParam]:
-        """All of them, in the optimizer's order."""
         return chain.from_iterable(self.groups)
 
     def fqns(self, group: int) -> list[str]:
         """The original parameters of a group, as an optimizer of the unwrapped model has them."""
-        fqns = [fqn for param in self.groups[group] for fqn in param.fqns]
+        fqns = [fqn for param in self.groups[group] for fqn in param.indices]
         if any(param.is_flat for param in self.groups[group]):
             # One flat parameter per dtype: originals of several may alternate in the model.
-            fqns.sort(key=self.order.__getitem__)
+            fqns.sort(key=self._order.__getitem__)
         return fqns
 
     def by_key(self, state_dict: dict[str, Any]) -> dict[Any, OptimParam]:
         """The parameters by the keys that a state dict of this very optimizer has for them."""
         keys = [list(group["params"]) for group in state_dict["param_groups"]]
-        expected = [len(group) for group in self.groups]
-        if [len(group) for group in keys] != expected:
+        expected, found = [[len(group) for group in groups] for groups in (self.groups, keys)]
+        if found != expected:
             raise ValueError(
                 f"optim_state_dict: expected groups of {expected} parameters, as the optimizer "
-                f"has, got {[len(group) for group in keys]}. Pass optimizer.state_dict(), or None."
+                f"has, got {found}. Pass optimizer.state_dict(), or None."
             )
         return dict(zip(chain.from_iterable(keys), self, strict=True))
 
@@ -120,21 +94,21 @@ def _params_of_units(
 ) -> Iterable[tuple[int, OptimParam]]:
     """All that units own, by the id of what the optimizer may hold."""
     for handle in chain.from_iterable(unit.handles for unit in units):
-        indices = tuple(range(len(handle.layout.spans)))
         # A place inside ``model``, which may be a part of what was wrapped.
-        fqns = tuple(
+        fqns = [
             next(
                 prefixes[place.module] + place.attribute
                 for place in handle.params.locations(index)
                 if place.module in prefixes
             )
-            for index in indices
-        )
-        if isinstance(handle.sharded[0], FlatParameter):
-            yield id(handle.sharded[0]), OptimParam(fqns, handle, indices)
-        else:
+            for index in range(len(handle.layout.spans))
+        ]
+        if handle.params.use_orig_params:
             for index, param in enumerate(handle.sharded):
-                yield id(param), OptimParam((fqns[index],), handle, (index,))
+                yield id(param), OptimParam({fqns[index]: index}, handle)
+        else:
+            indices = {fqn: index for index, fqn in enumerate(fqns)}
+            yield id(handle.sharded[0]), OptimParam(indices, handle)
 
 
 def unwrapped(name: str) -> str:

@@ -20,44 +20,34 @@ class BroadcastSource:
         mine = topology.shard.ranks if topology.shard.size > 1 else [world.global_rank]
         everyone = world.gather_objects((topology.index, tuple(mine)), op_name="meeting")
         first_group = everyone[0][1]
-        # Ranks of the first shard group, by their place in the world, and their parts' numbers.
-        self._parts = [
-            (place, number)
+        # Of the ranks of the first shard group, by their place in the world: which part they hold.
+        self._parts = {
+            place: number
             for place, (rank, (number, _)) in enumerate(zip(world.ranks, everyone, strict=True))
             if rank in first_group
-        ]
-        self._is_first = world.global_rank in first_group
-        self._origin = next(
-            (place for place, rank in enumerate(self._replicate.ranks) if rank in first_group), 0
-        )
+        }
+        replicas = enumerate(self._replicate.ranks)
+        self._origin = next((place for place, rank in replicas if rank in first_group), 0)
 
     def hand_out(self, layout: FlatLayout, index: int, value: Tensor | None, part: Tensor) -> None:
-        """Fill ``part`` with this rank's range of rank 0's ``value``; replicas get theirs later.
+        """Fill ``part``, 1-D, with this rank's range of rank 0's ``value`` of parameter ``index``.
 
-        Collective: all ranks.
-
-        Args:
-            layout: where the parameter lies.
-            index: its number in the layout.
-            value: all of it; looked at on rank 0 only.
-            part: ``(numel held here,)``; where it goes.
+        Collective: all ranks. Replicas get theirs from ``replicate``.
         """
-        if self._world.rank != 0:
-            if self._is_first and part.numel():
-                self._world.receive(part, source=0, op_name=layout.spans[index].name)
+        span, world = layout.spans[index], self._world
+        if world.rank != 0:
+            if world.rank in self._parts and part.numel():
+                world.transfer(part, source=0, to=world.rank, op_name=span.name)
             return
         assert value is not None, "rank 0 has the values"
         # In the ranks' order, one parameter at a time, as those that receive ask for them.
-        for place, number in self._parts:
-            theirs = part_of(value, layout.spans[index], layout.local_span(index, number))
+        for place, number in self._parts.items():
+            theirs = part_of(value, span, layout.local_span(index, number))
             if place == 0:
                 part.copy_(theirs)
             elif theirs.numel():
-                self._world.send(
-                    theirs.to(part.device, part.dtype).contiguous(),
-                    to=place,
-                    op_name=layout.spans[index].name,
-                )
+                wire = theirs.to(part.device, part.dtype).contiguous()
+                world.transfer(wire, source=0, to=place, op_name=span.name)
 
     def replicate(self, shard: Tensor) -> None:
         """Give the replicas of a filled shard the same. Collective: all ranks."""

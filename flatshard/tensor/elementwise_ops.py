@@ -5,7 +5,6 @@ On import they enter themselves into ``sharded_tensor``'s table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import HANDLERS, FlatShardTensor, first_sharded, tensors_in
+from flatshard.tensor.sharded_tensor import HANDLERS, FlatShardTensor, first_sharded, wrote
 
 aten = torch.ops.aten
 
@@ -22,15 +21,9 @@ _POINTWISE = frozenset(
     pow exp exp2 expm1 log log1p log2 log10 sin cos tan tanh sigmoid relu erf erfinv floor ceil
     round trunc frac clamp clamp_min clamp_max maximum minimum fmax fmin lerp addcmul addcdiv eq ne
     lt le gt ge isnan isinf isfinite logical_and logical_or logical_xor logical_not bitwise_and
-    bitwise_or bitwise_not where nan_to_num zero fill clone detach alias positive remainder fmod
+    bitwise_or bitwise_not where nan_to_num zero fill clone positive remainder fmod
     hypot atan2 xlogy masked_fill copysign conj_physical zeros_like ones_like empty_like full_like
     _to_copy copy tanh_backward sigmoid_backward threshold_backward""".split()
-)
-
-
-# What optimizers make their state with.
-_STATE_MAKERS = frozenset(
-    getattr(aten, name).default for name in ("zeros_like", "ones_like", "full_like", "empty_like")
 )
 
 
@@ -55,8 +48,6 @@ def _local(value: Any, spec: ShardSpec) -> Any:
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like = first_sharded(args, kwargs)
     spec = like.spec
-    if func in (aten.detach.default, aten.alias.default):
-        return like.alias()
     if "out" in kwargs:
         spec.refuse(f"{func._schema.name} with out=")
     in_place = func._schema.is_mutable
@@ -67,11 +58,12 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}
     result = func(*(_local(value, spec) for value in args), **kwargs)
     if in_place:
-        torch.autograd.graph.increment_version(args[0].local)  # see [Note: versions]
+        wrote(args[:1])
         return args[0]
     storage = spec.state_disk
-    if storage is not None and func in _STATE_MAKERS and result.device == like.local.device:
-        result = storage.take_in(result)
+    if storage is not None and func._schema.name.endswith("_like"):
+        # ``zeros_like`` and the like: what optimizers make their state with.
+        result = storage.take_in(result) if result.device == like.local.device else result
     return FlatShardTensor(result, spec)
 
 
@@ -95,7 +87,10 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run on lists of tensors, matched by position; plain entries stay plain."""
     lists = [value for value in args if isinstance(value, list | tuple)]
     # By position: in one list a gradient may be plain whose parameter, in another, is sharded.
-    specs = [_spec_among(values) for values in zip_longest(*lists)]
+    specs = [
+        next((value.spec for value in values if isinstance(value, FlatShardTensor)), None)
+        for values in zip_longest(*lists)
+    ]
 
     def local(values: Any) -> Any:
         if not isinstance(values, list | tuple) or not any(isinstance(v, Tensor) for v in values):
@@ -105,76 +100,57 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             for value, spec in zip(values, specs, strict=False)
         ]
 
-    if func._schema.is_mutable:
-        for value, spec in zip(args[0], specs, strict=True):
-            if spec is not None and not isinstance(value, FlatShardTensor):
-                spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
+    is_mutable = func._schema.is_mutable
+    for value, spec in zip(args[0] if is_mutable else (), specs, strict=False):
+        if spec is not None and not isinstance(value, FlatShardTensor):
+            spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
     result = func(*(local(value) for value in args), **{key: local(v) for key, v in kwargs.items()})
-    if func._schema.is_mutable:
-        _note_writes(func, args)
-        return None
-    return [
-        value if spec is None else FlatShardTensor(value, spec)
-        for value, spec in zip(result, specs, strict=True)
-    ]
-
-
-def _spec_among(values: Iterable[Any]) -> ShardSpec | None:
-    return next((value.spec for value in values if isinstance(value, FlatShardTensor)), None)
-
-
-def _note_writes(func: Any, args: tuple[Any, ...]) -> None:
-    """Move the version counters of what ``func`` wrote; see [Note: versions]."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+    if not is_mutable:
+        return [
+            value if spec is None else FlatShardTensor(value, spec)
+            for value, spec in zip(result, specs, strict=True)
+        ]
+    for argument, values in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            for tensor in tensors_in((value,)):
-                if isinstance(tensor, FlatShardTensor):
-                    torch.autograd.graph.increment_version(tensor.local)
+            wrote((values,))
+    return None
 
 
-# ---------------------------------------------------------------- random numbers, shapes
-
-
-def _random_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
+def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
     """Draw as many numbers as the unwrapped model would, keep this rank's."""
     tensor: FlatShardTensor = args[0]
-    local = tensor.local
-    # All of them, so that generators stay alike on all ranks and values do not depend on the world.
-    full = tensor.spec.empty(local)
-    func(full, *args[1:], **kwargs)
-    local.copy_(tensor.spec.slice(full))
-    torch.autograd.graph.increment_version(local)
+    spec, local = tensor.spec, tensor.local
+    if func is aten.bernoulli.default:
+        spec.refuse("bernoulli() with its elements as probabilities")
+    _check_memory_format(func, tensor, kwargs.get("memory_format"))
+    # All, so that generators stay alike on all ranks and values do not depend on their number.
+    part = spec.slice(func(spec.empty(local), *args[1:], **kwargs))
+    if not func._schema.is_mutable:
+        # A clone, as the range alone would keep the full tensor alive.
+        return FlatShardTensor(part.clone(), spec)
+    local.copy_(part)
+    wrote((tensor,))
     return tensor
 
 
-def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
-    tensor: FlatShardTensor = args[0]
-    _check_memory_format(func, tensor, kwargs.get("memory_format"))
-    drawn = func(tensor.spec.empty(tensor.local), *args[1:], **kwargs)
-    # A clone, as the range alone would keep the full tensor alive.
-    return FlatShardTensor(tensor.spec.slice(drawn).clone(), tensor.spec)
-
-
-def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return func(args[0].local, *args[1:], **kwargs)  # type: ignore[no-any-return]
-
-
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
+def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
     tensor, *rest = args
-    if func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape:
+    if rest and (func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape):
         tensor.spec.refuse(f"{func._schema.name} to another shape or dtype")
     return tensor.alias()  # type: ignore[no-any-return]
 
 
+_DRAWS = """normal_ uniform_ bernoulli_ random_ log_normal_ cauchy_ exponential_ bernoulli
+    rand_like randn_like""".split()
+
 HANDLERS.update(
-    view=_view,
     _foreach=_foreach,
     **dict.fromkeys(_POINTWISE, _pointwise),
-    **dict.fromkeys((f"{name}_" for name in _POINTWISE), _pointwise),
+    **dict.fromkeys((f"{name}_" for name in (*_POINTWISE, "detach")), _pointwise),
+    **dict.fromkeys(("detach", "alias", "view"), _same),
+    **dict.fromkeys(_DRAWS, _random),
     **dict.fromkeys(
-        ("normal_", "uniform_", "bernoulli_", "random_", "log_normal_", "cauchy_", "exponential_"),
-        _random_in_place,
+        ("new_empty", "new_zeros", "new_ones", "new_full"),
+        lambda func, args, kwargs: func(args[0].local, *args[1:], **kwargs),
     ),
-    **dict.fromkeys(("rand_like", "randn_like", "bernoulli"), _random_like),
-    **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), _new),
 )

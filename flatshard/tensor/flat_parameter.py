@@ -1,14 +1,13 @@
 """``FlatParameter``: one rank's shard of a unit's parameters, as one 1-D parameter.
 
-``FlatParameterPart`` stands where an original parameter was. ``view_of`` finds an original in a
-flat tensor, ``part_of`` a shard's part in an original.
+``FlatParameterPart`` stands where an original parameter was.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,27 +17,16 @@ from torch.utils import hooks as torch_hooks
 
 from flatshard.plan.layout import FlatLayout, LocalSpan, ParamSpan
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, check_data
 
 
 def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
-    """The part of a full flat tensor that ``span`` names, in the original's shape and strides.
-
-    Args:
-        flat: ``(padded_numel,)``.
-        span: the original parameter's place.
-    """
+    """The part of ``flat``, ``(padded_numel,)``, in the original's shape and strides."""
     return flat.as_strided(span.shape, span.strides, flat.storage_offset() + span.start)
 
 
 def part_of(tensor: Tensor, span: ParamSpan, local: LocalSpan) -> Tensor:
-    """The range ``local`` of a full original parameter, ``(local.numel,)``; a view if it can be.
-
-    Args:
-        tensor: of the parameter's shape, with any strides.
-        span: the parameter's place.
-        local: which of its elements, in memory order.
-    """
+    """The range ``local`` of an original, of any strides, 1-D in memory order; a view if it can."""
     return tensor.permute(span.order).reshape(-1)[local.offset : local.offset + local.numel]
 
 
@@ -64,9 +52,7 @@ class FlatParameter(nn.Parameter):
     ) -> FlatParameter:
         """Count ``data``, ``(flat_layout.shard_numel,)``, as a parameter without copying."""
         self = torch.Tensor._make_subclass(cls, data, requires_grad)
-        self.flat_layout = layout
-        self.rank = rank
-        self.flat = data
+        self.flat_layout, self.rank, self.flat = layout, rank, data
         self.post_accumulate_hooks = OrderedDict()
         self._aliases = weakref.WeakValueDictionary()
         return self
@@ -80,12 +66,7 @@ class FlatParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
-            raise RuntimeError(
-                f"{self!r}: expected data of shape {tuple(self.shape)}, {self.dtype} on "
-                f"{self.device}, got {tuple(value.shape)}, {value.dtype} on {value.device}. "
-                "Convert the whole wrapper: model.to(...)."
-            )
+        check_data(repr(self), self, value)
         with torch.no_grad():
             # What `.data` gave before keeps its values, as it does where data is replaced.
             for alias in list(self._aliases.values()):
@@ -94,17 +75,12 @@ class FlatParameter(nn.Parameter):
             self.copy_(value)
 
     def point_at(self, shard: Tensor) -> None:
-        """Show other memory, of any dtype and device, keeping this object's identity."""
-        # The base class's setter: ours copies, and refuses another dtype.
+        # The base class's setter keeps identity, and takes any dtype and device; ours copies.
         torch._C.TensorBase.data.__set__(self, shard)  # type: ignore[attr-defined]
         self.flat = shard
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> NoReturn:  # type: ignore[override]
-        """Not available: a flat parameter takes no part in autograd, its originals do.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raises: a flat parameter takes no part in autograd, its originals do."""
         raise RuntimeError(
             f"{self!r} never meets autograd, so the hook would not be called. Hook the original "
             "parameters: wrap with use_orig_params=True."
@@ -117,14 +93,12 @@ class FlatParameter(nn.Parameter):
         return handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
-        """A copy with storage of its own and the same layout."""
         if id(self) not in memo:
             data = self.detach().clone()
             memo[id(self)] = type(self)(data, self.requires_grad, self.flat_layout, self.rank)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Names and sizes instead of a million values."""
         names = ", ".join(span.name for span in self.flat_layout.spans)
         return (
             f"FlatParameter(rank {self.rank} of {self.flat_layout.world_size}, {self.numel()} of "
@@ -140,7 +114,6 @@ class FlatParameterPart(FlatShardTensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatParameterPart:
-        """Wrap ``local``, ``(spec.numel,)``, without copying."""
         differentiable = local.is_floating_point() or local.is_complex()
         self = FlatShardTensor.__new__(cls, local, spec, differentiable)
         if differentiable:
@@ -151,23 +124,16 @@ class FlatParameterPart(FlatShardTensor):
         return self  # type: ignore[return-value]
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> NoReturn:
-        """Not available. Raises RuntimeError."""
         _refuse_gradient(self.spec)
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> NoReturn:
-        """Not available. Raises RuntimeError."""
-        _refuse_gradient(self.spec)
+    register_post_accumulate_grad_hook = register_hook
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse to freeze or unfreeze one part of a flat parameter."""
-        if func in _SETS_REQUIRES_GRAD and isinstance(args[0], FlatParameterPart):
+        setters = Tensor.requires_grad_, Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+        if func in setters and isinstance(args[0], FlatParameterPart):
             spec = args[0].spec
             raise RuntimeError(
                 f"parameter {spec.name!r} (unit {spec.unit!r}) is a part of a flat parameter and "
@@ -175,11 +141,6 @@ class FlatParameterPart(FlatShardTensor):
                 "before wrapping, or call requires_grad_() on the unit's ShardedWrapper."
             )
         return super().__torch_function__(func, types, args, kwargs)
-
-
-_SETS_REQUIRES_GRAD = frozenset(
-    {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
-)
 
 
 def _refuse_gradient(spec: ShardSpec, *_: Tensor) -> NoReturn:

@@ -4,10 +4,7 @@ Users may keep one from a forward and read it later. The read would end the proc
 shared-memory transport it would see some shards before the optimizer's step and others after it. So
 the parameter changes its class when the unit is resharded, and back when it is unsharded; in
 between, an operation on it raises and says what to do instead. Views that were made in forward
-cannot be reached: to read one still ends the process, which at least says in which line
-(``show_crashes``).
-
-If backward needs a value after all, the unit is unsharded for it (``ShardSpec.bring_back``).
+cannot be reached: to read one still ends the process, and ``show_crashes`` says in which line.
 """
 
 from __future__ import annotations
@@ -28,49 +25,18 @@ from torch.utils import _pytree as pytree
 
 from flatshard.tensor.shard_spec import ShardSpec
 
-_NAMES = (
-    "__hash__",
-    "data_ptr",
-    "dim",
-    "element_size",
-    "is_complex",
-    "is_contiguous",
-    "is_floating_point",
-    "numel",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "requires_grad_",
-    "size",
-    "storage_offset",
-    "stride",
-    "untyped_storage",
-)
-_PROPERTIES = (
-    "_backward_hooks",
-    "_version",
-    "device",
-    "dtype",
-    "grad",
-    "grad_fn",
-    "is_cpu",
-    "is_cuda",
-    "is_leaf",
-    "is_meta",
-    "is_sparse",
-    "itemsize",
-    "layout",
-    "nbytes",
-    "ndim",
-    "requires_grad",
-    "shape",
-)
+_METHODS = """__hash__ data_ptr dim element_size is_complex is_contiguous is_floating_point numel
+    register_hook register_post_accumulate_grad_hook requires_grad_ size storage_offset stride
+    untyped_storage""".split()
+_PROPERTIES = """_backward_hooks _version device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta
+    is_sparse itemsize layout nbytes ndim requires_grad shape""".split()
 
-_WITHOUT_VALUES = {getattr(Tensor, name) for name in _NAMES} | {
+# Functions that read no element.
+_WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS} | {
     method
     for name in _PROPERTIES
     for method in (getattr(Tensor, name).__get__, getattr(Tensor, name).__set__)
 }
-"""Functions that read no element."""
 
 
 class FreedParameter(nn.Parameter):
@@ -78,47 +44,31 @@ class FreedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let through what needs no values, or bring the values back.
-
-        Raises:
-            RuntimeError: ``func`` needs values that are gone.
-        """
+        """Let through what needs no values, bring the values back, or raise."""
         kwargs = kwargs or {}
-        if func not in _WITHOUT_VALUES:
-            spec = _spec(args, kwargs)
-            where = "of a model that is gone" if spec is None else repr(spec.name)
-            if func is Tensor.__repr__:
-                return f"FreedParameter({where})"
-            if spec is not None and spec.bring_back():
+        if func in _WITHOUT_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-            raise RuntimeError(
-                f"parameter {where}: {_name_of(func)} on the object that it was in forward, which "
-                "was resharded with its unit. Compute with it inside of forward, or keep a clone() "
-                "from there. Outside, take it from the module again: norms, sums and element-wise "
-                "operations work on the sharded parameter, and full_tensor(), called on all ranks, "
-                "gives the full one."
-            )
-        with torch._C.DisableTorchFunctionSubclass():
+        freed = next(t for t in pytree.tree_leaves((args, kwargs)) if type(t) is FreedParameter)
+        spec: ShardSpec | None = freed._full_of()  # type: ignore[attr-defined]
+        where = "of a model that is gone" if spec is None else repr(spec.name)
+        if func is Tensor.__repr__:
+            return f"FreedParameter({where})"
+        # If backward needs a value after all, the unit is unsharded for it.
+        if spec is not None and spec.bring_back():
             return func(*args, **kwargs)
-
-
-def _spec(*args: Any) -> ShardSpec | None:
-    found = next(one for one in pytree.tree_leaves(args) if type(one) is FreedParameter)
-    spec: ShardSpec | None = found._full_of()  # type: ignore[attr-defined]
-    return spec
-
-
-def _name_of(func: Any) -> str:
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):
-        return f".{getattr(getattr(func, '__self__', None), '__name__', name)}"
-    return f"{name}()"
+        name = getattr(func, "__name__", str(func))
+        # The accessor of a property: its own name says only that it gets or sets.
+        is_property = name in ("__get__", "__set__")
+        raise RuntimeError(
+            f"parameter {where}: {f'.{func.__self__.__name__}' if is_property else f'{name}()'} on "
+            "the object that it was in forward, which was resharded with its unit. Compute with it "
+            "inside of forward, or keep a clone() from there. Outside, take it from the module "
+            "again: norms, sums and element-wise operations work on the sharded parameter, and "
+            "full_tensor(), called on all ranks, gives the full one."
+        )
 
 
 def name(param: nn.Parameter, spec: ShardSpec) -> None:
@@ -136,20 +86,17 @@ def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
 
 
 def show_crashes() -> None:
-    """Let a process that ends by SIGSEGV say in which line it was, by Python's ``faulthandler``.
-
-    Not where ``FLATSHARD_FAULTHANDLER=0`` is in the environment, nor where any of the signals
-    that ``faulthandler`` takes over has a handler: an embedded JVM, say, needs its own.
-    """
+    """Let a process that ends by SIGSEGV say in which line, unless FLATSHARD_FAULTHANDLER=0."""
     if os.environ.get("FLATSHARD_FAULTHANDLER") == "0" or sys.__stderr__ is None:
         return
-    if not faulthandler.is_enabled() and not any(map(_has_handler, _FATAL_SIGNALS)):
+    # Nor where something else handles one of the signals: an embedded JVM, say, needs its own.
+    fatal = "SIGSEGV", "SIGFPE", "SIGABRT", "SIGBUS", "SIGILL"
+    if not faulthandler.is_enabled() and not any(map(_has_handler, fatal)):
         with contextlib.suppress(OSError, RuntimeError, ValueError):  # that is no file, or closed
             # Ranks write all at once: each no more than what ended it.
             faulthandler.enable(sys.__stderr__, all_threads=False)
 
 
-_FATAL_SIGNALS = ("SIGSEGV", "SIGFPE", "SIGABRT", "SIGBUS", "SIGILL")
 # ``signal.getsignal`` knows only what Python set, or found when it started.
 _sigaction = None if sys.platform == "win32" else ctypes.CDLL(None).sigaction
 

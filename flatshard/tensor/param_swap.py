@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flatshard.plan.param_info import ParamInfo, ParamLocation
+from flatshard.plan.param_info import ParamInfo
 from flatshard.tensor.sharded_tensor import OWN_ATTRIBUTES, FlatShardTensor, attributes_of
 
 
 class FlattenedParameter(nn.Parameter):
-    """An original parameter whose values a ``FlatParameter`` has; it is empty.
-
-    Attributes:
-        unit_name: the unit with that flat parameter.
-    """
+    """An original parameter whose values a ``FlatParameter`` has; it is empty."""
 
     unit_name: str = ""
 
 
 class SwappableParam:
-    """An original parameter, and its hooks while they wait for the tensor that they belong on.
-
-    Attributes:
-        param: the object that users hold.
-        locations: where it stands in the model; the first one names it.
-    """
+    """An original parameter, and its hooks while they wait for the tensor that they belong on."""
 
     def __init__(self, info: ParamInfo) -> None:
-        self.param, self.locations = info.param, info.locations
+        self.param = info.param  # the object that users hold
+        self.locations = info.locations  # the first one names it
         # The dictionaries that torch made, so that handles can still remove what is in them.
         self._tensor_hooks: Any = None
         self._post_hooks: Any = None
 
     def swap_into(self, view: Tensor) -> None:
-        """Turn the parameter, in place, into ``view``; it keeps identity and attributes.
-
-        Raises:
-            RuntimeError: something else holds on to the parameter's memory.
-            ValueError: the user gave it an attribute that sharded parameters need themselves.
-        """
+        """Turn the parameter, in place, into ``view``; it keeps identity and attributes."""
         param, name = self.param, self.locations[0].name
         is_first = not isinstance(param, FlatShardTensor)
         clashing = OWN_ATTRIBUTES & param.__dict__.keys()
@@ -50,7 +38,11 @@ class SwappableParam:
                 f"parameter {name!r} has an attribute {min(clashing)!r}, which a sharded parameter "
                 "needs for itself. Give yours another name before wrapping."
             )
-        self._drop_rnn_references()
+        for place in self.locations:
+            if isinstance(place.module, nn.RNNBase):
+                # Tensors that are weakly referenced cannot be swapped; None counts as unchanged.
+                place.module._flat_weight_refs = [None] * len(place.module._flat_weights_names)
+                place.module.__dict__["_flat_weights"] = []
         attributes = attributes_of(param)
         if is_first:
             self._tensor_hooks = param._backward_hooks
@@ -72,13 +64,6 @@ class SwappableParam:
                 param._post_accumulate_grad_hooks = self._post_hooks
             self._tensor_hooks, self._post_hooks = None, None
 
-    def _drop_rnn_references(self) -> None:
-        for place in self.locations:
-            if isinstance(place.module, nn.RNNBase):
-                # Tensors that are weakly referenced cannot be swapped; None counts as unchanged.
-                place.module._flat_weight_refs = [None] * len(place.module._flat_weights_names)
-                place.module.__dict__["_flat_weights"] = []
-
     def move_hooks(self, full: nn.Parameter) -> None:
         """Let hooks from before wrapping fire where they must: tensor hooks on ``full``."""
         assert isinstance(self.param, FlatShardTensor), "hooks move after ``swap_into``"
@@ -89,8 +74,7 @@ class SwappableParam:
         self._tensor_hooks, self._post_hooks = None, None
 
     def flatten_into(self, flat: nn.Parameter, unit_name: str) -> None:
-        """Let ``flat`` stand for the parameter, free that, and say so to who still holds it."""
-        # An optimizer from before wrapping may hold the object: its step is to raise.
+        # Freed, and marked: an optimizer from before wrapping may hold the object, and must raise.
         self.param.data = self.param.data.new_empty(0)
         self.param.__class__ = FlattenedParameter
         self.param.unit_name = unit_name  # type: ignore[attr-defined]
@@ -98,8 +82,5 @@ class SwappableParam:
 
     def copied(self, memo: dict[int, Any]) -> ParamInfo:
         """The same parameter of modules that were deep-copied."""
-        places = [
-            ParamLocation(memo[id(place.module)], place.attribute, place.name)
-            for place in self.locations
-        ]
+        places = [replace(place, module=memo[id(place.module)]) for place in self.locations]
         return ParamInfo(memo.get(id(self.param), self.param), places)

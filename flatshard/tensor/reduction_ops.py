@@ -2,25 +2,13 @@
 
 Sums, norms, extremes, ``GradScaler``'s search for overflows, and what autograd needs of them. On
 import they enter themselves into ``sharded_tensor``'s tables.
-
-[Note: padding]
-A flat parameter's gradient has zeros between the originals and behind them. They add nothing to a
-sum or to a norm of positive order; extremes and norms of negative order leave them out.
-
-[Note: NaN]
-A backend's MAX may drop a NaN, and which of two operands it keeps may depend on the rank. Extremes
-of floating numbers are therefore sent with a mark for NaN, in the same vector.
-
-[Note: gradients through a sharded parameter]
-``loss + p.pow(2).sum()`` outside forward differentiates through this type. The loss may be scaled
-differently on each rank, and the gradient that data parallelism wants is the average: the backward
-of every reduction therefore averages what arrives over the ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,22 +17,20 @@ from torch import Tensor
 from flatshard.comm.communicator import Communicator
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import (
-    DIFFERENTIABLE,
+    ABOVE_AUTOGRAD,
     HANDLERS,
     FlatShardTensor,
     first_sharded,
     local_range,
+    tensors_in,
+    wrote,
 )
 
 aten = torch.ops.aten
 
 
 def _part(tensor: FlatShardTensor, *, with_padding: bool) -> Tensor:
-    """This rank's part; a copy if there is padding to leave out.
-
-    Raises:
-        RuntimeError: a gradient of which every rank still has its own.
-    """
+    """This rank's part; a copy if there is padding to leave out."""
     spec = tensor.spec
     unit = getattr(tensor, "unreduced_of", None)
     if unit is not None:
@@ -53,6 +39,7 @@ def _part(tensor: FlatShardTensor, *, with_padding: bool) -> Tensor:
             "that was accumulated under no_sync and not reduced. Ask for it after a backward "
             "outside of no_sync."
         )
+    # Only a flat parameter's gradient has padding: zeros between the originals and behind them.
     if with_padding or spec.originals is None:
         return tensor.local
     return torch.cat([tensor.local[span.start : span.end] for span in spec.originals])
@@ -63,42 +50,26 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype | None:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
 
 
-def _bind(
-    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], defaults: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """Arguments by name; a keyword that the handler does not implement raises."""
-    values = dict(zip(names, defaults, strict=True)) | dict(zip(names, args, strict=False))
-    for key, value in kwargs.items():
-        if key not in values:
-            first_sharded(args, kwargs).spec.refuse(f"the argument {key}")
-        values[key] = value
-    return tuple(values.values())
-
-
-def _check_no_dim(tensor: FlatShardTensor, func: Any, dim: Any, keepdim: Any) -> None:
-    if keepdim or (dim is not None and len(dim) > 0):
-        tensor.spec.refuse(f"{func._schema.name} along a dimension")
-
-
-# ---------------------------------------------------------------- norms
+def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **defaults: Any) -> list[Any]:
+    """Arguments by name, ``dim`` and ``keepdim`` only to refuse them; others raise."""
+    values = defaults | dict(zip(defaults, args, strict=False)) | kwargs
+    spec = first_sharded(args, kwargs).spec
+    if len(values) > len(defaults):
+        spec.refuse(f"the argument {list(values)[-1]}")
+    keepdim, dim = values.pop("keepdim", False), values.pop("dim", None)
+    if keepdim or dim:
+        spec.refuse(f"{func._schema.name} along a dimension")
+    return list(values.values())
 
 
 def norms(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """The p-norm of each tensor, plain or sharded, over all its elements.
+    """The p-norm of each tensor, plain or sharded, with the dtype and device of torch's.
 
     Collective: all ranks that hold parts of ``tensors``; one reduction per communicator.
-
-    Args:
-        tensors: of any dtypes and devices, alike on all ranks.
-        order: p; 0 counts what is not zero, ``inf`` and ``-inf`` take the extremes.
-        dtype: to compute in; None for each tensor's own.
-
-    Returns:
-        0-dimensional tensors, each with the dtype and device that torch would give it.
     """
-    results: dict[int, Tensor] = {}
+    results = list(tensors)
     positions_of: dict[Communicator | None, list[int]] = {}
     for position, tensor in enumerate(tensors):
         comm = tensor.spec.comm if isinstance(tensor, FlatShardTensor) else None
@@ -108,16 +79,14 @@ def norms(
         if comm is None:
             found = list(torch._foreach_norm(some, order, dtype))
         else:
-            found = _like(_sharded_norms(some, order, dtype, comm), some, dtype)
-        results.update(zip(positions, found, strict=True))
-    return [results[position] for position in range(len(tensors))]
-
-
-def _like(found: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-    """One norm each, with the device and dtype that torch would give it; cast all at once."""
-    kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in tensors]
-    cast = {kind: found.to(*kind).unbind() for kind in dict.fromkeys(kinds)}
-    return [cast[kind][number] for number, kind in enumerate(kinds)]
+            together = _sharded_norms(some, order, dtype, comm)
+            # Cast all at once, to the device and dtype that torch would give each.
+            kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in some]
+            cast = {kind: together.to(*kind).unbind() for kind in set(kinds)}
+            found = [cast[kind][number] for number, kind in enumerate(kinds)]
+        for position, norm in zip(positions, found, strict=True):
+            results[position] = norm
+    return results
 
 
 def _sharded_norms(
@@ -141,49 +110,38 @@ def _sharded_norms(
 
 
 def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
-    """Norms of this rank's parts; that of an empty one leaves the other ranks' as they are.
-
-    In float64, since powers of them are summed: of 1e20, say, which float32 could not square.
-    """
-    nothing = torch.full((), 0.0 if order >= 0 else float("inf"), device=device)
+    # That of an empty part leaves the other ranks' as they are.
+    nothing = torch.full((), 0.0 if order >= 0 else math.inf, device=device)
     found = [nothing] * len(parts)
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for position, part in enumerate(parts):
-        if part.numel() > 0:
-            by_dtype.setdefault(part.dtype, []).append(position)
-    for dtype, positions in by_dtype.items():
-        computed = torch._foreach_norm([parts[p] for p in positions], order, _sum_dtype(dtype))
-        for position, norm in zip(positions, computed, strict=True):
+    for dtype in {part.dtype for part in parts}:
+        some = {i: p for i, p in enumerate(parts) if p.dtype == dtype and p.numel() > 0}
+        # No kernel takes an empty list.
+        local = torch._foreach_norm([*some.values()], order, _sum_dtype(dtype)) if some else []
+        for position, norm in zip(some, local, strict=True):
             found[position] = norm.to(device)
+    # Powers of them are summed: of 1e20, say, which float32 could not square.
     return torch.stack(found).to(torch.float64)
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    tensor, order, dim, keepdim, dtype = _bind(
-        args, kwargs, ("self", "ord", "dim", "keepdim", "dtype"), (None, 2, None, False, None)
+    tensor, order, dtype = _bind(
+        func, args, kwargs, self=None, ord=2, dim=None, keepdim=False, dtype=None
     )
-    _check_no_dim(tensor, func, dim, keepdim)
     return norms([tensor], float(order), dtype)[0]
 
 
-def _foreach_norm(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    tensors, order, dtype = _bind(args, kwargs, ("self", "ord", "dtype"), (None, 2, None))
+def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    tensors, order, dtype = _bind(func, args, kwargs, self=None, ord=2, dtype=None)
     return norms(tensors, float(order), dtype)
-
-
-# ---------------------------------------------------------------- sums, extremes, overflows
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """``sum`` and ``mean`` of everything."""
-    along_dimensions = func in (aten.sum.dim_IntList, aten.mean.dim)
-    names = ("self", "dim", "keepdim", "dtype") if along_dimensions else ("self", "dtype")
-    bound = dict(zip(names, _bind(args, kwargs, names, (None,) * len(names)), strict=True))
-    tensor: FlatShardTensor = bound["self"]
-    _check_no_dim(tensor, func, bound.get("dim"), bound.get("keepdim"))
+    along = {"dim": None, "keepdim": False} if func in (aten.sum.dim_IntList, aten.mean.dim) else {}
+    tensor, dtype = _bind(func, args, kwargs, self=None, **along, dtype=None)
     spec, part = tensor.spec, _part(tensor, with_padding=True)
-    if bound["dtype"] is not None:
-        part = part.to(bound["dtype"])
+    if dtype is not None:
+        part = part.to(dtype)
     # Narrow dtypes are rounded once, after the ranks' sums are added.
     total = part.sum(dtype=_sum_dtype(part.dtype))
     spec.comm.reduce_scalars(total, "SUM", op_name=spec.name)
@@ -207,26 +165,23 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
         value = part.amax() if largest else part.amin()
     else:
         # A rank that holds nothing takes part, with the value that every other one beats.
-        least, greatest = _bounds(part.dtype)
+        least, greatest = -math.inf, math.inf
+        if not part.is_floating_point():
+            least, greatest = torch.iinfo(part.dtype).min, torch.iinfo(part.dtype).max
         value = part.new_full((), least if largest else greatest)
     comm, op_name = tensor.spec.comm, tensor.spec.name
     value = _extremes(value.view(1), comm, largest=largest, op_name=op_name)[0]
     return value.to(torch.bool) if is_logical else value
 
 
-def _bounds(dtype: torch.dtype) -> tuple[float, float]:
-    if dtype.is_floating_point:
-        return -math.inf, math.inf
-    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
-
-
 def _extremes(values: Tensor, comm: Communicator, *, largest: bool, op_name: str) -> Tensor:
-    """The largest, or smallest, of each number over the ranks; see the note on NaN."""
+    """The largest, or smallest, of each number over the ranks; NaN where a rank has one."""
     op = "MAX" if largest else "MIN"
     if not values.is_floating_point():
         return comm.reduce_scalars(values, op, op_name=op_name)
     is_nan = values.isnan()
-    # A mark that the same operation prefers: 1 for MAX, -1 for MIN.
+    # A backend's MAX may drop a NaN, and which of two operands it keeps may depend on the rank. So
+    # a mark goes along that the same operation prefers: 1 for MAX, -1 for MIN.
     marks = is_nan.to(values.dtype) * (1 if largest else -1)
     both = torch.cat([values.masked_fill(is_nan, 0), marks])
     found, marks = comm.reduce_scalars(both, op, op_name=op_name).chunk(2)
@@ -237,22 +192,16 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """GradScaler: an overflow on one rank is an overflow on all."""
     gradients, found_inf, inverse_scale = args
     func([local_range(g) for g in gradients], found_inf, inverse_scale)
-    sharded = [g for g in gradients if isinstance(g, FlatShardTensor)]
-    for gradient in sharded:
-        torch.autograd.graph.increment_version(gradient.local)
+    wrote(gradients)
     # Not a set: all ranks must meet the communicators in one order.
-    for comm in dict.fromkeys(gradient.spec.comm for gradient in sharded):
+    for comm in dict.fromkeys(g.spec.comm for g in gradients if isinstance(g, FlatShardTensor)):
         comm.reduce_scalars(found_inf, "MAX", op_name="found_inf")
-
-
-def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    first_sharded(args, kwargs).spec.refuse(func._schema.name)
 
 
 HANDLERS.update(
     linalg_vector_norm=_vector_norm,
     _foreach_norm=_foreach_norm,
-    _foreach_max=_refuse,
+    _foreach_max=lambda func, args, _: first_sharded(args, {}).spec.refuse(func._schema.name),
     sum=_sum,
     mean=_sum,
     _amp_foreach_non_finite_check_and_unscale_=_unscale,
@@ -264,85 +213,80 @@ HANDLERS.update(
 
 
 class OutsideUses:
-    """Counts differentiable uses of sharded tensors outside of a forward.
-
-    One count for all models: an operation on parameters of two would count for the first alone.
-    """
-
+    # Differentiable uses of sharded tensors outside of a forward, by all models: an operation on
+    # parameters of two would count for the first alone.
     count = 0
 
 
-def _average(value: Tensor, spec: ShardSpec) -> Tensor:
-    """The mean of a small tensor over all ranks, as a new one. Collective: both groups."""
-    # A clone: the reduction is in place, and autograd may hand the tensor to others too.
-    total = spec.comm.reduce_scalars(value.clone(), "SUM", op_name=spec.name)
-    total = spec.replicas.reduce_scalars(total, "SUM", op_name=spec.name)
-    return total / (spec.comm.size * spec.replicas.size)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum of all elements."""
+class _Reduction(torch.autograd.Function):
+    """``loss + p.pow(2).sum()`` outside forward: the p-norm over all elements, or their sum."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: FlatShardTensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: FlatShardTensor, order: float | None) -> Tensor:  # type: ignore[override]
         OutsideUses.count += 1
-        # Only dtype and device are needed: the shard itself is not to be kept for backward.
-        ctx.spec, ctx.like = tensor.spec, tensor.local.new_empty(0)
-        return _sum(aten.sum.default, (tensor,), {})
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> FlatShardTensor:  # type: ignore[override]
-        ctx.spec.on_outside_grad()
-        local = ctx.like.new_empty(ctx.spec.numel).copy_(_average(gradient, ctx.spec))
-        return FlatShardTensor(local, ctx.spec)
-
-
-class _Norm(torch.autograd.Function):
-    """The p-norm over all elements; zero has the subgradient zero, as in torch."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: FlatShardTensor, order: float) -> Tensor:  # type: ignore[override]
-        OutsideUses.count += 1
-        norm = norms([tensor], order)[0]
         ctx.spec, ctx.order = tensor.spec, order
+        if order is None:
+            # Only dtype and device are needed: the shard itself is not to be kept for backward.
+            ctx.save_for_backward(tensor.local.new_empty(0))
+            return _sum(aten.sum.default, (tensor,), {})
+        norm = norms([tensor], order)[0]
         ctx.save_for_backward(tensor.local, norm)
         return norm
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[FlatShardTensor, None]:  # type: ignore[override]
-        ctx.spec.on_outside_grad()
-        local, norm = ctx.saved_tensors
-        # x |x|^(p-2) / norm^(p-1), without 1 / 0.
+        spec: ShardSpec = ctx.spec
+        spec.on_outside_grad()
+        # The loss may be scaled differently on each rank, and data parallelism wants the average.
+        # A clone: the reduction is in place, and autograd may hand the tensor to others too.
+        average = spec.comm.reduce_scalars(gradient.clone(), "SUM", op_name=spec.name)
+        average = spec.replicas.reduce_scalars(average, "SUM", op_name=spec.name)
+        average = average / (spec.comm.size * spec.replicas.size)
+        local, *norms = ctx.saved_tensors
+        if ctx.order is None:
+            return FlatShardTensor(local.new_empty(spec.numel).copy_(average), spec), None
+        # x |x|^(p-2) / norm^(p-1), without 1 / 0: zero has the subgradient zero, as in torch.
         slope = local.sgn() * local.abs().pow(ctx.order - 1).masked_fill(local == 0, 0)
-        scale = norm.pow(1 - ctx.order).masked_fill(norm == 0, 0)
-        return FlatShardTensor(slope * (scale * _average(gradient, ctx.spec)), ctx.spec), None
+        scale = norms[0].pow(1 - ctx.order).masked_fill(norms[0] == 0, 0)
+        return FlatShardTensor(slope * (scale * average), spec), None
 
 
-def _differentiable_sum(input: Any, *args: Any, **kwargs: Any) -> Tensor:
-    if args or kwargs:
-        input.spec.refuse("a sum along a dimension or in another dtype")
-    return _Sum.apply(input)  # type: ignore[no-any-return]
+def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
+    # By keyword, torch's functions do not agree on a name for their first argument.
+    key = next((key for key in ("input", "x", "A") if key in kwargs), None)
+    source, *rest = args if key is None else (kwargs.pop(key), *args)
+    if not (isinstance(source, FlatShardTensor) and source.requires_grad):
+        return NotImplemented
+    order: Any = None
+    if kind == "norm":
+        order = rest.pop(0) if rest else kwargs.pop("p", kwargs.pop("ord", 2))
+        order = 2 if order in (None, "fro") else order
+        if not isinstance(order, int | float) or order in (0, math.inf, -math.inf):
+            source.spec.refuse(f"the gradient of a norm of order {order}")
+        order = float(order)
+    if rest or any(value is not None and value is not False for value in kwargs.values()):
+        source.spec.refuse(f"a {kind} along a dimension or in another dtype")
+    result = _Reduction.apply(source, order)
+    return result / source.numel() if kind == "mean" else result
 
 
-def _differentiable_mean(input: FlatShardTensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _differentiable_sum(input, *args, **kwargs) / input.numel()
+def _refuse_gradients_of(*args: Any, **kwargs: Any) -> Any:
+    """``grad(loss, parameters)`` would find no path to sharded parameters and return None."""
+    for value in tensors_in((*args[1:], *kwargs.values())):
+        if isinstance(value, FlatShardTensor) and getattr(value, "_is_param", False):
+            raise RuntimeError(
+                f"parameter {value.spec.name!r} is sharded: gradients for chosen parameters "
+                "cannot be asked of autograd. Call loss.backward() and read p.grad, or work "
+                "under ShardedWrapper.summon_full_params(model)."
+            )
+    return NotImplemented
 
 
-def _differentiable_norm(
-    input: FlatShardTensor, p: float | str | None = 2, *args: Any, **kwargs: Any
-) -> Tensor:
-    order = kwargs.pop("ord", p)
-    order = 2 if order in (None, "fro") else order
-    if args or any(value is not None and value is not False for value in kwargs.values()):
-        input.spec.refuse("a norm along a dimension or in another dtype")
-    if not isinstance(order, int | float) or order in (0, float("inf"), float("-inf")):
-        input.spec.refuse(f"the gradient of a norm of order {order}")
-    return _Norm.apply(input, float(order))  # type: ignore[no-any-return]
-
-
-DIFFERENTIABLE.update(dict.fromkeys((torch.sum, torch.Tensor.sum), _differentiable_sum))
-DIFFERENTIABLE.update(dict.fromkeys((torch.mean, torch.Tensor.mean), _differentiable_mean))
-DIFFERENTIABLE.update(dict.fromkeys((torch.norm, torch.Tensor.norm), _differentiable_norm))
-DIFFERENTIABLE.update(
-    dict.fromkeys((torch.linalg.norm, torch.linalg.vector_norm), _differentiable_norm)
-)
+for _kind, _functions in (
+    ("sum", (torch.sum, Tensor.sum)),
+    ("mean", (torch.mean, Tensor.mean)),
+    ("norm", (torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm)),
+):
+    ABOVE_AUTOGRAD.update(dict.fromkeys(_functions, partial(_differentiable, _kind)))
+for _function in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
+    ABOVE_AUTOGRAD[_function] = _refuse_gradients_of

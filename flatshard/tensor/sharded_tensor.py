@@ -4,11 +4,6 @@ Every operation on it is right or raises. Element-wise operations run on the loc
 reductions add the one collective that makes them right, writing a full tensor keeps this rank's
 range of it, and everything else raises and names the parameter. Inside a unit's forward and
 backward none of this is in the way: modules hold plain parameters there.
-
-[Note: versions]
-An unsharded buffer is stale when its shard was written since. The shard's version counter, which
-views share, tells that; in-place operations under ``__torch_dispatch__`` do not move it, so they do
-it here.
 """
 
 from __future__ import annotations
@@ -25,24 +20,29 @@ from flatshard.comm.flat_chunks import as_bytes
 from flatshard.memory.disk import is_on_disk
 from flatshard.tensor.shard_spec import ShardSpec
 
+# By operation name; called with the operation, its arguments and its keywords. ``elementwise_ops``
+# enters what each rank can do alone, ``reduction_ops`` what takes a collective.
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
-"""Operation name -> its handler; ``_foreach`` handles all operations on lists without an entry.
-
-Called with the operation, its arguments and its keywords. ``elementwise_ops`` enters what each
-rank can do alone, ``reduction_ops`` what takes a collective.
-"""
-
-DIFFERENTIABLE: dict[Any, Callable[..., Tensor]] = {}
-"""Replacements for torch's functions, above autograd; ``reduction_ops`` enters them."""
-
-
+# What stands for functions that autograd would differentiate wrongly, unless it returns
+# NotImplemented; ``reduction_ops`` enters it.
+ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
+# The attributes of a ``FlatShardTensor`` that are no user's.
 OWN_ATTRIBUTES = frozenset({"local", "spec", "flat"})
-"""The attributes of a ``FlatShardTensor`` that are no user's."""
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
     """The attributes that users gave a parameter."""
     return {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
+
+
+def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
+    """Raise unless ``value`` can be assigned to ``tensor.data``."""
+    expected, found = [(tuple(one.shape), one.dtype, one.device) for one in (tensor, value)]
+    if found != expected:
+        raise RuntimeError(
+            f"{where}: expected data of shape {expected[0]}, {expected[1]} on {expected[2]}, got "
+            f"{found[0]}, {found[1]} on {found[2]}. Convert the whole wrapper: model.to(...)."
+        )
 
 
 class FlatShardTensor(torch.Tensor):
@@ -64,11 +64,7 @@ class FlatShardTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        local: Tensor,
-        spec: ShardSpec,
-        requires_grad: bool = False,
-        flat: Tensor | None = None,
+        cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False, flat: Tensor | None = None
     ) -> FlatShardTensor:
         """Wrap ``local``, ``(spec.numel,)``, without copying."""
         self = torch.Tensor._make_wrapper_subclass(
@@ -79,9 +75,7 @@ class FlatShardTensor(torch.Tensor):
             device=local.device,
             requires_grad=requires_grad,
         )
-        self.local = local
-        self.spec = spec
-        self.flat = flat
+        self.local, self.spec, self.flat = local, spec, flat
         return self  # type: ignore[no-any-return]
 
     @classmethod
@@ -97,10 +91,7 @@ class FlatShardTensor(torch.Tensor):
         return self
 
     def to_local(self) -> Tensor:
-        """This rank's range in memory order, ``(numel held here,)``; shares memory.
-
-        No communication.
-        """
+        """This rank's range in memory order, ``(numel held here,)``; shares memory."""
         return self.local
 
     def alias(self) -> FlatShardTensor:
@@ -111,11 +102,7 @@ class FlatShardTensor(torch.Tensor):
         return twin
 
     def detach_aliases(self) -> None:
-        """Give this tensor's aliases memory of their own, with the values of now.
-
-        In an unwrapped model ``kept = p.data; p.data = other`` puts the old values away. Here a
-        new value is copied in, and would reach what was kept.
-        """
+        """Give this tensor's aliases memory of their own, with the values of now."""
         storage = self.local.untyped_storage()._cdata
         for alias in list(self.spec.aliases.values()):
             assert isinstance(alias, FlatShardTensor), "made by alias()"
@@ -143,24 +130,16 @@ class FlatShardTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The values without autograd. Assigning copies into the shard, see ``detach_aliases``."""
+        """The values without autograd. Assigning copies into the shard; what was read keeps its."""
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        spec = self.spec
-        if value.dtype != self.dtype or value.device != self.device:
-            raise RuntimeError(
-                f"parameter {spec.name!r} is sharded: its data is {self.dtype} on {self.device}, "
-                f"got {value.dtype} on {value.device}. Convert the whole wrapper: model.to(...)."
-            )
-        if tuple(value.shape) != spec.shape:
-            raise RuntimeError(
-                f"parameter {spec.name!r}: expected data of shape {spec.shape}, "
-                f"got {tuple(value.shape)}"
-            )
+        check_data(f"parameter {self.spec.name!r} is sharded", self, value)
         with torch.no_grad():
-            self.detach_aliases()  # first: the copy would reach them
+            # In an unwrapped model `kept = p.data; p.data = other` puts the old values away. Here
+            # the new value is copied in, and would reach what was kept.
+            self.detach_aliases()
             self.copy_(value)
 
     def data_ptr(self) -> int:
@@ -168,7 +147,6 @@ class FlatShardTensor(torch.Tensor):
         return self.local.data_ptr()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShardTensor:
-        """A copy of this rank's range, with memory of its own; no communication."""
         if id(self) not in memo:
             spec, local = self.spec.detached(), self.local.detach()
             storage = spec.state_disk
@@ -179,18 +157,14 @@ class FlatShardTensor(torch.Tensor):
         return memo[id(self)]  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Not available: one rank's range means nothing elsewhere.
-
-        Raises:
-            RuntimeError: always.
-        """
+        # One rank's range means nothing elsewhere.
         raise RuntimeError(
             f"parameter {self.spec.name!r} is sharded and cannot be pickled. Save "
             "model.state_dict(), which holds full tensors, or p.full_tensor()."
         )
 
     def share_memory_(self) -> NoReturn:  # type: ignore[override]
-        """Not available: the storage is part of a flat one."""
+        """Raises: the storage is part of a flat one."""
         self.spec.refuse("share_memory_()")
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -211,11 +185,10 @@ class FlatShardTensor(torch.Tensor):
         return handle
 
     def _full(self) -> nn.Parameter | None:
-        """The full parameter of this one; None for a gradient."""
+        # A gradient shares the parameter's spec, but hooks of its own are its own.
         return self.spec.full if getattr(self, "_is_param", False) else None
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Shapes and range; never communicates."""
         spec = self.spec
         kind = "Parameter " if getattr(self, "_is_param", False) else ""
         return (
@@ -225,33 +198,20 @@ class FlatShardTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Catch, above autograd, what autograd would differentiate wrongly."""
         kwargs = kwargs or {}
-        if torch.is_grad_enabled():
-            if func in _TAKES_GRADIENTS:
-                _refuse_gradients_of(args, kwargs)
-            elif func in DIFFERENTIABLE:
-                source = args[0] if args else kwargs.get("input", kwargs.get("x"))
-                if isinstance(source, FlatShardTensor) and source.requires_grad:
-                    return DIFFERENTIABLE[func](*args, **kwargs)
+        if func in ABOVE_AUTOGRAD and torch.is_grad_enabled():
+            result = ABOVE_AUTOGRAD[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation on the local ranges, or raise."""
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         handler = HANDLERS.get(name)
@@ -261,6 +221,14 @@ class FlatShardTensor(torch.Tensor):
         if handler is None:
             first_sharded(args, kwargs).spec.refuse(func._schema.name)
         return handler(func, args, kwargs)
+
+
+def wrote(values: Iterable[Any]) -> None:
+    """Say that the sharded tensors among ``values`` were written."""
+    # An unsharded buffer is stale when its shard was written since. The shard's version counter,
+    # which views share, tells that, but operations under ``__torch_dispatch__`` do not move it.
+    written = [t.local for t in tensors_in(values) if isinstance(t, FlatShardTensor)]
+    torch.autograd.graph.increment_version(written)
 
 
 def local_range(tensor: Tensor) -> Tensor:
@@ -283,30 +251,6 @@ def first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTen
     return next(t for t in tensors_in(everything) if isinstance(t, FlatShardTensor))
 
 
-# ---------------------------------------------------------------- autograd
-
-_TAKES_GRADIENTS = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
-
-
-def _refuse_gradients_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """``grad(loss, parameters)`` would find no path to sharded parameters and return None."""
-    for value in tensors_in((*args[1:], *kwargs.values())):
-        if isinstance(value, FlatShardTensor) and getattr(value, "_is_param", False):
-            raise RuntimeError(
-                f"parameter {value.spec.name!r} is sharded: gradients for chosen parameters "
-                "cannot be asked of autograd. Call loss.backward() and read p.grad, or work "
-                "under ShardedWrapper.summon_full_params(model)."
-            )
-
-
-def _register_with_torch() -> None:
-    """Let torch's clipping and optimizers use their one-kernel-for-many paths with this type."""
-    clipping = importlib.import_module("torch.utils._foreach_utils")
-    optimizers = importlib.import_module("torch.optim.optimizer")
-    for owner in (clipping, optimizers):
-        supported = owner._foreach_supported_types
-        if FlatShardTensor not in supported:
-            supported.append(FlatShardTensor)
-
-
-_register_with_torch()
+# Only with types in these lists do torch's clipping and optimizers run one kernel for many tensors.
+for _module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
+    importlib.import_module(_module)._foreach_supported_types.append(FlatShardTensor)

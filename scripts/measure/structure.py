@@ -30,7 +30,7 @@ CORE = (
     "tensor/sharded_tensor.py",
     *("engine/hooks.py", "engine/forward.py", "engine/backward.py", "engine/unit.py"),
     *("engine/handle.py", "engine/gather.py", "engine/param_views.py", "engine/grad_*.py"),
-    *("engine/prefetch.py", "engine/saved_tensors.py", "engine/reduce_buckets.py"),
+    *("engine/prefetch.py", "engine/saved_tensors.py", "engine/reduce_queue.py"),
     "engine/context.py",
 )
 """What every step of every strategy passes."""

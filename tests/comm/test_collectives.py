@@ -17,7 +17,8 @@ from torch.utils import checkpoint
 from flatshard import CollectiveError, ShardedWrapper, collectives, sharded_modules
 from flatshard.comm.flat_chunks import FlatChunks
 from flatshard.comm.process_groups import control_of, new_group
-from flatshard.comm.topology import communicator
+from flatshard.comm.ranks import communicator
+from flatshard.comm.requests import Gather, ReduceScatter
 from flatshard.comm.transports import sockets
 from flatshard.comm.work import AsyncWork, PendingSends
 from flatshard.options.collectives import Collectives, TransportOptions
@@ -305,7 +306,7 @@ def _reduce(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     for _ in range(2):
         out = torch.empty(5)
         comm.reduce_scatter(
-            FlatChunks.of(_values(rank, world_size)), out, unit_fqn="test", tag=1
+            ReduceScatter(FlatChunks.of(_values(rank, world_size)), out, "test", 1)
         ).finish()
         results.append(out)
     return results[0], results[1]
@@ -338,7 +339,7 @@ def _in_pieces(rank: int, world_size: int) -> None:
         out = torch.full((numel,), torch.nan, dtype=dtype)
         if tag % world_size == rank:
             time.sleep(0.01)
-        pending = comm.reduce_scatter(wholes[rank], out, unit_fqn="test", tag=tag)
+        pending = comm.reduce_scatter(ReduceScatter(wholes[rank], out, "test", tag))
         started.append((pending, out, expected))
     pending_sends = PendingSends()
     for pending, out, expected in started:
@@ -382,14 +383,15 @@ def test_a_reduction_that_another_rank_starts_late() -> None:
 def _late(rank: int, world_size: int) -> None:
     comm = communicator(dist.group.WORLD, mode=SOCKETS)
     out = torch.empty(5)
+    request = ReduceScatter(FlatChunks.of(torch.ones(10)), out, "test", 1)
     if rank == 0:
-        pending = comm.reduce_scatter(FlatChunks.of(torch.ones(10)), out, unit_fqn="test", tag=1)
+        pending = comm.reduce_scatter(request)
         time.sleep(0.05)
         assert not pending.done()
         comm.gather_objects(None, op_name="not before")
     else:
         comm.gather_objects(None, op_name="not before")
-        pending = comm.reduce_scatter(FlatChunks.of(torch.ones(10)), out, unit_fqn="test", tag=1)
+        pending = comm.reduce_scatter(request)
     pending.finish()
     assert out.tolist() == [1.0] * 5
 
@@ -403,7 +405,7 @@ def _narrow(rank: int, world_size: int) -> None:
     """Gathered alike on all ranks; sums of what came in bfloat16 and of what is one's own."""
     sockets.PIECE_BYTES = 600
     comm = communicator(dist.group.WORLD, mode=TransportOptions(wire_dtype=torch.bfloat16))
-    assert comm.transport == "sockets, bfloat16"
+    assert comm.transport_for().name == "sockets, bfloat16"
     tag = 0
     for dtype in (torch.float32, torch.float64, torch.complex64, torch.float16, torch.int64):
         for numel in (1, 7, 300, 1025):
@@ -417,9 +419,7 @@ def _narrow(rank: int, world_size: int) -> None:
             for exact, parts in ((False, sent), (True, values)):
                 out = torch.empty(numel * world_size, dtype=dtype)
                 mine = values[rank][:numel].clone()
-                comm.all_gather(
-                    mine, out, unit_fqn="test", tag=tag, purpose="test", exact=exact
-                ).finish()
+                comm.all_gather(Gather(mine, out, "test", tag, "test", exact=exact)).finish()
                 assert torch.equal(out, torch.cat([part[:numel] for part in parts]))
                 assert torch.equal(mine, values[rank][:numel])
             if not is_narrow:
@@ -428,7 +428,7 @@ def _narrow(rank: int, world_size: int) -> None:
             expected = _sum_in_order([part.chunk(world_size)[rank] for part in parts])
             out = torch.empty(numel, dtype=dtype)
             comm.reduce_scatter(
-                FlatChunks.of(values[rank].clone()), out, unit_fqn="test", tag=tag
+                ReduceScatter(FlatChunks.of(values[rank].clone()), out, "test", tag)
             ).finish()
             assert torch.equal(out, expected)
 
@@ -542,11 +542,11 @@ def _groups_without_host_memory(world: dist.ProcessGroup) -> None:
     dist.all_reduce(numbers, group=beside)
     assert (numbers.tolist(), device.type) == ([1, 1, 1], "cpu")
     comm = communicator(world)
-    assert comm.is_stream_ordered(cuda)
-    assert not comm.is_stream_ordered(torch.device("cpu"))
+    assert comm.transport_for(cuda).stream_waits(cuda)
+    assert not comm.transport_for().stream_waits(torch.device("cpu"))
     # In torch 2.11 simulated collectives do not say that they are over.
     shard, whole = torch.ones(1), torch.zeros(4)
-    assert comm.all_gather(shard, whole, unit_fqn="", tag=1, purpose="").done()
+    assert comm.all_gather(Gather(shard, whole, "", 1, "")).done()
     assert comm.all_reduce(whole, unit_fqn="").done()
 
     # Bound to a device, NCCL's groups would be split off, which takes ranks that are not asked.
@@ -570,20 +570,18 @@ def test_gather_any_dtype(dtype: torch.dtype) -> None:
 def _gather(rank: int, world_size: int, dtype: torch.dtype) -> None:
     comm = communicator(dist.group.WORLD)
     out = torch.zeros(12, dtype=dtype)
-    comm.all_gather(
-        torch.full((4,), rank, dtype=dtype), out, unit_fqn="test", tag=1, purpose="test"
-    ).finish()
+    comm.all_gather(Gather(torch.full((4,), rank, dtype=dtype), out, "test", 1, "test")).finish()
     assert out.tolist() == [r for r in range(3) for _ in range(4)]
     _gather_by_the_backend(rank)
     with pytest.raises(ValueError, match="does not fill"):
-        comm.all_gather(torch.zeros(4), torch.zeros(13), unit_fqn="test", tag=1, purpose="test")
+        comm.all_gather(Gather(torch.zeros(4), torch.zeros(13), "test", 1, "test"))
 
 
 def _gather_by_the_backend(rank: int) -> None:
     """Of dtypes that it does not know, too: neither gloo nor NCCL has this one."""
     comm = communicator(dist.group.WORLD, mode=TransportOptions(Collectives.NATIVE))
     mine, out = torch.full((4,), rank, dtype=torch.int16), torch.zeros(12, dtype=torch.int16)
-    comm.all_gather(mine, out, unit_fqn="test", tag=1, purpose="test").finish()
+    comm.all_gather(Gather(mine, out, "test", 1, "test")).finish()
     assert out.tolist() == [r for r in range(3) for _ in range(4)]
     comm.broadcast(mine, op_name="test", source=2)
     assert mine.tolist() == [2] * 4
@@ -599,9 +597,7 @@ def _no_peer(rank: int, world_size: int) -> None:
         return
     started = datetime.datetime.now()
     with pytest.raises(CollectiveError, match=r"unit 'layers\.3', rank 0: all-gathering"):
-        comm.all_gather(
-            torch.zeros(4), torch.zeros(8), unit_fqn="layers.3", tag=1, purpose="test"
-        ).finish()
+        comm.all_gather(Gather(torch.zeros(4), torch.zeros(8), "layers.3", 1, "test")).finish()
     assert datetime.datetime.now() - started < datetime.timedelta(seconds=10)
 
 

@@ -100,12 +100,12 @@ def sending_in_place() -> Iterator[list[int]]:
     reduce_scatter = sockets.SocketTransport.reduce_scatter
     numbers: list[int] = []
 
-    def counted(self: Any, chunks: Any, *args: Any, **keywords: Any) -> Any:
-        numbers.append(len(chunks.parts))
-        return reduce_scatter(self, chunks, *args, **keywords)
+    def counted(self: Any, request: Any, op_name: str) -> Any:
+        numbers.append(len(request.chunks.parts))
+        return reduce_scatter(self, request, op_name)
 
     with (
-        mock.patch.object(grad_buffer, "_IN_PLACE_BYTES", 0),
+        mock.patch.object(grad_buffer, "_SMALL_BYTES", 0),
         mock.patch.object(grad_buffer, "_MEAN_IN_PLACE_BYTES", 0),
         mock.patch.object(sockets, "SENT_IN_PLACE_BYTES", 100),
         mock.patch.object(sockets, "PIECE_BYTES", 256),

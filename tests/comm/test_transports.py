@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm import communicator
-from flatshard.comm.flat_chunks import FlatChunks, as_bytes, average
+from flatshard.comm.flat_chunks import as_bytes, average
+from flatshard.comm.requests import Gather, ReduceScatter
 from flatshard.comm.transports import TRANSPORTS, Members, Transport
 from flatshard.comm.work import AsyncWork
 from tests.harness import run_ranks
@@ -37,21 +38,17 @@ class ListTransport(Transport):
     def accepts(self, device: torch.device, tag: int) -> bool:
         return device.type == "cpu"
 
-    def gather(
-        self, shard: Tensor, out: Tensor, *, op_name: str, tag: int, **_: object
-    ) -> AsyncWork:
+    def gather(self, request: Gather, op_name: str) -> AsyncWork:
         self.num_begun["gather"] += 1
-        return self._gather(self._members.gather_group, shard, out, op_name)
+        return self._gather(self._members.gather_group, request.shard, request.out, op_name)
 
-    def reduce_scatter(
-        self, chunks: FlatChunks, out: Tensor, *, op_name: str, tag: int, fixed_order: bool
-    ) -> AsyncWork:
+    def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
         self.num_begun["reduce_scatter"] += 1
-        (buffer,) = chunks.tensors
+        (buffer,) = request.chunks.tensors
         size, rank = self._members.size, self._members.rank
         everyone = buffer.new_empty(size * buffer.numel())
         mine = [theirs.chunk(size)[rank] for theirs in everyone.chunk(size)]
-        then = partial(average, mine, out)
+        then = partial(average, mine, request.out)
         return self._gather(self._members.reduce_group, buffer, everyone, op_name, then=then)
 
     def _gather(
@@ -60,7 +57,7 @@ class ListTransport(Transport):
         need = self._members.begin(group)
         slots = list(as_bytes(out).chunk(self._members.size))
         work = dist.all_gather(slots, as_bytes(source), group=group, async_op=True)
-        return AsyncWork([work], op_name, source, out, need=need, **keywords)
+        return AsyncWork([work], op_name, [source, out], need=need, **keywords)
 
 
 MADE: list[ListTransport] = []

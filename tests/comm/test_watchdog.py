@@ -302,7 +302,7 @@ def test_reports_are_not_pickled() -> None:
     report = detector._Report(3, 1, "text", need, {"group": {"('gather', 4)": 6}}, verdict)
     heard = detector._Report.from_json(report.to_json().encode())
     assert heard.verdict == verdict
-    assert heard.need == detector.WaitCondition("group", "('gather', 4)", 7, (1, 2))
+    assert heard.need == detector.WaitCondition("group", "('gather', 4)", 7, [1, 2])
     assert need.missing(heard.begun) == heard.need.missing(heard.begun) == 1
     with pytest.raises(ValueError, match=r"decode|Expecting"):
         detector._Report.from_json(pickle.dumps(report.text))

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import ShardedWrapper
 from flatshard.compat import torch_names
-from flatshard.compat.torch_names import Fate
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
 WRAPPERS = [DistributedDataParallel, FullyShardedDataParallel]
@@ -21,59 +20,59 @@ OURS = inspect.signature(ShardedWrapper.__init__).parameters
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_every_keyword(wrapper: Any) -> None:
-    theirs = [name for name in inspect.signature(wrapper.__init__).parameters if name != "self"]
-    assert not set(theirs) - set(torch_names.KEYWORDS), "torch has new keywords: give each a fate"
+    theirs = {name for name in inspect.signature(wrapper.__init__).parameters if name != "self"}
+    others = {*torch_names.IGNORED, *torch_names.REFUSED, *torch_names.OTHER_NAMES}
+    assert not theirs - others - set(OURS), "torch has new keywords: give each a fate"
+    assert {name for name, fate, _ in _told() if fate == "same"} >= theirs & set(OURS)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_every_method(wrapper: Any) -> None:
     own = set(dir(wrapper)) - set(dir(nn.Module)) - {"module", "broadcast_buffers"}
     public = {name for name in own if not name.startswith("_")}
-    assert not public - set(torch_names.METHODS), "torch has new methods: give each a fate"
-
-
-def test_methods_are_there_as_told() -> None:
-    for name, entry in torch_names.METHODS.items():
-        has = hasattr(ShardedWrapper, name)
-        assert has is (entry.fate is Fate.SAME), f"{name} is {'' if has else 'not '}there"
-
-
-def test_same_keywords_are_the_constructors() -> None:
-    same = {name for name, entry in torch_names.KEYWORDS.items() if entry.fate is Fate.SAME}
-    assert not same - set(OURS)
+    missing = {name for name in public if not hasattr(ShardedWrapper, name)}
+    assert not missing - set(torch_names.MISSING_METHODS), "torch has new methods: give each a fate"
+    assert {name for name, fate, _ in _told() if fate == "same"} >= public - missing
+    assert not [name for name in torch_names.MISSING_METHODS if hasattr(ShardedWrapper, name)]
 
 
 def test_defaults_are_torchs() -> None:
     theirs = inspect.signature(DistributedDataParallel.__init__).parameters
-    for name, entry in torch_names.KEYWORDS.items():
-        if name in theirs and entry.fate in (Fate.IGNORED, Fate.RAISES):
-            assert entry.default == theirs[name].default, name
+    for name, keyword in (torch_names.IGNORED | torch_names.REFUSED).items():
+        if name in theirs:
+            assert keyword.default == theirs[name].default, name
+
+
+def _told() -> list[tuple[str, ...]]:
+    """Name, fate and note of every row of the tables for torch's wrappers."""
+    rows = r"^\| `(\w+)` \| (same|other name|ignored|raises) \| (.*) \|$"
+    return re.findall(rows, DOCS.read_text(), re.MULTILINE)
 
 
 def test_docs_have_the_tables() -> None:
-    text = DOCS.read_text()
-    fates = "|".join(fate.value for fate in Fate)
-    told = re.findall(rf"^\| `\w+` \| (?:{fates}) \| .*$", text, re.MULTILINE)
-    rows = {**torch_names.KEYWORDS, **torch_names.METHODS}
-    expected = {f"| `{name}` | {one.fate.value} | {one.text} |" for name, one in rows.items()}
-    assert not expected - set(told)
-    for name, (words, _) in torch_names.DDP_ATTRIBUTES.items():
-        assert f"`{name}` ({words})" in text
+    expected = {(name, "ignored", one.reason) for name, one in torch_names.IGNORED.items()}
+    expected |= {(name, "raises", one.reason) for name, one in torch_names.REFUSED.items()}
+    expected |= {(name, "raises", why) for name, why in torch_names.MISSING_METHODS.items()}
+    assert not expected - set(_told())
+    renamed = {name for name, fate, _ in _told() if fate == "other name"}
+    assert renamed >= set(torch_names.OTHER_NAMES)
+    for name in torch_names.DDP_ATTRIBUTES:
+        assert f"`{name}` (" in DOCS.read_text()
 
 
 def test_ignored_keywords_warn_once() -> None:
-    given = torch_names.read_keywords(
-        {"bucket_cap_mb": 25, "static_graph": True, "find_unused_parameters": False}, OURS
+    meant, notes = torch_names.read_keywords(
+        {"bucket_cap_mb": 25, "static_graph": True, "find_unused_parameters": False}, {}, OURS
     )
-    assert given.ours == {}
-    assert [note.split(":")[0] for note in given.notes] == ["bucket_cap_mb", "static_graph"]
+    assert meant == {}
+    assert [note.split(":")[0] for note in notes] == ["bucket_cap_mb", "static_graph"]
 
 
 @pytest.mark.parametrize(
     ("keywords", "error", "message"),
     [
         ({"device_ids": [0, 1]}, ValueError, "one device"),
-        ({"device_ids": [0], "output_device": 1}, ValueError, "outputs stay where the module"),
+        ({"device_ids": [0], "output_device": 1}, ValueError, "contradicts .* device_id=0"),
         ({"dim": 1}, NotImplementedError, "not scattered"),
         ({"param_to_hook_all_reduce": 1}, NotImplementedError, "complete"),
         ({"bucket_cap_mbs": 1}, TypeError, "Did you mean 'bucket_cap_mb'"),
@@ -82,27 +81,17 @@ def test_ignored_keywords_warn_once() -> None:
 )
 def test_refused_keywords(keywords: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        torch_names.read_keywords(keywords, OURS)
+        torch_names.read_keywords(keywords, {}, OURS)
 
 
 def test_other_names() -> None:
-    given = torch_names.read_keywords(
-        {
-            "device_ids": [1],
-            "output_device": "cuda:1",
-            "forward_sync_buffers": False,
-            "init_sync": False,
-        },
-        OURS,
-    )
-    assert given.ours == {
-        "device_id": 1,
-        "broadcast_buffers": False,
-        "sync_module_states": False,
-    }
-    given.check_against(device_id=None, broadcast_buffers=False, sync_module_states=None)
-    with pytest.raises(ValueError, match=re.escape("broadcast_buffers=True contradicts")):
-        given.check_against(device_id=None, broadcast_buffers=True, sync_module_states=None)
+    names = {"device_ids": [1], "output_device": "cuda:1", "forward_sync_buffers": False}
+    names["init_sync"] = False
+    own = {"device_id": None, "broadcast_buffers": False, "sync_module_states": None}
+    expected = {"device_id": 1, "broadcast_buffers": False, "sync_module_states": False}
+    assert torch_names.read_keywords(names, own, OURS) == (expected, [])
+    with pytest.raises(ValueError, match=re.escape("contradicts another keyword, which means")):
+        torch_names.read_keywords(names, own | {"broadcast_buffers": True}, OURS)
 
 
 def test_attributes_and_refused_methods() -> None:

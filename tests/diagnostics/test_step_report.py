@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from flatshard.diagnostics.chrome_trace import chrome_trace
 from flatshard.diagnostics.memory_timeline import MemorySample, MemoryTimeline
+from flatshard.diagnostics.recording import chrome_trace
 from flatshard.diagnostics.step_report import (
     Range,
-    StepRecord,
     StepReport,
     sum_up,
 )
@@ -43,9 +42,12 @@ def _report(rank: int = 0, began: float = 1000.0) -> StepReport:
         MemorySample(0.025, 1, 0, 0),
     )
     return sum_up(
-        StepRecord(4, began, ranges, moved),
+        ranges,
+        moved,
         MemoryTimeline(("block", ""), 0.040, samples),
+        number=4,
         rank=rank,
+        began=began,
         peak_allocated_bytes=None,
         peak_resident_bytes=5 * MIB,
     )

@@ -157,7 +157,9 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None
 def _use_large(rank: int, size: int, folder: str) -> None:
     offload = CPUOffload(offload_params=True, path=folder)
     model, plain = _wrap_wide(cpu_offload=offload), _wrap_wide()
-    assert all(h.is_mapped for unit in model._sharding.context.units for h in unit.handles)
+    assert all(
+        h.memory.shows_shards for unit in model._sharding.context.units for h in unit.handles
+    )
     kind = torch.optim.Adam
     optimizers = [kind(one.parameters(), lr=1e-3) for one in (model, plain)]
     for one, optimizer in zip((model, plain), optimizers, strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatshard import MixedPrecision, ShardedWrapper, collectives, sharded_modules
 from flatshard.comm.transports import shared_memory, sockets
-from flatshard.engine import grad_buffer, reduce_buckets
+from flatshard.engine import grad_buffer, reduce_queue
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 
@@ -111,12 +111,12 @@ def _check(model: ShardedWrapper, expected: list[Tensor]) -> None:
 def _small_limits() -> Iterator[None]:
     """As if the large unit had millions of elements: read in place, and in several pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_buffer, "_IN_PLACE_BYTES", 1 << 12)
+        patch.setattr(grad_buffer, "_SMALL_BYTES", 1 << 12)
         patch.setattr(shared_memory, "_PIECE_NUMEL", 1000)
         patch.setattr(sockets, "PIECE_BYTES", 1 << 12)
         patch.setattr(sockets, "_ADDED_AT_ONCE", 300)
         # A parameter that a rank does not use holds up its other units' reductions.
-        patch.setattr(reduce_buckets, "_STALL_SECONDS", 0.01)
+        patch.setattr(reduce_queue, "_STALL_SECONDS", 0.01)
         patch.setenv("LOCAL_WORLD_SIZE", "2")  # for HYBRID strategies
         yield
 
@@ -225,7 +225,8 @@ def _no_sync(rank: int, world_size: int) -> None:
 
 
 def _held_bytes(model: ShardedWrapper) -> int:
-    return sum(wrapper._sharding.unit.held_gradient_bytes for wrapper in sharded_modules(model))
+    units = [wrapper._sharding.unit for wrapper in sharded_modules(model)]
+    return sum(handle.gradient_bytes for unit in units for handle in unit.handles)
 
 
 def test_sums_of_averages_are_fp32() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatshard.engine import reduce_buckets
+from flatshard.engine import reduce_queue
 from tests.comm_hooks import Averaging
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Case, vectors
@@ -162,7 +162,7 @@ def _two_models(rank: int, world_size: int) -> None:
         sharded = [
             Run(_PAIRS.wrap(_PAIRS.model(), **keywords), _PAIRS, rank, world_size) for _ in range(2)
         ]
-        with naming(keywords), mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0.1):
+        with naming(keywords), mock.patch.object(reduce_queue, "_STALL_SECONDS", 0.1):
             for step in range(3):
                 for runs in (plain, sharded):
                     _step_of_two(runs, step)
@@ -186,7 +186,7 @@ def _step_of_two(runs: list[Run], step: int) -> None:
 @contextlib.contextmanager
 def _counting_stalls() -> Iterator[list[Any]]:
     stalls: list[Any] = []
-    wait = reduce_buckets.ReduceBucket.wait_until_reduced
+    wait = reduce_queue.ReduceBucket.wait_until_reduced
 
     def counted(unit: Any) -> bool:
         is_reduced = wait(unit)
@@ -195,8 +195,8 @@ def _counting_stalls() -> Iterator[list[Any]]:
         return is_reduced
 
     with (
-        mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0.1),
-        mock.patch.object(reduce_buckets.ReduceBucket, "wait_until_reduced", counted),
+        mock.patch.object(reduce_queue, "_STALL_SECONDS", 0.1),
+        mock.patch.object(reduce_queue.ReduceBucket, "wait_until_reduced", counted),
     ):
         yield stalls
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatshard import ShardedWrapper, ShardingStrategy, declare_elementwise
 from flatshard.comm.work import AsyncWork, PendingSends
-from flatshard.engine import reduce_buckets
+from flatshard.engine import reduce_queue
 from flatshard.optimizer.in_backward import SteppedInBackward
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
@@ -271,7 +271,7 @@ def whole_model_recomputed(run: Script) -> None:
 
 def used_on_one_rank(run: Script) -> None:
     run.net.first.module.register_forward_pre_hook(lambda _, args: (*args, run.rank == 0))
-    with mock.patch.object(reduce_buckets, "_STALL_SECONDS", 0.05):
+    with mock.patch.object(reduce_queue, "_STALL_SECONDS", 0.05):
         for step in range(3):
             run.loss(step).backward()
             run.step(set_to_none=False)
@@ -408,7 +408,7 @@ def test_not_while_others_take() -> None:
 
     taking, shard, other = Taking(), torch.zeros(4), torch.zeros(4)
     pending_sends = PendingSends()
-    AsyncWork([], "a gather", shard.detach(), sends=[taking]).wait(pending_sends)
+    AsyncWork([], "a gather", [shard.detach()], sends=[taking]).wait(pending_sends)
     assert pending_sends.is_sending(shard[2:])
     assert not pending_sends.is_sending(other)
     taking.over = True
@@ -441,8 +441,12 @@ def _refused(rank: int, world_size: int) -> None:
         (torch.optim.LBFGS(params), ValueError, "LBFGS may look at all parameters together"),
         (torch.optim.SGD(nn.Linear(2, 2).parameters()), ValueError, "holds no parameter"),
         (sgd if rank else torch.optim.LBFGS(params), ValueError, "LBFGS"),
-        (sgd if rank else adam, ValueError, "rank 0 passes a Adam, rank 1 a SGD"),
-        (torch.optim.SGD(params[rank:]), ValueError, "over other parameters"),
+        (sgd if rank else adam, ValueError, "the optimizer is Adam on rank 0, SGD on rank 1"),
+        (
+            torch.optim.SGD(params[rank:]),
+            ValueError,
+            "'mixing' is in group 0 on rank 0, nothing",
+        ),
     ):
         with pytest.raises(error, match=says):
             model.step_in_backward(wrong)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from flatshard.plan.auto_wrap import MIN_UNIT_NUMEL, ROOT_TAKES_NUMEL
+from flatshard.plan.ignored import Ignored
 from flatshard.plan.wrap import UnitPlan, find_units
 from tests.models import CASES
 
@@ -338,9 +339,9 @@ def test_the_bound_is_inclusive() -> None:
 
 def test_ignored_parameters_count_for_nothing() -> None:
     model = Gpt()
-    found = find_units(model, "auto", ignored_modules=[model.blocks], ignored_params=[])
+    found = find_units(model, "auto", Ignored(frozenset(model.blocks.modules())))
     assert names(found) == ["embed", "head"]
-    found = find_units(model, "auto", ignored_params=[model.embed.weight])
+    found = find_units(model, "auto", Ignored(places=frozenset({(model.embed, "weight")})))
     assert "embed" not in names(found)
 
 

@@ -19,12 +19,12 @@ for. So does one that waits in a barrier or another collective of the program it
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -32,23 +32,37 @@ import torch.distributed as dist
 FIRST_LOOK_SECONDS = 3.0
 """How long a rank has waited before it publishes that."""
 
-LOOK_SECONDS = 1.0
-LONGEST_LOOK_SECONDS = 8.0
-
+LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 8.0
 _ASKED = 16  # peers asked per wait, at most: one in a deadlock is enough
+
+Begun = dict[str, dict[str, int]]
+"""Collectives that a rank has begun, by group and kind."""
+
+
+class WaitCondition(NamedTuple):
+    """What ends a wait: ``ranks`` (global) begin their ``number``th collective of a kind."""
+
+    group: str  # the name of a `CollectiveCounter`
+    kind: Hashable
+    number: int
+    ranks: Sequence[int]
+    # Makes the wait fail, where it does not call `watchdog.check` itself.
+    abort: Callable[[], None] | None = None
+
+    def missing(self, begun: Begun) -> int:
+        """How many more of its kind a rank has to begin that has begun these."""
+        return self.number - begun.get(self.group, {}).get(str(self.kind), 0)
+
+
+UNKNOWN = WaitCondition("", "", 0, ())
+"""Of a wait whose end nobody looks for."""
 
 
 class CollectiveCounter:
     """Counts the collectives of one group that this rank has begun, by kind."""
 
     def __init__(self, name: str, ranks: Iterable[int], rank: int) -> None:
-        """Start at nothing.
-
-        Args:
-            name: the group's, the same on all ranks.
-            ranks: by their numbers in the default group.
-            rank: this one's, likewise.
-        """
+        """``name`` is the same on all ranks, which are global, as ``rank``, this one."""
         self.name = name
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}
@@ -71,114 +85,64 @@ class CollectiveCounter:
 _counters: weakref.WeakValueDictionary[str, CollectiveCounter] = weakref.WeakValueDictionary()
 
 
-class WaitCondition(NamedTuple):
-    """What ends a wait: other ranks begin something.
-
-    Attributes:
-        group: the name of a ``CollectiveCounter``.
-        kind: of what they begin.
-        number: ordinal among those of its kind, counted per rank.
-        ranks: who has to; by their numbers in the default group.
-        abort: makes the wait fail, where it does not call ``watchdog.check`` itself.
-    """
-
-    group: str
-    kind: Hashable
-    number: int
-    ranks: tuple[int, ...]
-    abort: Callable[[], None] | None = None
-
-    def missing(self, begun: dict[str, dict[str, int]]) -> int:
-        """How many more of its kind a rank has to begin that has begun these."""
-        return self.number - begun.get(self.group, {}).get(str(self.kind), 0)
-
-
+@dataclass(eq=False)
 class BlockedWait:
-    """A wait of this process.
+    """A wait of this process."""
 
-    Attributes:
-        began: when, by ``time.monotonic``.
-        describe: says what is waited for.
-        need: what ends it; None: unknown.
-        number: identifies it to other ranks; 0: not published yet.
-        verdict: why it will not end; None: it may.
-        thread: the number of the thread that waits.
-        was_logged: whether its length was.
-    """
-
-    def __init__(self, describe: Callable[[], str], need: WaitCondition | None) -> None:
-        """It begins now."""
-        self.began = time.monotonic()
-        self.describe, self.need = describe, need
-        self.number = self.thread = 0
-        self.verdict: str | None = None
-        self.was_logged = False
+    describe: Callable[[], str]  # says what is waited for
+    need: WaitCondition
+    number: int = 0  # identifies it to other ranks; 0: not published yet
+    thread: int = 0  # that waits
+    verdict: str | None = None  # why it will not end; None: it may
+    was_logged: bool = False
+    began: float = field(default_factory=time.monotonic)
 
 
 class _Verdict(NamedTuple):
-    """The finding that waits will not end.
-
-    Attributes:
-        text: why.
-        waits: their numbers, by rank.
-    """
+    """The finding that waits will not end."""
 
     text: str
-    waits: dict[int, int]
+    waits: dict[int, int]  # their numbers, by rank
 
 
 class _Report(NamedTuple):
-    """What a rank publishes while it waits.
+    """What a rank publishes while it waits."""
 
-    Attributes:
-        wait: identifies the wait; 0: it is over.
-        time: how often that was published.
-        text: what is waited for, in words.
-        need: what would end the wait.
-        begun: collectives that the rank has begun, by group and kind.
-        verdict: what it found out before it gave up waiting.
-    """
-
-    wait: int
-    time: int
-    text: str
+    wait: int  # identifies the wait; 0: it is over
+    time: float  # of the publication, by `time.monotonic`
+    text: str  # what is waited for, in words
     need: WaitCondition
-    begun: dict[str, dict[str, int]]
-    verdict: _Verdict | None
+    begun: Begun
+    verdict: _Verdict | None  # what the rank found out before it gave up waiting
 
     def to_json(self) -> str:
-        need = [self.need.group, str(self.need.kind), self.need.number, self.need.ranks]
-        return json.dumps(self._replace(need=need))  # type: ignore[arg-type]
+        need = self.need._replace(kind=str(self.need.kind), abort=None)
+        return json.dumps(self._replace(need=need))
 
     @classmethod
     def from_json(cls, text: bytes) -> _Report:
-        """Not pickled: whoever reaches the store could run code in every rank."""
-        wait, count, words, (group, kind, number, ranks), begun, verdict = json.loads(text)
+        # Not pickled: whoever reaches the store could run code in every rank.
+        wait, count, words, need, begun, verdict = json.loads(text)
         if verdict is not None:
-            verdict = _Verdict(verdict[0], {int(r): n for r, n in verdict[1].items()})
-        need = WaitCondition(group, kind, number, tuple(ranks))
-        return cls(wait, count, words, need, begun, verdict)
+            verdict = _Verdict(verdict[0], {int(rank): one for rank, one in verdict[1].items()})
+        return cls(wait, count, words, WaitCondition(*need), begun, verdict)
+
+
+_Reports = dict[int, _Report]  # by rank
 
 
 class Deadlock:
     """Looks whether a wait of this rank can ever end. Used by one thread."""
 
     def __init__(self) -> None:
-        """Nothing was looked at."""
-        self._numbers = itertools.count(int.from_bytes(os.urandom(5), "big") << 10)
         self._wait: BlockedWait | None = None
-        self._times = 0
         self._pause = self._next = 0.0
-        self._before: dict[int, _Report] = {}
+        self._before: _Reports = {}
         self._store: Any = None
         self._world: Any = None  # whose store that is
 
     def look(self, wait: BlockedWait | None) -> None:
-        """Publish that ``wait`` goes on; set its ``verdict`` if it will never end.
-
-        Args:
-            wait: this rank's; None: it waits for nobody.
-        """
+        """Publish that ``wait``, this rank's, goes on; set its ``verdict`` if it never ends."""
         if not dist.is_initialized():
             return
         if wait is not self._wait:
@@ -187,25 +151,24 @@ class Deadlock:
                 self._wait = wait
                 self._pause, self._next = LOOK_SECONDS, wait.began + FIRST_LOOK_SECONDS
         now = time.monotonic()
-        if wait is None or wait.need is None or wait.verdict or now < self._next:
+        if wait is None or wait.need is UNKNOWN or wait.verdict or now < self._next:
             return
         self._next = now + LONGEST_LOOK_SECONDS  # if the store fails
         if not wait.number:
             # A connection of its own: another thread may hold up the default group's.
             self._store, self._world = _own_store(), weakref.ref(dist.group.WORLD)
-            wait.number = next(self._numbers)
-        self._publish(wait, wait.need, None)
+            wait.number = int.from_bytes(os.urandom(6), "big") + 1
+        self._publish(wait)
         stuck = self._stuck(dist.get_rank())
-        verdict = _verdict_of_others(wait, self._store)
-        if verdict is None and stuck and self._is_certain(stuck):
-            verdict = _Verdict(_in_words(stuck), _waits(stuck))
+        verdict = self._verdict(wait, stuck)
         if verdict is not None:
             # Before the others notice that this rank leaves.
-            self._publish(wait, wait.need, verdict)
+            self._publish(wait, verdict)
             wait.verdict = verdict.text
             if wait.need.abort is not None:
                 wait.need.abort()
             return
+        # The older reports stay, so that all ranks have time to publish again.
         if _waits(stuck) != _waits(self._before):
             self._before = stuck
         self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, LONGEST_LOOK_SECONDS)
@@ -213,37 +176,36 @@ class Deadlock:
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
         """Ranks that a published wait is for and that publish none of their own."""
-        if wait is not self._wait or not wait.number or wait.need is None:
-            return []
         with contextlib.suppress(Exception):  # the store may be gone; the log says the rest
-            reports = _reports_for(wait.need, self._store)
-            return [rank for rank in wait.need.ranks[:_ASKED] if rank not in reports]
+            if wait is self._wait and wait.number:
+                reports = _reports_for(wait.need, self._store)
+                return [rank for rank in wait.need.ranks[:_ASKED] if rank not in reports]
         return []
 
     def _withdraw(self) -> None:
         """Publish that the last wait is over. A verdict stays, for ranks that come later."""
         wait, self._wait, self._before = self._wait, None, {}
-        if wait is None or wait.need is None or not wait.number or wait.verdict:
+        if wait is None or not wait.number or wait.verdict:
             return
-        if self._world is not None and self._world() is dist.group.WORLD:
-            over = _Report(0, 0, "", wait.need._replace(ranks=()), {}, None)
+        if self._world() is dist.group.WORLD:  # the store of an older one is not there any more
+            over = _Report(0, 0, "", UNKNOWN, {}, None)
             with contextlib.suppress(Exception):  # the store may end before this process
                 self._store.set(_key(dist.get_rank()), over.to_json())
 
-    def _publish(self, wait: BlockedWait, need: WaitCondition, verdict: _Verdict | None) -> None:
-        self._times += 1
+    def _publish(self, wait: BlockedWait, verdict: _Verdict | None = None) -> None:
         counters = [known() for known in _counters.valuerefs()]  # more may come meanwhile
         begun = {
             counter.name: {str(kind): number for kind, number in counter.begun.copy().items()}
             for counter in counters
             if counter is not None
         }
-        report = _Report(wait.number, self._times, wait.describe(), need, begun, verdict)
+        now = time.monotonic()
+        report = _Report(wait.number, now, wait.describe(), wait.need, begun, verdict)
         self._store.set(_key(dist.get_rank()), report.to_json())
 
-    def _stuck(self, rank: int) -> dict[int, _Report]:
+    def _stuck(self, rank: int) -> _Reports:
         """Reports of ranks that each wait for another of them; {} if ``rank`` is none of them."""
-        reports: dict[int, _Report] = {}
+        reports: _Reports = {}
         to_ask = [rank]
         while to_ask:
             asked = to_ask.pop()
@@ -254,29 +216,22 @@ class Deadlock:
         # Drop, until none is left to drop, each rank that waits for nobody in the set.
         while True:
             stuck = {
-                one: report
-                for one, report in reports.items()
-                if any(
-                    peer in reports and report.need.missing(reports[peer].begun) > 0
-                    for peer in report.need.ranks
-                )
+                one: report for one, report in reports.items() if _waits_for(report.need, reports)
             }
             if len(stuck) == len(reports):
                 return stuck if rank in stuck else {}
             reports = stuck
 
-    def _is_certain(self, stuck: dict[int, _Report]) -> bool:
-        """Whether all have published the same before, and again since; see the note."""
-        return _waits(stuck) == _waits(self._before) and all(
+    def _verdict(self, wait: BlockedWait, stuck: _Reports) -> _Verdict | None:
+        """Why the wait does not end, if this rank or one that it is for has found that out."""
+        for report in _reports_for(wait.need, self._store).values():
+            if report.verdict is not None and _is_about(wait, report.verdict):
+                return report.verdict
+        # All have published the same before, and again since; see the note.
+        is_certain = _waits(stuck) == _waits(self._before) and all(
             report.time > self._before[rank].time for rank, report in stuck.items()
         )
-
-
-def _verdict_of_others(wait: BlockedWait, store: Any) -> _Verdict | None:
-    """Why the wait does not end, if ranks that it is for have found that out."""
-    assert wait.need is not None, "an unknown need has no ranks"
-    verdicts = (report.verdict for report in _reports_for(wait.need, store).values())
-    return next((one for one in verdicts if one is not None and _is_about(wait, one)), None)
+        return _Verdict(_in_words(stuck), _waits(stuck)) if stuck and is_certain else None
 
 
 def explain(wait: BlockedWait) -> str | None:
@@ -284,7 +239,7 @@ def explain(wait: BlockedWait) -> str | None:
 
     Ranks that it is for may have given up another wait before this one was published, and left.
     """
-    if wait.verdict is not None or wait.need is None or not dist.is_initialized():
+    if wait.verdict is not None or wait.need is UNKNOWN or not dist.is_initialized():
         return wait.verdict
     with contextlib.suppress(Exception):  # the store may be gone; the backend's error is not lost
         reports = _reports_for(wait.need, _default_store())
@@ -299,7 +254,11 @@ def explain(wait: BlockedWait) -> str | None:
     return None
 
 
-def _reports_for(need: WaitCondition, store: Any) -> dict[int, _Report]:
+def _waits_for(need: WaitCondition, reports: _Reports) -> bool:
+    return any(rank in reports and need.missing(reports[rank].begun) > 0 for rank in need.ranks)
+
+
+def _reports_for(need: WaitCondition, store: Any) -> _Reports:
     """What the ranks that a wait is for publish, if they wait."""
     reports = {rank: _read(store, rank) for rank in need.ranks[:_ASKED]}
     return {rank: one for rank, one in reports.items() if one is not None and one.wait}
@@ -309,11 +268,11 @@ def _is_about(wait: BlockedWait, verdict: _Verdict) -> bool:
     return wait.number > 0 and verdict.waits.get(dist.get_rank()) == wait.number
 
 
-def _waits(stuck: dict[int, _Report]) -> dict[int, int]:
+def _waits(stuck: _Reports) -> dict[int, int]:
     return {rank: report.wait for rank, report in stuck.items()}
 
 
-def _in_words(stuck: dict[int, _Report]) -> str:
+def _in_words(stuck: _Reports) -> str:
     waits = "; ".join(f"rank {rank} in [{stuck[rank].text}]" for rank in sorted(stuck))
     return (
         f"the ranks wait for one another in different collectives, for ever: {waits}. All ranks "
@@ -325,9 +284,7 @@ def _in_words(stuck: dict[int, _Report]) -> str:
 
 
 def _default_store() -> Any:
-    """The process group's."""
-    assert dist.group.WORLD is not None, "there is a default group"
-    return dist.group.WORLD.get_group_store()  # type: ignore[attr-defined]
+    return dist.group.WORLD.get_group_store()  # type: ignore[union-attr, attr-defined]
 
 
 def _own_store() -> Any:

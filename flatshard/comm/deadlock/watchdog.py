@@ -4,11 +4,6 @@ One thread per process looks now and then at what the process waits for, and log
 ``flatshard``, level WARNING) once per wait. It ends a wait only where it is certain that it would
 last for ever (``detector``). Where the ranks that are waited for are in no collective of flatshard,
 but perhaps in a barrier of the program itself, the log says that; nothing is raised.
-
-[Note: the end of the program]
-Python ends a thread that is still there by unwinding it, and a thread that is unwound in the middle
-of a backend's code ends the process with SIGABRT, whatever the program's own end was. So the end of
-the program waits until the thread is outside of it.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from flatshard.comm.deadlock import detector
-from flatshard.comm.deadlock.detector import BlockedWait, Deadlock, WaitCondition
+from flatshard.comm.deadlock.detector import UNKNOWN, BlockedWait, Deadlock, WaitCondition
 
 PATIENCE_SECONDS = 60.0
 """How long a wait may take before it is logged."""
@@ -34,8 +29,7 @@ _REMEDY = (
     "and whatever else is collective on every rank, not under `if rank == 0:`"
 )
 
-_END_SECONDS = 5.0
-"""How long the end of the program waits for the thread."""
+_END_SECONDS = 5.0  # how long the end of the program waits for the thread
 
 _logger = logging.getLogger("flatshard")
 
@@ -44,8 +38,7 @@ class Watchdog:
     """The waits of this process, and the thread that looks at them."""
 
     def __init__(self) -> None:
-        """No thread runs before the first wait."""
-        self._pid = 0
+        self._pid = 0  # no thread runs before the first wait
         self._waits: list[BlockedWait] = []  # by all threads, in the order of their beginnings
         self._users: set[threading.Thread] = set()
         self._thread: threading.Thread | None = None
@@ -64,7 +57,6 @@ class Watchdog:
         self._waits.append(wait)
 
     def remove(self, wait: BlockedWait) -> None:
-        """The wait is over."""
         if wait in self._waits:  # not where the process was forked inside of it
             self._waits.remove(wait)
 
@@ -76,16 +68,16 @@ class Watchdog:
     def _start(self) -> None:
         self.__init__()  # type: ignore[misc]  # a fork has neither its parent's thread nor waits
         self._pid = os.getpid()
-        thread = threading.Thread(target=self._watch, name="flatshard-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="flatshard-watchdog", daemon=True)
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError as error:
             _logger.warning("deadlocks and long waits are not looked for: %s", error)
-        else:
-            self._thread = thread
 
     def stop(self) -> None:
-        """Let the thread look at nothing any more; see the note on the end of the program."""
+        # Python ends a thread that is still there by unwinding it, and a thread that is unwound in
+        # the middle of a backend's code ends the process with SIGABRT, whatever the program's own
+        # end was. Held from here on, the lock keeps the thread outside of it.
         if self._thread is not None and self._thread.is_alive():
             self._looking.acquire(timeout=_END_SECONDS)
 
@@ -113,7 +105,6 @@ class Watchdog:
             self._deadlock.look(waits[-1] if waits else None)
 
     def _about(self, wait: BlockedWait) -> str:
-        """What is waited for, and what is known of the ranks that do not come."""
         lines = [wait.describe()]
         if len(self._users) > 1:
             lines.append(
@@ -136,18 +127,13 @@ atexit.register(_watchdog.stop)
 class watched:
     """Log ``describe()`` if the block, which waits for other ranks, is slow.
 
-    Args:
-        describe: says what is waited for.
-        need: what ends the wait; None: nobody looks whether it ever ends.
-
-    Attributes:
-        wait: the wait.
+    ``need`` is what ends the wait; None: nobody looks whether it ever ends.
     """
 
     __slots__ = ("wait",)
 
     def __init__(self, describe: Callable[[], str], need: WaitCondition | None = None) -> None:
-        self.wait = BlockedWait(describe, need)
+        self.wait = BlockedWait(describe, UNKNOWN if need is None else need)
 
     def __enter__(self) -> BlockedWait:
         _watchdog.add(self.wait)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
-from flatshard.comm.flat_chunks import FlatChunks
+from flatshard.comm.flat_chunks import sum_dtype
 from flatshard.comm.process_groups import abort
+from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.work import AsyncWork
 from flatshard.memory.buffers import BufferMemory
-from flatshard.memory.mapped_files import Files
 from flatshard.memory.page_pool import allocate
 from flatshard.options.collectives import TransportOptions
 
@@ -87,7 +87,6 @@ class Transport(abc.ABC):
         is_ordered: whether collectives match those of other ranks by the order in which they
             begin; otherwise by the tag of the flat parameter.
         adds_here: whether reductions add in rank order and in no less than fp32, on this host.
-        can_all_reduce: whether it has ``all_reduce``.
         gathers_in_background: whether an all-gather makes progress on the network while the host
             computes, so that starting it early pays.
     """
@@ -96,7 +95,6 @@ class Transport(abc.ABC):
     reason = ""
     is_ordered = False
     adds_here = True
-    can_all_reduce = False
     gathers_in_background = False
 
     @classmethod
@@ -115,79 +113,34 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def gather(
-        self,
-        shard: Tensor,
-        out: Tensor,
-        *,
-        op_name: str,
-        tag: int,
-        memory: BufferMemory | None = None,
-        exact: bool = False,
-    ) -> AsyncWork:
-        """Begin filling ``out`` with every rank's shard, in rank order.
+    def gather(self, request: Gather, op_name: str) -> AsyncWork:
+        """Begin filling ``request.out`` with every rank's shard, in rank order.
 
-        Collective: all ranks of the group.
-
-        Args:
-            shard: this rank's part, ``(shard_numel,)``; must not be written before it is sent.
-            out: ``(shard_numel * size,)``, same dtype and device.
-            op_name: names the collective in errors.
-            tag: the flat parameter's.
-            memory: result of ``allocate_unsharded``, if ``out`` is its buffer.
-            exact: whether not to round, whatever the wire dtype.
+        Collective: all ranks of the group. ``op_name`` names it in errors.
         """
 
     @abc.abstractmethod
-    def reduce_scatter(
-        self, chunks: FlatChunks, out: Tensor, *, op_name: str, tag: int, fixed_order: bool
-    ) -> AsyncWork:
-        """Begin averaging over the ranks, each receiving its part in ``out``.
+    def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
+        """Begin averaging over the ranks, each receiving its part in ``request.out``.
 
         Collective: all ranks of the group, in the same order of calls.
-
-        Args:
-            chunks: ``shard_numel * size`` elements, in one chunk unless ``min_chunk_bytes`` allows
-                more. A single chunk is undefined afterwards; of several none is written.
-            out: ``(shard_numel,)``, in the dtype to add in. Elements outside the ranges of
-                ``chunks`` are left as they are.
-            op_name: names the collective in errors.
-            tag: the flat parameter's.
-            fixed_order: whether to add in rank order where it is not ``adds_here``.
         """
 
-    def gather_reduced(self, part: Tensor, out: Tensor, *, op_name: str, tag: int) -> AsyncWork:
-        """The second half of an all-reduce: ``gather`` of what ``reduce_scatter`` gave."""
-        return self.gather(part, out, op_name=op_name, tag=tag, exact=True)
-
-    def all_reduce(self, buffer: Tensor, *, op_name: str) -> AsyncWork:
-        """Begin averaging ``buffer`` over the ranks, in place, where it ``can_all_reduce``."""
+    def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
+        """Begin averaging ``buffer`` over the ranks, in place; only the native one has it."""
         raise NotImplementedError(f"{self.name} has no all-reduce")
 
-    def allocate_unsharded(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        tags: tuple[int, int],
-        shard_files: Files | None,
-    ) -> BufferMemory:
-        """Memory for an unsharded buffer, which ``gather`` fills.
-
-        Args:
-            numel: elements of the buffer, over all ranks.
-            dtype: of the elements, also while they are all-gathered.
-            device: where the unit computes.
-            tags: the flat parameter's tag, and another one of its own.
-            shard_files: what makes files, if this rank's shard may live in the memory too, so
-                that all-gathers need not copy it.
-        """
-        return allocate(numel, dtype, device)
+    def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
+        """Memory for an unsharded buffer, which ``gather`` fills."""
+        return allocate(request.numel, request.dtype, request.device)
 
     def stream_waits(self, device: torch.device) -> bool:
         """Whether a stream of ``device`` waits for the others, and not the host."""
         return False
+
+    def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
+        """The dtype in which reduce-scatters of ``dtype`` add up, and of their result."""
+        return sum_dtype(dtype) if fixed_order or self.adds_here else dtype
 
     def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
         """Smallest gradient, in bytes, that is cheaper to send from where it is than to copy.
@@ -199,7 +152,7 @@ class Transport(abc.ABC):
     def warm_up(  # noqa: B027 (nothing to open)
         self, device: torch.device, *, fixed_order: bool, replicas: bool
     ) -> None:
-        """Open connections for reductions of tensors on ``device``. Collective.
+        """Open connections for reductions of tensors on ``device``, once. Collective.
 
         Args:
             device: where the gradients are.

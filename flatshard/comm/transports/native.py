@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.flat_chunks import FlatChunks, as_bytes, as_real, average
+from flatshard.comm.flat_chunks import as_bytes, as_real, average
 from flatshard.comm.process_groups import backend_for
+from flatshard.comm.requests import Gather, ReduceScatter
 from flatshard.comm.transports.base import Members, Transport
 from flatshard.comm.work import AsyncWork
-from flatshard.memory.buffers import BufferMemory
 
 # Newer names of the same collectives; some versions warn of the older ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,99 +30,73 @@ class NativeTransport(Transport):
 
     is_ordered = True
     adds_here = False
-    can_all_reduce = True
 
     def __init__(self, members: Members) -> None:
         """Communicates nothing."""
         self._members = members
         self.name = str(dist.get_backend(members.gather_group))
+        self._warmed_up: set[tuple[torch.device, bool, bool]] = set()
 
     @classmethod
     def connect(cls, members: Members) -> NativeTransport:
-        """See ``Transport``; every group has it."""
         return cls(members)
 
     def accepts(self, device: torch.device, tag: int) -> bool:
-        """See ``Transport``."""
         return True
 
     def stream_waits(self, device: torch.device) -> bool:
-        """See ``Transport``."""
         return device.type == "cuda" and not self._is_gloo(device)
 
     def _is_gloo(self, device: torch.device) -> bool:
         return backend_for(self._members.reduce_group, device.type) == "gloo"
 
-    def _under_way(self, work: Any) -> list[Any]:
-        # Fake collectives are completed at once, but never report it.
-        return [] if self._members.is_fake else [work]
-
-    def gather(
-        self,
-        shard: Tensor,
-        out: Tensor,
-        *,
-        op_name: str,
-        tag: int,
-        memory: BufferMemory | None = None,
-        exact: bool = False,
-    ) -> AsyncWork:
-        """See ``Transport``."""
-        group = self._members.gather_group
+    def gather(self, request: Gather, op_name: str) -> AsyncWork:
+        shard, out = request.shard, request.out
+        group = self._members.reduce_group if request.reduced else self._members.gather_group
         need = self._members.begin(group)
         # As bytes: not every backend knows every dtype.
         work = _all_gather_single(as_bytes(out), as_bytes(shard), group=group, async_op=True)
-        return AsyncWork(self._under_way(work), op_name, shard, out, need=need)
+        reports_end = not (request.reduced and self._is_gloo(shard.device))
+        return self._under_way(work, op_name, shard, out, need=need, reports_end=reports_end)
 
-    def reduce_scatter(
-        self, chunks: FlatChunks, out: Tensor, *, op_name: str, tag: int, fixed_order: bool
-    ) -> AsyncWork:
-        """See ``Transport``. In a fixed order the backend only exchanges parts, added here."""
-        (buffer,) = chunks.parts
+    def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
+        (buffer,) = request.chunks.parts
         assert buffer is not None, "gradients in one piece"
-        group, kept, then = self._members.reduce_group, [buffer, out], None
+        group, kept, then = self._members.reduce_group, [buffer, request.out], None
         need = self._members.begin(group)
-        if fixed_order:
+        if request.fixed_order:
             # Kept with the work: the backend fills it after this call returns.
             arrived = torch.empty_like(buffer)
             work = dist.all_to_all_single(
                 as_bytes(arrived), as_bytes(buffer), group=group, async_op=True
             )
             kept.append(arrived)
-            then = partial(average, arrived.chunk(self._members.size), out)
+            then = partial(average, arrived.chunk(self._members.size), request.out)
         else:
-            work = _reduce_scatter_single(
-                as_real(out), as_real(buffer), op=dist.ReduceOp.AVG, group=group, async_op=True
-            )
-        return self._reduction(work, op_name, *kept, need=need, then=then)
-
-    def gather_reduced(self, part: Tensor, out: Tensor, *, op_name: str, tag: int) -> AsyncWork:
-        """See ``Transport``; on the group, and so in the order, of the reduce-scatters."""
-        group = self._members.reduce_group
-        need = self._members.begin(group)
-        work = _all_gather_single(as_real(out), as_real(part), group=group, async_op=True)
-        return self._reduction(work, op_name, part, out, need=need)
-
-    def _reduction(self, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
+            into, op = as_real(request.out), dist.ReduceOp.AVG
+            work = _reduce_scatter_single(into, as_real(buffer), op=op, group=group, async_op=True)
         # gloo's own reduce-scatter never reports that it is completed.
-        reports_end = not self._is_gloo(kept[0].device)
-        return AsyncWork(self._under_way(work), op_name, *kept, reports_end=reports_end, **more)
+        reports_end = not self._is_gloo(buffer.device)
+        return self._under_way(work, op_name, *kept, need=need, then=then, reports_end=reports_end)
 
-    def all_reduce(self, buffer: Tensor, *, op_name: str) -> AsyncWork:
-        """See ``Transport``."""
+    def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
         group = self._members.reduce_group
         need = self._members.begin(group)
         work = dist.all_reduce(as_real(buffer), op=dist.ReduceOp.AVG, group=group, async_op=True)
-        return AsyncWork(self._under_way(work), op_name, buffer, need=need)
+        return self._under_way(work, op_name, buffer, need=need)
+
+    def _under_way(self, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
+        # Fake collectives are completed at once, but never report it.
+        works = [] if self._members.is_fake else [work]
+        return AsyncWork(works, op_name, kept, **more)
 
     def warm_up(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
-        """See ``Transport``.
-
-        A backend that connects at the first reduction holds up the host in it. In a backward a
-        rank may come there alone, while others wait for its all-gathers.
-        """
-        if self._members.is_fake:
+        # A backend that connects at the first reduction holds up the host in it. In a backward a
+        # rank may come there alone, while others wait for its all-gathers.
+        kind = device, fixed_order, replicas
+        if self._members.is_fake or kind in self._warmed_up:
             return
+        self._warmed_up.add(kind)
         group, size, op = self._members.reduce_group, self._members.size, dist.ReduceOp.AVG
         # A small and a large one: backends have several ways, each with its connections.
         for numel in (1, -(-_LARGE_NUMEL // size)):

@@ -35,6 +35,7 @@ from flatshard.comm.deadlock.detector import CollectiveCounter
 from flatshard.comm.deadlock.watchdog import watched
 from flatshard.comm.flat_chunks import FlatChunks, as_bytes, divide
 from flatshard.comm.process_groups import timeout_of
+from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.transports import peer_memory
 from flatshard.comm.transports.base import Members, Transport
 from flatshard.comm.transports.peer_memory import Awaited, Mailbox, PeerMemory
@@ -93,36 +94,21 @@ class SharedMemoryTransport(Transport):
         """See ``Transport``."""
         return 0
 
-    def allocate_unsharded(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        tags: tuple[int, int],
-        shard_files: Files | None,
-    ) -> BufferMemory:
+    def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         """See ``Transport``: a large buffer shows the shards themselves."""
+        numel, dtype, files = request.numel, request.dtype, request.shard_files
         part = numel // self.members.size
-        if shard_files is not None and fills_pages(part * dtype.itemsize):
-            return MappedShards(self, part, dtype, tags=tags, files=shard_files)
-        return allocate(numel, dtype, device)
+        if files is not None and fills_pages(part * dtype.itemsize):
+            return MappedShards(self, part, dtype, tags=request.tags, files=files)
+        return allocate(numel, dtype, request.device)
 
-    def gather(
-        self,
-        shard: Tensor,
-        out: Tensor,
-        *,
-        op_name: str,
-        tag: int,
-        memory: BufferMemory | None = None,
-        exact: bool = False,
-    ) -> AsyncWork:
-        """See ``Transport``. Matches by ``tag``, in any order."""
-        if isinstance(memory, MappedShards):
-            return memory.begin(op_name)
+    def gather(self, request: Gather, op_name: str) -> AsyncWork:
+        """See ``Transport``. Matches by tag, in any order."""
+        if isinstance(request.memory, MappedShards):
+            return request.memory.begin(op_name)
+        shard, out = request.shard, request.out
         slots, source = as_bytes(out).chunk(self.members.size), as_bytes(shard)
-        publication = self.publish(source.data_ptr(), tag, op_name)
+        publication = self.publish(source.data_ptr(), request.tag, op_name)
         slots[self.members.rank].copy_(source)
 
         # In the wait, not here: the others may not have published yet.
@@ -133,13 +119,12 @@ class SharedMemoryTransport(Transport):
 
         return self.work(publication, op_name, read, shard, out)
 
-    def reduce_scatter(
-        self, chunks: FlatChunks, out: Tensor, *, op_name: str, tag: int, fixed_order: bool
-    ) -> AsyncWork:
+    def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
         """See ``Transport``; added up in rank order."""
+        chunks, out = request.chunks, request.out
         # The table stays alive with the work: the others read it, and then the parts it points at.
         table = _table([0 if part is None else part.data_ptr() for part in chunks.parts])
-        publication = self.publish(ctypes.addressof(table), tag + _REDUCING, op_name)
+        publication = self.publish(ctypes.addressof(table), request.tag + _REDUCING, op_name)
 
         def average() -> None:
             self._average(chunks, publication, out)
@@ -252,7 +237,7 @@ class SharedMemoryTransport(Transport):
         return AsyncWork(
             list(publication.records.values()),
             op_name,
-            *kept,
+            kept,
             peers=[self.members.ranks[peer] for peer in publication.records],
             then=then,
             sends=publication.taken,

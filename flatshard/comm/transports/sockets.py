@@ -38,10 +38,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.flat_chunks import FlatChunks, as_bytes, divide
+from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.transports.base import Members, Transport
 from flatshard.comm.work import AsyncWork
 from flatshard.memory.buffers import BufferMemory
-from flatshard.memory.mapped_files import Files
 from flatshard.memory.page_pool import PooledBuffer, allocate, fills_pages
 from flatshard.options.collectives import Collectives
 
@@ -176,48 +176,31 @@ class SocketTransport(Transport):
         """See ``Transport``."""
         return None if self._narrows(dtype) else SENT_IN_PLACE_BYTES
 
-    def allocate_unsharded(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        tags: tuple[int, int],
-        shard_files: Files | None,
-    ) -> BufferMemory:
+    def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         """See ``Transport``: a large buffer maps this rank's shard, which is a file."""
+        numel, dtype, files = request.numel, request.dtype, request.shard_files
         part = numel // self._members.size
         # Rounded for the wire, the buffer differs from the shard.
-        if shard_files is not None and not self._narrows(dtype):
-            if fills_pages(part * dtype.itemsize):
-                start = self._members.rank * part
-                with contextlib.suppress(OSError):  # no addresses left
-                    own = range(start, start + part)
-                    return PooledBuffer(numel, dtype, own=own, files=shard_files)
-        return allocate(numel, dtype, device)
+        if files is not None and not self._narrows(dtype) and fills_pages(part * dtype.itemsize):
+            start = self._members.rank * part
+            with contextlib.suppress(OSError):  # no addresses left
+                own = range(start, start + part)
+                return PooledBuffer(numel, dtype, own=own, files=files)
+        return allocate(numel, dtype, request.device)
 
-    def gather(
-        self,
-        shard: Tensor,
-        out: Tensor,
-        *,
-        op_name: str,
-        tag: int,
-        memory: BufferMemory | None = None,
-        exact: bool = False,
-    ) -> AsyncWork:
-        """See ``Transport``. Matches by ``tag``, in any order; sent slots are rounded alike."""
-        members = self._members
+    def gather(self, request: Gather, op_name: str) -> AsyncWork:
+        """See ``Transport``. Matches by tag, in any order; sent slots are rounded alike."""
+        members, shard, out, tag = self._members, request.shard, request.out, request.tag
         need = members.begin(members.gather_group, ("gather", tag))
         messages, slots = _Messages(members.gather_group, tag), out.chunk(members.size)
-        narrow = None if exact or not self._narrows(shard.dtype) else self._wire_dtype
+        narrow = None if request.exact or not self._narrows(shard.dtype) else self._wire_dtype
         places = slots if narrow is None else [_last(slot, narrow) for slot in slots]
         # Before the sends; see the note on receives.
         receives = [messages.receive(places[peer], peer) for peer in members.peers]
         source = shard if narrow is None else shard.to(narrow)
         sends = [messages.send(source, peer) for peer in members.peers]
         self._begin(messages)
-        if memory is None or memory.shard is None:
+        if request.memory is None or request.memory.shard is None:
             slots[members.rank].copy_(source)  # rounded like the others' copies of it
         widen = None
         if narrow is not None:
@@ -225,8 +208,7 @@ class SocketTransport(Transport):
         return AsyncWork(
             receives,
             op_name,
-            source,
-            out,
+            [source, out],
             peers=[members.ranks[peer] for peer in members.peers],
             then=widen,
             sends=sends,
@@ -234,11 +216,9 @@ class SocketTransport(Transport):
             sends_need=need,
         )
 
-    def reduce_scatter(
-        self, chunks: FlatChunks, out: Tensor, *, op_name: str, tag: int, fixed_order: bool
-    ) -> AsyncWork:
+    def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
         """See ``Transport``; added up in rank order."""
-        members = self._members
+        members, chunks, out, tag = self._members, request.chunks, request.out, request.tag
         need = members.begin(members.reduce_group, ("average", tag))
         messages, numel = _Messages(members.reduce_group, tag), out.numel()
         dtype = self._wire_dtype if self._narrows(chunks.dtype) else chunks.dtype
@@ -260,8 +240,7 @@ class SocketTransport(Transport):
         return AsyncWork(
             [average.averaged],
             op_name,
-            *chunks.tensors,
-            out,
+            [*chunks.tensors, out],
             sends=[average.sent],
             need=need,
             sends_need=need,

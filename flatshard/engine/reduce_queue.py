@@ -1,0 +1,292 @@
+"""``ReduceQueue``: which reductions of a backward are ready, under way, and over.
+
+[Note: hooks]
+A user's hook waits inside for the other ranks' hooks, and backward waits with it. So all ranks call
+a hook at the same place of the program, or a rank that lacks a gradient of the unit, and does not
+call it there, waits for others in turn. Such places are those where a unit is unsharded for
+backward, for which all ranks are needed anyway: there they tell one another how many units each
+could reduce by now, and call the hooks that all can. Where a rank has come to the end of its
+backward, what is left is left to the end by all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from flatshard.engine.agreement import Agreement, agree
+from flatshard.engine.events import Kind
+from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.grad_reduce import GradReduce
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.step_state import StepState
+from flatshard.engine.unit import Unit
+from flatshard.plan.schedule import ReduceOrder, UnevenUnits
+
+# How long a reduction may hold up backward; past this the peers may be waiting for us.
+_STALL_SECONDS = 1.0
+
+_POLL_SECONDS = 1e-4
+
+
+class ReduceBucket:
+    """The flat parameters of a unit whose gradients are reduced together: mostly all."""
+
+    __slots__ = ("bytes_in_flight", "handles", "index", "unit")
+
+    def __init__(self, unit: Unit, handles: Sequence[FlatParamHandle], index: int) -> None:
+        self.unit, self.handles, self.index = unit, list(handles), index
+        self.bytes_in_flight = 0  # what its reduction holds until it is finished
+
+    @property
+    def trainable_handles(self) -> list[FlatParamHandle]:
+        return [handle for handle in self.handles if self.unit.num_trainable[handle]]
+
+    def is_complete(self) -> bool:
+        for handle in self.handles:  # a loop: asked for every gradient
+            if len(handle.grad_buffer.arrived) < self.unit.num_trainable[handle]:
+                return False
+        return True
+
+    def start(self, handles: Iterable[FlatParamHandle]) -> None:
+        """Start averaging gradients over the ranks; those that did not arrive count as zero.
+
+        Collective: all ranks of the unit, in the same order of calls.
+        """
+        sync, self.bytes_in_flight = self.unit.sync, 0
+        for handle in handles:
+            # Its result would be lost: a handle keeps one reduction.
+            assert not handle.is_reducing, "the reduction before was not finished"
+            chunks, plan = handle.grad_buffer.take_chunks(), handle.reduce_plan
+            if plan.hook is not None:
+                assert sync is Sync.ALL, "units with a hook have one stage"
+                handle.grad_publish.add(plan.reduce_by_hook(chunks))
+                continue
+            held = handle.grad_buffer.take_intra_reduced() if sync is Sync.ALL else None
+            handle.grad_reduce = GradReduce(plan, chunks, hold=sync is Sync.INTRA, held=held)
+            self.bytes_in_flight += plan.bytes_in_flight(chunks)
+
+    def under_way(self) -> list[GradReduce]:
+        reduces = (handle.grad_reduce for handle in self.handles)
+        return [reduce for reduce in reduces if reduce is not None and not reduce.is_finished]
+
+    def is_reduced(self) -> bool:
+        return all(reduce.done() for reduce in self.under_way())
+
+    def advance(self) -> bool:
+        """Begin second stages whose first is over; False when one must wait."""
+        return all(reduce.advance() for reduce in self.under_way())
+
+    def wait_until_reduced(self) -> bool:
+        """Wait a while; False when a peer seems unable to take part yet."""
+        if not all(reduce.tells_when_done() for reduce in self.under_way()):
+            return False
+        # Wait on the host, not the stream: all-gathers queued after a stream wait would deadlock
+        # with a peer that issues this reduction only at the end of its backward.
+        deadline = time.monotonic() + _STALL_SECONDS
+        while not (self.advance() and self.is_reduced()):
+            if not all(reduce.is_computed() for reduce in self.under_way()):
+                deadline = time.monotonic() + _STALL_SECONDS  # no peer's fault
+            elif time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def finish(self) -> None:
+        """Wait for what was started, and keep the result to be published.
+
+        Collective where a second stage was not started: in the same order on all ranks.
+        """
+        for handle in self.handles:
+            reduce = handle.grad_reduce
+            if reduce is not None and not reduce.is_finished:
+                out = reduce.finish()
+                if reduce.hold:
+                    handle.grad_buffer.add_intra_reduced(out)
+                else:
+                    handle.grad_publish.add(out)
+
+
+class ReduceQueue:
+    """The reductions of one model, which begin in one order on all ranks."""
+
+    def __init__(self, state: StepState) -> None:
+        self._state, self._observers = state, state.observers
+        self.buckets = split(state.units)
+        self.bucket_of = {handle: one for one in self.buckets for handle in one.handles}
+        self._order = ReduceOrder(len(self.buckets))
+        self._is_order_agreed = False
+        self._uneven = UnevenUnits()
+        self._in_flight: list[ReduceBucket] = []
+        self._to_reduce: Counter[Unit] = Counter()  # of each, buckets in this backward
+        self._must_wait = False  # whether nothing starts before the end of backward
+        self._hooked: list[Unit] = []  # with hooks to call; none once a rank is at its end
+        self._num_agreed = 0  # buckets, from the first on, that all ranks could reduce
+
+    def refresh(self) -> None:
+        """Look at the units again, after their buffers were made anew."""
+        units = self._state.units
+        # An accelerator's host is far ahead of it: reductions fill whatever they may.
+        on_accelerator = any(h.device.type != "cpu" for _, h in self._state.handles)
+        sizes = [
+            sum(
+                2 * h.layout.padded_numel * h.reduce_plan.reduce_dtype.itemsize for h in one.handles
+            )
+            for one in (self.buckets if on_accelerator else units)
+        ]
+        self.max_bytes_in_flight = max(sizes, default=0)
+
+    def begin_backward(self, *, must_wait: bool) -> None:
+        self._must_wait = must_wait
+        self._order.begin_backward()
+        self._to_reduce.clear()
+        self._hooked = [one.unit for one in self.buckets if one.unit.calls_hook]
+        self._num_agreed = 0
+        for bucket in self.buckets:
+            if bucket.unit.sync is Sync.NONE or not bucket.trainable_handles:
+                # Never reduced, so it must not hold up the others.
+                self._order.ready(bucket.index)
+            else:
+                self._to_reduce[bucket.unit] += 1
+
+    def add(self, bucket: ReduceBucket) -> None:
+        """A bucket's gradients have all come: start it, or what waited for it, and finish some."""
+        self._order.ready(bucket.index)
+        self._start_ready()
+        self._finish_old()
+
+    def call_hooks(self) -> None:
+        """Let hooks reduce what all ranks can. Collective, while there are hooks to call."""
+        self._agree_on_hooks()
+        self._start_ready()
+
+    def _start_ready(self) -> None:
+        if not self._must_wait:
+            for index in self._order.turns(self._allows):
+                self._start(self.buckets[index])
+
+    def _allows(self, index: int) -> bool:
+        return self._order.num_taken < self._num_agreed or not self.buckets[index].unit.calls_hook
+
+    def _agree_on_hooks(self, *, at_end: bool = False) -> None:
+        """Tell the other ranks how far this one is; see the note. Collective."""
+        if not self._hooked:
+            return
+        world = self._state.world.apart
+        said = [self._order.num_ready(), int(not at_end)]
+        values = torch.tensor(said, device=world.control_device)
+        op_name = "communication hooks that can be called in backward"
+        world.reduce_scalars(values, "MIN", op_name=op_name)
+        # The smallest number: a hook that one rank cannot call yet would hold up the others.
+        self._num_agreed, go_on = values.tolist()
+        if not go_on:
+            self._hooked.clear()
+
+    def _start(
+        self, bucket: ReduceBucket, handles: Iterable[FlatParamHandle] | None = None
+    ) -> None:
+        unit = bucket.unit
+        if unit.sync is Sync.NONE:
+            return
+        with self._observers.starting("reduce", unit):
+            bucket.start(bucket.trainable_handles if handles is None else handles)
+        if bucket.under_way():
+            self._in_flight.append(bucket)
+        elif bucket.trainable_handles:  # a hook has reduced it
+            self._note_reduced(unit)
+
+    def _note_reduced(self, unit: Unit) -> None:
+        self._to_reduce[unit] -= 1
+        if self._to_reduce[unit] == 0:
+            self._observers.reduced(unit)
+
+    def _finish_old(self) -> None:
+        """Finish what is over, and wait while more bytes are under way than there may be."""
+        self._state.pending_sends.drop_sent()
+        with self._observers.starting("reduce", None):
+            for bucket in self._in_flight:
+                if not bucket.advance():  # second stages begin in the order of the first
+                    break
+        while self._in_flight:
+            bucket = self._in_flight[0]
+            over = sum(one.bytes_in_flight for one in self._in_flight) > self.max_bytes_in_flight
+            if not bucket.is_reduced() and not (over and self._wait_until_reduced(bucket)):
+                return
+            del self._in_flight[0]
+            self._finish(bucket)
+            self._note_reduced(bucket.unit)
+
+    def _wait_until_reduced(self, bucket: ReduceBucket) -> bool:
+        # A peer without this gradient starts the reduction only at the end of its backward, so a
+        # wait has a limit; for buckets where that happened lately there is no wait at all.
+        if bucket.index in self._uneven:
+            return False
+        with self._observers.waiting(Kind.REDUCE_WAIT, bucket.unit, ends=False):
+            return bucket.wait_until_reduced()
+
+    def _finish(self, bucket: ReduceBucket) -> None:
+        with self._observers.waiting(Kind.REDUCE_WAIT, bucket.unit):
+            bucket.finish()
+
+    # ------------------------------------------------------------ at its end
+
+    def reduce_rest(self) -> Agreement:
+        """Agree with the other ranks on what was used, and reduce what is left. Collective."""
+        self._agree_on_hooks(at_end=True)
+        rest = self._order.rest()
+        # The turn of these buckets reduces their gradients, on all ranks.
+        to_come = {handle for index in rest for handle in self.buckets[index].trainable_handles}
+        agreed = agree(self._state, len(self.buckets), set(rest), to_come)
+        self._uneven.note(agreed.uneven)
+        for bucket in (self.buckets[index] for index in rest):
+            if any(any(agreed.used[handle]) for handle in bucket.handles):
+                self._start(bucket)
+        self._finish_all()
+        for _, handle in agreed.left_over:
+            self._start(self.bucket_of[handle], [handle])
+        self._finish_all()
+        if not self._is_order_agreed and all(u.sync is Sync.ALL for u in self._state.units):
+            self._agree_on_order()
+        return agreed
+
+    def _finish_all(self) -> None:
+        # All second stages start before any is waited for.
+        for bucket in self._in_flight:
+            with self._observers.waiting(Kind.REDUCE_WAIT, bucket.unit, ends=False):
+                for reduce in bucket.under_way():
+                    reduce.cross()
+        for bucket in self._in_flight:
+            self._finish(bucket)
+        self._in_flight.clear()
+
+    def _agree_on_order(self) -> None:
+        """Adopt the order in which rank 0's units became ready. Collective, once."""
+        world = self._state.world
+        order = torch.tensor(self._order.suggested(), device=world.control_device)
+        with self._observers.waiting(Kind.RANKS_WAIT):
+            world.broadcast(order, op_name="order of reductions")
+        self._order.adopt(order.tolist())
+        self._is_order_agreed = True
+
+    def drop(self) -> None:
+        """End what is under way, after a backward that failed. Collective."""
+        try:
+            # All ranks began these; where one left out a second stage, the next would meet it.
+            self._finish_all()
+        finally:
+            self._in_flight.clear()
+
+
+def split(units: Sequence[Unit]) -> list[ReduceBucket]:
+    """The buckets of all units: what ``reduces_alone``, and before it the rest of each unit."""
+    buckets: list[ReduceBucket] = []
+    for unit in units:
+        together = [handle for handle in unit.handles if not handle.reduces_alone]
+        alone = [[handle] for handle in unit.handles if handle.reduces_alone]
+        # A unit without parameters has a bucket, too: the order of reductions has a place for it.
+        for handles in (together, *alone) if together or not alone else alone:
+            buckets.append(ReduceBucket(unit, handles, len(buckets)))
+    return buckets
