@@ -113,6 +113,7 @@ def _num_params(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
+@pytest.mark.uncoalesced  # one parameter for each layer
 def test_the_optimizer_sees_a_parameter_per_shard() -> None:
     run_ranks(_seen, 2)
 
