@@ -41,7 +41,7 @@ def convert(
         handle.check_keeps_order(fn)
     context.is_converting = True
     try:
-        with _hidden(shardings_in(root.wrapper), handles):
+        with hidden(shardings_in(root.wrapper), handles):
             convert_buffers(root.wrapper.modules(), apply_to_module, fn)
     finally:
         context.is_converting = False
@@ -78,25 +78,18 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
 
 
 @contextlib.contextmanager
-def without_flat_parameters(shardings: Iterable[Sharding]) -> Iterator[None]:
-    """Hide the flat parameters of ``use_orig_params=False`` from wrappers inside the context."""
-    flat = [(one.wrapper, dict(one.wrapper._parameters)) for one in shardings]
-    for wrapper, _ in flat:
-        wrapper._parameters.clear()
+def hidden(
+    shardings: Iterable[Sharding], handles: Iterable[FlatParamHandle] = ()
+) -> Iterator[None]:
+    """Hide flat parameters from wrappers, and what ``handles`` own from the modules inside."""
+    flat = [(one.wrapper._parameters, dict(one.wrapper._parameters)) for one in shardings]
+    places = [place for handle in handles for place in handle.params.hide()]
+    for held, _ in flat:
+        held.clear()
     try:
         yield
     finally:
-        for wrapper, parameters in flat:
-            wrapper._parameters.update(parameters)
-
-
-@contextlib.contextmanager
-def _hidden(shardings: Iterable[Sharding], handles: Iterable[FlatParamHandle]) -> Iterator[None]:
-    """Hide all parameters that handles own from the modules inside the context."""
-    hidden = [one for handle in handles for one in handle.params.hide()]
-    try:
-        with without_flat_parameters(shardings):
-            yield
-    finally:
-        for held, attribute, param in hidden:
-            held[attribute] = param
+        for held, params in flat:
+            held.update(params)
+        for module_params, attribute, param in places:
+            module_params[attribute] = param

@@ -19,9 +19,10 @@ from flatshard.tensor.flat_parameter import FlatParameter
 
 @dataclass(frozen=True, eq=False)
 class UnwrappedModel:
-    """A module that is to be wrapped; it may contain units."""
+    """A module that is to be wrapped, and with which policy; it may contain units."""
 
     module: nn.Module
+    policy: Policy | None
     ignored: Ignored = NOTHING
     left_alone: Collection[int] = ()  # ids of tensors that are ignored, or sharded already
 
@@ -29,16 +30,24 @@ class UnwrappedModel:
     def read(
         cls,
         module: nn.Module,
+        policy: Policy | None,
         ignored_modules: Iterable[nn.Module] | None,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None,
     ) -> UnwrappedModel:
-        """Read the keywords, and what units inside ignore; see ``find_ignored``."""
+        """See whether a module can be wrapped with this policy, and what is to be ignored.
+
+        Raises:
+            TypeError: it is no module, or the policy is no policy; see also ``find_ignored``.
+            ValueError: a policy over a model that already contains units; a part of it is wrapped
+                in DistributedDataParallel; an optimizer steps in the backward of a part.
+        """
+        _check_module(module, policy)
         nested: dict[nn.Module, Ignored] = {s.wrapper: s.ignored for s in shardings_in(module)}
         owned = {id(param) for handle in handles_in(module) for param in handle.sharded}
         ignored = find_ignored(
             module, ignored_modules, ignored_states, nested=nested, sharded=owned
         )
-        return cls(module, ignored, owned | ignored.ids())
+        return cls(module, policy, ignored, owned | ignored.ids())
 
     def params(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters to shard, by name."""
@@ -114,14 +123,7 @@ class UnwrappedModel:
                 buffer.data = buffer.data.to(device)
 
 
-def check_module(module: nn.Module, policy: Policy | None) -> None:
-    """Raise if this module cannot be wrapped with this policy.
-
-    Raises:
-        TypeError: it is no module, or the policy is no policy.
-        ValueError: a policy over a model that already contains units; a part of it is wrapped in
-            DistributedDataParallel; an optimizer steps in the backward of a part.
-    """
+def _check_module(module: nn.Module, policy: Policy | None) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"ShardedWrapper: expected an nn.Module, got {type(module).__name__}")
     if policy is not None:

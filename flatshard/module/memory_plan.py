@@ -231,7 +231,7 @@ def predict(
         broadcast_buffers=True,
         device=torch.device("meta"),
     )
-    plan = ModelPlan(UnwrappedModel(model), auto_wrap_policy, settings)
+    plan = ModelPlan(UnwrappedModel(model, auto_wrap_policy), settings)
     units = [_unit_memory(unit, world_size, optimizer_bytes) for unit in plan.units]
     buffers = {id(one): one for one in model.buffers()}.values()
     return MemoryPlan(tuple(units), sum(one.nbytes for one in buffers))

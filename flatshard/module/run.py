@@ -34,7 +34,7 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     # Registration order, the root last: a first guess at the order of execution.
     first, *rest = names
     units = [*rest, first]
-    _check_one_world(units)
+    _check_ranks(units)
     settings, checks = root.settings, _ForwardChecks(root)
     hooks = {one.unit: one.hooks for one in shardings_in(root.wrapper)}
     context = RunContext(
@@ -53,8 +53,9 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
 
 @contextlib.contextmanager
 def accumulating(
-    context: RunContext, max_bytes: int | None, *, replicas_only: bool
+    sharding: Sharding, max_bytes: int | None, *, replicas_only: bool
 ) -> Iterator[None]:
+    context = sharding.check_between_steps("no_sync()")
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}")
     state = context.state
@@ -116,28 +117,23 @@ class _ForwardChecks(StepObserver):
                 )
 
 
-def _check_one_world(units: Sequence[Unit]) -> None:
-    world = units[-1].topology.world
+def _check_ranks(units: Sequence[Unit]) -> None:
+    """Raise if units train on other ranks than the root, or shard over them the other way round."""
+    expected = units[-1].topology.world.ranks
+    grids = []
     for unit in units:
-        if unit.topology.world.ranks != world.ranks:
+        topology = unit.topology
+        if topology.world.ranks != expected:
             raise ValueError(
-                f"ShardedWrapper: unit {unit.name!r} trains on ranks {unit.topology.world.ranks}, "
-                f"the module around it on {world.ranks}. Pass both the same ranks."
+                f"ShardedWrapper: unit {unit.name!r} trains on ranks {topology.world.ranks}, the "
+                f"module around it on {expected}. Pass both the same ranks."
             )
-    _check_one_grid([unit for unit in units if unit.topology.intra_group.size > 1])
-
-
-def _check_one_grid(units: Sequence[Unit]) -> None:
-    """Raise if one unit shards over the ranks over which another replicates, and vice versa."""
+        if topology.intra_group.size > 1 and topology.across.size > 1:
+            grids.append((unit, topology.intra_group.ranks, topology.across.ranks))
     # All ranks find the same: a rank's shard and replicate groups share no other rank.
-    grids = [
-        (unit, unit.topology.intra_group.ranks, unit.topology.across.ranks)
-        for unit in units
-        if unit.topology.across.size > 1
-    ]
     for unit, shard, replicate in grids:
-        outermost, its_shard, its_replicate = grids[-1]
-        if (shard, replicate) == (its_replicate, its_shard):
+        outermost, *its = grids[-1]
+        if its == [replicate, shard]:
             raise ValueError(
                 f"ShardedWrapper: unit {unit.name!r} shards over ranks {shard} and replicates over "
                 f"{replicate}, {outermost.name or 'the module around it'!r} the other way round. "
