@@ -21,9 +21,9 @@ _POINTWISE = frozenset(
     pow exp exp2 expm1 log log1p log2 log10 sin cos tan tanh sigmoid relu erf erfinv floor ceil
     round trunc frac clamp clamp_min clamp_max maximum minimum fmax fmin lerp addcmul addcdiv eq ne
     lt le gt ge isnan isinf isfinite logical_and logical_or logical_xor logical_not bitwise_and
-    bitwise_or bitwise_not where nan_to_num zero fill clone positive remainder fmod
-    hypot atan2 xlogy masked_fill copysign conj_physical zeros_like ones_like empty_like full_like
-    _to_copy copy tanh_backward sigmoid_backward threshold_backward""".split()
+    bitwise_or bitwise_not where nan_to_num zero fill clone positive remainder fmod hypot atan2
+    xlogy masked_fill copysign conj_physical zeros_like ones_like empty_like full_like _to_copy
+    copy tanh_backward sigmoid_backward threshold_backward""".split()
 )
 
 
