@@ -311,7 +311,7 @@ class ShardedWrapper(ModuleProxy):
         context = self._sharding.check_between_steps("register_comm_hook()")
         self._sharding.check_has_all_modules("given a hook")
         precisions = {one.unit: one.settings.precision for one in shardings_in(self)}
-        is_late = context.has_run and not self.check_is_root()
+        is_late = context.state.has_run and not self.check_is_root()
         comm_hook.register(list(precisions.items()), state, hook, is_late=is_late)
         context.refresh()
 
@@ -666,7 +666,7 @@ class ShardedWrapper(ModuleProxy):
         """Whether a forward that begins now broadcasts rank 0's buffers."""
         settings, context = self._sharding.settings, self._sharding.context
         has_buffers = any(True for _ in self.module.buffers())
-        return settings.broadcast_buffers and not context.is_accumulating and has_buffers
+        return settings.broadcast_buffers and not context.state.is_accumulating and has_buffers
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:

@@ -75,7 +75,7 @@ MISSING_METHODS = {
 
 # DistributedDataParallel's attributes, read-only here.
 DDP_ATTRIBUTES: dict[str, Callable[[Sharding], Any]] = {
-    "require_backward_grad_sync": lambda one: not one.context.is_accumulating,
+    "require_backward_grad_sync": lambda one: not one.context.state.is_accumulating,
     "device": lambda one: one.settings.device,
     "device_type": lambda one: one.settings.device.type,
     "device_ids": lambda one: (

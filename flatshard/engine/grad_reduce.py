@@ -22,8 +22,9 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.flat_chunks import FlatChunks
 from flatshard.comm.requests import Gather, ReduceScatter
 from flatshard.comm.topology import Topology
-from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends
+from flatshard.comm.work import AsyncWork, CollectiveError
 from flatshard.engine.grad_buffer import zero
+from flatshard.engine.run_link import RunLink
 from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.buffers import storage_bytes
 from flatshard.plan.layout import FlatLayout
@@ -45,7 +46,7 @@ class CommHook:
 class ReducePlan:
     """How the gradients of one flat parameter are reduced."""
 
-    unit_fqn: str
+    link: RunLink
     layout: FlatLayout
     topology: Topology
     reduce_dtype: torch.dtype
@@ -56,7 +57,6 @@ class ReducePlan:
     # Memory of published gradients that users have dropped, for the next ones; None: what is
     # reduced is copied elsewhere, so any memory will do.
     output: BufferCache | None
-    pending_sends: PendingSends
 
     @property
     def min_chunk_bytes(self) -> int | None:
@@ -127,7 +127,7 @@ class ReducePlan:
         (buffer,) = chunks.tensors
         with torch.no_grad():
             # A hook may have put noise into the padding.
-            return self.zero_padding(self.hook(buffer, self.unit_fqn), self.topology.index)
+            return self.zero_padding(self.hook(buffer, self.link.unit_name), self.topology.index)
 
 
 class GradReduce:
@@ -149,7 +149,7 @@ class GradReduce:
             self._computed = torch.Event(plan.device)
             self._computed.record()  # on the stream that is current on its device
         intra_group, across = plan.topology.intra_group, plan.topology.across
-        self._work = AsyncWork([], plan.unit_fqn)
+        self._work = AsyncWork([], plan.link.unit_name)
         with torch.no_grad():
             if intra_group.size > 1:
                 self._out = self._new_intra_part(chunks)
@@ -185,7 +185,7 @@ class GradReduce:
         self, comm: Communicator, chunks: FlatChunks, tag: int, kind: str = "reduce"
     ) -> AsyncWork:
         """Start to fill ``_out`` with this rank's part of the average over ``comm``."""
-        unit_fqn, fixed_order = self._plan.unit_fqn, self._plan.fixed_order
+        unit_fqn, fixed_order = self._plan.link.unit_name, self._plan.fixed_order
         return comm.reduce_scatter(
             ReduceScatter(chunks, self._out, unit_fqn, tag, fixed_order, kind)
         )
@@ -210,7 +210,7 @@ class GradReduce:
 
     def _begin_second(self) -> None:
         plan, across = self._plan, self._plan.topology.across
-        self._work.wait(plan.pending_sends)
+        self._work.wait(plan.link.pending_sends)
         self._queue.popleft()
         self._must_cross = False
         if self._held is not None:
@@ -219,7 +219,7 @@ class GradReduce:
             self._held = None
         self._out = values = self._out.to(plan.reduce_dtype)
         if across is plan.topology.replicate and not plan.adds_replicas:
-            self._work = across.all_reduce(values, unit_fqn=plan.unit_fqn)
+            self._work = across.all_reduce(values, unit_fqn=plan.link.unit_name)
         else:
             chunks = FlatChunks.of(_padded(values, across.size))
             self._out = values.new_empty(chunks.numel // across.size, dtype=plan.sum_dtype(across))
@@ -236,11 +236,11 @@ class GradReduce:
             return
         self._must_gather = False
         plan, replicate, part = self._plan, self._plan.topology.replicate, self._out
-        self._work.wait(plan.pending_sends)
+        self._work.wait(plan.link.pending_sends)
         full = plan.new_output(part.numel() * replicate.size, part.dtype)
         self._out = full[: plan.intra_numel]  # without the zeros of `_padded`
         self._work = replicate.all_gather(
-            Gather(part, full, plan.unit_fqn, plan.tags[2], "", exact=True, reduced=True)
+            Gather(part, full, plan.link.unit_name, plan.tags[2], "", exact=True, reduced=True)
         )
         self._stages.append(self._work)
 
@@ -275,7 +275,7 @@ class GradReduce:
         with torch.no_grad():
             self.cross()
             self._gather_replicas()
-            self._work.wait(self._plan.pending_sends)
+            self._work.wait(self._plan.link.pending_sends)
         self._read_behind = []  # this stream has waited, so their memory may be used again
         out = self._out
         del self._out  # what is copied to the host must not stay on the device until the end

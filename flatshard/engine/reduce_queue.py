@@ -132,7 +132,9 @@ class ReduceQueue:
         # An accelerator's host is far ahead of it: reductions fill whatever they may.
         on_accelerator = any(h.device.type != "cpu" for _, h in self._state.handles)
         sizes = [
-            sum(2 * h.layout.padded_numel * h.reduce_dtype.itemsize for h in one.handles)
+            sum(
+                2 * h.layout.padded_numel * h.reduce_plan.reduce_dtype.itemsize for h in one.handles
+            )
             for one in (self.buckets if on_accelerator else units)
         ]
         self.max_bytes_in_flight = max(sizes, default=0)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from flatshard.comm.process_groups import copying
+from flatshard.engine import handle_making
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.unit import Unit
@@ -38,7 +39,7 @@ def convert(
     handles = [handle for unit in units for handle in unit.handles]
     # Check all units before converting any: an error must leave no unit converted.
     for handle in handles:
-        handle.check_keeps_order(fn)
+        handle_making.check_keeps_order(handle, fn)
     context.is_converting = True
     try:
         with hidden(shardings_in(root.wrapper), handles):
@@ -46,7 +47,7 @@ def convert(
     finally:
         context.is_converting = False
     for handle in handles:
-        handle.convert(fn)
+        handle_making.convert(handle, fn)
     context.refresh()
 
 
@@ -83,9 +84,15 @@ def hidden(
 ) -> Iterator[None]:
     """Hide flat parameters from wrappers, and what ``handles`` own from the modules inside."""
     flat = [(one.wrapper._parameters, dict(one.wrapper._parameters)) for one in shardings]
-    places = [place for handle in handles for place in handle.params.hide()]
+    places = [
+        (module._parameters, attribute, module._parameters[attribute])
+        for handle in handles
+        for module, attribute, _ in handle.params.places
+    ]
     for held, _ in flat:
         held.clear()
+    for module_params, attribute, _ in places:
+        module_params[attribute] = None
     try:
         yield
     finally:

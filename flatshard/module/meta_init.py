@@ -23,9 +23,11 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum, raise_everywhere
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.handle_making import fill
 from flatshard.module.initial_values import InitialValues, names_of_different
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.tensor.sharded_tensor import attributes_of
 
 InitFn = Callable[[nn.Module], Any]
 
@@ -121,9 +123,13 @@ class _Slot:
         if not tensor.is_meta:
             _write_pattern(tensor)
         if self.handle is not None:
-            trainable, attributes = self.handle.params.traits(self.number)
-            tensor = nn.Parameter(tensor, requires_grad=trainable)
-            tensor.__dict__.update(attributes)
+            params = self.handle.params
+            with torch._C.DisableTorchFunctionSubclass():
+                sharded = params.sharded[self.number if params.use_orig_params else 0]
+                tensor = nn.Parameter(tensor, requires_grad=sharded.requires_grad)
+                if params.use_orig_params:
+                    tensor.__dict__.update(attributes_of(sharded))
+            # With `use_orig_params=False`: what is found before the parameter, and explains it.
             self.module.__dict__.pop(self.attribute, None)
         self._holder[self.attribute] = tensor
 
@@ -304,6 +310,7 @@ class MetaInit:
         """Let modules initialise full tensors; returns these, or None if left empty, by name."""
         # A user's function gets meta tensors, as FullyShardedDataParallel gives it.
         memory = self._device if self._init_fn is None else "meta"
+        # Tensors made under the user's inference mode could never be trained.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 for slot in slots:
@@ -365,7 +372,7 @@ class MetaInit:
                     if start.sends:
                         _send_buffer(slot, start, self._device)
                 elif slot.is_first and (value is not None or start.sends):
-                    handle.fill(number, value, start.source(handle.topology))
+                    fill(handle, number, value, start.source(handle.topology))
                 elif slot.is_first:
                     _write_pattern(handle.part(number))
                     handle.unfilled.discard(number)

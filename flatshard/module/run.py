@@ -11,6 +11,7 @@ from flatshard.diagnostics import late_modules
 from flatshard.diagnostics.forward_edits import ForwardEdits
 from flatshard.engine.context import RunContext
 from flatshard.engine.events import StepObserver
+from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffer_cache import prepare_allocator
 from flatshard.module import meta_init
@@ -60,12 +61,38 @@ def accumulating(
         raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}")
     state = context.state
     before = state.syncs, state.under_no_sync
-    state.syncs = context.plan_accumulation(max_bytes, replicas_only)
+    state.syncs = _plan_accumulation(context.units, max_bytes, replicas_only)
     state.under_no_sync = True
     try:
         yield
     finally:
         state.syncs, state.under_no_sync = before
+
+
+def _plan_accumulation(
+    units: Sequence[Unit], max_bytes: int | None, replicas_only: bool
+) -> list[Sync]:
+    """What ``no_sync`` means for each unit; see ``ShardedWrapper.no_sync``."""
+    rest = Sync.INTRA if replicas_only else Sync.ALL
+    if max_bytes is None:
+        return [Sync.INTRA if replicas_only else Sync.NONE] * len(units)
+    syncs = [rest] * len(units)
+    # Small ones first: for as many bytes kept unsharded, they save the most collectives.
+    sizes = sorted((_gradient_bytes(unit), unit.index) for unit in units)
+    for nbytes, index in sizes:
+        if nbytes <= max_bytes:
+            max_bytes -= nbytes
+            syncs[index] = Sync.NONE
+    return syncs
+
+
+def _gradient_bytes(unit: Unit) -> int:
+    """Bytes of the unit's unsharded gradients while they are accumulated."""
+    return sum(
+        handle.layout.padded_numel * handle.grad_buffer.dtypes.accum_dtype.itemsize
+        for handle, count in unit.num_trainable.items()
+        if count
+    )
 
 
 class _ForwardChecks(StepObserver):
@@ -86,7 +113,8 @@ class _ForwardChecks(StepObserver):
 
     def begin_forward(self) -> None:
         root = self._root
-        is_first = not root.context.has_run
+        is_first = not root.context.state.has_run
+        # Looking at all modules takes long, so only when something was assigned to one.
         if is_first or self._num_registered != late_modules.count():
             self._check_all_owned()
         self._num_registered = late_modules.count()

@@ -91,7 +91,7 @@ class Sharding:
         before, unit = self.settings, self.unit
         strategy, placement = read_strategy(value, None, before.ranks)
         self.check_has_all_modules("given another strategy")
-        if self.context.has_run:
+        if self.context.state.has_run:
             raise RuntimeError(
                 f"unit {unit.name!r}: its strategy {before.strategy.name} cannot become "
                 f"{strategy.name} after the first forward. Wrap the model anew: save "

@@ -83,14 +83,14 @@ class UnitStateDict:
             self._depth = 0
         self._depth += 1
         for handle in self._unit.handles:
-            handle.params.show_placeholders()
+            handle.params.list_placeholders(shown=True)
 
     def _leave(self) -> bool:
         self._depth -= 1
         if self._depth > 0:
             return False
         for handle in self._unit.handles:
-            handle.params.hide_placeholders()
+            handle.params.list_placeholders(shown=False)
         return True
 
 
