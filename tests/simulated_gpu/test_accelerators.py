@@ -34,8 +34,6 @@ from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import local_loss
 
-pytestmark = pytest.mark.uncoalesced
-
 
 class _Reduce:
     """Under way, of gradients that a device comes to after ``computed_after`` looks."""
