@@ -39,11 +39,10 @@ def check_same_model(
     Raises:
         ValueError: on every rank, naming the first difference.
     """
+    facts = {"the configuration": settings, "what is ignored": repr(list(ignored))}
     # Numbered: the order counts, too.
-    facts = {"the configuration": settings}
-    facts |= {f"{name!r} to be ignored": f"number {i}" for i, name in enumerate(ignored)}
-    facts |= {f"{name!r}": f"number {i}, {_describe(one)}" for i, (name, one) in enumerate(named)}
-    facts |= {f"unit {name!r}": f"number {i}" for i, name in enumerate(units)}
+    facts |= {repr(name): f"number {i}, {_describe(one)}" for i, (name, one) in enumerate(named)}
+    facts |= {f"unit number {i}": repr(name) for i, name in enumerate(units)}
     remedy = "Every rank must wrap the same modules in the same order with the same settings."
     differ = "the ranks build different models. First difference"
     agreed(lambda: (True, facts), [comm], "ShardedWrapper", remedy, differ=differ)
