@@ -40,9 +40,10 @@ def check_same_model(
         ValueError: on every rank, naming the first difference.
     """
     facts = {"the configuration": settings, "what is ignored": repr(list(ignored))}
-    # Numbered: the order counts, too.
-    facts |= {repr(name): f"number {i}, {_describe(one)}" for i, (name, one) in enumerate(named)}
-    facts |= {f"unit number {i}": repr(name) for i, name in enumerate(units)}
+    # By number: the order counts, too.
+    tensors = [f"{name!r} ({_describe(tensor)})" for name, tensor in named]
+    facts |= {f"tensor {number}": described for number, described in enumerate(tensors)}
+    facts |= {f"unit {number}": described for number, described in enumerate(units)}
     remedy = "Every rank must wrap the same modules in the same order with the same settings."
     differ = "the ranks build different models. First difference"
     agreed(lambda: (True, facts), [comm], "ShardedWrapper", remedy, differ=differ)
