@@ -64,9 +64,11 @@ def size_based_auto_wrap_policy(
     """Make a unit of each module that has at least ``min_num_params`` elements left.
 
     Set the bound with ``functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)``.
-    The first three arguments are those of every callable policy.
 
     Args:
+        module: the module asked about.
+        recurse: whether the question is about the module's children or the module.
+        nonwrapped_numel: elements in the module that are in no unit yet.
         min_num_params: the bound, in elements.
         force_leaf_modules: classes to leave alone, children included; by default this function's
             attribute ``FORCE_LEAF_MODULES``.
