@@ -43,7 +43,7 @@ class FlatParamHandle:
     """One flat parameter: parameters of one unit that agree in dtype and ``requires_grad``."""
 
     def __init__(self, params: ParamViews, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Without memory: ``adopt``, ``show_shard`` and ``make_buffer`` follow, in this order."""
+        """Without memory: ``adopt``, ``params.show_shard`` and ``make_buffer`` follow."""
         self.params, self.device = params, device
         self.options = options = params.options
         self.layout, self.link, self.local_spans = params.layout, params.link, params.local_spans
@@ -89,10 +89,6 @@ class FlatParamHandle:
         # Of the unsharded buffer; where it is apart from the shard, `make_buffer` allocates it.
         self.memory = ShardItself(self.shard) if memory is None else memory
         self.page_out()
-
-    def show_shard(self) -> None:
-        """Let the sharded parameters show it."""
-        self.shard = self.params.show_shard(self.shard)
 
     def make_buffer(self) -> None:
         """Make the unsharded buffer and the full parameters over it; views are made once."""

@@ -41,7 +41,7 @@ def make_handle(
         for index, one in enumerate(owned):
             if index not in handle.unfilled:
                 fill(handle, index, one.param, source)
-        handle.show_shard()
+        handle.shard = handle.params.show_shard(handle.shard)
     handle.make_buffer()
     return handle
 
@@ -73,7 +73,7 @@ def copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
     twin.unfilled = set(handle.unfilled)
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         twin.adopt(handle.shard.detach().clone())
-        twin.show_shard()
+        twin.shard = params.show_shard(twin.shard)
     twin.make_buffer()
     return twin
 
@@ -99,7 +99,7 @@ def convert(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
         handle.gather.move_to(handle.device)
         grads = handle.grad_publish.take_off()
         handle.adopt(converted)
-        handle.show_shard()
+        handle.shard = handle.params.show_shard(handle.shard)
         take_in = handle.options.targets.gradient.take_in
         handle.grad_publish.put_back(grads, lambda grad: take_in(fn(grad)))
     handle.make_buffer()
