@@ -177,8 +177,6 @@ class Forward:
                     if not failed:  # else the error on its way is the one to see
                         raise
 
-    # ------------------------------------------------------------ between steps
-
     def recover(self) -> None:
         """Return to a state to start from, after a step that was left by an exception."""
         self._observers.recover()

@@ -148,25 +148,24 @@ class FlatParamHandle:
 
     def wait_unshard(self) -> None:
         """UNSHARDING -> UNSHARDED: finish the all-gather. Raises CollectiveError."""
-        if self.gather.is_under_way:
-            try:
-                # Autograd must not take the refill for an edit of what it saved.
-                with _unsafe_preserve_version_counter(self.buffer):
-                    self.gather.finish(self.buffer)
-            except Exception:
-                self.state = ShardState.SHARDED
-                self._free_buffer()
-                raise
-            self.params.set_accessible(True)
+        if self.state is not ShardState.UNSHARDING:
+            return
+        try:
+            # Autograd must not take the refill for an edit of what it saved.
+            with _unsafe_preserve_version_counter(self.buffer):
+                self.gather.finish(self.buffer)
+        except Exception:
+            self.state = ShardState.SHARDED
+            self._free_buffer()
+            raise
+        self.params.set_accessible(True)
         self.state = ShardState.UNSHARDED
 
     def reshard(self) -> None:
         """UNSHARDED -> SHARDED: free the unsharded buffer, if there is one. No communication."""
         if self.state is ShardState.SHARDED:
             return
-        if self.state is ShardState.UNSHARDING:
-            # Memory that an all-gather is still writing must not be freed.
-            self.wait_unshard()
+        self.wait_unshard()  # memory that an all-gather is still writing must not be freed
         self.state = ShardState.SHARDED
         if not self._aliased:
             self._free_buffer()
