@@ -71,11 +71,6 @@ class FlatParamHandle:
         """The parameters that users see."""
         return self.params.sharded
 
-    @property
-    def full(self) -> list[nn.Parameter]:
-        """The parameters that compute, in the order of ``layout.spans``."""
-        return self.params.full
-
     # ------------------------------------------------------------ memory
 
     def adopt(self, shard: Tensor) -> None:

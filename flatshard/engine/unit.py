@@ -124,7 +124,7 @@ class Unit:
 
     def count_trainable(self) -> None:
         """Look again which parameters require a gradient: users may freeze some between steps."""
-        self.num_trainable = {h: sum(p.requires_grad for p in h.full) for h in self.handles}
+        self.num_trainable = {h: sum(p.requires_grad for p in h.params.full) for h in self.handles}
 
     def plan_sync(self, wanted: Sync) -> None:
         """Do with gradients what ``wanted`` means for the groups of this unit."""
