@@ -135,8 +135,7 @@ class Communicator(Tags):
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         """Memory for an unsharded buffer."""
-        transport = self.transport_for(request.device, max(request.tags))
-        return transport.allocate_unsharded(request)
+        return self.transport_for(request.device, request.tag).allocate_unsharded(request)
 
     def all_gather(self, request: Gather) -> AsyncWork:
         """Begin filling ``request.out`` with every rank's shard, in rank order.

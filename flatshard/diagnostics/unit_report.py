@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from flatshard.plan.auto_wrap import count_blocks
+from flatshard.plan.auto_wrap import AutoUnits
 from flatshard.plan.ignored import NOTHING, Ignored
 from flatshard.plan.module_tree import ModuleTree, name_of, numel
 
@@ -145,7 +145,7 @@ def lint_one_unit(module: nn.Module, ignored: Ignored = NOTHING) -> list[str]:
     # A large module without repeated blocks may be a part that the user wraps by hand.
     tree = ModuleTree(module, ignored)
     size = numel(tree.params(module))
-    blocks = count_blocks(tree) if size >= LARGE_MODEL_NUMEL else 0
+    blocks = len(AutoUnits(tree).blocks()) if size >= LARGE_MODEL_NUMEL else 0
     if not blocks:
         return []
     return [

@@ -57,7 +57,6 @@ class ParamGather:
         # Apart from those of a step: a state_dict() on one rank alone must not take what another
         # rank sends for its forward.
         self.full_tags = intra_group.new_tag(), inter_group.new_tag()
-        self._map_tag = intra_group.new_tag()
         self._float8: Float8Shard | None = None
         if gather_dtype is not None and topology.shard.size > 1:
             self._float8 = Float8Shard(gather_dtype, shard_numel)
@@ -81,8 +80,8 @@ class ParamGather:
     def allocate(self, numel: int, dtype: torch.dtype) -> BufferMemory:
         """Memory for the unsharded buffer, ``(numel,)``; maybe for a shard of ``dtype`` too."""
         files = self._targets.shard.files if self.reads_shard(dtype) else None
-        tags, compute_dtype = (self.tags[0], self._map_tag), self._precision.unsharded_dtype(dtype)
-        request = BufferRequest(numel, compute_dtype, self._device, tags, files)
+        compute_dtype = self._precision.unsharded_dtype(dtype)
+        request = BufferRequest(numel, compute_dtype, self._device, self.tags[0], files)
         return self._topology.intra_group.allocate_unsharded(request)
 
     def start(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> None:

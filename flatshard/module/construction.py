@@ -39,9 +39,8 @@ class Construction:
         init_fn: meta_init.InitFn | None,
     ) -> None:
         settings.check()
-        model.check_params()
-        if settings.ranks.world.size > 1 and settings.placement.sharded:
-            model.check_no_gradients()
+        is_sharded = settings.ranks.world.size > 1 and settings.placement.sharded
+        model.check_params(drops_gradients=is_sharded)
         self._model, self._settings, self._init_fn = model, settings, init_fn
         self._plan = ModelPlan(model, settings)
         self._offload = OffloadTargets()
@@ -72,6 +71,7 @@ class Construction:
         model, settings, plan = self._model, self._settings, self._plan
         ranks = settings.ranks
         named = [*model.params(), *model.buffers()]
+        # First of all: ranks that plan different units would wait in different collectives.
         if ranks.world.size > 1:
             described = f"{settings.describe()}{plan.precision.describe()}"
             units = [f"{p.name}: {plan.settings_of[p.module].describe()}" for p in plan.chosen]
@@ -215,6 +215,7 @@ class Construction:
             wrapper.__dict__["_sharding"] = Sharding(
                 wrapper, unit, hooks, state_dict, settings, ignored, plan.reason
             )
+            # Not by assignment, which `ModuleProxy` refuses for parameters.
             for number, param in enumerate(flat):
                 wrapper.register_parameter(f"_flat_param_{number}", param)
         return unit

@@ -59,8 +59,8 @@ class UnwrappedModel:
         named = self.module.named_buffers()
         return ((name, buffer) for name, buffer in named if id(buffer) not in self.left_alone)
 
-    def check_params(self) -> None:
-        """Raise if a parameter cannot be flattened, or they are on several devices."""
+    def check_params(self, *, drops_gradients: bool) -> None:
+        """Raise if parameters cannot be flattened or are on several devices, or have gradients."""
         first: tuple[str, torch.device] | None = None
         for name, param in self.params():
             if isinstance(param, nn.parameter.UninitializedParameter):
@@ -68,10 +68,16 @@ class UnwrappedModel:
                     f"ShardedWrapper: parameter {name!r} is not initialised (a lazy module). Run "
                     "one forward on the unwrapped model first."
                 )
+            # A subclass (a DTensor, say) is more than the memory that a flat parameter keeps.
             if type(param.data) is not Tensor:
                 raise TypeError(
                     f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}; only "
                     "plain tensors can be flattened"
+                )
+            if drops_gradients and param.grad is not None and bool(param.grad.any()):
+                raise ValueError(
+                    f"ShardedWrapper: parameter {name!r} has a gradient, which would be lost. Wrap "
+                    "the model before backward, or call zero_grad() before wrapping."
                 )
             if param.is_meta:
                 continue
@@ -80,15 +86,6 @@ class UnwrappedModel:
                 raise ValueError(
                     f"ShardedWrapper: parameter {name!r} is on {str(param.device)!r}, {first[0]!r} "
                     f"on {str(first[1])!r}. Move the module to one device before wrapping."
-                )
-
-    def check_no_gradients(self) -> None:
-        """Raise if a parameter has a gradient, which sharding would drop."""
-        for name, param in self.params():
-            if param.grad is not None and bool(param.grad.any()):
-                raise ValueError(
-                    f"ShardedWrapper: parameter {name!r} has a gradient, which would be lost. Wrap "
-                    "the model before backward, or call zero_grad() before wrapping."
                 )
 
     def find_device(

@@ -129,6 +129,7 @@ class _Slot:
                 tensor = nn.Parameter(tensor, requires_grad=sharded.requires_grad)
                 if params.use_orig_params:
                     tensor.__dict__.update(attributes_of(sharded))
+            # With `use_orig_params=False`: what is found before the parameter, and explains it.
             self.module.__dict__.pop(self.attribute, None)
         self._holder[self.attribute] = tensor
 
@@ -309,6 +310,7 @@ class MetaInit:
         """Let modules initialise full tensors; returns these, or None if left empty, by name."""
         # A user's function gets meta tensors, as FullyShardedDataParallel gives it.
         memory = self._device if self._init_fn is None else "meta"
+        # Tensors made under the user's inference mode could never be trained.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 for slot in slots:

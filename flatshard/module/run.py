@@ -114,6 +114,7 @@ class _ForwardChecks(StepObserver):
     def begin_forward(self) -> None:
         root = self._root
         is_first = not root.context.state.has_run
+        # Looking at all modules takes long, so only when something was assigned to one.
         if is_first or self._num_registered != late_modules.count():
             self._check_all_owned()
         self._num_registered = late_modules.count()

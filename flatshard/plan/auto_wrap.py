@@ -40,18 +40,8 @@ BLOCKS_SHARE = 2 / 3
 _GENERIC = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def choose(tree: ModuleTree) -> dict[nn.Module, str]:
-    """Choose the units of a model: never the root, in post-order, each with the reason in words."""
-    return _Choice(tree).reasons()
-
-
-def count_blocks(tree: ModuleTree) -> int:
-    """Number of the chosen units that are blocks."""
-    return len(_Choice(tree).blocks())
-
-
-class _Choice:
-    """The units chosen, and the parameters that they leave over."""
+class AutoUnits:
+    """The units that are chosen, never the root, and the parameters that they leave over."""
 
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
@@ -188,6 +178,7 @@ class _Choice:
         return in_blocks(module) >= BLOCKS_SHARE * self._numel[module]
 
     def reasons(self) -> dict[nn.Module, str]:
+        """The chosen modules, each with the reason in words."""
         closed = [module for module in self._held if module not in self._opened]
         same = Counter(kind for module in closed for kind in self._kinds(module))
         return {module: self._reason(module, same) for module in self._held}

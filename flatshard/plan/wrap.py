@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import nn
 
-from flatshard.plan import auto_wrap
+from flatshard.plan.auto_wrap import AutoUnits
 from flatshard.plan.ignored import NOTHING, Ignored
 from flatshard.plan.module_tree import ModuleTree, has_forward, numel
 
@@ -200,7 +200,7 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
     reasons: dict[nn.Module, str] = {}
     chosen: dict[nn.Module, Keywords]
     if isinstance(policy, str):
-        reasons = auto_wrap.choose(tree)
+        reasons = AutoUnits(tree).reasons()
         chosen = {module: {} for module in reasons}
     elif hasattr(policy, "_run_policy"):
         chosen = policy._run_policy(root, set(ignored.modules), {})

@@ -258,8 +258,8 @@ def _pass_bad_paths(rank: int, size: int, folder: str) -> None:
     file = Path(folder, f"file{rank}")
     file.write_text("")
     for path, message in (
-        (f"{folder}/missing", "does not exist"),
-        (str(file), "is not a directory"),
+        (f"{folder}/missing", "No such file"),
+        (str(file), "Not a directory"),
         ("/proc", "no file can be made"),
     ):
         bad = path if rank == 1 else folder  # where rank 0's is good, it hears of it all the same

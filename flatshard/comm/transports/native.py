@@ -21,8 +21,8 @@ from flatshard.comm.work import AsyncWork
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# Elements of a reduction for which no backend uses its algorithm for small ones.
 _LARGE_NUMEL = 1 << 20
-"""Elements of a reduction for which no backend uses its algorithm for small ones."""
 
 
 class NativeTransport(Transport):
@@ -32,7 +32,6 @@ class NativeTransport(Transport):
     adds_here = False
 
     def __init__(self, members: Members) -> None:
-        """Communicates nothing."""
         self._members = members
         self.name = str(dist.get_backend(members.gather_group))
         self._warmed_up: set[tuple[torch.device, bool, bool]] = set()
@@ -113,16 +112,12 @@ class NativeTransport(Transport):
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """Every rank's ``value`` (picklable), in rank order; needs no numpy.
+    """Every rank's ``value`` (picklable), in rank order; the backend moves tensors on ``device``.
 
     Collective: all ranks of ``group``.
-
-    Args:
-        value: this rank's.
-        group: the ranks.
-        device: where the group's backend moves tensors.
     """
-    # Two collectives: all ranks must send equally many bytes, and do not know the longest.
+    # Not torch's: that needs numpy. Two collectives: all ranks must send equally many bytes, and do
+    # not know the longest.
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
     _all_gather_single(lengths, torch.tensor([data.numel()], device=device), group=group)
