@@ -85,16 +85,16 @@ def convert(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
     handle.gather.secondary.finish_refresh()
     handle.absorb_replaced()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        shard, before = handle.shard, handle.shard.data_ptr()
-        converted = fn(shard)
-        if converted is shard and converted.data_ptr() == before:
+        before = handle.shard.data_ptr()
+        converted = fn(handle.shard)
+        if converted is handle.shard and converted.data_ptr() == before:
             return
         if converted.device.type == "meta":
             raise RuntimeError(
                 f"unit {handle.unit_name!r}: moving a sharded model to the meta device would "
                 "lose its weights"
             )
-        if converted.device != shard.device:
+        if converted.device != handle.shard.device:
             handle.device = converted.device
         handle.gather.move_to(handle.device)
         grads = handle.grad_publish.take_off()
