@@ -1,14 +1,13 @@
 """Optimizer steps a part at a time, over what lives on a disk.
 
 An optimizer steps all its parameters in one call. Before that call, those whose state is kept on a
-disk are stepped by themselves, a shard at a time; each time, state that the optimizer has made goes
-to the disk, and the pages are given back. The call itself steps the others.
+disk are stepped by themselves, some megabytes at a time; each time, state that the optimizer has
+made goes to the disk, and the pages are given back. The call itself steps the others.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -28,6 +27,9 @@ TORCHS_OWN = frozenset(
         *("ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"),
     )
 )
+
+# Parameter bytes from which a part is full. With Adam, four times as much is in memory.
+_PART_BYTES = 8 << 20
 
 
 class StepPart(NamedTuple):
@@ -55,13 +57,20 @@ def plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
 
     Raises ``OffloadError`` if there is no room for state; nothing was stepped.
     """
-    parts = []
+    parts: list[StepPart] = []
     for group in optimizer.param_groups:
-        kept = [one for one in group["params"] if _state_disk(one) is not None and _has_grad(one)]
-        # With Adam, four times the bytes of a part are in memory. A shard's neighbours stay
-        # together: they are stepped as one.
-        for _, params in itertools.groupby(kept, lambda one: id(getattr(one, "flat", one))):
-            parts.append(StepPart(optimizer, group, list(params)))
+        shard, nbytes = None, 0
+        for param in group["params"]:
+            if _state_disk(param) is None or not _has_grad(param):
+                continue
+            # Neighbours stay together: they are stepped as one.
+            own = getattr(param, "flat", param)
+            if shard is None or (own is not shard and nbytes >= _PART_BYTES):
+                parts.append(StepPart(optimizer, group, []))
+                nbytes = 0
+            shard = own
+            parts[-1].params.append(param)
+            nbytes += local_range(param).nbytes
     return parts if parts and reserve(optimizer) else []
 
 
