@@ -75,8 +75,6 @@ class GradientBuffer:
         is_large = nbytes >= max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(layout.spans))
         if device.type == "cpu" and min_chunk_bytes is not None and is_large:
             self._chunk_plan = ChunkPlan(layout, min_chunk_bytes, dtypes.reduce_dtype)
-        # A cast on arrival would cost an accelerator the launch that staying apart saves.
-        self._casts_late = device.type != "cpu"
 
     @property
     def nbytes(self) -> int:
@@ -116,25 +114,23 @@ class GradientBuffer:
         slot.add_(grad)
 
     def _fill(self, index: int, grad: Tensor, more_to_come: bool) -> None:
-        span, dtype = self._layout.spans[index], self.dtypes.reduce_dtype
-        # More will be added, in a wider dtype than this one is sent in: until then it is not
-        # rounded. `take_chunks` casts.
-        may_widen = more_to_come and self.dtypes.accum_dtype is not dtype
-        stays_apart = self._chunk_plan is not None or grad.nbytes < _SMALL_BYTES
-        if not (stays_apart or may_widen):
+        span = self._layout.spans[index]
+        # More will be added, in a wider dtype than this one is sent in: until then it must not be
+        # rounded.
+        may_widen = more_to_come and self.dtypes.accum_dtype is not self.dtypes.reduce_dtype
+        is_small = grad.nbytes < _SMALL_BYTES
+        if self._chunk_plan is None and not (is_small or may_widen):
             buffer = self._allocate() if self._buffer is None else self._buffer
             self.slots[index] = view_of(buffer, span).copy_(grad)
             return
-        if may_widen or self._casts_late:
-            dtype = grad.dtype
-        fits = grad.dtype is dtype and grad.stride() == span.strides
         # Of a lazy conjugate or negative the memory has other values.
-        fits = fits and not (grad.is_conj() or grad.is_neg())
+        fits = grad.stride() == span.strides and not (grad.is_conj() or grad.is_neg())
         if not fits or grad.device != self._device:
             # Dense, as chunks are read: an expanded gradient has strides of zero.
-            slot = torch.empty_strided(span.shape, span.strides, dtype=dtype, device=self._device)
-            grad = slot.copy_(grad)
-        self.slots[index] = grad  # uncopied if it fits: the hook took it off `.grad`
+            dense = grad.new_empty_strided(span.shape, span.strides, device=self._device)
+            grad = dense.copy_(grad)
+        # Uncopied if it fits: the hook took it off `.grad`. `take_chunks` casts.
+        self.slots[index] = grad
         self._apart.add(index)
 
     def _allocate(self) -> Tensor:
@@ -208,7 +204,11 @@ class GradientBuffer:
     def _chunks(self) -> FlatChunks:
         if self._chunk_plan is not None:
             in_order = self._in_memory_order(self.slots)
-            return self._chunk_plan.chunks(dict(zip(self.slots, in_order, strict=True)))
+            grads = dict(zip(self.slots, in_order, strict=True))
+            # Nothing else holds them now: each is freed when it has been cast.
+            in_order.clear()
+            self._empty()
+            return self._chunk_plan.chunks(grads)
         spans = self._layout.spans
         buffer = self._allocate() if self._buffer is None else self._buffer
         if len(self.slots) < len(spans):
