@@ -1,5 +1,5 @@
 """Records the collectives that a rank starts; see ``flatshard.comm.communicator``."""
 
-from flatshard.comm.communicator import Event, record
+from flatshard.comm.event_log import Event, record
 
 __all__ = ["Event", "record"]

@@ -6,9 +6,8 @@ Like every ``ModuleProxy`` it shows the attributes of the module inside. Its own
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, Self
 
 import torch
@@ -22,7 +21,7 @@ from flatshard.diagnostics.non_finite import watch_non_finite
 from flatshard.diagnostics.step_report import StepReport
 from flatshard.module.construction import Construction
 from flatshard.module.conversion import convert, copy_model
-from flatshard.module.inspection import UnwrappedModel, check_module
+from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.run import accumulating
 from flatshard.module.settings import ProcessGroups, Settings, ranks_or_alone, read_strategy
 from flatshard.module.sharding import (
@@ -159,14 +158,13 @@ class ShardedWrapper(ModuleProxy):
             "sync_module_states": sync_module_states,
             "device_id": device_id,
         }
-        known = inspect.signature(ShardedWrapper.__init__).parameters
+        known = ShardedWrapper.__init__.__annotations__
         given, without_effect = torch_names.read_keywords(extra, own, known)
         if param_init_fn is not None and not callable(param_init_fn):
             raise TypeError(
                 f"param_init_fn: expected a function of a module, got {param_init_fn!r}"
             )
-        check_module(module, auto_wrap_policy)
-        model = UnwrappedModel.read(module, ignored_modules, ignored_states)
+        model = UnwrappedModel.read(module, auto_wrap_policy, ignored_modules, ignored_states)
         transport = as_transport(collectives, wire_dtype)
         ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
@@ -184,7 +182,7 @@ class ShardedWrapper(ModuleProxy):
             device=model.find_device(given["device_id"], ranks.world.group),
         )
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
-        construction = Construction(model, auto_wrap_policy, settings, param_init_fn)
+        construction = Construction(model, settings, param_init_fn)
         construction.wrap(self, ShardedWrapper, given["sync_module_states"], notes)
 
     # ------------------------------------------------------------ training
@@ -194,10 +192,9 @@ class ShardedWrapper(ModuleProxy):
         self._sharding.check_flat_parameters()
         return super().forward(*args, **kwargs)
 
-    @contextlib.contextmanager
     def no_sync(
         self, *, max_bytes: int | None = None, replicas_only: bool = False
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Accumulate gradients locally: backwards of forwards begun inside reduce nothing.
 
         The first backward after it reduces the sum. Until then every rank holds unsharded
@@ -215,9 +212,7 @@ class ShardedWrapper(ModuleProxy):
             RuntimeError: a forward or backward of the model is running.
             ValueError: ``max_bytes`` is negative.
         """
-        context = self._sharding.check_between_steps("no_sync()")
-        with accumulating(context, max_bytes, replicas_only=replicas_only):
-            yield
+        return accumulating(self._sharding, max_bytes, replicas_only=replicas_only)
 
     def free_buffers(self) -> None:
         """Release memory cached for the next step: pages of unsharded parameters, gradient buffers.
@@ -226,7 +221,7 @@ class ShardedWrapper(ModuleProxy):
         """
         self._sharding.context.give_back()
 
-    @contextlib.contextmanager
+    @contextmanager
     def record_steps(
         self, *, trace: recording.PathLike = None, memory: recording.PathLike = None
     ) -> Iterator[list[StepReport]]:
@@ -316,7 +311,7 @@ class ShardedWrapper(ModuleProxy):
         context = self._sharding.check_between_steps("register_comm_hook()")
         self._sharding.check_has_all_modules("given a hook")
         precisions = {one.unit: one.settings.precision for one in shardings_in(self)}
-        is_late = context.has_run and not self.check_is_root()
+        is_late = context.state.has_run and not self.check_is_root()
         comm_hook.register(list(precisions.items()), state, hook, is_late=is_late)
         context.refresh()
 
@@ -408,7 +403,6 @@ class ShardedWrapper(ModuleProxy):
     # ------------------------------------------------------------ full parameters and state
 
     @staticmethod
-    @contextlib.contextmanager
     def summon_full_params(
         module: nn.Module,
         recurse: bool = True,
@@ -416,7 +410,7 @@ class ShardedWrapper(ModuleProxy):
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
         with_grads: bool = False,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Let the modules of ``module`` hold full plain parameters, under the unwrapped names.
 
         At the end, also after an exception, each rank keeps its own slice of its own values:
@@ -445,8 +439,7 @@ class ShardedWrapper(ModuleProxy):
                 ranks have them (``with_grads``). At the end: something written cannot be kept.
         """
         request = Request(writeback, rank0_only, offload_to_cpu, with_grads)
-        with summon(module, request, recurse=recurse):
-            yield
+        return summon(module, request, recurse=recurse)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` on the modules of the unwrapped module, children first, and not on wrappers.
@@ -488,7 +481,12 @@ class ShardedWrapper(ModuleProxy):
             ValueError: ``assign=True``.
         """
         self._sharding.context.recover()
-        return model_state.load(self.module, handles_in(self), state_dict, strict, assign)
+        children = [name for name, _ in self.module.named_children()]
+        own = model_state.without_ddp_prefix(dict(state_dict), children)
+        missing_and_unexpected = self.module.load_state_dict(own, strict=strict, assign=assign)
+        for handle in handles_in(self):
+            handle.page_out()
+        return missing_and_unexpected
 
     @staticmethod
     def optim_state_dict(
@@ -621,17 +619,15 @@ class ShardedWrapper(ModuleProxy):
         return as_torch(model_state.options_of(state_dicts_in(module)))
 
     @staticmethod
-    @contextlib.contextmanager
     def state_dict_type(
         module: nn.Module,
         state_dict_type: Any,
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """``set_state_dict_type`` inside the context; then every unit has its own setting back."""
         options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
-        with model_state.options_set(state_dicts_in(module), options):
-            yield
+        return model_state.options_set(state_dicts_in(module), options)
 
     # ------------------------------------------------------------ inspection
 
@@ -668,12 +664,9 @@ class ShardedWrapper(ModuleProxy):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a forward that begins now broadcasts rank 0's buffers."""
-        sharding = self._sharding
-        return (
-            sharding.settings.broadcast_buffers
-            and not sharding.context.is_accumulating
-            and any(True for _ in self.module.buffers())
-        )
+        settings, context = self._sharding.settings, self._sharding.context
+        has_buffers = any(True for _ in self.module.buffers())
+        return settings.broadcast_buffers and not context.state.is_accumulating and has_buffers
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:
@@ -689,8 +682,7 @@ class ShardedWrapper(ModuleProxy):
         except AttributeError as error:
             # Without `_sharding` the wrapper is still being built or copied.
             if name in torch_names.DDP_ATTRIBUTES and "_sharding" in self.__dict__:
-                _, value = torch_names.DDP_ATTRIBUTES[name]
-                return value(self._sharding)
+                return torch_names.DDP_ATTRIBUTES[name](self._sharding)
             reason = torch_names.why_missing(name)
             raise (error if reason is None else AttributeError(reason)) from None
 

@@ -43,7 +43,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from flatshard.comm import topology
+from flatshard.comm.ranks import forget_destroyed
 from flatshard.options import collectives as collective_options
 
 PRELOAD = [
@@ -419,7 +419,7 @@ def _serve(setup: _Setup, pipe: Connection) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-        topology.forget_destroyed()
+        forget_destroyed()
     gc.collect()
     ended = (_State.ENDED, time.monotonic(), None)
     if lost:

@@ -54,8 +54,9 @@ class FlatChunks:
         for index, (first, last) in enumerate(self.ranges):
             start, stop = max(first, begin), min(last, end)
             part = self.parts[index]
-            for at in range(start, stop, numel or max(stop - start, 1)):
-                until = stop if numel is None else min(at + numel, stop)
+            step = numel or max(stop - start, 1)
+            for at in range(start, stop, step):
+                until = min(at + step, stop)
                 values = None if part is None else part[at - first : until - first]
                 yield Chunk(index, at - first, at, until, values)
 

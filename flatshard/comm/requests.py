@@ -45,7 +45,7 @@ class BufferRequest(NamedTuple):
     numel: int  # over all ranks
     dtype: torch.dtype  # also while it is all-gathered
     device: torch.device
-    tags: tuple[int, int]  # the flat parameter's, and another one of its own
+    tag: int  # the flat parameter's
     # What makes files, if this rank's shard may live in the memory too, so that all-gathers need
     # not copy it.
     shard_files: Files | None = None

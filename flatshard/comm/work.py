@@ -1,21 +1,16 @@
-"""``AsyncWork``: a collective under way, and what other ranks have yet to read of it.
-
-[Note: sends]
-A rank has what it asked for as soon as all others have sent theirs; that the others have taken what
-this one sent is a matter of its own. Until then it must not be overwritten, but nothing else need
-wait for it: a rank that is ahead would otherwise wait at every unit. ``PendingSends`` keeps it
-until the end of a forward or backward, before anybody may write.
-"""
+"""``AsyncWork``: a collective under way, and what other ranks have yet to read of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatshard.comm.deadlock.detector import BlockedWait, WaitCondition, explain
+from flatshard.comm.deadlock.detector import WaitCondition, explain
 from flatshard.comm.deadlock.watchdog import watched
 
 
@@ -23,34 +18,62 @@ class CollectiveError(RuntimeError):
     """A collective failed: a peer died, ran other units, or did not come within the timeout."""
 
 
+_CAUSES = (
+    "A peer died, ran other units than this rank, or did not come within the group's timeout. "
+)
+
+
+class named(watched):
+    """Name the operation where a backend raises, or where it is slow.
+
+    Raises:
+        CollectiveError: the backend raised.
+    """
+
+    __slots__ = ("_causes",)
+
+    def __init__(
+        self, op_name: str | Callable[[], str], need: WaitCondition | None = None, causes: str = ""
+    ) -> None:
+        super().__init__((lambda: op_name) if isinstance(op_name, str) else op_name, need)
+        self._causes = causes
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        error = raised[1]
+        # No other rank has to do with a lack of memory, and who catches that knows it by its class.
+        if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+            return
+        failed, reason = f"{self.wait.describe()} failed", explain(self.wait)
+        if reason is not None:
+            raise CollectiveError(f"{failed}: {reason}") from error
+        remedy = f"{self._causes}Look for the first error on the other ranks."
+        if "Duplicate GPU" in str(error):  # NCCL's words
+            remedy = (
+                "Ranks have the same GPU: call torch.cuda.set_device(local_rank) before the "
+                "model is made, or pass device_id=local_rank."
+            )
+        raise CollectiveError(f"{failed}. {remedy} Reported by the backend: {error}") from error
+
+
+@dataclass(eq=False)
 class AsyncWork:
     """A collective under way. Keeps its tensors alive until nobody needs them."""
 
-    def __init__(
-        self,
-        works: list[Any],
-        op_name: str,
-        *kept: object,
-        peers: Sequence[int] = (),
-        then: Callable[[], None] | None = None,
-        sends: Sequence[Any] = (),
-        reports_end: bool = True,
-        need: WaitCondition | None = None,
-        sends_need: WaitCondition | None = None,
-    ) -> None:
-        """Keep what was started; ``op_name`` names the unit, the rank and the collective."""
-        self._works = works  # the backend's handles that the result needs
-        self._op_name = op_name
-        self.kept = kept  # alive until the other ranks have taken everything
-        self._peers = peers  # the ranks that the first handles receive from, where each has its own
-        self._then = then  # called once after the wait
-        self._sends = sends  # complete when the other ranks have taken what this one gave
-        self.reports_end = reports_end  # whether `done` can become true before the wait
-        self._need, self._sends_need = need, sends_need  # what works and sends wait for
+    works: Sequence[Any]  # the backend's handles that the result needs
+    op_name: str  # names the unit, the rank and the collective
+    kept: Sequence[object] = ()  # alive until the other ranks have taken everything
+    _: KW_ONLY
+    peers: Sequence[int] = ()  # the ranks that the first works receive from, where each has its own
+    then: Callable[[], None] | None = None  # called once after the wait
+    sends: Sequence[Any] = ()  # complete when the other ranks have taken what this one gave
+    reports_end: bool = True  # whether `done` can become true before the wait
+    need: WaitCondition | None = None  # what works wait for
+    sends_need: WaitCondition | None = None
 
     def done(self) -> bool:
         """Whether ``wait`` would return without waiting for other ranks."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)
 
     def wait(self, pending_sends: PendingSends) -> None:
         """Have the result; on an accelerator the current stream waits, not the host.
@@ -61,10 +84,10 @@ class AsyncWork:
             CollectiveError: a peer failed or did not come within the group's timeout.
         """
         self._have()
-        if self._sends:
+        if self.sends:
             pending_sends.add(self)
         else:
-            self.wait_sends()
+            self.kept = ()
 
     def finish(self) -> None:
         """Have the result, and see that the others have theirs; raises as ``wait``."""
@@ -72,29 +95,48 @@ class AsyncWork:
         self.wait_sends()
 
     def _have(self) -> None:
-        self._wait_for(self._works, self._need)
-        self._works = []
-        # Once: a second wait must not average or widen again.
-        then, self._then = self._then, None
-        if then is not None:
-            try:
-                then()
-            except torch.OutOfMemoryError:
-                raise  # nobody else's fault
-            except RuntimeError as error:
-                raise self._failed(error) from error
+        # Taken off first: a second wait for what failed would hang, or hide the first error, and
+        # one for what is there must not average or widen again.
+        works, then = self.works, self.then
+        self.works, self.then = (), None
+        try:
+            if works:
+                with named(partial(self._describe, works), self.need, _CAUSES):
+                    for work in works:
+                        work.wait()
+            if then is not None:
+                with named(self.op_name, causes=_CAUSES):
+                    then()
+        except CollectiveError:
+            self.sends = ()  # they would not end either
+            raise
+
+    def _describe(self, works: Sequence[Any]) -> str:
+        for work, peer in zip(works, self.peers, strict=False):
+            if not work.is_completed():
+                return f"{self.op_name}, not heard of rank {peer}"
+        return self.op_name
 
     @property
     def reports_sent(self) -> bool:
         """Whether ``is_sent`` can become true before ``wait_sends``."""
-        return all(getattr(work, "reports_end", True) for work in self._sends)
+        return all(getattr(work, "reports_end", True) for work in self.sends)
 
     def is_sent(self) -> bool:
         """Whether the others have taken everything; nothing is kept then."""
-        if not all(work.is_completed() for work in self._sends):
+        if not all(work.is_completed() for work in self.sends):
             return False
         self.wait_sends()
         return True
+
+    def wait_sends(self) -> None:
+        """Wait until the others have taken everything; raises as ``wait``."""
+        sends, self.sends = self.sends, ()
+        if sends:
+            with named(self.op_name, self.sends_need, _CAUSES):
+                for work in sends:
+                    work.wait()
+        self.kept = ()
 
     def keeps(self, tensor: Tensor) -> bool:
         """Whether it keeps the memory of ``tensor`` alive."""
@@ -104,42 +146,14 @@ class AsyncWork:
             isinstance(one, Tensor) and one.untyped_storage()._cdata == storage for one in self.kept
         )
 
-    def wait_sends(self) -> None:
-        """Wait until the others have taken everything; raises as ``wait``."""
-        self._wait_for(self._sends, self._sends_need)
-        self._sends, self.kept = (), ()
-
-    def _wait_for(self, works: Sequence[Any], need: WaitCondition | None) -> None:
-        if not works:
-            return
-        with watched(self._describe, need) as wait:
-            try:
-                for work in works:
-                    work.wait()
-            except RuntimeError as error:
-                raise self._failed(error, wait) from error
-
-    def _failed(self, error: RuntimeError, wait: BlockedWait | None = None) -> CollectiveError:
-        # A second wait for what failed would hang, or hide the first error.
-        described, self._works, self._sends = self._describe(), [], ()
-        reason = None if wait is None else explain(wait)
-        if reason is not None:
-            return CollectiveError(f"{described} failed: {reason}")
-        return CollectiveError(
-            f"{described} failed. A peer died, ran other units than this rank, or did not "
-            "come within the group's timeout. Look for the first error on the other ranks. "
-            f"Reported by the backend: {error}"
-        )
-
-    def _describe(self) -> str:
-        for work, peer in zip(self._works, self._peers, strict=False):
-            if not work.is_completed():
-                return f"{self._op_name}, not heard of rank {peer}"
-        return self._op_name
-
 
 class PendingSends:
     """Collectives of which this rank has the result, and other ranks perhaps not yet."""
+
+    # A rank has what it asked for as soon as all others have sent theirs; that the others have
+    # taken what this one sent is a matter of its own. Until then it must not be overwritten, but
+    # nothing else need wait for it: a rank that is ahead would otherwise wait at every unit. It is
+    # kept here until the end of a forward or backward, before anybody may write.
 
     def __init__(self) -> None:
         self._pending: list[AsyncWork] = []

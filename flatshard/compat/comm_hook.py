@@ -87,7 +87,8 @@ def register(
         for handle in unit.handles:
             handle.set_comm_hook(its)
     if any(its.reduce is not None for its in planned.values()):
-        world.set_apart()
+        # Made here, by all ranks: its first use is in the middle of a backward.
+        _ = world.apart
 
 
 def _plan(

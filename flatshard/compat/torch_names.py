@@ -6,54 +6,50 @@ A test compares them with the tables of docs/migration.md and, to notice new nam
 from __future__ import annotations
 
 import difflib
-import enum
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from flatshard.module.sharding import Sharding
 
 
-class Fate(enum.Enum):
-    OTHER_NAME = "other name"  # it is accepted, and has another name here
-    IGNORED = "ignored"  # it has no effect, and setting it warns
-    RAISES = "raises"  # it raises, with the reason
+class Keyword(NamedTuple):
+    """Why a keyword has no effect here, or raises."""
 
-
-class Entry(NamedTuple):
-    """The fate of a keyword, and how or why."""
-
-    fate: Fate
-    text: str
+    reason: str
     default: Any = None  # torch's, which may be passed without a warning
 
 
-_other = partial(Entry, Fate.OTHER_NAME)
-_ignored = partial(Entry, Fate.IGNORED)
-_raises = partial(Entry, Fate.RAISES)
-
-# Of DistributedDataParallel's; the others, and FullyShardedDataParallel's, mean the same here.
-KEYWORDS: dict[str, Entry] = {
-    "device_ids": _other("one index is `device_id`; several raise, as there"),
-    "output_device": _other("`device_id`; another one than it raises"),
-    "dim": _raises("inputs are not scattered, so there is only 0", 0),
-    "forward_sync_buffers": _other("`broadcast_buffers`"),
-    "init_sync": _other("`sync_module_states`; True compares, and sends if needed"),
-    "bucket_cap_mb": _ignored("there are no buckets; auto_wrap_policy makes units"),
-    "bucket_cap_mb_list": _ignored("there are no buckets; auto_wrap_policy makes units"),
-    "find_unused_parameters": _ignored("unused parameters are always found", False),
-    "check_reduction": _ignored("reductions are always checked", False),
-    "gradient_as_bucket_view": _ignored("gradients are always views of flat storage", False),
-    "static_graph": _ignored("the order of units is always recorded", False),
-    "skip_all_reduce_unused_params": _ignored("units that no rank used are never reduced", False),
-    "batched_grad_copy": _ignored("gradients are copied on arrival, while backward runs", False),
-    "lazy_bucket_allocation": _ignored(
+# Of DistributedDataParallel's keywords, those that warn when they are set.
+IGNORED = {
+    "bucket_cap_mb": Keyword("there are no buckets; auto_wrap_policy makes units"),
+    "bucket_cap_mb_list": Keyword("there are no buckets; auto_wrap_policy makes units"),
+    "find_unused_parameters": Keyword("unused parameters are always found", False),
+    "check_reduction": Keyword("reductions are always checked", False),
+    "gradient_as_bucket_view": Keyword("gradients are always views of flat storage", False),
+    "static_graph": Keyword("the order of units is always recorded", False),
+    "skip_all_reduce_unused_params": Keyword("units that no rank used are never reduced", False),
+    "batched_grad_copy": Keyword("gradients are copied on arrival, while backward runs", False),
+    "lazy_bucket_allocation": Keyword(
         "gradient buffers exist only from first gradient to reduction", False
     ),
-    "delay_all_reduce_named_params": _raises(
+}
+
+# Those that raise.
+REFUSED = {
+    "dim": Keyword("inputs are not scattered, so there is only 0", 0),
+    "delay_all_reduce_named_params": Keyword(
         "make these parameters' module a unit of its own instead"
     ),
-    "param_to_hook_all_reduce": _raises("reductions start when a unit is complete"),
+    "param_to_hook_all_reduce": Keyword("reductions start when a unit is complete"),
+}
+
+# Those with another name here, and what a value of theirs means; all others mean the same.
+OTHER_NAMES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    # Empty is as None: a module on the CPU.
+    "device_ids": lambda value: {"device_id": _only(value)} if value else {},
+    "output_device": lambda value: {"device_id": value},
+    "forward_sync_buffers": lambda value: {"broadcast_buffers": value},
+    "init_sync": lambda value: {} if value else {"sync_module_states": False},
 }
 
 _FINISHES = "backward() always finishes its reductions"
@@ -77,23 +73,19 @@ MISSING_METHODS = {
     "rekey_optim_state_dict": "names are those of the unwrapped model",
 }
 
-# DistributedDataParallel's attributes, read-only here: in words, and as values.
-DDP_ATTRIBUTES: dict[str, tuple[str, Callable[[Sharding], Any]]] = {
-    "require_backward_grad_sync": (
-        "False under `no_sync`",
-        lambda one: not one.context.is_accumulating,
+# DistributedDataParallel's attributes, read-only here.
+DDP_ATTRIBUTES: dict[str, Callable[[Sharding], Any]] = {
+    "require_backward_grad_sync": lambda one: not one.context.state.is_accumulating,
+    "device": lambda one: one.settings.device,
+    "device_type": lambda one: one.settings.device.type,
+    "device_ids": lambda one: (
+        None if one.settings.device.index is None else [one.settings.device.index]
     ),
-    "device": ("where the model computes", lambda one: one.settings.device),
-    "device_type": ("its type", lambda one: one.settings.device.type),
-    "device_ids": (
-        "its index in a list; None on the CPU",
-        lambda one: None if (index := one.settings.device.index) is None else [index],
-    ),
-    "output_device": ("its index; None on the CPU", lambda one: one.settings.device.index),
-    "find_unused_parameters": ("True", lambda _: True),
-    "static_graph": ("False", lambda _: False),
-    "broadcast_buffers": ("as set", lambda one: one.settings.broadcast_buffers),
-    "dim": ("0", lambda _: 0),
+    "output_device": lambda one: one.settings.device.index,
+    "find_unused_parameters": lambda _: True,
+    "static_graph": lambda _: False,
+    "broadcast_buffers": lambda one: one.settings.broadcast_buffers,
+    "dim": lambda _: 0,
 }
 
 
@@ -118,45 +110,37 @@ def read_keywords(
         NotImplementedError: a keyword that raises.
     """
     meant, notes = dict(own), []
+    accepted = [*IGNORED, *REFUSED, *OTHER_NAMES]
     for name, value in extra.items():
-        entry = KEYWORDS.get(name)
-        if entry is None:
-            close = difflib.get_close_matches(name, [*known, *KEYWORDS], n=1)
+        if name not in accepted:
+            close = difflib.get_close_matches(name, [*known, *accepted], n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"ShardedWrapper: unknown keyword {name!r}.{hint}")
-        if value is None or value == entry.default:
+        keyword = IGNORED.get(name) or REFUSED.get(name)
+        if value is None or (keyword is not None and value == keyword.default):
             continue
-        if entry.fate is Fate.IGNORED:
-            notes.append(f"{name}: {entry.text}")
-        elif entry.fate is Fate.RAISES:
-            raise NotImplementedError(f"ShardedWrapper: {name}={value!r}: {entry.text}")
-        else:
-            for our_name, ours in _in_our_words(name, value).items():
-                if meant.get(our_name) is None:
-                    meant[our_name] = ours
-                elif not _is_same(meant[our_name], ours):
-                    raise ValueError(
-                        f"ShardedWrapper: {name}={value!r} contradicts another keyword, which "
-                        f"means {our_name}={meant[our_name]!r}. Pass one of them."
-                    )
+        if name in REFUSED:
+            raise NotImplementedError(f"ShardedWrapper: {name}={value!r}: {REFUSED[name].reason}")
+        if name in IGNORED:
+            notes.append(f"{name}: {IGNORED[name].reason}")
+            continue
+        for our_name, ours in OTHER_NAMES[name](value).items():
+            # The text after a colon: 0, "cuda:0" and torch.device("cuda", 0) are one device.
+            is_same = str(meant.get(our_name)).rpartition(":")[2] == str(ours).rpartition(":")[2]
+            if meant.get(our_name) is None:
+                meant[our_name] = ours
+            elif not is_same:
+                raise ValueError(
+                    f"ShardedWrapper: {name}={value!r} contradicts another keyword, which means "
+                    f"{our_name}={meant[our_name]!r}. Pass one of them."
+                )
     return meant, notes
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    # 0, "cuda:0" and torch.device("cuda", 0) are one device.
-    return one == other or str(one).rpartition(":")[2] == str(other).rpartition(":")[2]
-
-
-def _in_our_words(name: str, value: Any) -> dict[str, Any]:
-    """What a keyword of another name means under our own names."""
-    if name == "init_sync":
-        return {} if value else {"sync_module_states": False}
-    if name != "device_ids":
-        return {"device_id" if name == "output_device" else "broadcast_buffers": value}
-    if len(value) > 1:
+def _only(device_ids: Sequence[Any]) -> Any:
+    if len(device_ids) > 1:
         raise ValueError(
-            f"ShardedWrapper: device_ids={list(value)}: a process trains on one device; pass one "
-            "index, or device_id"
+            f"ShardedWrapper: device_ids={list(device_ids)}: a process trains on one device; pass "
+            "one index, or device_id"
         )
-    # Empty is as None: a module on the CPU.
-    return {"device_id": value[0]} if value else {}
+    return device_ids[0]

@@ -19,6 +19,8 @@ class ForwardEdits(StepObserver):
     def __init__(self) -> None:
         # Version counters of unsharded buffers when a forward of their unit began.
         self._versions: dict[FlatParamHandle, int] = {}
+        # Of a handle's places, those inside of a module.
+        self._places: dict[tuple[FlatParamHandle, nn.Module], list[tuple[nn.Module, str, int]]] = {}
 
     def unsharded(self, unit: Unit) -> None:
         for handle in unit.handles:
@@ -33,7 +35,20 @@ class ForwardEdits(StepObserver):
                 continue
             if handle.buffer._version != version:
                 raise _edited(handle)
-            handle.params.check_installed(module)
+            self._check_installed(handle, module)
+
+    def _check_installed(self, handle: FlatParamHandle, outer: nn.Module) -> None:
+        """See that the modules in ``outer`` still hold the full parameters."""
+        if (handle, outer) not in self._places:
+            inside = set(outer.modules())
+            self._places[handle, outer] = [one for one in handle.params.places if one[0] in inside]
+        for module, attribute, index in self._places[handle, outer]:
+            if module._parameters.get(attribute) is not handle.full[index]:
+                raise RuntimeError(
+                    f"parameter {handle.params.specs[index].name!r} (unit {handle.unit_name!r}) "
+                    "was replaced in forward: the model would go on with the one before. Compute "
+                    "with the changed value instead, without assigning it to the module."
+                )
 
 
 def _edited(handle: FlatParamHandle) -> RuntimeError:

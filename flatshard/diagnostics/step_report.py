@@ -206,12 +206,8 @@ def sum_up(
 ) -> StepReport:
     """Sum up a step into a report.
 
-    Args:
-        ranges: as in ``StepReport``.
-        volume: bytes by unit and purpose: "forward" or "backward" for all-gathers, "reduce"; other
-            purposes have no unit.
-        memory: as in ``StepReport``.
-        **figures: fields of ``StepReport`` that nothing here tells.
+    ``volume`` has bytes by unit and purpose: "forward" or "backward" for all-gathers, "reduce";
+    other purposes have no unit. ``figures`` are the fields that nothing here tells.
     """
     seconds: defaultdict[tuple[Kind, int | None], float] = defaultdict(float)
     for kind, unit, begin, end in ranges:

@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from flatshard.plan.auto_wrap import count_blocks
+from flatshard.plan.auto_wrap import AutoUnits
 from flatshard.plan.ignored import NOTHING, Ignored
 from flatshard.plan.module_tree import ModuleTree, name_of, numel
 
@@ -131,9 +131,7 @@ def show_bytes(count: int) -> str:
 def lint(units: Sequence[UnitSize], tied: Iterable[tuple[int, Sequence[str]]]) -> list[str]:
     """Warnings about a plan that will be slow or large, with a remedy; none about a good plan.
 
-    Args:
-        units: every unit of the model, the root too.
-        tied: elements and names of each weight that has several names.
+    ``tied`` has the elements and the names of each weight that has several names.
     """
     warnings = [_many_small(units), _uneven(units)]
     warnings += [_pulled_up(count, names, units) for count, names in tied]
@@ -145,7 +143,7 @@ def lint_one_unit(module: nn.Module, ignored: Ignored = NOTHING) -> list[str]:
     # A large module without repeated blocks may be a part that the user wraps by hand.
     tree = ModuleTree(module, ignored)
     size = numel(tree.params(module))
-    blocks = count_blocks(tree) if size >= LARGE_MODEL_NUMEL else 0
+    blocks = len(AutoUnits(tree).blocks()) if size >= LARGE_MODEL_NUMEL else 0
     if not blocks:
         return []
     return [

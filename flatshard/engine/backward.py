@@ -112,12 +112,12 @@ class Backward:
             unit.stick()
         if unit.phase is Phase.BACKWARD:
             return
-        if unit.unshards_in_backward:
+        if unit.for_backward:
             # All ranks come here, so hooks can reduce what all ranks have.
             if self.begin():
                 self.queue.call_hooks()
             self._unshard_now(unit)
-        unit.begin_backward()
+        unit.enter(Phase.BACKWARD)
 
     def unshard_again(self, unit: Unit) -> None:
         """Bring all parameters back, for a saved view or to compute a forward again.
@@ -134,7 +134,7 @@ class Backward:
         with self._observers.starting("backward", unit):
             unit.unshard("backward", everything=everything)
         with self._observers.waiting(Kind.GATHER_WAIT, unit):
-            unit.wait_unshard("backward", everything=everything)
+            unit.wait_unshard()
 
     def bring_back(self, unit: Unit) -> bool:
         """``unshard_again``, if a backward has begun; what it does without was used after all."""
@@ -161,7 +161,7 @@ class Backward:
     def _reshard_if_over(self, unit: Unit) -> None:
         if not unit.ends_backward:
             return
-        unit.reshard_by_policy()
+        unit.reshard(by_policy=True)
         self._observers.leave_backward(unit)
         self._observers.between_units()
         self._prefetch.after_backward(unit)
@@ -180,7 +180,7 @@ class Backward:
             for unit in state.units:
                 # A forward that runs a backward inside, for forces say, goes on afterwards.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
-                    unit.reshard_by_policy()
+                    unit.reshard(by_policy=True)
         is_outermost = state.depth == 0
         # After units are resharded: other ranks wait for that likewise. What a forward around this
         # backward still needs is released at its end.

@@ -12,13 +12,7 @@ from flatshard.comm.communicator import Communicator
 
 
 def broadcast_buffers(buffers: Sequence[Tensor], world: Communicator, op_name: str) -> None:
-    """Give every rank rank 0's, in one message per dtype and device. Collective.
-
-    Args:
-        buffers: alike in number, shapes and dtypes on all ranks.
-        world: all ranks.
-        op_name: whose, in errors.
-    """
+    """Give every rank rank 0's, in one message per dtype and device. Collective."""
     if world.size == 1:
         return
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -28,13 +22,10 @@ def broadcast_buffers(buffers: Sequence[Tensor], world: Communicator, op_name: s
         for alike in kinds.values():
             flat = torch.cat([buffer.detach().reshape(-1) for buffer in alike])
             world.broadcast(flat, op_name=op_name)
-            if world.rank != 0:
-                _spread(flat, alike)
-
-
-def _spread(flat: Tensor, buffers: list[Tensor]) -> None:
-    pieces = flat.split([buffer.numel() for buffer in buffers])
-    theirs = [piece.view(buffer.shape) for piece, buffer in zip(pieces, buffers, strict=True)]
-    # Not an edit for autograd: rank 0's graph sees none either.
-    with _unsafe_preserve_version_counter(tuple(buffers)):
-        torch._foreach_copy_(buffers, theirs)
+            if world.rank == 0:
+                continue
+            pieces = flat.split([buffer.numel() for buffer in alike])
+            theirs = [piece.view(buffer.shape) for piece, buffer in zip(pieces, alike, strict=True)]
+            # Not an edit for autograd: rank 0's graph sees none either.
+            with _unsafe_preserve_version_counter(tuple(alike)):
+                torch._foreach_copy_(alike, theirs)

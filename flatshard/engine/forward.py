@@ -24,7 +24,6 @@ from flatshard.comm.work import CollectiveError
 from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import broadcast_buffers
 from flatshard.engine.events import Kind
-from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.saved_tensors import SavedTensors
 from flatshard.engine.step_state import StepState
@@ -33,28 +32,17 @@ from flatshard.memory.page_pool import POOL
 
 
 class Forward:
-    """The forwards of one model.
-
-    Attributes:
-        has_run: whether one has begun.
-        saved: what autograd saves of unsharded parameters.
-    """
+    """The forwards of one model."""
 
     def __init__(self, state: StepState, backward: Backward, prefetch: Prefetch) -> None:
-        """None has run; ``refresh`` comes before the first."""
         self._state, self._observers = state, state.observers
         self._backward, self._prefetch = backward, prefetch
-        self.has_run = False
 
     def refresh(self, buffers: Sequence[Tensor]) -> None:
-        """Look at the units again, after their buffers were made anew.
-
-        Args:
-            buffers: the modules' buffers that rank 0 broadcasts. The objects of now, as in
-                DistributedDataParallel: a buffer that some forward replaces may then have another
-                size on each rank.
-        """
+        """Look at the units again, after their buffers, and the modules', were made anew."""
         units = self._state.units
+        # The objects of now, as in DistributedDataParallel: a buffer that some forward replaces may
+        # then have another size on each rank.
         self._buffers = buffers
         self.saved = SavedTensors(units, self._backward)
         self._of_several = [unit for unit in units if len(unit.modules) > 1]
@@ -83,13 +71,15 @@ class Forward:
             self._prefetch.in_recomputation(unit)
             return call
         unit.outstanding_backwards += state.expects_backward
-        if not unit.is_open:
+        if unit.phase is not Phase.FORWARD or not unit.is_current:
             self._prefetch.order.record(unit.index)
             with self._observers.starting("forward", unit):
                 unit.unshard("forward")
             with self._observers.waiting(Kind.GATHER_WAIT, unit):
-                unit.wait_unshard("forward")
-            unit.begin_forward()
+                unit.wait_unshard()
+            if unit.phase is Phase.BACKWARD:  # of one that failed inside the forward that runs
+                unit.enter(Phase.IDLE)
+            unit.enter(Phase.FORWARD)
             if len(unit.running) == 1:
                 self._observers.unsharded(unit)
             # After the wait: this unit's all-gather has the wires to itself, and the next one's
@@ -124,7 +114,6 @@ class Forward:
             self._end(failed)
 
     def _is_needed_soon(self, unit: Unit) -> bool:
-        """Whether backward begins with the unit, so that to reshard it would cost an all-gather."""
         if unit is self._state.root:
             return True
         return self._state.expects_backward and self._prefetch.keeps_for_backward(unit)
@@ -132,10 +121,8 @@ class Forward:
     # ------------------------------------------------------------ the outermost one
 
     def _begins_recomputation(self) -> bool:
-        """Whether a reentrant checkpoint around the full model computes it again.
-
-        Then nothing of the model's backward has run yet, and its own forward had no gradients.
-        """
+        """Whether a reentrant checkpoint around the full model computes it again."""
+        # Then nothing of the model's backward has run yet, and its own forward had no gradients.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
             return False
         self._state.plan_syncs()
@@ -147,7 +134,7 @@ class Forward:
             _check_not_captured(state.device)
         self.recover()
         self._observers.begin_forward()
-        self.has_run = True  # after the observers: some look at the first forward alone
+        state.has_run = True  # after the observers: some look at the first forward alone
         for unit in state.units:
             unit.begin_iteration()
         self._prefetch.order.begin_forward()
@@ -157,18 +144,16 @@ class Forward:
         else:
             # Evaluation makes no gradients, and its batches are often larger.
             self.give_back()
-        is_accumulating = any(sync is not Sync.ALL for sync in state.syncs)
-        if outermost is state.root and not is_accumulating:
+        if outermost is state.root and not state.is_accumulating:
             with self._observers.waiting(Kind.RANKS_WAIT):
                 name = f"{state.root.name or 'the model'}'s buffers"
                 broadcast_buffers(self._buffers, state.world, name)
         # All-gathers across nodes are slow: all units' overlap the forward.
         with self._observers.starting("forward", None):
             for handle in self._crossing:
-                handle.begin_refresh()
+                handle.gather.begin_refresh(handle.shard.detach(), handle.version)
 
     def _end(self, failed: bool) -> None:
-        """The outermost module has returned or raised."""
         for unit in self._of_several:
             unit.end_forward(is_needed_soon=self._is_needed_soon(unit))
         # Where all ran as recorded, an all-gather under way is backward's first.
@@ -177,7 +162,7 @@ class Forward:
         # The optimizer may write shards next: no other rank may still be reading them.
         with self._observers.waiting(Kind.RANKS_WAIT):
             for handle in self._crossing:
-                handle.gather.finish_refresh()
+                handle.gather.secondary.finish_refresh()
             if not failed:  # else the error on its way is the one to see
                 self._state.pending_sends.wait_sends()
         self._observers.end_forward()
@@ -209,14 +194,9 @@ class Forward:
 
 
 def _check_not_captured(device: torch.device) -> None:
-    """Refuse to all-gather or reduce while a CUDA graph captures the current stream.
-
-    What the host does in a step would run once, at the capture, and never again.
-
-    Raises:
-        RuntimeError: it is captured.
-    """
-    # Asked of another device than the current one, torch would begin to use that.
+    """Raise RuntimeError while a CUDA graph captures the current stream."""
+    # What the host does in a step would run once, at the capture, and never again. Asked of
+    # another device than the current one, torch would begin to use that.
     is_current = device.type == "cuda" and torch.cuda.current_device() == device.index
     if is_current and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

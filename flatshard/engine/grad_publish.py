@@ -169,7 +169,7 @@ class GradPublish:
         """
         self.unreduced.take_all_back()
         if self.unreduced.was_edited:
-            raise edited(self._params.unit_name)
+            raise edited(self._params.link.unit_name)
         grads = [param.grad for param in self._params.sharded]
         for param in self._params.sharded:
             param.grad = None

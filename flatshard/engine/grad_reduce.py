@@ -22,8 +22,9 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.flat_chunks import FlatChunks
 from flatshard.comm.requests import Gather, ReduceScatter
 from flatshard.comm.topology import Topology
-from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends
+from flatshard.comm.work import AsyncWork, CollectiveError
 from flatshard.engine.grad_buffer import zero
+from flatshard.engine.run_link import RunLink
 from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.buffers import storage_bytes
 from flatshard.plan.layout import FlatLayout
@@ -45,7 +46,7 @@ class CommHook:
 class ReducePlan:
     """How the gradients of one flat parameter are reduced."""
 
-    unit_fqn: str
+    link: RunLink
     layout: FlatLayout
     topology: Topology
     reduce_dtype: torch.dtype
@@ -56,14 +57,14 @@ class ReducePlan:
     # Memory of published gradients that users have dropped, for the next ones; None: what is
     # reduced is copied elsewhere, so any memory will do.
     output: BufferCache | None
-    pending_sends: PendingSends
 
     @property
     def min_chunk_bytes(self) -> int | None:
         """Size from which the transport reads a gradient where it is; None: from one buffer."""
         if self.hook is not None:
             return None
-        return self.topology.intra_group.min_chunk_bytes(self.tags[0], self.reduce_dtype)
+        transport = self.topology.intra_group.transport_for(tag=self.tags[0])
+        return transport.min_chunk_bytes(self.reduce_dtype)
 
     @property
     def intra_numel(self) -> int:
@@ -77,9 +78,8 @@ class ReducePlan:
     @property
     def adds_replicas(self) -> bool:
         """Whether replicas' averages are added up in parts, which are then all-gathered."""
-        return self.topology.replicate.adds_all_reduces(
-            self.reduce_dtype, self.device, fixed_order=self.fixed_order
-        )
+        replicate, dtype = self.topology.replicate, self.reduce_dtype
+        return replicate.size > 1 and (self.fixed_order or self.sum_dtype(replicate) is not dtype)
 
     @property
     def is_unordered(self) -> bool:
@@ -88,7 +88,7 @@ class ReducePlan:
         groups = topology.intra_group, topology.inter_group, topology.replicate
         return (
             self.hook is None
-            and all(group.is_unordered(self.device) for group in groups)
+            and not any(group.transport_for(self.device).is_ordered for group in groups)
             and (topology.replicate.size == 1 or self.adds_replicas)
         )
 
@@ -96,11 +96,13 @@ class ReducePlan:
         """Bytes that a reduction holds until it is finished."""
         # To send and to receive, unless the backend adds up as it receives. An accelerator's then
         # has two units under way, without which its host would be too little ahead of it.
-        adds = self.topology.intra_group.is_stream_ordered(self.device) and not self.fixed_order
+        transport = self.topology.intra_group.transport_for(self.device)
+        adds = transport.stream_waits(self.device) and not self.fixed_order
         return (1 if adds else 2) * chunks.numel * self.reduce_dtype.itemsize
 
     def sum_dtype(self, comm: Communicator) -> torch.dtype:
-        return comm.sum_dtype(self.reduce_dtype, self.device, fixed_order=self.fixed_order)
+        transport = comm.transport_for(self.device)
+        return transport.sum_dtype(self.reduce_dtype, fixed_order=self.fixed_order)
 
     def give_back(self) -> None:
         if self.output is not None:
@@ -125,7 +127,7 @@ class ReducePlan:
         (buffer,) = chunks.tensors
         with torch.no_grad():
             # A hook may have put noise into the padding.
-            return self.zero_padding(self.hook(buffer, self.unit_fqn), self.topology.index)
+            return self.zero_padding(self.hook(buffer, self.link.unit_name), self.topology.index)
 
 
 class GradReduce:
@@ -147,7 +149,7 @@ class GradReduce:
             self._computed = torch.Event(plan.device)
             self._computed.record()  # on the stream that is current on its device
         intra_group, across = plan.topology.intra_group, plan.topology.across
-        self._work = AsyncWork([], plan.unit_fqn)
+        self._work = AsyncWork([], plan.link.unit_name)
         with torch.no_grad():
             if intra_group.size > 1:
                 self._out = self._new_intra_part(chunks)
@@ -164,7 +166,8 @@ class GradReduce:
                 return
             self._queue.append(self)
             # gloo moves an accelerator's tensors, too, but the host waits for it.
-            if across.is_stream_ordered(self._out.device):
+            device = self._out.device
+            if across.transport_for(device).stream_waits(device):
                 self._cross_behind(chunks)
             elif intra_group.size == 1:  # nothing to wait for
                 self.cross()
@@ -182,7 +185,7 @@ class GradReduce:
         self, comm: Communicator, chunks: FlatChunks, tag: int, kind: str = "reduce"
     ) -> AsyncWork:
         """Start to fill ``_out`` with this rank's part of the average over ``comm``."""
-        unit_fqn, fixed_order = self._plan.unit_fqn, self._plan.fixed_order
+        unit_fqn, fixed_order = self._plan.link.unit_name, self._plan.fixed_order
         return comm.reduce_scatter(
             ReduceScatter(chunks, self._out, unit_fqn, tag, fixed_order, kind)
         )
@@ -207,7 +210,7 @@ class GradReduce:
 
     def _begin_second(self) -> None:
         plan, across = self._plan, self._plan.topology.across
-        self._work.wait(plan.pending_sends)
+        self._work.wait(plan.link.pending_sends)
         self._queue.popleft()
         self._must_cross = False
         if self._held is not None:
@@ -216,7 +219,7 @@ class GradReduce:
             self._held = None
         self._out = values = self._out.to(plan.reduce_dtype)
         if across is plan.topology.replicate and not plan.adds_replicas:
-            self._work = across.all_reduce(values, unit_fqn=plan.unit_fqn)
+            self._work = across.all_reduce(values, unit_fqn=plan.link.unit_name)
         else:
             chunks = FlatChunks.of(_padded(values, across.size))
             self._out = values.new_empty(chunks.numel // across.size, dtype=plan.sum_dtype(across))
@@ -233,11 +236,11 @@ class GradReduce:
             return
         self._must_gather = False
         plan, replicate, part = self._plan, self._plan.topology.replicate, self._out
-        self._work.wait(plan.pending_sends)
+        self._work.wait(plan.link.pending_sends)
         full = plan.new_output(part.numel() * replicate.size, part.dtype)
         self._out = full[: plan.intra_numel]  # without the zeros of `_padded`
         self._work = replicate.all_gather(
-            Gather(part, full, plan.unit_fqn, plan.tags[2], "", exact=True, reduced=True)
+            Gather(part, full, plan.link.unit_name, plan.tags[2], "", exact=True, reduced=True)
         )
         self._stages.append(self._work)
 
@@ -272,7 +275,7 @@ class GradReduce:
         with torch.no_grad():
             self.cross()
             self._gather_replicas()
-            self._work.wait(self._plan.pending_sends)
+            self._work.wait(self._plan.link.pending_sends)
         self._read_behind = []  # this stream has waited, so their memory may be used again
         out = self._out
         del self._out  # what is copied to the host must not stay on the device until the end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -14,19 +15,15 @@ from flatshard.engine.backward import Backward
 from flatshard.engine.forward import Forward
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.handle_making import copied
 from flatshard.engine.saved_tensors import tensors_in
 from flatshard.engine.unit import Unit
 
 
 class UnitHooks:
-    """The hooks of one unit; ``attach`` says whose step they belong to.
-
-    Attributes:
-        unit: the unit.
-    """
+    """The hooks of one unit; ``attach`` says whose step they belong to."""
 
     def __init__(self, unit: Unit) -> None:
-        """Hook the forwards of the unit's modules."""
         self.unit = unit
         before, after = _ModuleHook(self, "_pre_forward"), _ModuleHook(self, "_post_forward")
         for module in unit.modules:
@@ -36,24 +33,34 @@ class UnitHooks:
             module.register_forward_hook(after, always_call=True)
 
     def attach(self, forward: Forward, backward: Backward) -> None:
-        """Call these from now on."""
         self._forward, self._backward = forward, backward
 
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
-        """Let the unit own flat parameters that call the methods below."""
+        """Let the unit own flat parameters, and hear what autograd does with them."""
         self.unit.own(handles)
-        for handle in self.unit.lookups:
-            handle.params.bring_back_by(self._bring_back)
+        # Weakly: Python's collector does not see what autograd holds, and would free no cycle.
+        this = weakref.ref(self)
+
+        def on_outside_grad() -> bool:
+            hooks = this()
+            return hooks is not None and hooks._backward.begin()
+
+        def bring_back() -> bool:
+            hooks = this()
+            return hooks is not None and hooks._backward.bring_back(hooks.unit)
+
+        for handle in self.unit.handles:
+            # What only lookups use, backward does without, unless it is used otherwise, too.
+            is_needed = handle in self.unit.for_backward
+            grad_hook = partial(self._grad_hook, handle)
+            handle.params.connect(grad_hook, on_outside_grad, None if is_needed else bring_back)
 
     def copy_into(self, memo: dict[int, Any], twin: UnitHooks, unit: Unit) -> None:
         """Make ``twin``, which copied modules already call, the hooks of ``unit``, a copy."""
         self.unit.copy_into(memo, unit)
         # The copied modules have hooks already: torch copied them with everything else.
         twin.unit = unit
-        twin.own(
-            handle.copy_for(memo, twin.grad_hook, twin.on_outside_grad)
-            for handle in self.unit.handles
-        )
+        twin.own(copied(handle, memo) for handle in self.unit.handles)
 
     # ------------------------------------------------------------ of modules
 
@@ -92,9 +99,8 @@ class UnitHooks:
 
     # ------------------------------------------------------------ of parameters
 
-    def grad_hook(self, handle: FlatParamHandle, index: int) -> Callable[[Tensor], None]:
+    def _grad_hook(self, handle: FlatParamHandle, index: int) -> Callable[[Tensor], None]:
         """Make what full parameter ``index`` calls once autograd has filled its ``.grad``."""
-        # Weakly: Python's collector does not see what autograd holds, and would free no cycle.
         this, owner = weakref.ref(self), weakref.ref(handle)
 
         def hook(full: Tensor) -> None:
@@ -105,7 +111,12 @@ class UnitHooks:
             full.grad = None
             grad = handle.grad_publish.unreduced.take_back(index, grad)
             if grad.requires_grad:
-                raise _differentiable(handle.params.specs[index].name)
+                raise RuntimeError(
+                    f"parameter {handle.params.specs[index].name!r}: backward(create_graph=True) "
+                    "gives gradients that are differentiable themselves, which sharded ones cannot "
+                    "be. Use torch.autograd.grad for the inner gradient and backward() for the "
+                    "outer one."
+                )
             if grad.layout is not torch.strided:
                 grad = grad.to_dense()
             unit, backward = hooks.unit, hooks._backward
@@ -116,22 +127,6 @@ class UnitHooks:
 
         hook.of_flatshard = True  # type: ignore[attr-defined]
         return hook
-
-    def on_outside_grad(self) -> None:
-        """A sharded parameter gets a gradient from its use outside of forward."""
-        self._backward.begin()
-
-    def _bring_back(self) -> bool:
-        """Parameters of lookups alone are used otherwise; see ``Backward.bring_back``."""
-        return self._backward.bring_back(self.unit)
-
-
-def _differentiable(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"parameter {name!r}: backward(create_graph=True) gives gradients that are differentiable "
-        "themselves, which sharded ones cannot be. Use torch.autograd.grad for the inner gradient "
-        "and backward() for the outer one."
-    )
 
 
 def _hook_tensors(value: Any, hook: Callable[[Tensor], None]) -> int:

@@ -12,14 +12,16 @@ the source of an all-gather, without a copy.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.work import AsyncWork, PendingSends
+from flatshard.comm.work import AsyncWork
+from flatshard.engine.run_link import RunLink
 from flatshard.memory import mapped_files
 from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.disk import DiskMemory, fetch, release, rounded
@@ -28,128 +30,69 @@ from flatshard.options.offload import CPUOffload
 from flatshard.plan.layout import ALIGNMENT_BYTES, PAGE_BYTES
 
 
+@dataclass(frozen=True)
 class OffloadTarget:
-    """Memory in which tensors live between uses; this one: where they are made.
+    """Memory in which tensors live between uses; without arguments: where they are made."""
 
-    Attributes:
-        is_device: whether nothing is copied.
-        files: makes the file of a shard that an unsharded buffer shows.
-    """
-
-    is_device = True
+    is_device: bool = True  # nothing is copied
+    # Makes a tensor there, ``(numel,)``; its values are undefined.
+    new: Callable[[int, torch.dtype], Tensor] | None = None
+    # A tensor's values there; the tensor itself if it is there.
+    take_in: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    # Prepares for writing all of a tensor there, in one go.
+    page_in: Callable[[Tensor], object] = lambda _: None
+    # Gives memory back that tensors do not need until their next use; values stay.
+    page_out: Callable[..., object] = lambda *_: None
+    # Makes the file of a shard that an unsharded buffer shows.
     files: Files = mapped_files
-
-    def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor there, ``(numel,)``; its values are undefined."""
-        return torch.empty(numel, dtype=dtype)
-
-    def take_in(self, tensor: Tensor) -> Tensor:
-        """A tensor's values there; the tensor itself if it is there."""
-        return tensor
-
-    def page_in(self, tensor: Tensor) -> None:
-        """Prepare for writing all of a tensor there, in one go."""
-
-    def page_out(self, *tensors: Tensor | None) -> None:
-        """Give memory back that the tensors do not need until their next use; values stay."""
-
-
-class HostMemory(OffloadTarget):
-    """Memory of the host, for a unit that computes on an accelerator."""
-
-    is_device = False
-
-    def __init__(self, *, pinned: bool) -> None:
-        """``pinned``: the accelerator copies to and from it by itself."""
-        self._pinned = pinned
-
-    def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See ``OffloadTarget``."""
-        return torch.empty(numel, dtype=dtype, pin_memory=self._pinned)
-
-    def take_in(self, tensor: Tensor) -> Tensor:
-        """See ``OffloadTarget``."""
-        if tensor.device.type == "cpu" and tensor.is_pinned() is self._pinned:
-            return tensor
-        return torch.empty_like(tensor, device="cpu", pin_memory=self._pinned).copy_(tensor)
-
-
-class Disk(OffloadTarget):
-    """Files in a directory."""
-
-    is_device = False
-
-    def __init__(self, memory: DiskMemory) -> None:
-        """``memory`` makes the files."""
-        self._memory = self.files = memory
-
-    def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See ``OffloadTarget``."""
-        return self._memory.new(numel, dtype)
-
-    def take_in(self, tensor: Tensor) -> Tensor:
-        """See ``OffloadTarget``."""
-        return self._memory.take_in(tensor)
-
-    def page_in(self, tensor: Tensor) -> None:
-        """See ``OffloadTarget``: a fault for every page would take longer."""
-        fetch(tensor)
-
-    def page_out(self, *tensors: Tensor | None) -> None:
-        """See ``OffloadTarget``."""
-        release(*tensors)
 
 
 DEVICE = OffloadTarget()
 
 
+def host_memory(*, pinned: bool) -> OffloadTarget:
+    """The host's, for a unit on an accelerator, which copies to and from pinned memory itself."""
+
+    def new(numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, pin_memory=pinned)
+
+    def take_in(tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and tensor.is_pinned() is pinned:
+            return tensor
+        return torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
+
+    return OffloadTarget(is_device=False, new=new, take_in=take_in)
+
+
 @dataclass(frozen=True)
 class OffloadTargets:
-    """Where the parts of one unit's flat parameters live.
-
-    Attributes:
-        shard: the shard that users and optimizers hold.
-        gradient: its reduced gradient.
-        state: what makes files for optimizers, where their state does not live with the shard.
-        keeps_copy: whether the device keeps a copy of the shard to all-gather from.
-    """
+    """Where the parts of one unit's flat parameters live."""
 
     shard: OffloadTarget = DEVICE
     gradient: OffloadTarget = DEVICE
+    # Makes files for optimizers; None where their state lives with the shard.
     state: DiskMemory | None = None
+    # Whether the device keeps a copy of the shard to all-gather from.
     keeps_copy: bool = False
 
     @classmethod
     def find(cls, offload: CPUOffload, device: torch.device) -> OffloadTargets:
-        """What a policy means for a model that computes on ``device``.
-
-        Raises:
-            ValueError: its path cannot take files.
-            NotImplementedError: this system cannot map files.
-        """
+        """What a policy means on ``device``. Raises ValueError and NotImplementedError."""
         is_apart = device.type != "cpu"
         if not offload.is_on or (not is_apart and offload.path is None):
             return cls()
         if offload.path is None:
-            host = HostMemory(pinned=offload.pin_memory)
+            host = host_memory(pinned=offload.pin_memory)
             return cls(host, host, keeps_copy=not offload.takes_params)
         memory = DiskMemory(offload.path)
         if offload.takes_params or is_apart:
-            disk = Disk(memory)
+            # Paged in, as a fault for every page would take longer.
+            disk = OffloadTarget(False, memory.new, memory.take_in, fetch, release, memory)
             return cls(disk, disk, memory, keeps_copy=not offload.takes_params)
         return cls(state=memory)
 
     def reserve(self, unit: str, params: Iterable[nn.Parameter], shard_size: int) -> None:
-        """Keep room on the disk for a unit's shards and gradients, if they go there.
-
-        Args:
-            unit: its name, for errors.
-            params: what it owns.
-            shard_size: ranks that share them.
-
-        Raises:
-            OffloadError: the disk is full.
-        """
+        """Keep room on the disk for a unit's shards and gradients. Raises OffloadError."""
         if self.state is None or self.shard.is_device:
             return
         nbytes: dict[torch.dtype, int] = {}
@@ -170,40 +113,19 @@ class OffloadTargets:
 class HostToDevice:
     """Copies one shard to where its unit computes."""
 
-    def __init__(self, device: torch.device, targets: OffloadTargets) -> None:
-        """Plan; allocates nothing.
-
-        Args:
-            device: where the unit computes.
-            targets: where the shard lives.
-        """
-        self._device = device
-        self._target = targets.shard
+    def __init__(self, device: torch.device, targets: OffloadTargets, link: RunLink) -> None:
+        self._device, self._link = device, link
+        self._target, self._keeps_copy = targets.shard, targets.keeps_copy
         self._is_apart = not targets.shard.is_device and device.type != "cpu"
-        self._keeps_copy = targets.keeps_copy
         self._copy: Tensor | None = None
         self._version = -1
-        self._event: torch.cuda.Event | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copy that the device keeps."""
-        return 0 if self._copy is None else self._copy.numel() * self._copy.element_size()
-
-    @contextlib.contextmanager
-    def stream(self) -> Iterator[None]:
+    def stream(self) -> contextlib.AbstractContextManager[None]:
         """Let what is queued inside overlap with what the device computes."""
-        with _beside(self._device) if self._is_apart else contextlib.nullcontext():
-            yield
+        return _beside(self._device) if self._is_apart else contextlib.nullcontext()
 
     def copy(self, shard: Tensor, dtype: torch.dtype, version: int) -> Tensor:
-        """The shard where the unit computes, in ``dtype``; the input of an all-gather.
-
-        Args:
-            shard: ``(shard_numel,)``, in its target.
-            dtype: to cast to.
-            version: the shard's; tells whether a copy is stale.
-        """
+        """The shard where the unit computes, in ``dtype``; the input of an all-gather."""
         if not self._is_apart:
             source = shard.to(dtype)
             if source is not shard:
@@ -218,18 +140,14 @@ class HostToDevice:
     def _bring(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
         # Cast on the device: on the host the result would not be pinned.
         brought = shard.to(self._device, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
+        event = torch.cuda.Event()
+        event.record()
+        # The optimizer writes the shard on the host, which no stream holds back.
+        copied = SimpleNamespace(is_completed=event.query, wait=event.synchronize)
+        copying = AsyncWork([], self._link.unit_name, [shard], sends=[copied])
+        copying.wait(self._link.pending_sends)
         self._target.page_out(shard)
         return brought.to(dtype)
-
-    def track(self, shard: Tensor, unit_fqn: str, pending_sends: PendingSends) -> None:
-        """Let ``pending_sends`` know of a copy under way: the shard must not be written before."""
-        event, self._event = self._event, None
-        if event is not None:
-            # The optimizer writes the shard on the host, which no stream holds back.
-            pending = AsyncWork([], unit_fqn, shard, sends=[_Passed(event)])
-            pending.wait(pending_sends)
 
     def wait_on_stream(self) -> None:
         """Let the compute stream wait for the copy."""
@@ -242,10 +160,9 @@ class DeviceToHost:
     """Copies reduced gradients of one flat parameter to their target."""
 
     def __init__(self, target: OffloadTarget) -> None:
-        """``target``: where they live."""
         self.target = target
         self._cache = BufferCache(new=target.new)
-        self._copies: list[tuple[torch.cuda.Event, torch.device]] = []
+        self._copies: list[torch.cuda.Event] = []
 
     def copy(self, reduced: Tensor) -> Tensor:
         """``reduced``, ``(shard_numel,)``, in the target; its values are there after ``wait``."""
@@ -258,11 +175,12 @@ class DeviceToHost:
         else:
             with _beside(reduced.device):
                 place.copy_(reduced, non_blocking=True)
-                # Waited for in `wait`, before users may see `.grad`.
                 event = torch.cuda.Event()
                 event.record()
-            self._copies.append((event, reduced.device))
-            _keep_until(event, reduced)
+            self._copies.append(event)
+            # The caller frees it while it is read: its memory is used again once the copy is over,
+            # and not kept until `wait`, when it would be the gradients of the full model.
+            reduced.record_stream(_stream(reduced.device))
         self.target.page_out(place)
         return place
 
@@ -274,55 +192,15 @@ class DeviceToHost:
         return total
 
     def wait(self) -> None:
-        """Wait until every copy is over."""
-        for event, device in self._copies:
+        """Wait until every copy is over: users and optimizers read without a stream."""
+        for event in self._copies:
             event.synchronize()
-            _drop_passed(device)
         self._copies.clear()
 
 
-class _Passed:
-    """An event as something that ``AsyncWork`` waits for."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def is_completed(self) -> bool:
-        """Whether the device has come to it."""
-        return self._event.query()
-
-    def wait(self) -> None:
-        """Until it has."""
-        self._event.synchronize()
-
-
-_leaving: dict[torch.device, deque[tuple[torch.cuda.Event, Tensor]]] = {}
-"""What is copied down from a device, for all its flat parameters, in the order of the copies."""
-
-
-def _keep_until(event: torch.cuda.Event, tensor: Tensor) -> None:
-    """Keep a tensor until an event: freed before, compute could overwrite it while it is read.
-
-    No longer: at the end of a backward they would be the gradients of the full model.
-    """
-    _drop_passed(tensor.device)
-    _leaving.setdefault(tensor.device, deque()).append((event, tensor))
-
-
-def _drop_passed(device: torch.device) -> None:
-    kept = _leaving.get(device)
-    # Events of one stream pass in order: behind one that has not, none has.
-    while kept and kept[0][0].query():
-        kept.popleft()
-
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+    return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager

@@ -12,208 +12,185 @@ It shows memory that ``FlatParamHandle`` owns.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.topology import Topology
-from flatshard.engine.offload import OffloadTargets
-from flatshard.plan.layout import FlatLayout, LocalSpan
+from flatshard.engine.gather import HandleOptions
+from flatshard.engine.run_link import RunLink
+from flatshard.plan.layout import FlatLayout
 from flatshard.plan.param_info import ParamInfo, ParamLocation
 from flatshard.tensor import freed_parameter
 from flatshard.tensor.flat_parameter import FlatParameter, FlatParameterPart, view_of
 from flatshard.tensor.param_swap import SwappableParam
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, attributes_of
+from flatshard.tensor.sharded_tensor import FlatShardTensor
 
-T = TypeVar("T")
+GradHook = Callable[[int], Callable[[Tensor], None]]
 
 
 class ParamViews:
-    """The sharded and the full parameters, and the places in modules where they stand.
-
-    Attributes:
-        unit_name: names the unit in errors.
-        layout: where each original parameter lies.
-        local_spans: which range of this rank's shard is of which original parameter.
-        specs: what this rank holds of each original parameter.
-        flat_spec: what it holds of the flat parameter.
-        places: every place of every original parameter: the module, the attribute and the index.
-        sharded: the parameters that users see.
-        full: the parameters that compute, in the order of ``layout.spans``.
-        is_whole: whether this rank's shard is all of it.
-        use_orig_params: whether users see original parameters or one ``FlatParameter``.
-        are_originals: whether what users see are the original objects, over the shard.
-    """
+    """The sharded and the full parameters, and the places in modules where they stand."""
 
     def __init__(
-        self,
-        owned: list[ParamInfo],
-        unit_name: str,
-        *,
-        layout: FlatLayout,
-        topology: Topology,
-        use_orig_params: bool,
-        on_outside_grad: Callable[[], object],
+        self, owned: list[ParamInfo], link: RunLink, options: HandleOptions, layout: FlatLayout
     ) -> None:
-        """Describe what this rank holds; ``make_sharded`` and ``make_full`` fill it.
-
-        Args:
-            owned: parameters of one dtype and ``requires_grad``, with their places.
-            unit_name: the unit's name in the unwrapped model.
-            layout: where each of them lies.
-            topology: the ranks that share them.
-            use_orig_params: whether users see original parameters or one ``FlatParameter``.
-            on_outside_grad: called before autograd adds to a sharded parameter's ``.grad`` what
-                came of its use outside of forward; is not kept alive.
-        """
-        self.unit_name = unit_name
-        self.layout = layout
-        self.is_whole = topology.shard.size == 1
-        self.use_orig_params = use_orig_params
-        self.are_originals = use_orig_params and self.is_whole
+        """Describe what this rank holds; ``show_shard`` and ``make_full`` fill it."""
+        self.link, self.layout, self.options = link, layout, options
+        self.is_whole = options.topology.shard.size == 1
+        self.use_orig_params = options.use_orig_params
+        # Whether what users see are the original objects, over the shard.
+        self.are_originals = self.use_orig_params and self.is_whole
         self._owned = [SwappableParam(info) for info in owned]
-        self._topology = topology
-        self.sharded: list[nn.Parameter] = []
-        self.full: list[nn.Parameter] = []
+        self.sharded = [info.param for info in (owned if self.use_orig_params else owned[:1])]
+        self.full: list[nn.Parameter] = []  # in the order of `layout.spans`
         self._may_read = True
         self._placeholders: list[FlatShardTensor] = []
-        self._hooked: set[int] = set()
-        self._is_installed = False
-        self.local_spans: list[LocalSpan] = [
-            layout.local_span(index, topology.index) for index in range(len(owned))
-        ]
+        self._is_installed = False  # whether modules hold what `put` was given
+        # Which range of this rank's shard is of which original parameter.
+        rank = options.topology.index
+        self.local_spans = [layout.local_span(index, rank) for index in range(len(owned))]
+        # Every place of every original parameter: the module, the attribute and the index.
         self.places = [
             (site.module, site.attribute, index)
             for index, one in enumerate(owned)
             for site in one.locations
         ]
-        # By wrapped module: of the places, those inside.
-        self._places_of: dict[nn.Module, list[tuple[nn.Module, str, int]]] = {}
         self._rnns = [module for module in self.modules() if isinstance(module, nn.RNNBase)]
-        self._make_specs(_weakly(on_outside_grad, gone=None))
+        self._grad_hook: GradHook | None = None
+        self._make_specs()
 
     # ------------------------------------------------------------ construction
 
-    def _make_specs(self, on_outside_grad: Callable[[], object]) -> None:
-        topology = self._topology
+    def _make_specs(self) -> None:
+        topology, layout, unit = self.options.topology, self.layout, self.link.unit_name
+        spec_of = partial(
+            ShardSpec,
+            comm=topology.shard,
+            replicas=topology.replicate,
+            # Optimizers keep what has the parameters' shape there; None: in memory.
+            state_disk=self.options.targets.state,
+        )
         self.specs = [
-            ShardSpec(
+            spec_of(
                 span.name,
-                self.unit_name,
+                unit,
                 span.shape,
                 offset=local.offset,
                 numel=local.numel,
                 start=local.start,
-                comm=topology.shard,
-                replicas=topology.replicate,
                 order=span.order,
-                on_outside_grad=on_outside_grad,
             )
-            for span, local in zip(self.layout.spans, self.local_spans, strict=True)
+            for span, local in zip(layout.spans, self.local_spans, strict=True)
         ]
-        self.flat_spec = ShardSpec(
-            f"{self.unit_name or 'the root'}'s flat parameter",
-            self.unit_name,
-            (self.layout.shard_numel,),
+        # Of the flat parameter.
+        self.flat_spec = spec_of(
+            f"{unit or 'the root'}'s flat parameter",
+            unit,
+            (layout.shard_numel,),
             offset=0,
-            numel=self.layout.shard_numel,
-            comm=topology.shard,
-            replicas=topology.replicate,
+            numel=layout.shard_numel,
             originals=self.local_spans,
             number=topology.index,
-            total_numel=self.layout.numel,
+            total_numel=layout.numel,
         )
 
-    def make_sharded(self, shard: Tensor) -> None:
-        """Turn the originals, which keep their identity, into what users see.
-
-        Args:
-            shard: this rank's part, ``(layout.shard_numel,)``, with the values.
-        """
-        requires_grad = [owned.param.requires_grad for owned in self._owned]
+    def show_shard(self, shard: Tensor) -> Tensor:
+        """Let what users see show a shard, ``(layout.shard_numel,)``; returns the same memory."""
+        requires_grad = self.requires_grad()
         if not self.use_orig_params:
-            self._placeholders = self._make_placeholders(shard, requires_grad[0])
-            flat = FlatParameter(shard, requires_grad[0], self.layout, self._topology.index)
-            for owned in self._owned:
-                # Kept any longer, the originals would be a full copy of the unit on every rank.
-                owned.flatten_into(flat, self.unit_name)
-            self.sharded = [flat]
-            return
-        if self.is_whole:
-            for index, (owned, span) in enumerate(zip(self._owned, self.layout.spans, strict=True)):
-                view = view_of(shard, span)
-                if owned.param.is_meta:
-                    owned.swap_into(nn.Parameter(view, requires_grad[index]))
+            shard = self._show_flat(shard, requires_grad[0])
+        else:
+            spans = self.layout.spans
+            for index, (owned, span) in enumerate(zip(self._owned, spans, strict=True)):
+                asks = requires_grad[index]
+                if not self.is_whole:
+                    owned.swap_into(FlatShardTensor.parameter(shard, self.specs[index], asks))
+                elif owned.param.is_meta:
+                    owned.swap_into(nn.Parameter(view_of(shard, span), asks))
                 else:
                     # Hooks and attributes stay where they are: only the memory moves.
-                    owned.param.data = view
+                    owned.param.data = view_of(shard, span)
+        for param in self.sharded:
+            if not isinstance(param, FlatShardTensor):
+                param.state_disk = self.flat_spec.state_disk  # type: ignore[attr-defined]  # read by optimizer/offload
+        return shard
+
+    def _show_flat(self, shard: Tensor, requires_grad: bool) -> Tensor:
+        flat = self.sharded[0]
+        if isinstance(flat, FlatParameter):
+            flat.point_at(shard)
         else:
-            views = self._shard_views(shard, requires_grad)
-            for owned, shown in zip(self._owned, views, strict=True):
-                owned.swap_into(shown)
-        self.sharded = [owned.param for owned in self._owned]
-
-    def _shard_views(self, shard: Tensor, requires_grad: list[bool]) -> list[FlatShardTensor]:
-        """One true-shape tensor per original parameter, over this rank's range of it."""
-        return [
-            FlatShardTensor.parameter(shard, spec, is_trained)
-            for spec, is_trained in zip(self.specs, requires_grad, strict=True)
-        ]
-
-    def _make_placeholders(self, shard: Tensor, requires_grad: bool) -> list[FlatShardTensor]:
-        """The same where users hold one flat parameter."""
-        return [
+            flat = FlatParameter(shard, requires_grad, self.layout, self.options.topology.index)
+            for owned in self._owned:
+                # Kept any longer, the originals would be a full copy of the unit on every rank.
+                owned.flatten_into(flat, self.link.unit_name)
+            self.sharded = [flat]
+        # A view of the parameter, so that both share one version counter.
+        shard = flat.detach()
+        self._placeholders = [
             FlatParameterPart(shard[local.start : local.end], spec, requires_grad)
             for spec, local in zip(self.specs, self.local_spans, strict=True)
         ]
+        return shard
 
-    def make_full(
-        self,
-        buffer: Tensor,
-        *,
-        is_shard: bool,
-        grad_hook: Callable[[int], Callable[[Tensor], None]],
-    ) -> None:
-        """Make the full parameters; once per buffer.
-
-        Args:
-            buffer: the unsharded buffer, ``(layout.padded_numel,)``.
-            is_shard: whether that is the shard as well.
-            grad_hook: makes what is called with a full parameter, given by its index, once
-                autograd has put its gradient into ``.grad``.
-        """
-        requires_grad = self.requires_grad()
-        before = self.full
+    def make_full(self, buffer: Tensor, *, is_shard: bool) -> None:
+        """Make the full parameters over an unsharded buffer, ``(layout.padded_numel,)``."""
+        requires_grad, before = self.requires_grad(), self.full
         with torch.inference_mode(False), torch.no_grad():
             if is_shard and self.use_orig_params:
                 self.full = self.sharded
             else:
-                self.full = [
-                    nn.Parameter(view_of(buffer, span), requires_grad=False)
-                    for span in self.layout.spans
-                ]
                 self._may_read = True
+                spans = self.layout.spans
+                self.full = [nn.Parameter(view_of(buffer, s), requires_grad=False) for s in spans]
                 for spec, full in zip(self.specs, self.full, strict=True):
                     freed_parameter.name(full, spec)
-            for index, (spec, full) in enumerate(zip(self.specs, self.full, strict=True)):
-                spec.full = full
-                differentiable = full.is_floating_point() or full.is_complex()
-                if differentiable and id(full) not in self._hooked:
-                    # A frozen tensor refuses hooks; it may be unfrozen later.
-                    full.requires_grad_(True)
-                    full.register_post_accumulate_grad_hook(grad_hook(index))
-                    if before:
-                        # The dictionary, so that handles can still remove what is in it.
-                        full._backward_hooks = before[index]._backward_hooks
+            for index, full in enumerate(self.full):
+                self.specs[index].full = full
                 full.requires_grad_(requires_grad[index])  # False for integers
+                # Originals that compute themselves are the same objects after a conversion.
+                if before and before[index] is not full:
+                    # The dictionary, so that handles can still remove what is in it.
+                    full._backward_hooks = before[index]._backward_hooks
+                    self._hook_grad(index)
                 if self.use_orig_params and not self.is_whole:
                     self._owned[index].move_hooks(full)
-        # Originals that compute themselves stay the same objects through a conversion.
-        self._hooked = {id(full) for full in self.full}
+
+    def _hook_grad(self, index: int) -> None:
+        full = self.full[index]
+        if self._grad_hook is not None and (full.is_floating_point() or full.is_complex()):
+            is_trained = full.requires_grad
+            # A frozen tensor refuses hooks; it may be unfrozen later.
+            full.requires_grad_(True)
+            full.register_post_accumulate_grad_hook(self._grad_hook(index))
+            full.requires_grad_(is_trained)
+
+    def connect(
+        self,
+        grad_hook: GradHook,
+        on_outside_grad: Callable[[], object],
+        bring_back: Callable[[], bool] | None,
+    ) -> None:
+        """Say what autograd calls, which must not keep the unit alive.
+
+        Args:
+            grad_hook: makes what a full parameter, given by its index, calls with its ``.grad``.
+            on_outside_grad: called before a use outside of forward adds to a sharded ``.grad``.
+            bring_back: unshards full parameters that are used after they were resharded, and
+                returns whether they are there then; None: nothing does.
+        """
+        self._grad_hook = grad_hook
+        with torch.inference_mode(False):
+            for index in range(len(self.full)):
+                self._hook_grad(index)
+        for spec in self.specs:
+            spec.on_outside_grad = on_outside_grad
+            if bring_back is not None:
+                spec.bring_back = bring_back
 
     def set_accessible(self, may_read: bool) -> None:
         """Say whether the full parameters have memory, unless they compute themselves."""
@@ -221,73 +198,19 @@ class ParamViews:
             self._may_read = may_read
             freed_parameter.set_accessible(self.full, may_read)
 
-    def repoint(self, shard: Tensor) -> Tensor:
-        """Let the sharded parameters show another shard, keeping their identity.
-
-        Args:
-            shard: ``(layout.shard_numel,)``, of any dtype and device.
-
-        Returns:
-            ``shard``, or the same memory with the version counter of what users hold.
-        """
-        if not self.use_orig_params:
-            flat = self.sharded[0]
-            assert isinstance(flat, FlatParameter)
-            flat.point_at(shard)
-            # A view of the parameter, so that both share one version counter.
-            shard = flat.detach()
-            self._placeholders = self._make_placeholders(shard, flat.requires_grad)
-        elif self.is_whole:
-            for param, span in zip(self.sharded, self.layout.spans, strict=True):
-                param.data = view_of(shard, span)
-        else:
-            views = self._shard_views(shard, self.requires_grad())
-            for owned, view in zip(self._owned, views, strict=True):
-                owned.swap_into(view)
-        return shard
-
-    def bring_back_by(self, bring_back: Callable[[], bool]) -> None:
-        """Say what unshards the full parameters where they are used after they were resharded.
-
-        Args:
-            bring_back: whether they are there then; is not kept alive.
-        """
-        for spec in self.specs:
-            spec.bring_back = _weakly(bring_back, gone=False)
-
-    def keep_state_at(self, targets: OffloadTargets) -> None:
-        """Let optimizers keep what has the parameters' shape in its target."""
-        for spec in (*self.specs, self.flat_spec):
-            spec.state_disk = targets.state
-        for param in self.sharded:
-            if not isinstance(param, FlatShardTensor):
-                param.state_disk = targets.state  # type: ignore[attr-defined]  # read by optimizer/offload
-
-    def copy_for(self, memo: dict[int, Any], on_outside_grad: Callable[[], object]) -> ParamViews:
-        """The same for modules that were deep-copied; shows nothing before ``repoint``.
-
-        Args:
-            memo: the finished copy's memo, which knows every module's and parameter's copy.
-            on_outside_grad: as at construction, for the copy.
-        """
-        twin = ParamViews(
-            [owned.copied(memo) for owned in self._owned],
-            self.unit_name,
-            layout=self.layout,
-            topology=self._topology,
-            use_orig_params=self.use_orig_params,
-            on_outside_grad=on_outside_grad,
-        )
-        twin.sharded = [memo[id(param)] for param in self.sharded]
+    def copied(self, memo: dict[int, Any], link: RunLink) -> ParamViews:
+        """The same for modules that were deep-copied; shows nothing before ``show_shard``."""
+        owned = [one.copied(memo) for one in self._owned]
+        twin = ParamViews(owned, link, self.options, self.layout)
         for copied, spec in zip(twin.specs, self.specs, strict=True):
             copied.name = spec.name  # that of the layout is relative to the first root
         return twin
 
-    def rename(self, unit_name: str, strip: Callable[[str], str]) -> None:
+    def rename(self, strip: Callable[[str], str]) -> None:
         """Take names relative to another root; ``strip`` maps the old to the new ones."""
-        self.unit_name = self.flat_spec.unit = unit_name
+        self.flat_spec.unit = self.link.unit_name
         for spec in self.specs:
-            spec.name, spec.unit = strip(spec.name), unit_name
+            spec.name, spec.unit = strip(spec.name), self.link.unit_name
 
     # ------------------------------------------------------------ what they are
 
@@ -302,33 +225,19 @@ class ParamViews:
             found = [param.requires_grad for param in self.sharded]
         return found if self.use_orig_params else found * len(self.specs)
 
-    def traits(self, index: int) -> tuple[bool, dict[str, Any]]:
-        """Whether original parameter ``index`` is trained, and the attributes users gave it."""
-        if not self.use_orig_params:
-            return self.sharded[0].requires_grad, {}
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.sharded[index].requires_grad, attributes_of(self.sharded[index])
-
     def num_trainable(self) -> int:
-        """Full parameters that ask for a gradient."""
         return sum(full.requires_grad for full in self.full)
 
     def modules(self) -> set[nn.Module]:
-        """The modules in which the parameters stand."""
         return {module for module, _, _ in self.places}
 
     def locations(self, index: int) -> list[ParamLocation]:
-        """Where original parameter ``index`` stands; the first place names it."""
         return self._owned[index].locations
 
     # ------------------------------------------------------------ what modules hold
 
     def use_unsharded_views(self) -> None:
-        """Give the modules the full parameters.
-
-        Raises:
-            RuntimeError: a module's parameter was replaced by another object since wrapping.
-        """
+        """Give the modules the full parameters. Raises as ``check_places``."""
         if self.are_full:
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -344,44 +253,17 @@ class ParamViews:
         self.put(self.full)
 
     def check_places(self) -> None:
-        """See that the modules hold what they were given.
-
-        Raises:
-            RuntimeError: a module's parameter was replaced by another object since wrapping.
-        """
+        """Raise RuntimeError if a module's parameter was replaced since wrapping."""
         for module, attribute, index in self.places:
             present = module._parameters.get(attribute)
             if present is not self.full[index] and present is not self._outside(index):
                 raise RuntimeError(
-                    f"parameter {self.specs[index].name!r} (unit {self.unit_name!r}) was "
+                    f"parameter {self.specs[index].name!r} (unit {self.link.unit_name!r}) was "
                     "replaced after wrapping. Assign values with p.copy_(...), or replace the "
                     "parameter before wrapping."
                 )
 
-    def check_installed(self, outer: nn.Module) -> None:
-        """See that the modules in ``outer`` still hold the full parameters.
-
-        Raises:
-            RuntimeError: a forward replaced one of them.
-        """
-        for module, attribute, index in self._places_in(outer):
-            if module._parameters.get(attribute) is not self.full[index]:
-                raise RuntimeError(
-                    f"parameter {self.specs[index].name!r} (unit {self.unit_name!r}) was replaced "
-                    "in forward: the model would go on with the one before. Compute with the "
-                    "changed value instead, without assigning it to the module."
-                )
-
-    def _places_in(self, outer: nn.Module) -> list[tuple[nn.Module, str, int]]:
-        found = self._places_of.get(outer)
-        if found is None:
-            inside = set(outer.modules())
-            found = [place for place in self.places if place[0] in inside]
-            self._places_of[outer] = found
-        return found
-
     def put(self, params: list[nn.Parameter]) -> None:
-        """Let the modules hold ``params``, one per original parameter."""
         for module, attribute, index in self.places:
             module._parameters[attribute] = params[index]
             if self._placeholders:
@@ -414,33 +296,9 @@ class ParamViews:
             # Recurrent modules compare these weak references with their weights; None means equal.
             module._flat_weight_refs = [None] * len(names)
 
-    def hide(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Take the parameters out of the modules; returns what to put back where."""
-        hidden = []
-        for module, attribute, _ in self.places:
-            hidden.append((module._parameters, attribute, module._parameters[attribute]))
-            module._parameters[attribute] = None
-        return hidden
-
-    def show_placeholders(self) -> None:
+    def list_placeholders(self, *, shown: bool) -> None:
         """With ``use_orig_params=False``, list the originals among the modules' parameters."""
         if self._placeholders and not self._is_installed:
             for module, attribute, index in self.places:
-                module._parameters[attribute] = self._placeholders[index]  # type: ignore[assignment]
-
-    def hide_placeholders(self) -> None:
-        """Undo ``show_placeholders``."""
-        if self._placeholders and not self._is_installed:
-            for module, attribute, _ in self.places:
-                module._parameters[attribute] = None
-
-
-def _weakly(method: Callable[[], T], gone: T) -> Callable[[], T]:
-    """A bound method that does not keep its object: ``.grad`` is unseen by the collector too."""
-    this = weakref.WeakMethod(method)
-
-    def call() -> T:
-        found = this()
-        return gone if found is None else found()
-
-    return call
+                placeholder: Any = self._placeholders[index] if shown else None
+                module._parameters[attribute] = placeholder

@@ -11,25 +11,13 @@ from flatshard.plan.schedule import ExecutionOrder
 
 
 class Prefetch:
-    """Of one model.
-
-    Attributes:
-        order: of its units.
-        recomputes_whole: whether the forward that runs is the full model's, computed again in
-            backward.
-    """
+    """Of one model."""
 
     def __init__(
         self, state: StepState, *, forward: bool, backward: BackwardPrefetch | None
     ) -> None:
-        """Nothing is recorded yet.
-
-        Args:
-            state: of the model's step.
-            forward: whether to all-gather early in forward.
-            backward: when to all-gather in backward.
-        """
         self.order = ExecutionOrder()
+        # Whether the forward that runs is the full model's, computed again in backward.
         self.recomputes_whole = False
         self._observers, self._units = state.observers, state.units
         self._forward, self._backward = forward, backward
@@ -39,24 +27,20 @@ class Prefetch:
         """Look at the units again, after their buffers were made anew."""
         self._budget = max((unit.buffer_bytes for unit in self._units), default=0)
         # Where backward all-gathers within a smaller group, that is quick.
-        self._backward_is_slow = any(
-            unit.topology.intra_group.gathers_in_background and unit.placement.regather_size is None
+        backward_is_slow = any(
+            unit.topology.intra_group.transport_for().gathers_in_background
+            and unit.placement.regather_size is None
             for unit in self._units
         )
-
-    @property
-    def _begins_in_forward(self) -> bool:
-        """Whether to keep and all-gather in forward what backward begins with."""
-        if self._backward is BackwardPrefetch.AUTO:
-            return self._backward_is_slow
-        return self._backward is BackwardPrefetch.END_OF_FORWARD
+        # Whether to keep and all-gather in forward what backward begins with.
+        self._begins_in_forward = self._backward is BackwardPrefetch.END_OF_FORWARD or (
+            self._backward is BackwardPrefetch.AUTO and backward_is_slow
+        )
 
     def keeps_for_backward(self, unit: Unit) -> bool:
-        """Whether a unit stays unsharded after forward because backward begins with it."""
         return self._begins_in_forward and self.order.first_backward()[:1] == [unit.index]
 
     def in_forward(self) -> None:
-        """Start the all-gathers of the units expected next."""
         if self._forward:
             self._begin(self.order.next_forward(), "forward")
 
@@ -76,20 +60,17 @@ class Prefetch:
             self._begin(self.order.next_backward(unit.index), "backward")
 
     def after_backward(self, unit: Unit) -> None:
-        """Likewise, where that is not to be sooner."""
         if self._backward is BackwardPrefetch.BACKWARD_POST:
             self._begin(self.order.next_backward(unit.index)[:1], "backward")
 
     def _begin(self, coming: Sequence[int], purpose: str) -> None:
-        """Start the all-gather of the unit that comes first.
-
-        Where it is on its way while this rank computes, also of those after it, as many as fit
-        into the memory of the largest unit: else the wires would be idle whenever one has come.
-        """
+        """Start the all-gather of the unit that comes first."""
+        # Where it is on its way while this rank computes, also of those after it, as many as fit
+        # into the memory of the largest unit: else the wires would be idle whenever one has come.
         first = None
         for index in coming:
             unit = self._units[index]
-            if purpose == "backward" and not unit.unshards_in_backward:
+            if purpose == "backward" and not unit.for_backward:
                 continue
             if first is None:
                 first = index
@@ -104,7 +85,7 @@ class Prefetch:
 
     def _fits_ahead(self, unit: Unit) -> bool:
         """Whether to start an all-gather for which no rank waits next."""
-        if not unit.topology.intra_group.gathers_in_background:
+        if not unit.topology.intra_group.transport_for().gathers_in_background:
             return False
         return sum(one.buffer_bytes for one in {*self._under_way(), unit}) <= self._budget
 

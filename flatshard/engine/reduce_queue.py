@@ -133,7 +133,9 @@ class ReduceQueue:
         # An accelerator's host is far ahead of it: reductions fill whatever they may.
         on_accelerator = any(h.device.type != "cpu" for _, h in self._state.handles)
         sizes = [
-            sum(2 * h.layout.padded_numel * h.reduce_dtype.itemsize for h in one.handles)
+            sum(
+                2 * h.layout.padded_numel * h.reduce_plan.reduce_dtype.itemsize for h in one.handles
+            )
             for one in (self.buckets if on_accelerator else units)
         ]
         self.max_bytes_in_flight = max(sizes, default=0)
@@ -174,11 +176,11 @@ class ReduceQueue:
         """Tell the other ranks how far this one is; see the note. Collective."""
         if not self._hooked:
             return
-        world = self._state.world
+        world = self._state.world.apart
         said = [self._order.num_ready(), int(not at_end)]
         values = torch.tensor(said, device=world.control_device)
         op_name = "communication hooks that can be called in backward"
-        world.reduce_scalars(values, "MIN", op_name=op_name, apart=True)
+        world.reduce_scalars(values, "MIN", op_name=op_name)
         # The smallest number: a hook that one rank cannot call yet would hold up the others.
         self._num_agreed, go_on = values.tolist()
         if not go_on:

@@ -37,11 +37,7 @@ class SavedView(NamedTuple):
     version: int
 
     def restore(self) -> Tensor:
-        """The view, of a unit that is unsharded.
-
-        Raises:
-            RuntimeError: the parameters were edited since.
-        """
+        """The view, of a unit that is unsharded."""
         handle = self.handle
         # Torch's own check is off for what hooks pack.
         if handle.version != self.version:
@@ -54,12 +50,7 @@ class SavedView(NamedTuple):
 
 
 class SavedTensors:
-    """The pair of hooks for one tree of units.
-
-    Args:
-        units: every unit.
-        backward: unshards a unit again whose saved views are wanted.
-    """
+    """The pair of hooks for one tree of units."""
 
     def __init__(self, units: Iterable[Unit], backward: Backward) -> None:
         self._backward = backward
@@ -70,8 +61,8 @@ class SavedTensors:
             for handle in unit.handles
             if handle.buffer_bytes
         }
+        # One for each forward under way; None where the hooks of one around it are on top.
         self._active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
-        self._packs: list[Callable[[Tensor], Any]] = []
 
     def _looks_in(self, tensor: Tensor) -> bool:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
@@ -93,27 +84,22 @@ class SavedTensors:
         return output
 
     def push(self) -> None:
-        """Start packing, unless our hooks are on top already; pairs with ``pop``.
-
-        Every unit asks: a checkpoint between two units puts its own hooks on top, and it counts
-        what it sees, in forward and again in recomputation, where the outer unit is not running.
-        """
+        """Start packing, unless our hooks are on top already; pairs with ``pop``."""
+        # Every unit asks: a checkpoint between two units puts its own hooks on top, and it counts
+        # what it sees, in forward and again in recomputation, where the outer unit is not running.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if outer is not None and self._packs and outer[0] is self._packs[-1]:
+        ours = next((one for one in reversed(self._active) if one is not None), None)
+        if outer is not None and ours is not None and outer[0] is ours.pack_hook:
             self._active.append(None)
             return
         # Torch calls the topmost pair alone, so ours hands on what it does not want.
-        pack, unpack = self._pair(outer)
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(*self._pair(outer))
         hooks.__enter__()
         self._active.append(hooks)
-        self._packs.append(pack)
 
     def pop(self) -> None:
-        """Undo the last ``push``."""
         hooks = self._active.pop()
         if hooks is not None:
-            self._packs.pop()
             hooks.__exit__(None, None, None)
 
     def _pair(
@@ -132,14 +118,8 @@ class SavedTensors:
                     reinterprets |= tensor.is_conj() or tensor.is_neg()
                     if reinterprets or unit.copies_saved(handle):  # both are rare
                         return outer_pack(tensor.clone())
-                    return SavedView(
-                        unit,
-                        handle,
-                        tensor.size(),
-                        tensor.stride(),
-                        int(tensor.storage_offset()),
-                        handle.version,
-                    )
+                    size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+                    return SavedView(unit, handle, size, stride, int(offset), handle.version)
             return outer_pack(tensor)
 
         def unpack(packed: Any) -> Tensor:
@@ -174,11 +154,8 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
     """Tensors of arguments or outputs: in containers, and in the attributes of plain objects."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item, depth)
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    elif isinstance(value, tuple | list | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(item, depth)
     elif depth and not isinstance(value, _OPAQUE):
         leaves = pytree.tree_leaves(value)

@@ -19,6 +19,7 @@ class StepState:
         self.units, self.root = list(units), units[-1]  # the outermost unit comes last
         self.world = world  # the ranks that train the model
         self.number = number  # below 256, tells models apart; alike on all ranks
+        self.has_run = False  # whether a forward has begun
         self.observers = Observers()
         self.pending_sends = PendingSends()  # what other ranks may still be reading from this one
         # Where something is all-gathered or reduced; None: a forward is only kernels.
@@ -35,6 +36,11 @@ class StepState:
     def handles(self) -> list[tuple[Unit, FlatParamHandle]]:
         """Every flat parameter, with its unit."""
         return [(unit, handle) for unit in self.units for handle in unit.handles]
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether forwards that begin now are under ``no_sync``."""
+        return any(sync is not Sync.ALL for sync in self.syncs)
 
     def plan_syncs(self) -> None:
         """A forward with gradients begins: decide what its backward does with them."""

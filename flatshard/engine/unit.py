@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -38,51 +39,16 @@ class Phase(enum.Enum):
     BACKWARD = "BACKWARD"
 
 
-_MOVES = {
-    Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD},
-    # BACKWARD: one that runs inside a forward, for forces say.
-    Phase.FORWARD: {Phase.IDLE, Phase.BACKWARD},
-    Phase.BACKWARD: {Phase.IDLE},
-}
-"""The moves allowed, besides staying."""
-
-
+@dataclass(eq=False, slots=True)
 class Call:
-    """One call of a unit's module, which a backward belongs to.
+    """One call of a unit's module, which a backward belongs to."""
 
-    Attributes:
-        num_inputs: how many of its inputs have a gradient; when all have come, backward is through.
-        has_begun: whether its backward has begun.
-    """
-
-    __slots__ = ("has_begun", "num_inputs")
-
-    def __init__(self) -> None:
-        self.num_inputs = 0
-        self.has_begun = False
+    num_inputs: int = 0  # that have a gradient; when all have come, backward is through
+    has_begun: bool = False  # the backward
 
 
 class Unit:
-    """A wrapped module, or several, and their flat parameters.
-
-    Attributes:
-        casts: of each module, which keeps its own class and forward, how its inputs are cast.
-        names: the modules' names in the unwrapped model; empty for the model itself.
-        name: the same in one.
-        handles: its flat parameters, one per dtype and ``requires_grad``, and one for each large
-            parameter of the root; may be none.
-        num_trainable: of each flat parameter, how many gradients a full backward brings.
-        topology: its groups.
-        index: its number in the run.
-        phase: see ``Phase``.
-        placement: what is resharded when.
-        is_root: whether it is the outermost one.
-        sync: what the backward of the forward begun last does with the gradients.
-        num_loads: how often a state dict was loaded into it; alike on all ranks.
-        running: calls of its modules under way, the innermost last.
-        outstanding_backwards: forward calls in the last iteration whose backward has not started.
-            Same on all ranks, also where an earlier forward failed on some.
-    """
+    """A wrapped module, or several, and their flat parameters."""
 
     def __init__(
         self,
@@ -92,15 +58,23 @@ class Unit:
         placement: Placement,
         topology: Topology,
     ) -> None:
-        """A unit without parameters; ``own`` adds them."""
+        # Of each module, which keeps its own class and forward, how its inputs are cast.
         self.casts = dict(modules)
+        # In the unwrapped model; `name` is all of them in one.
         self.names, self.name = list(names), name_of(names)
+        # One per dtype and `requires_grad`, and one for each large parameter of the root; or none.
         self.handles: list[FlatParamHandle] = []
+        self.for_backward: list[FlatParamHandle] = []  # without what lookups alone use
+        # Of each, how many gradients a full backward brings.
         self.num_trainable: dict[FlatParamHandle, int] = {}
         self.index, self.phase = -1, Phase.IDLE
         self.placement, self.topology = placement, topology
-        self.sync, self.is_root, self.num_loads = Sync.ALL, True, 0
-        self.running: list[Call] = []
+        self.is_root = True
+        self.num_loads = 0  # of state dicts; alike on all ranks
+        self.sync = Sync.ALL  # what the backward of the forward begun last does with gradients
+        self.running: list[Call] = []  # the innermost last
+        # Forward calls in the last iteration whose backward has not started. Same on all ranks,
+        # also where an earlier forward failed on some.
         self.outstanding_backwards = 0
         self._outstanding_before = 0  # of iterations before the last
         self._ends_unseen = False  # whether a backward of it has no input that tells its end
@@ -108,7 +82,6 @@ class Unit:
         self._calls_to_come = 0  # in it, if it is like the one before
         self._backward_follows = False  # after the last call
         self._outstanding_inputs: dict[Call, int] = {}
-        self._for_backward: list[FlatParamHandle] = []
         self._sticky_version = -1  # of the parameters that a differentiable backward uses
 
     def copy_into(self, memo: dict[int, Any], twin: Unit) -> None:
@@ -120,32 +93,33 @@ class Unit:
         twin.running, twin._outstanding_inputs = [], {}
 
     def refuse_to_part(self) -> NoReturn:
-        """Raise for a copy of the module without its wrapper."""
         raise RuntimeError(
             f"unit {self.name!r}: the module of a ShardedWrapper cannot be copied or pickled "
             "without it. Copy the wrapper (copy.deepcopy(model)), and save model.state_dict()."
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Not available alone; see ``refuse_to_part``."""
         self.refuse_to_part()
 
     @property
     def modules(self) -> Collection[nn.Module]:
-        """The modules; mostly one."""
         return self.casts.keys()
 
     def rename(self, names: Sequence[str], *, is_root: bool) -> None:
-        """Take names relative to another root."""
         strip = partial(_renamed, before=self.names, after=names)
         self.names, self.name, self.is_root = list(names), name_of(names), is_root
         for handle in self.handles:
-            handle.rename(self.name, strip)
+            handle.link.unit_name = self.name
+            handle.params.rename(strip)
 
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
         """Own these flat parameters, and no others."""
         self.handles = list(handles)
-        self._for_backward = [handle for handle in self.handles if not _are_looked_up(handle)]
+        self.for_backward = [
+            handle
+            for handle in self.handles
+            if not all(type(module) in _LOOKUPS for module in handle.params.modules())
+        ]
         self.count_trainable()
 
     def count_trainable(self) -> None:
@@ -161,83 +135,28 @@ class Unit:
                 wanted = Sync.NONE
         self.sync = wanted
 
-    # ------------------------------------------------------------ what it is and holds
-
-    @property
-    def trainable_handles(self) -> list[FlatParamHandle]:
-        """Flat parameters with something to reduce."""
-        return [handle for handle, count in self.num_trainable.items() if count]
-
     @property
     def calls_hook(self) -> bool:
         """Whether a user's function reduces the unit's gradients in this backward."""
         return self.sync is Sync.ALL and any(
             handle.comm_hook is not None and handle.comm_hook.reduce is not None
-            for handle in self.trainable_handles
+            for handle, count in self.num_trainable.items()
+            if count
         )
-
-    @property
-    def lookups(self) -> list[FlatParamHandle]:
-        """Flat parameters that only lookups use, which backward does without."""
-        return [handle for handle in self.handles if handle not in self._for_backward]
-
-    @property
-    def unshards_in_backward(self) -> bool:
-        """Whether backward needs any of the parameters."""
-        return bool(self._for_backward)
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of its unsharded buffers while they exist."""
         return sum(handle.buffer_bytes for handle in self.handles)
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the unit's unsharded gradients while they are accumulated."""
-        return sum(
-            handle.layout.padded_numel * handle.grad_buffer.dtypes.accum_dtype.itemsize
-            for handle in self.trainable_handles
-        )
-
-    @property
-    def unsharded_bytes(self) -> int:
-        """Bytes of unsharded parameters now, and of secondary shards."""
-        return sum(
-            handle.unsharded_bytes + handle.gather.secondary_bytes for handle in self.handles
-        )
-
-    @property
-    def held_gradient_bytes(self) -> int:
-        """Bytes of gradients now that are not in ``.grad``."""
-        return sum(handle.gradient_bytes for handle in self.handles)
-
-    @property
-    def gives_gradients(self) -> bool:
-        """Whether gradients are being reduced, or other ranks are still reading them."""
-        return any(
-            handle.grad_reduce is not None and handle.grad_reduce.keeps_memory
-            for handle in self.handles
-        )
-
     # ------------------------------------------------------------ state
 
     def enter(self, phase: Phase) -> None:
-        """Move to another phase.
-
-        Raises:
-            RuntimeError: the unit is in a phase that this one cannot follow.
-        """
-        if phase is not self.phase and phase not in _MOVES[self.phase]:
-            raise RuntimeError(
-                f"unit {self.name!r}: cannot go from {self.phase.name} to {phase.name}. A step was "
-                "left by an exception: start the next one with a forward of the full model."
-            )
+        # FORWARD to BACKWARD: one that runs inside a forward, for forces say.
+        assert (self.phase, phase) != (Phase.BACKWARD, Phase.FORWARD), "that is a recomputation"
         self.phase = phase
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it was unsharded for a call in this forward, and not resharded since."""
-        return self.phase is Phase.FORWARD and self.is_current
+        if phase is not Phase.IDLE:
+            self.count_trainable()
 
     @property
     def is_current(self) -> bool:
@@ -253,7 +172,7 @@ class Unit:
     def is_at_rest(self) -> bool:
         """Whether nothing is unsharded, on its way, or kept for backward."""
         return self.phase is Phase.IDLE and not any(
-            handle.state is not ShardState.SHARDED or handle.has_secondary
+            handle.state is not ShardState.SHARDED or handle.gather.secondary.waits_for_backward
             for handle in self.handles
         )
 
@@ -277,47 +196,43 @@ class Unit:
         return self._sticky_version >= 0 and self._sticky_version == self._version
 
     def stick(self) -> None:
-        """Keep the buffers until the parameters change.
-
-        With create_graph, nodes that backward itself makes save views that nothing packs.
-        """
+        """Keep the buffers until the parameters change."""
+        # With create_graph, nodes that backward itself makes save views that nothing packs.
         self._sticky_version = self._version
 
     # ------------------------------------------------------------ unshard and reshard
 
-    def _needed(self, purpose: str, everything: bool) -> list[FlatParamHandle]:
-        return self.handles if everything or purpose == "forward" else self._for_backward
-
     def unshard(self, purpose: str, *, everything: bool = False) -> None:
-        """Start to all-gather what is needed for "forward" or "backward". Collective.
-
-        Args:
-            purpose: what for.
-            everything: in backward also what lookups alone use.
-        """
-        for handle in self._needed(purpose, everything):
+        """Start to all-gather what is needed for "forward" or "backward". Collective."""
+        needs_all = everything or purpose == "forward"
+        for handle in self.handles if needs_all else self.for_backward:
             handle.unshard(purpose)
 
-    def wait_unshard(self, purpose: str, *, everything: bool = False) -> None:
+    def wait_unshard(self) -> None:
         """Wait for what ``unshard`` started, and let the modules hold unsharded parameters."""
-        for handle in self._needed(purpose, everything):
-            handle.wait_unshard()
+        for handle in self.handles:
+            if handle.state is ShardState.UNSHARDING:
+                handle.wait_unshard()
         # All, also what backward does without: recomputed forwards look at the modules.
         for handle in self.handles:
             handle.params.use_unsharded_views()
 
-    def reshard_by_policy(self) -> None:
-        """After backward: let the modules hold sharded parameters; reshard what the strategy does.
+    def reshard(self, *, by_policy: bool = False) -> None:
+        """Let the modules hold sharded parameters, and reshard them. State: any -> IDLE.
 
-        State: any -> IDLE. Buffers stay where something saved outside our reach may need them.
+        ``by_policy``: after backward, without what the strategy keeps.
         """
-        self._leave()
         for handle in self.handles:
-            if self._is_sticky:
-                handle.snapshot()
+            handle.params.use_sharded_views()
+            handle.grad_buffer.arrived.clear()
+        self.enter(Phase.IDLE)
+        self._outstanding_inputs.clear()
+        for handle in self.handles:
+            if by_policy and self._is_sticky:
+                handle.snapshot()  # something saved outside our reach may need it
                 continue
-            handle.gather.drop_secondary()
-            if self._reshards_after_backward(handle):
+            handle.gather.secondary.end_backward()
+            if not by_policy or self._reshards_after_backward(handle):
                 handle.reshard()
             elif handle.state is ShardState.UNSHARDING:
                 # The optimizer may write the shard next, so it must not be on its way.
@@ -329,23 +244,8 @@ class Unit:
         return (
             self.placement.reshard_after_backward
             or self.topology.shard.size == 1
-            or handle.is_mapped
+            or handle.memory.shows_shards
         )
-
-    def reshard(self) -> None:
-        """As ``reshard_by_policy``, and what the strategy would keep. State: any -> IDLE."""
-        self._leave()
-        for handle in self.handles:
-            handle.gather.drop_secondary()
-            handle.reshard()
-
-    def _leave(self) -> None:
-        for handle in self.handles:
-            handle.params.use_sharded_views()
-        self.enter(Phase.IDLE)
-        self._outstanding_inputs.clear()
-        for handle in self.handles:
-            handle.grad_buffer.arrived.clear()
 
     # ------------------------------------------------------------ forward
 
@@ -365,13 +265,6 @@ class Unit:
         """A backward of the model is over, or failed."""
         self.outstanding_backwards = self._outstanding_before = 0
 
-    def begin_forward(self) -> None:
-        """Its parameters are unsharded for a forward. State: any -> FORWARD."""
-        if self.phase is Phase.BACKWARD:  # of one that failed inside the forward that runs
-            self.enter(Phase.IDLE)
-        self.enter(Phase.FORWARD)
-        self.count_trainable()
-
     def end_call(self, *, backward_follows: bool) -> bool:
         """A call is over; returns whether no other one is expected in this forward."""
         self._backward_follows = backward_follows
@@ -380,18 +273,13 @@ class Unit:
         return len(self.casts) == 1 or self._calls_to_come <= 0
 
     def end_forward(self, *, is_needed_soon: bool) -> None:
-        """Reshard what the strategy reshards, as no call is to come. State: FORWARD -> IDLE.
-
-        Does nothing elsewhere, or while a call runs.
-
-        Args:
-            is_needed_soon: backward begins with this unit: to reshard it would cost an all-gather.
-        """
+        """FORWARD -> IDLE: reshard what the strategy reshards, as no call is to come."""
         if self.phase is not Phase.FORWARD or self.running:
             return
         for handle in self.handles:
             handle.params.use_sharded_views()
         self.enter(Phase.IDLE)
+        # Where backward begins with this unit, to reshard it would cost an all-gather.
         stays = is_needed_soon or not self.placement.reshard_after_forward
         stays = stays and self._backward_follows
         for handle in self.handles:
@@ -399,22 +287,20 @@ class Unit:
             # all-gather, nor see what others write into shards that are mapped.
             if self._is_sticky or (stays and self.sync is Sync.NONE):
                 handle.snapshot()
-            elif handle.is_mapped or not stays or self._reshards_anyway(handle):
-                if self._backward_follows:
-                    handle.keep_secondary()
+            elif handle.memory.shows_shards or not stays or self._reshards_anyway(handle):
+                if self._backward_follows and handle.is_current:
+                    handle.gather.secondary.cut(handle.buffer, handle.version)
                 handle.reshard()
 
     def _reshards_anyway(self, handle: FlatParamHandle) -> bool:
         """Whether to reshard what backward does not need of a unit that else stays for it."""
-        reshards = self.placement.reshard_after_forward or handle.is_mapped
-        return reshards and handle not in self._for_backward
+        reshards = self.placement.reshard_after_forward or handle.memory.shows_shards
+        return reshards and handle not in self.for_backward
 
     def copies_saved(self, handle: FlatParamHandle) -> bool:
-        """Whether autograd saves values instead of a place that is unsharded again.
-
-        In the root, any rank may use a parameter as it likes: backward must not need an all-gather
-        that the other ranks do without.
-        """
+        """Whether autograd saves values instead of a place that is unsharded again."""
+        # In the root, any rank may use a parameter as it likes: backward must not need an
+        # all-gather that the other ranks do without.
         return self.is_root and self._reshards_anyway(handle)
 
     # ------------------------------------------------------------ backward
@@ -436,21 +322,12 @@ class Unit:
         else:
             self._ends_unseen = True
 
-    def begin_backward(self) -> None:
-        """The parameters that backward needs are there. State: any -> BACKWARD."""
-        self.count_trainable()
-        self.enter(Phase.BACKWARD)
-
     def receive_input_gradient(self, call: Call) -> bool:
         """A gradient of an input of ``call`` has come; returns whether it was the last one."""
-        outstanding = self._outstanding_inputs.get(call)
-        if outstanding is None:
-            return False
+        outstanding = self._outstanding_inputs.pop(call, 0)
         if outstanding > 1:
             self._outstanding_inputs[call] = outstanding - 1
-            return False
-        del self._outstanding_inputs[call]
-        return True
+        return outstanding == 1
 
     @property
     def ends_backward(self) -> bool:
@@ -469,10 +346,6 @@ class Unit:
         for handle in self.handles:
             handle.drop_gradients()
         self.reshard()
-
-
-def _are_looked_up(handle: FlatParamHandle) -> bool:
-    return all(type(module) in _LOOKUPS for module in handle.params.modules())
 
 
 def _renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:

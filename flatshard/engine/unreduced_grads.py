@@ -44,7 +44,7 @@ class UnreducedGrads:
                     set_grad(param, self._view(index, part))
                 # An earlier, reduced gradient is marked too: a step would lack what waits here.
                 grad: Any = param.grad
-                grad.unreduced_of = params.unit_name
+                grad.unreduced_of = params.link.unit_name
                 self._shown[index] = grad, local_range(grad)._version, is_view
 
     def _view(self, index: int, part: Tensor | None) -> Tensor:

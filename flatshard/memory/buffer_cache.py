@@ -3,12 +3,6 @@
 glibc returns the memory of a tensor of ``GLIBC_LIMIT_BYTES`` or more to the operating system, and
 the next one costs a page fault for every few kilobytes. Accelerators' allocators keep memory
 themselves.
-
-[Note: glibc]
-glibc's malloc gives freed memory back above a threshold, which it raises, up to 32 MiB, to the
-size of what was freed, since more of that size may follow. In training it does, in every step:
-``prepare_allocator`` raises the threshold at once. Where users set the thresholds
-themselves (``MALLOC_TRIM_THRESHOLD_``), or use another allocator, it changes nothing.
 """
 
 from __future__ import annotations
@@ -22,25 +16,27 @@ from torch import Tensor
 
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
-
 GLIBC_LIMIT_BYTES = 32 << 20
 """From here on glibc maps tensors one by one, and unmaps them when they are freed."""
 
 
 @functools.cache
 def prepare_allocator() -> None:
-    """Let the CPU's allocator keep the memory of a step for the next one; see the note."""
+    """Let the CPU's allocator keep the memory of a step for the next one."""
+    # glibc's malloc gives freed memory back above a threshold, which it raises, up to 32 MiB, to
+    # the size of what was freed, since more of that size may follow. In training it does, in every
+    # step. Where users set the thresholds (MALLOC_TRIM_THRESHOLD_), or use another allocator, this
+    # changes nothing.
     torch.empty(GLIBC_LIMIT_BYTES - 4096, dtype=torch.uint8)
 
 
 class BufferCache:
     """Hands out 1-D tensors of one kind, the same memory again where that is unused.
 
-    Keeps one at most.
+    Keeps one at most. ``new`` makes tensors; None: on the device asked for.
     """
 
     def __init__(self, new: Callable[[int, torch.dtype], Tensor] | None = None) -> None:
-        """Keep nothing yet; ``new`` makes tensors, None: on the device asked for."""
         self._new = new
         self._kept: Tensor | None = None
 
@@ -52,17 +48,16 @@ class BufferCache:
             if fits and _is_unused(kept):
                 return kept.detach()  # an alias, which counts as a use
         self.give_back()
-        if self._new is None:
-            new = torch.empty(numel, dtype=dtype, device=device)
+        if self._new is not None:
+            new, is_worth_it = self._new(numel, dtype), True
         else:
-            new = self._new(numel, dtype)
-        # The memory of others the allocator keeps, and it serves other things meanwhile.
-        is_worth_it = self._new is not None or new.nbytes >= GLIBC_LIMIT_BYTES
-        may_keep = device.type == "cpu" and _use_count is not None
-        if is_worth_it and may_keep and self._kept is None:
-            self._kept = new
-            return new.detach()
-        return new
+            new = torch.empty(numel, dtype=dtype, device=device)
+            # Smaller ones the allocator keeps, and they serve other things meanwhile.
+            is_worth_it = new.nbytes >= GLIBC_LIMIT_BYTES and device.type == "cpu"
+        if _use_count is None or not is_worth_it or self._kept is not None:
+            return new
+        self._kept = new
+        return new.detach()
 
     def give_back(self) -> None:
         """Free what is kept, unless somebody else uses it."""
@@ -70,15 +65,13 @@ class BufferCache:
             self._kept = None
 
 
-def _uses(tensor: Tensor) -> int:
-    """References to its storage, this call's own included; 0 if torch cannot tell."""
+def _num_uses(tensor: Tensor) -> int:
+    # With those of this call; 0 if torch cannot tell: nothing is kept then.
     return int(_use_count(tensor.untyped_storage()._cdata)) if _use_count is not None else 0
 
 
-_PROBE = torch.empty(1)
-_ALONE = _uses(_PROBE)
+_ALONE = _num_uses(torch.empty(1))
 
 
 def _is_unused(kept: Tensor) -> bool:
-    """Whether this is the only tensor over its memory."""
-    return _uses(kept) <= _ALONE
+    return _num_uses(kept) <= _ALONE

@@ -9,6 +9,7 @@ A transport may have kinds of its own, which need fewer copies.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable
 
 import torch
@@ -16,17 +17,14 @@ from torch import Tensor
 
 
 class BufferMemory:
-    """The memory of one buffer, whose address, or storage, is the same for life.
+    """The memory of one buffer, whose address, or storage, is the same for life."""
 
-    Attributes:
-        buffer: ``(numel,)``; may be used after ``take`` and before ``free``.
-        shard: this rank's part, ``(shard_numel,)``, zeros at first, which the buffer shows without
-            a copy; None where the shard lies elsewhere.
-        shows_shards: whether it shows every rank's shard so; to keep it saves nothing then.
-    """
-
+    # (numel,); may be used after ``take`` and before ``free``.
     buffer: Tensor
+    # This rank's part, (shard_numel,), zeros at first, which the buffer shows without a copy; None
+    # where the shard lies elsewhere.
     shard: Tensor | None = None
+    # Whether it shows every rank's shard so; to keep it saves nothing then.
     shows_shards = False
 
     @property
@@ -35,7 +33,7 @@ class BufferMemory:
         return 0
 
     def take(self) -> None:
-        """Have the memory, unless it is there; what is in it is undefined."""
+        """Have the memory, unless it is there; what is in it is undefined, but for the shard."""
 
     def renew(self) -> None:
         """What is in it is stale, and to be filled again."""
@@ -51,7 +49,6 @@ class ShardItself(BufferMemory):
     """An unsharded buffer that is the shard: always there, and never stale."""
 
     def __init__(self, shard: Tensor) -> None:
-        """``shard``: all of the flat parameter."""
         self.buffer = shard
 
 
@@ -59,26 +56,28 @@ class AllocatedBuffer(BufferMemory):
     """An unsharded buffer of the device's allocator, for small ones and on accelerators."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate ``(numel,)`` elements."""
         self.buffer = torch.empty(numel, dtype=dtype, device=device)
         self._nbytes = self.buffer.nbytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that it holds now."""
         return self.buffer.untyped_storage().nbytes()
 
     def take(self) -> None:
-        """Have the memory, unless it is there."""
         storage = self.buffer.untyped_storage()
         # To resize to the same size is a new allocation and a copy.
         if storage.nbytes() != self._nbytes:
             storage.resize_(self._nbytes)
 
     def free(self) -> None:
-        """Give the memory back."""
         # Resized, not dropped: views that autograd saved must find the same storage again.
         self.buffer.untyped_storage().resize_(0)
+
+
+def own_pages(values: Tensor) -> None:
+    """Turn whole pages that show a file privately into a copy."""
+    touched = values.detach()[:: mmap.PAGESIZE // values.element_size()]
+    touched.copy_(touched.clone())  # a write makes the page this process's own
 
 
 def storage_bytes(tensors: Iterable[object]) -> int:

@@ -1,14 +1,7 @@
 """``DiskMemory``: tensors whose memory is files in a directory, which have no name.
 
-The files end with the process, also with one that is killed. Where the system cannot make files
-without a name, they lose it as soon as they are there.
+The files end with the process, also with one that is killed.
 
-[Note: pages]
-What is touched takes memory, like all memory. ``release`` gives the pages of a tensor back to the
-system's cache of files, which writes them when it needs the room, and not at all where it does
-not: releasing costs little, and what is used again soon comes from that cache.
-
-[Note: reserving]
 A write to a page for which the disk has no room ends the process. So files have all their room when
 they are made, and ``reserve`` keeps room for those that will be, where a failure can still be told.
 """
@@ -16,7 +9,6 @@ they are made, and ``reserve`` keeps room for those that will be, where a failur
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
 import tempfile
@@ -30,53 +22,37 @@ from torch import Tensor
 from flatshard.memory import mapped_files
 from flatshard.options.offload import OffloadError
 
-_mapped: dict[int, int] = {}
-"""Ranges of addresses where files are mapped: first address, length in bytes."""
+_mapped: dict[int, int] = {}  # where files are mapped: first address, length in bytes
 
 
 class DiskMemory:
     """Makes tensors over files in one directory."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Try whether files can be made there.
-
-        Raises:
-            ValueError: there is no such directory, or nothing can be written to it.
-            NotImplementedError: this system cannot map files.
-        """
+        """Try whether files can be made there: else ``ValueError`` or ``NotImplementedError``."""
         self._folder = os.fspath(folder)
         self._reserve: int | None = None
         if not mapped_files.CAN_MAP:
             raise NotImplementedError("CPUOffload: path is supported on Linux alone; leave it out")
-        if not os.path.isdir(self._folder):
-            kind = "is not a directory" if os.path.exists(self._folder) else "does not exist"
-            raise ValueError(
-                f"CPUOffload: path {self._folder!r} {kind}. Make the directory first, or pass "
-                "another."
-            )
         try:
             os.close(self._nameless())
         except OSError as error:
             raise ValueError(
                 f"CPUOffload: no file can be made in path {self._folder!r}: {error.strerror}. "
-                "Pass a directory that this user may write to."
+                "Pass a directory that exists and that this user may write to."
             ) from error
 
     def _nameless(self) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC
         with contextlib.suppress(OSError):
             return os.open(self._folder, flags | os.O_TMPFILE, 0o600)
-        # Not every file system has O_TMPFILE.
+        # Not every file system has O_TMPFILE: this file loses its name at once.
         number, name = tempfile.mkstemp(prefix="flatshard-", dir=self._folder)
         os.unlink(name)
         return number
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Keep room on the disk for tensors to come.
-
-        Args:
-            nbytes: of them together.
-            what: names them in errors.
+        """Keep room on the disk for tensors to come, which ``what`` names in errors.
 
         Raises:
             OffloadError: the disk is full; what was reserved before stays.
@@ -95,16 +71,11 @@ class DiskMemory:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that are reserved, and not in use yet."""
+        """Not in use yet."""
         return 0 if self._reserve is None else os.fstat(self._reserve).st_size
 
-    def create(self, nbytes: int, *, reserve: bool = True) -> int:
-        """An open file of ``nbytes`` zeros, which have their room; takes it from the reserve.
-
-        Raises:
-            OffloadError: the disk is full.
-        """
-        assert reserve, "a page without room ends the process"
+    def create(self, nbytes: int) -> int:
+        """See ``Files``: zeros which have their room; takes it from the reserve."""
         # First: on a full disk the reserve is the only room that there is.
         if self._reserve is not None:
             os.ftruncate(self._reserve, max(0, self.reserved_bytes - nbytes))
@@ -116,13 +87,12 @@ class DiskMemory:
             raise self._full(error, nbytes, "a tensor") from error
         return number
 
-    def mapped(self, number: int, nbytes: int, *, write: bool) -> mmap.mmap | None:
-        """As ``mapped_files.mapped``, in a range whose pages ``release`` gives back."""
-        found = mapped_files.mapped(number, nbytes, write=write)
-        if found is not None:
-            address = mapped_files.address_of(found)
-            _mapped[address] = nbytes
-            weakref.finalize(found, _mapped.pop, address)
+    def mapped(self, number: int, nbytes: int) -> mmap.mmap:
+        """See ``Files``: a range whose pages ``release`` gives back."""
+        found = mapped_files.mapped(number, nbytes)
+        address = mapped_files.address_of(found)
+        _mapped[address] = nbytes
+        weakref.finalize(found, _mapped.pop, address)
         return found
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -136,28 +106,22 @@ class DiskMemory:
         nbytes = rounded(numel * dtype.itemsize)
         number = self.create(nbytes)
         try:
-            found = self.mapped(number, nbytes, write=True)
-        finally:
-            os.close(number)  # the mapping keeps the file
-        if found is None:
+            found = self.mapped(number, nbytes)
+        except OSError as error:
             raise OffloadError(
                 f"{nbytes:,} bytes in a file in {self._folder!r} cannot be mapped: the limit of "
                 "mappings (vm.max_map_count) or of addresses (ulimit -v) is reached"
-            )
+            ) from error
+        finally:
+            os.close(number)  # the mapping keeps the file
         return torch.frombuffer(found, dtype=dtype, count=numel)
 
     def take_in(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor without gaps in a file, of the same shape and strides.
-
-        A tensor that is in a file already is returned as it is.
-
-        Raises:
-            OffloadError: the disk is full.
-        """
+        """A tensor without gaps in a file: itself, or a copy with its strides."""
         return self.copy(tensor) if tensor.numel() and not is_on_disk(tensor) else tensor
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The same, also of one that is in a file already."""
+        """A copy in a file, also of one that is in a file already."""
         place = self.new(tensor.numel(), tensor.dtype)
         place = place.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
         # Both: else each copied tensor would stay in RSS.
@@ -167,19 +131,14 @@ class DiskMemory:
     def _full(self, error: OSError, nbytes: int, what: str) -> OffloadError:
         state = os.statvfs(self._folder)
         free = state.f_bavail * state.f_frsize
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            reason = "the disk is full"
-        else:
-            reason = str(error.strerror)
         return OffloadError(
             f"CPUOffload: {what} needs {nbytes:,} bytes on disk in {self._folder!r}, where "
-            f"{free:,} are free: {reason}. Make room or pass another path; the files go when the "
-            "process does, or with the model and its optimizer."
+            f"{free:,} are free: {error.strerror}. Make room or pass another path; the files go "
+            "when the process does, or with the model and its optimizer."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiskMemory:
-        """The same: each tensor has a file of its own."""
-        return self
+        return self  # each tensor has a file of its own
 
 
 def rounded(nbytes: int) -> int:
@@ -199,10 +158,9 @@ def fetch(*tensors: Tensor | None) -> None:
 
 
 def release(*tensors: Tensor | None) -> None:
-    """Give back the pages of ordinary tensors, and of what shares memory with them.
-
-    Their values stay. Does nothing for tensors that are not in files.
-    """
+    """Give back the pages of ordinary tensors, those in files, and of what shares their memory."""
+    # What is touched takes memory. The system's cache of files gets it, and writes it when it needs
+    # the room: releasing costs little, and what is used again soon comes from that cache.
     for address in _addresses(tensors):
         mapped_files.drop_pages(address, _mapped[address])
 

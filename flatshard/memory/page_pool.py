@@ -5,19 +5,10 @@ buffer's addresses stay the same for life, since autograd holds views of it; so 
 pages there and away, in a tenth of the time.
 
 [Note: chunks]
-Pages come in chunks, each with addresses of its own in an arena that nobody reads. A lease moves a
-chunk, or its first pages, from there into a buffer, and its end moves them back. The pool grows to
+Pages come in chunks, each with addresses of its own that nobody reads. A lease moves a chunk, or
+its first pages, from there into a buffer, and its end moves them back. The pool grows to
 as many chunks as were leased at once. Where pages cannot be moved (another system, too many
 mappings), a buffer gets new ones, by faults: slower, and nothing else.
-
-[Note: own part]
-Over sockets an all-gather would copy this rank's shard into the buffer. A large shard is a file
-in memory instead, which the buffer maps as well: privately, so that what a module writes into
-its parameters stays out of the shard, and is dropped when they are resharded.
-
-[Note: no reading]
-A resharded buffer can be neither read nor written: to hand out zeros for parameters would be worse
-than the end of the process.
 """
 
 from __future__ import annotations
@@ -32,25 +23,19 @@ import torch
 from torch import Tensor
 
 from flatshard.memory import mapped_files
-from flatshard.memory.buffers import AllocatedBuffer, BufferMemory
+from flatshard.memory.buffers import AllocatedBuffer, BufferMemory, own_pages
 from flatshard.memory.mapped_files import Files
 from flatshard.plan.layout import PAGED_BYTES
 
+# To move one takes 15 us. What a buffer does not fill of its last one lies idle meanwhile.
 _CHUNK_BYTES = 1 << 20
-"""To move one takes 15 us. What a buffer does not fill of its last one lies idle meanwhile."""
-
-_ARENA_BYTES = 64 << 20
-"""Addresses for chunks are reserved for so many bytes at a time."""
-
+# Chunks in buffers are mappings of their own, of which a process has some 65,000.
 _MAX_CHUNKS = 1 << 13
-"""Chunks in buffers are mappings of their own, of which a process has some 65,000."""
 
 
 class PageLease(NamedTuple):
-    """Pages of the chunk at address ``chunk``, lent to a buffer at ``place``."""
-
-    chunk: int
-    place: int
+    chunk: int  # the address of a chunk
+    place: int  # where its pages, or the first ones, are lent to
     nbytes: int
 
 
@@ -58,42 +43,29 @@ class PagePool:
     """Chunks that are lent to buffers."""
 
     def __init__(self) -> None:
-        """Take no memory yet."""
-        self._arenas: list[mmap.mmap] = []
+        self._chunks: list[mmap.mmap] = []
         # Appended to by finalizers, too, which may run anywhere: each use is one operation.
         self._idle: list[int] = []
 
-    def lend(self, place: int, nbytes: int) -> list[PageLease]:
-        """Move pages to ``place``, whole pages at addresses that are reserved; maybe not all."""
-        leases: list[PageLease] = []
-        while nbytes:
-            chunk = self._find_chunk()
-            step = min(nbytes, _CHUNK_BYTES)
-            if chunk is None:
-                break
-            if not mapped_files.move_pages(chunk, place, step):
+    def lend(self, place: int, end: int, leases: list[PageLease]) -> int:
+        """Move pages to a reserved range; returns where it has none, ``end`` if it has all."""
+        while place < end and (chunk := self._find_chunk()) is not None:
+            nbytes = min(end - place, _CHUNK_BYTES)
+            if not mapped_files.move_pages(chunk, place, nbytes):
                 self._idle.append(chunk)
                 break
-            leases.append(PageLease(chunk, place, step))
-            place, nbytes = place + step, nbytes - step
-        return leases
+            leases.append(PageLease(chunk, place, nbytes))
+            place += nbytes
+        return place
 
     def _find_chunk(self) -> int | None:
-        try:
+        with contextlib.suppress(IndexError):
             return self._idle.pop()  # what came back last: it has pages
-        except IndexError:
-            pass
-        chunks = _ARENA_BYTES // _CHUNK_BYTES
-        if (len(self._arenas) + 1) * chunks > _MAX_CHUNKS:
-            return None
-        try:
-            arena = mapped_files.reserve_range(_ARENA_BYTES)
-        except OSError:
-            return None
-        self._arenas.append(arena)
-        first = mapped_files.address_of(arena)
-        self._idle += [first + number * _CHUNK_BYTES for number in range(1, chunks)]
-        return first
+        if len(self._chunks) < _MAX_CHUNKS:
+            with contextlib.suppress(OSError):
+                self._chunks.append(mapped_files.reserve_range(_CHUNK_BYTES))
+                return mapped_files.address_of(self._chunks[-1])
+        return None
 
     def take_back(self, leases: list[PageLease]) -> None:
         """Move pages back to their chunks; empties ``leases``."""
@@ -121,11 +93,11 @@ POOL = PagePool()
 
 
 class PooledBuffer(BufferMemory):
-    """An unsharded buffer with pages of the pool, and this rank's shard where it shows that.
+    """An unsharded buffer with pages of the pool.
 
-    Attributes:
-        buffer: ``(numel,)``; may be used after ``take`` and before ``free``.
-        shard: this rank's part, ``(shard_numel,)``, zeros at first; None where it lies elsewhere.
+    Over sockets an all-gather would copy this rank's shard into it. A large shard is a file in
+    memory instead, which the buffer maps as well: privately, so that what a module writes into its
+    parameters stays out of the shard, and is dropped when they are resharded.
     """
 
     def __init__(
@@ -136,62 +108,47 @@ class PooledBuffer(BufferMemory):
         own: range | None = None,
         files: Files = mapped_files,
     ) -> None:
-        """Reserve the addresses.
-
-        Args:
-            numel: elements of the buffer.
-            dtype: of them.
-            own: which of them are the shard, for one in a file; its bytes fill whole pages.
-            files: makes the file: in memory, or on a disk.
+        """Reserve the addresses. ``own``: the elements to map a new file of ``files`` over.
 
         Raises:
-            OSError: there are no addresses left.
+            OSError: there are no addresses left, or no file is to be had.
+            OffloadError: the file's disk is full.
         """
         nbytes = numel * dtype.itemsize
         everything = mapped_files.reserve_range(nbytes)
         self.buffer = torch.frombuffer(everything, dtype=dtype)
         address = self.buffer.data_ptr()
         end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._own: tuple[int, int] | None = None
-        self._own_elements = own
-        self._is_kept = False
-        # Ranges of addresses whose pages come and go.
-        self._rooms = [(address, end)]
+        # The addresses that show the shard, and ranges of those whose pages come and go.
+        self._own, self._rooms = (address, address), [(address, end)]
+        self._own_values = self.buffer[:0]
         if own is not None:
             start, stop = (address + at * dtype.itemsize for at in (own.start, own.stop))
-            self.shard = _shown_twice(start, stop, dtype, files)
-            if self.shard is not None:
-                self._own = start, stop
-                self._rooms = [(address, start), (stop, end)]
+            self.shard = _shown_twice(start, stop - start, dtype, files)
+            self._own, self._rooms = (start, stop), [(address, start), (stop, end)]
+            self._own_values = self.buffer[own.start : own.stop]
         self._leases: list[PageLease] = []
-        self._is_taken = False
+        self._is_taken = self._is_kept = False
         self._forbid()
         # Not at the end of the process, which has other worries.
         weakref.finalize(everything, POOL.forget, self._leases).atexit = False
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that it holds now beside the shard."""
         if not self._is_taken:
             return 0
-        start, stop = self._own or (0, 0)
+        start, stop = self._own
         return self.buffer.nbytes - (0 if self._is_kept else stop - start)
 
     def take(self) -> None:
-        """Have the memory, unless it is there. What is in it is undefined, but for the shard.
-
-        Raises:
-            MemoryError: the process has too many mappings.
-        """
+        """See ``BufferMemory``; raises ``MemoryError`` if the process has too many mappings."""
         if self._is_taken:
             return
         self._is_taken = True  # first: ``free`` must undo a lease that fails half-way
         try:
             for start, end in self._rooms:
-                leases = POOL.lend(start, end - start)
-                self._leases += leases
-                # Where the pool had too few pages, the rest comes by faults.
-                missing = start + sum(lease.nbytes for lease in leases)
+                # Where the pool has too few pages, the rest comes by faults.
+                missing = POOL.lend(start, end, self._leases)
                 if missing < end:
                     mapped_files.allow(missing, end - missing)
         except MemoryError:
@@ -199,15 +156,13 @@ class PooledBuffer(BufferMemory):
             raise
 
     def renew(self) -> None:
-        """What is in it is stale: show the shard as it is now."""
         self._is_kept = False
-        if self._own is not None:
-            start, stop = self._own
+        start, stop = self._own
+        if start < stop:
             # Private pages of the range go; the next access reads the file again.
             mapped_files.drop_pages(start, stop - start)
 
     def free(self) -> None:
-        """Give the memory back; does nothing the second time."""
         if self._is_taken:
             self._is_taken = False
             # Pages leave before the range is closed: ``drop_pages`` would discard them.
@@ -216,19 +171,15 @@ class PooledBuffer(BufferMemory):
             self.renew()
 
     def _forbid(self) -> None:
+        # To hand out zeros for parameters would be worse than the end of the process.
         for start, end in self._rooms:
             if start < end:
                 mapped_files.drop_pages(start, end - start)
                 mapped_files.forbid(start, end - start)
 
     def snapshot(self) -> None:
-        """Have the shard's values as they are now, until the buffer is freed."""
-        if self._own is not None and self._is_taken:
-            assert self._own_elements is not None, "it shows them"
-            per_page = mmap.PAGESIZE // self.buffer.element_size()
-            own = self._own_elements
-            touched = self.buffer.detach()[own.start : own.stop : per_page]
-            touched.copy_(touched.clone())  # a write makes the page this process's own
+        if self._is_taken:
+            own_pages(self._own_values)
             self._is_kept = True
 
 
@@ -243,23 +194,17 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> BufferMemo
 
 
 def fills_pages(nbytes: int) -> bool:
-    """Whether files of ``nbytes`` can be mapped side by side; smaller ones would gain nothing.
-
-    The same on all ranks, as long as they run the same kind of system.
-    """
+    """Whether files of ``nbytes`` can be mapped side by side; smaller ones would gain nothing."""
+    # The same on all ranks, as long as they run the same kind of system.
     return mapped_files.CAN_MAP and nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
 
 
-def _shown_twice(start: int, stop: int, dtype: torch.dtype, files: Files) -> Tensor | None:
+def _shown_twice(place: int, nbytes: int, dtype: torch.dtype, files: Files) -> Tensor:
     """A new file's memory, whose values also show, privately, in a range of addresses."""
-    nbytes = stop - start
-    number = files.create(nbytes, reserve=True)
-    if number is None:
-        return None
+    number = files.create(nbytes)
     try:
-        found = files.mapped(number, nbytes, write=True)
-        if found is None or not mapped_files.map_privately(number, start, nbytes):
-            return None
+        found = files.mapped(number, nbytes)
+        mapped_files.map_at(number, place, nbytes, private=True)
     finally:
         os.close(number)
     return torch.frombuffer(found, dtype=dtype)

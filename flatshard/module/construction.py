@@ -9,7 +9,9 @@ from torch import nn
 
 from flatshard.comm import consistency
 from flatshard.diagnostics import unit_report
+from flatshard.engine.gather import HandleOptions
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.handle_making import make_handle
 from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.offload import OffloadTargets
 from flatshard.engine.unit import Unit
@@ -23,7 +25,7 @@ from flatshard.module.sharding import Sharding, sharding_of, units_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options.offload import OffloadError
 from flatshard.plan.module_proxy import ModuleProxy
-from flatshard.plan.wrap import Policy, explain_no_match
+from flatshard.plan.wrap import explain_no_match
 from flatshard.state.model_state import UnitStateDict
 
 
@@ -33,17 +35,14 @@ class Construction:
     def __init__(
         self,
         model: UnwrappedModel,
-        policy: Policy | None,
         settings: Settings,  # for the whole module; the policy may change them for a unit
         init_fn: meta_init.InitFn | None,
     ) -> None:
         settings.check()
-        model.check_params()
-        if settings.ranks.world.size > 1 and settings.placement.sharded:
-            model.check_no_gradients()
-        self._model, self._policy, self._settings = model, policy, settings
-        self._init_fn = init_fn
-        self._plan = ModelPlan(model, policy, settings)
+        is_sharded = settings.ranks.world.size > 1 and settings.placement.sharded
+        model.check_params(drops_gradients=is_sharded)
+        self._model, self._settings, self._init_fn = model, settings, init_fn
+        self._plan = ModelPlan(model, settings)
         self._offload = OffloadTargets()
 
     def wrap(
@@ -59,24 +58,24 @@ class Construction:
             RuntimeError: something else refers to a parameter's memory.
         """
         initial_values = self._agree(sync)
-        messages = [*notes, *self._warnings()]
+        is_first = self._settings.ranks.world.rank == 0
+        messages = [*notes, *self._warnings()] if is_first else []
         self._make_units(root, kind, initial_values)
         optimizer_step.install()
         # After the last collective: where warnings are errors, no other rank waits for rank 0.
-        if self._settings.ranks.world.rank == 0:
-            for message in [*initial_values.warnings(), *messages]:
-                warnings.warn(message, stacklevel=3)
+        for message in [*initial_values.warnings(), *messages] if is_first else []:
+            warnings.warn(message, stacklevel=3)
 
     def _agree(self, sync: bool | None) -> InitialValues:
         """Compare the plan with other ranks, and give buffers their values. Collective."""
         model, settings, plan = self._model, self._settings, self._plan
         ranks = settings.ranks
         named = [*model.params(), *model.buffers()]
+        # First of all: ranks that plan different units would wait in different collectives.
         if ranks.world.size > 1:
             described = f"{settings.describe()}{plan.precision.describe()}"
-            consistency.check_same_model(
-                named, described, plan.describe_units(), model.ignored.names, ranks.world
-            )
+            units = [f"{p.name}: {plan.settings_of[p.module].describe()}" for p in plan.chosen]
+            consistency.check_same_model(named, described, units, model.ignored.names, ranks.world)
         # Creating process groups is collective, so only after all ranks agree on the strategies.
         for one in plan.settings_of.values():
             ranks.resolve(one.placement)
@@ -85,7 +84,7 @@ class Construction:
         if initial_values.any_missing:
             meta_init.check_resets(model, initial_values, self._init_fn)
         model.move_buffers(settings.device)
-        meta_init.broadcast_buffers(model.module, initial_values, settings.device)
+        meta_init.broadcast_buffers(model, initial_values, settings.device)
         return initial_values
 
     def _reserve_offload(self) -> None:
@@ -108,11 +107,12 @@ class Construction:
 
     def _warnings(self) -> list[str]:
         """What rank 0 warns of: settings without effect, and units that will be slow or large."""
-        module, ignored, settings = self._model.module, self._model.ignored, self._settings
+        module, policy, ignored = self._model.module, self._model.policy, self._model.ignored
+        settings = self._settings
         found = self._plan.precision.warnings()
         # "auto" may choose no unit, in a small model.
-        if self._policy not in (None, "auto") and not self._plan.chosen:
-            found.append(explain_no_match(module, self._policy, ignored))
+        if policy not in (None, "auto") and not self._plan.chosen:
+            found.append(explain_no_match(module, policy, ignored))
         if module in ignored.modules:
             found.append(
                 "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded"
@@ -129,7 +129,7 @@ class Construction:
 
     def _lint(self) -> list[str]:
         inside = units_in(self._model.module)
-        if self._policy is None and not inside:
+        if self._model.policy is None and not inside:
             return unit_report.lint_one_unit(self._model.module, self._model.ignored)
         *units, root = [
             _unit_size(unit.names, [one.param.numel() for one in unit.owned])
@@ -140,7 +140,13 @@ class Construction:
             _unit_size(unit.names, [span.numel for h in unit.handles for span in h.layout.spans])
             for unit in inside
         ]
-        return unit_report.lint([*units, *empty, root, *older], self._plan.tied())
+        tied = [
+            (one.param.numel(), [location.name for location in one.locations])
+            for unit in self._plan.units
+            for one in unit.owned
+            if len(one.locations) > 1
+        ]
+        return unit_report.lint([*units, *empty, root, *older], tied)
 
     def _make_units(
         self, root: ModuleProxy, kind: type[ModuleProxy], initial_values: InitialValues
@@ -183,19 +189,19 @@ class Construction:
         )
         hooks = UnitHooks(unit)
         hooks.own(
-            FlatParamHandle(
+            make_handle(
                 params,
                 unit.name,
-                topology=topology,
+                HandleOptions(
+                    topology,
+                    self._offload,
+                    kind.precision,
+                    use_orig_params=settings.use_orig_params,
+                    reduces_alone=kind.apart != 0,
+                ),
                 device=settings.device,
-                targets=self._offload,
                 missing=initial_values.missing,
                 source=initial_values.source(topology),
-                precision=kind.precision,
-                use_orig_params=settings.use_orig_params,
-                reduces_alone=kind.apart != 0,
-                grad_hook=hooks.grad_hook,
-                on_outside_grad=hooks.on_outside_grad,
             )
             for kind, params in planned.flat_params.items()
         )
@@ -209,6 +215,7 @@ class Construction:
             wrapper.__dict__["_sharding"] = Sharding(
                 wrapper, unit, hooks, state_dict, settings, ignored, plan.reason
             )
+            # Not by assignment, which `ModuleProxy` refuses for parameters.
             for number, param in enumerate(flat):
                 wrapper.register_parameter(f"_flat_param_{number}", param)
         return unit

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from flatshard.comm.process_groups import copying
+from flatshard.engine import handle_making
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.unit import Unit
@@ -38,16 +39,16 @@ def convert(
     handles = [handle for unit in units for handle in unit.handles]
     # Check all units before converting any: an error must leave no unit converted.
     for handle in handles:
-        handle.check_keeps_order(fn)
+        handle_making.check_keeps_order(handle, fn)
     context.is_converting = True
     try:
-        with _hidden(shardings_in(root.wrapper), handles):
+        with hidden(shardings_in(root.wrapper), handles):
             apply_to_module()
             convert_buffers(root.wrapper.modules(), fn)
     finally:
         context.is_converting = False
     for handle in handles:
-        handle.convert(fn)
+        handle_making.convert(handle, fn)
     context.refresh()
 
 
@@ -79,25 +80,24 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
 
 
 @contextlib.contextmanager
-def without_flat_parameters(shardings: Iterable[Sharding]) -> Iterator[None]:
-    """Hide the flat parameters of ``use_orig_params=False`` from wrappers inside the context."""
-    flat = [(one.wrapper, dict(one.wrapper._parameters)) for one in shardings]
-    for wrapper, _ in flat:
-        wrapper._parameters.clear()
+def hidden(
+    shardings: Iterable[Sharding], handles: Iterable[FlatParamHandle] = ()
+) -> Iterator[None]:
+    """Hide flat parameters from wrappers, and what ``handles`` own from the modules inside."""
+    flat = [(one.wrapper._parameters, dict(one.wrapper._parameters)) for one in shardings]
+    places = [
+        (module._parameters, attribute, module._parameters[attribute])
+        for handle in handles
+        for module, attribute, _ in handle.params.places
+    ]
+    for held, _ in flat:
+        held.clear()
+    for module_params, attribute, _ in places:
+        module_params[attribute] = None
     try:
         yield
     finally:
-        for wrapper, parameters in flat:
-            wrapper._parameters.update(parameters)
-
-
-@contextlib.contextmanager
-def _hidden(shardings: Iterable[Sharding], handles: Iterable[FlatParamHandle]) -> Iterator[None]:
-    """Hide all parameters that handles own from the modules inside the context."""
-    hidden = [one for handle in handles for one in handle.params.hide()]
-    try:
-        with without_flat_parameters(shardings):
-            yield
-    finally:
-        for held, attribute, param in hidden:
-            held[attribute] = param
+        for held, params in flat:
+            held.update(params)
+        for module_params, attribute, param in places:
+            module_params[attribute] = param

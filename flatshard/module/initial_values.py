@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
@@ -27,7 +26,6 @@ class InitialValues:
     sends: bool  # whether every rank takes rank 0's values
     missing: set[int]  # ids of tensors on the meta device: rank 0's if `sends`, else this rank's
     any_missing: bool  # whether some rank must initialise tensors
-    buffers: set[int]  # ids of the buffers that have values
     different: list[str]  # names of the tensors that differ between ranks
     _sources: dict[Topology, BroadcastSource] = field(default_factory=dict)
 
@@ -42,18 +40,12 @@ class InitialValues:
             self._sources[topology] = BroadcastSource(topology)
         return self._sources[topology] if self.sends else None
 
-    def take_differences(self, different: list[str]) -> bool:
-        """Record tensors that differ; returns whether all ranks must now take rank 0's."""
-        self.different = different
-        self.sends = bool(different) and self.sync is None
-        return self.sends
-
     def warnings(self) -> list[str]:
         """A warning that names tensors which differed."""
         if not self.different:
             return []
-        num_others = len(self.different) - 1
-        others = f" and {num_others} more" if num_others else ""
+        first, *others = self.different
+        listed = f"{first!r} and {len(others)} more" if others else repr(first)
         outcome = (
             "Every rank now takes rank 0's. Seed all ranks alike, or pass sync_module_states=True "
             "to say that this is meant."
@@ -61,24 +53,16 @@ class InitialValues:
             else "Each keeps its own part, as sync_module_states=False asks: the result is a "
             "mixture of different models."
         )
-        return [
-            f"ShardedWrapper: the ranks start from different weights ({self.different[0]!r}"
-            f"{others}). {outcome}"
-        ]
+        return [f"ShardedWrapper: the ranks start from different weights ({listed}). {outcome}"]
 
 
 def compare_values(
     named: Sequence[tuple[str, Tensor]], sync: bool | None, world: Communicator
 ) -> InitialValues:
-    """Decide whose values count, and which tensors must be initialised.
+    """Decide whose values count, and which tensors must be initialised. Collective.
 
-    Collective: all ranks of ``world``.
-
-    Args:
-        named: parameters and buffers with their names; those on the meta device have no values.
-        sync: True: rank 0's values count. None: they count if checksums differ. False: each rank's
-            own count.
-        world: the ranks that train the model.
+    Rank 0's count if ``sync`` is True, or None and checksums differ. Tensors on the meta device
+    have no values.
     """
     # Values that are sent anyway need no checksum, only whether they are on the meta device.
     mine = [
@@ -93,9 +77,8 @@ def compare_values(
         id(tensor) for (_, tensor), value in zip(named, source, strict=True) if value is None
     }
     any_missing = any(None in values for values in ([source] if sends else everyone))
-    buffers = {id(t) for _, t in named if not isinstance(t, nn.Parameter)} - missing
     different = [] if sync is True else different
-    return InitialValues(world, sync, sends, missing, any_missing, buffers, different)
+    return InitialValues(world, sync, sends, missing, any_missing, different)
 
 
 def names_of_different(
@@ -104,13 +87,3 @@ def names_of_different(
     """The names whose checksums are not the same on every rank."""
     columns = zip(*everyone, strict=True)
     return [n for n, values in zip(names, columns, strict=True) if len(set(values)) > 1]
-
-
-def give_out(tensor: Tensor, name: str, world: Communicator) -> None:
-    """Overwrite a tensor of any strides with rank 0's values. Collective."""
-    with torch.no_grad():
-        contiguous = tensor.detach().contiguous()
-        world.broadcast(contiguous, op_name=name)
-        # `contiguous` of other strides is a copy.
-        if contiguous.data_ptr() != tensor.data_ptr():
-            tensor.copy_(contiguous)

@@ -19,9 +19,10 @@ from flatshard.tensor.flat_parameter import FlatParameter
 
 @dataclass(frozen=True, eq=False)
 class UnwrappedModel:
-    """A module that is to be wrapped; it may contain units."""
+    """A module that is to be wrapped, and with which policy; it may contain units."""
 
     module: nn.Module
+    policy: Policy | None
     ignored: Ignored = NOTHING
     left_alone: Collection[int] = ()  # ids of tensors that are ignored, or sharded already
 
@@ -29,16 +30,24 @@ class UnwrappedModel:
     def read(
         cls,
         module: nn.Module,
+        policy: Policy | None,
         ignored_modules: Iterable[nn.Module] | None,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None,
     ) -> UnwrappedModel:
-        """Read the keywords, and what units inside ignore; see ``find_ignored``."""
+        """See whether a module can be wrapped with this policy, and what is to be ignored.
+
+        Raises:
+            TypeError: it is no module, or the policy is no policy; see also ``find_ignored``.
+            ValueError: a policy over a model that already contains units; a part of it is wrapped
+                in DistributedDataParallel; an optimizer steps in the backward of a part.
+        """
+        _check_module(module, policy)
         nested: dict[nn.Module, Ignored] = {s.wrapper: s.ignored for s in shardings_in(module)}
         owned = {id(param) for handle in handles_in(module) for param in handle.sharded}
         ignored = find_ignored(
             module, ignored_modules, ignored_states, nested=nested, sharded=owned
         )
-        return cls(module, ignored, owned | ignored.ids())
+        return cls(module, policy, ignored, owned | ignored.ids())
 
     def params(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters to shard, by name."""
@@ -50,8 +59,8 @@ class UnwrappedModel:
         named = self.module.named_buffers()
         return ((name, buffer) for name, buffer in named if id(buffer) not in self.left_alone)
 
-    def check_params(self) -> None:
-        """Raise if a parameter cannot be flattened, or they are on several devices."""
+    def check_params(self, *, drops_gradients: bool) -> None:
+        """Raise if parameters cannot be flattened or are on several devices, or have gradients."""
         first: tuple[str, torch.device] | None = None
         for name, param in self.params():
             if isinstance(param, nn.parameter.UninitializedParameter):
@@ -59,10 +68,16 @@ class UnwrappedModel:
                     f"ShardedWrapper: parameter {name!r} is not initialised (a lazy module). Run "
                     "one forward on the unwrapped model first."
                 )
+            # A subclass (a DTensor, say) is more than the memory that a flat parameter keeps.
             if type(param.data) is not Tensor:
                 raise TypeError(
                     f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}; only "
                     "plain tensors can be flattened"
+                )
+            if drops_gradients and param.grad is not None and bool(param.grad.any()):
+                raise ValueError(
+                    f"ShardedWrapper: parameter {name!r} has a gradient, which would be lost. Wrap "
+                    "the model before backward, or call zero_grad() before wrapping."
                 )
             if param.is_meta:
                 continue
@@ -71,15 +86,6 @@ class UnwrappedModel:
                 raise ValueError(
                     f"ShardedWrapper: parameter {name!r} is on {str(param.device)!r}, {first[0]!r} "
                     f"on {str(first[1])!r}. Move the module to one device before wrapping."
-                )
-
-    def check_no_gradients(self) -> None:
-        """Raise if a parameter has a gradient, which sharding would drop."""
-        for name, param in self.params():
-            if param.grad is not None and bool(param.grad.any()):
-                raise ValueError(
-                    f"ShardedWrapper: parameter {name!r} has a gradient, which would be lost. Wrap "
-                    "the model before backward, or call zero_grad() before wrapping."
                 )
 
     def find_device(
@@ -114,14 +120,7 @@ class UnwrappedModel:
                 buffer.data = buffer.data.to(device)
 
 
-def check_module(module: nn.Module, policy: Policy | None) -> None:
-    """Raise if this module cannot be wrapped with this policy.
-
-    Raises:
-        TypeError: it is no module, or the policy is no policy.
-        ValueError: a policy over a model that already contains units; a part of it is wrapped in
-            DistributedDataParallel; an optimizer steps in the backward of a part.
-    """
+def _check_module(module: nn.Module, policy: Policy | None) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"ShardedWrapper: expected an nn.Module, got {type(module).__name__}")
     if policy is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from flatshard.comm.communicator import ALONE
-from flatshard.comm.topology import Ranks
+from flatshard.comm.ranks import Ranks
 from flatshard.diagnostics.unit_report import show_bytes, tabulate
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
@@ -231,7 +231,7 @@ def predict(
         broadcast_buffers=True,
         device=torch.device("meta"),
     )
-    plan = ModelPlan(UnwrappedModel(model), auto_wrap_policy, settings)
+    plan = ModelPlan(UnwrappedModel(model, auto_wrap_policy), settings)
     units = [_unit_memory(unit, world_size, optimizer_bytes) for unit in plan.units]
     buffers = {id(one): one for one in model.buffers()}.values()
     return MemoryPlan(tuple(units), sum(one.nbytes for one in buffers))

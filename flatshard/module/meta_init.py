@@ -23,12 +23,13 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum, raise_everywhere
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.module.initial_values import InitialValues, give_out, names_of_different
+from flatshard.engine.handle_making import fill
+from flatshard.module.initial_values import InitialValues, names_of_different
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.tensor.sharded_tensor import attributes_of
 
 InitFn = Callable[[nn.Module], Any]
-"""The type of ``param_init_fn``."""
 
 _PATTERN = 0xCB
 _PIECE_BYTES = 1 << 16
@@ -122,15 +123,15 @@ class _Slot:
         if not tensor.is_meta:
             _write_pattern(tensor)
         if self.handle is not None:
-            trainable, attributes = self.handle.params.traits(self.number)
-            tensor = nn.Parameter(tensor, requires_grad=trainable)
-            tensor.__dict__.update(attributes)
+            params = self.handle.params
+            with torch._C.DisableTorchFunctionSubclass():
+                sharded = params.sharded[self.number if params.use_orig_params else 0]
+                tensor = nn.Parameter(tensor, requires_grad=sharded.requires_grad)
+                if params.use_orig_params:
+                    tensor.__dict__.update(attributes_of(sharded))
+            # With `use_orig_params=False`: what is found before the parameter, and explains it.
             self.module.__dict__.pop(self.attribute, None)
         self._holder[self.attribute] = tensor
-
-
-_Group = tuple[list[nn.Module], list[_Slot]]
-"""Modules that are initialised together, in order, and the attributes that they fill."""
 
 
 def _param_slots(handles: Iterable[FlatParamHandle]) -> list[_Slot]:
@@ -139,11 +140,10 @@ def _param_slots(handles: Iterable[FlatParamHandle]) -> list[_Slot]:
         for index in sorted(handle.unfilled):
             spec = handle.params.specs[index]
             meta = spec.empty(handle.shard.new_empty(0, device="meta"))
-            first, *others = handle.params.locations(index)
-            slots.append(_Slot(first.module, first.attribute, spec.name, meta, handle, index))
+            places = handle.params.locations(index)
             slots += [
-                _Slot(at.module, at.attribute, spec.name, meta, handle, index, is_first=False)
-                for at in others
+                _Slot(at.module, at.attribute, spec.name, meta, handle, index, at is places[0])
+                for at in places
             ]
     return slots
 
@@ -171,11 +171,12 @@ def _is_patterned(tensor: Tensor) -> bool:
     return all(bool((piece == _PATTERN).all()) for piece in pieces)
 
 
-def broadcast_buffers(root: nn.Module, start: InitialValues, device: torch.device) -> None:
-    """Broadcast rank 0's buffers if its values count. Collective if they do."""
+def broadcast_buffers(model: UnwrappedModel, start: InitialValues, device: torch.device) -> None:
+    """Broadcast the buffers that rank 0 has if its values count. Collective if they do."""
     if not start.sends:
         return
-    slots = _buffer_slots(root, lambda buffer: id(buffer) in start.buffers)
+    others = start.missing.union(model.left_alone)
+    slots = _buffer_slots(model.module, lambda buffer: id(buffer) not in others)
     for slot in slots:
         _send_buffer(slot, start, device)
     _tie(slots)
@@ -185,7 +186,12 @@ def _send_buffer(slot: _Slot, start: InitialValues, device: torch.device) -> Non
     if start.world.rank > 0 and slot.meta.is_meta:
         slot.show(device)
     assert slot.held is not None, "it is on all ranks"
-    give_out(slot.held, slot.name, start.world)
+    buffer = slot.held.detach()
+    contiguous = buffer.contiguous()
+    start.world.broadcast(contiguous, op_name=slot.name)
+    # `contiguous` of other strides is a copy.
+    if contiguous.data_ptr() != buffer.data_ptr():
+        buffer.copy_(contiguous)
 
 
 def _tie(slots: Iterable[_Slot]) -> None:
@@ -217,7 +223,7 @@ class MetaInit:
             self._slots.setdefault(slot.module, []).append(slot)
         self._groups = self._find_groups(root)
 
-    def _find_groups(self, root: nn.Module) -> list[_Group]:
+    def _find_groups(self, root: nn.Module) -> list[list[nn.Module]]:
         """Each module that needs values with those below it in its unit; or whole units."""
         # The order of constructors: children first, in registration order, whatever the units. So
         # the same seed gives the values of a model built on its device. A module may initialise
@@ -244,8 +250,7 @@ class MetaInit:
                 groups.append(inner)
 
         visit(root, None)
-        slots = [[slot for one in group for slot in self._slots.get(one, ())] for group in groups]
-        return [(group, own) for group, own in zip(groups, slots, strict=True) if own]
+        return groups
 
     def run(self) -> bool:
         """Initialise all tensors, alike on all ranks unless the user forbids it.
@@ -254,13 +259,15 @@ class MetaInit:
         a tensor; returns whether a module was left empty, on any rank.
         """
         start, world = self._start, self._start.world
-        on_cuda = self._device.type == "cuda"
         random_state = torch.get_rng_state()
+        on_cuda = self._device.type == "cuda"
         cuda_state = torch.cuda.get_rng_state(self._device) if on_cuda else None
         sums = self._make_all()
         if not start.sends and world.size > 1:
             everyone = world.gather_objects(list(sums.values()), op_name="comparing weights")
-            if start.take_differences(names_of_different(list(sums), everyone)):
+            start.different = names_of_different(list(sums), everyone)
+            start.sends = bool(start.different) and start.sync is None
+            if start.sends:
                 # Rank 0 has only its shards by now. From the same random state it makes the same
                 # full tensors again, and sends them.
                 torch.set_rng_state(random_state)
@@ -277,7 +284,10 @@ class MetaInit:
         start = self._start
         sums: dict[str, Checksum] = {}
         failed: RuntimeError | None = None
-        for modules, slots in self._groups:
+        for modules in self._groups:
+            slots = [slot for module in modules for slot in self._slots.get(module, ())]
+            if not slots:
+                continue
             values: dict[str, Tensor | None] = {}
             if start.initialises:
                 try:
@@ -300,6 +310,7 @@ class MetaInit:
         """Let modules initialise full tensors; returns these, or None if left empty, by name."""
         # A user's function gets meta tensors, as FullyShardedDataParallel gives it.
         memory = self._device if self._init_fn is None else "meta"
+        # Tensors made under the user's inference mode could never be trained.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 for slot in slots:
@@ -361,7 +372,7 @@ class MetaInit:
                     if start.sends:
                         _send_buffer(slot, start, self._device)
                 elif slot.is_first and (value is not None or start.sends):
-                    handle.fill(number, value, start.source(handle.topology))
+                    fill(handle, number, value, start.source(handle.topology))
                 elif slot.is_first:
                     _write_pattern(handle.part(number))
                     handle.unfilled.discard(number)

@@ -6,7 +6,7 @@ It changes nothing, reads no values and does not communicate: the model may be o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from flatshard.options.precision import ParamPrecision
 from flatshard.plan.coalescing import coalesce, is_apart
 from flatshard.plan.module_tree import name_of
 from flatshard.plan.param_info import ParamInfo, find_owners
-from flatshard.plan.wrap import Policy, UnitPlan, find_units
+from flatshard.plan.wrap import UnitPlan, find_units
 from flatshard.precision.overrides import PrecisionPlan
 
 
@@ -53,29 +53,26 @@ class PlannedUnit:
 class ModelPlan:
     """The units of one module.
 
-    Attributes:
-        chosen: the modules that the policy chose, in the order of the model.
-        without_params: chosen modules that own no parameter, and so become no unit.
-        units: all units in registration order, the root last.
-        precision: the dtypes of all modules and parameters.
-        settings_of: the settings of the module, then those of each chosen module.
-
-    Raises:
-        ValueError: the policy sets a keyword in which units of one model cannot differ.
+    Raises ValueError if the policy sets a keyword in which units of one model cannot differ.
     """
 
-    def __init__(self, model: UnwrappedModel, policy: Policy | None, settings: Settings) -> None:
+    def __init__(self, model: UnwrappedModel, settings: Settings) -> None:
         module, left_alone = model.module, model.left_alone
         root = UnitPlan("", module)
-        self.chosen = [] if policy is None else find_units(module, policy, model.ignored)
+        self.chosen: list[UnitPlan] = []  # by the policy, in the order of the model
+        if model.policy is not None:
+            self.chosen = find_units(module, model.policy, model.ignored)
+        # Of the root, then of each chosen module.
         self.settings_of = {plan.module: settings.override(plan) for plan in (root, *self.chosen)}
         owners = find_owners(module, [plan.module for plan in self.chosen], left_alone)
         policies = {unit: one.precision for unit, one in self.settings_of.items()}
         self.precision = PrecisionPlan(module, policies, left_alone)
+        # They become no unit.
         self.without_params = [plan for plan in self.chosen if not owners[plan.module]]
         # A flat parameter that users see belongs to one module, so nothing is coalesced.
         max_bytes = settings.coalesce_bytes if settings.use_orig_params else 0
         groups = coalesce(self.chosen, owners, max_bytes, self.settings_of)
+        # In registration order, the root last.
         self.units = [
             self._plan_unit(members, [one for plan in members for one in owners[plan.module]])
             for members in groups
@@ -100,14 +97,3 @@ class ModelPlan:
             )
             unit.flat_params.setdefault(kind, []).append(one)
         return unit
-
-    def tied(self) -> Iterable[tuple[int, list[str]]]:
-        """Elements and names of each weight that has several names."""
-        for unit in self.units:
-            for one in unit.owned:
-                if len(one.locations) > 1:
-                    yield one.param.numel(), [location.name for location in one.locations]
-
-    def describe_units(self) -> list[str]:
-        """The settings of units that must be the same on every rank."""
-        return [f"{plan.name}: {self.settings_of[plan.module].describe()}" for plan in self.chosen]

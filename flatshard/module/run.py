@@ -11,6 +11,7 @@ from flatshard.diagnostics import late_modules
 from flatshard.diagnostics.forward_edits import ForwardEdits
 from flatshard.engine.context import RunContext
 from flatshard.engine.events import StepObserver
+from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffer_cache import prepare_allocator
 from flatshard.module import meta_init
@@ -34,7 +35,7 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     # Registration order, the root last: a first guess at the order of execution.
     first, *rest = names
     units = [*rest, first]
-    _check_one_world(units)
+    _check_ranks(units)
     settings, checks = root.settings, _ForwardChecks(root)
     hooks = {one.unit: one.hooks for one in shardings_in(root.wrapper)}
     context = RunContext(
@@ -53,18 +54,45 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
 
 @contextlib.contextmanager
 def accumulating(
-    context: RunContext, max_bytes: int | None, *, replicas_only: bool
+    sharding: Sharding, max_bytes: int | None, *, replicas_only: bool
 ) -> Iterator[None]:
+    context = sharding.check_between_steps("no_sync()")
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}")
     state = context.state
     before = state.syncs, state.under_no_sync
-    state.syncs = context.plan_accumulation(max_bytes, replicas_only)
+    state.syncs = _plan_accumulation(context.units, max_bytes, replicas_only)
     state.under_no_sync = True
     try:
         yield
     finally:
         state.syncs, state.under_no_sync = before
+
+
+def _plan_accumulation(
+    units: Sequence[Unit], max_bytes: int | None, replicas_only: bool
+) -> list[Sync]:
+    """What ``no_sync`` means for each unit; see ``ShardedWrapper.no_sync``."""
+    rest = Sync.INTRA if replicas_only else Sync.ALL
+    if max_bytes is None:
+        return [Sync.INTRA if replicas_only else Sync.NONE] * len(units)
+    syncs = [rest] * len(units)
+    # Small ones first: for as many bytes kept unsharded, they save the most collectives.
+    sizes = sorted((_gradient_bytes(unit), unit.index) for unit in units)
+    for nbytes, index in sizes:
+        if nbytes <= max_bytes:
+            max_bytes -= nbytes
+            syncs[index] = Sync.NONE
+    return syncs
+
+
+def _gradient_bytes(unit: Unit) -> int:
+    """Bytes of the unit's unsharded gradients while they are accumulated."""
+    return sum(
+        handle.layout.padded_numel * handle.grad_buffer.dtypes.accum_dtype.itemsize
+        for handle, count in unit.num_trainable.items()
+        if count
+    )
 
 
 class _ForwardChecks(StepObserver):
@@ -85,7 +113,8 @@ class _ForwardChecks(StepObserver):
 
     def begin_forward(self) -> None:
         root = self._root
-        is_first = not root.context.has_run
+        is_first = not root.context.state.has_run
+        # Looking at all modules takes long, so only when something was assigned to one.
         if is_first or self._num_registered != late_modules.count():
             self._check_all_owned()
         self._num_registered = late_modules.count()
@@ -116,28 +145,23 @@ class _ForwardChecks(StepObserver):
                 )
 
 
-def _check_one_world(units: Sequence[Unit]) -> None:
-    world = units[-1].topology.world
+def _check_ranks(units: Sequence[Unit]) -> None:
+    """Raise if units train on other ranks than the root, or shard over them the other way round."""
+    expected = units[-1].topology.world.ranks
+    grids = []
     for unit in units:
-        if unit.topology.world.ranks != world.ranks:
+        topology = unit.topology
+        if topology.world.ranks != expected:
             raise ValueError(
-                f"ShardedWrapper: unit {unit.name!r} trains on ranks {unit.topology.world.ranks}, "
-                f"the module around it on {world.ranks}. Pass both the same ranks."
+                f"ShardedWrapper: unit {unit.name!r} trains on ranks {topology.world.ranks}, the "
+                f"module around it on {expected}. Pass both the same ranks."
             )
-    _check_one_grid([unit for unit in units if unit.topology.intra_group.size > 1])
-
-
-def _check_one_grid(units: Sequence[Unit]) -> None:
-    """Raise if one unit shards over the ranks over which another replicates, and vice versa."""
+        if topology.intra_group.size > 1 and topology.across.size > 1:
+            grids.append((unit, topology.intra_group.ranks, topology.across.ranks))
     # All ranks find the same: a rank's shard and replicate groups share no other rank.
-    grids = [
-        (unit, unit.topology.intra_group.ranks, unit.topology.across.ranks)
-        for unit in units
-        if unit.topology.across.size > 1
-    ]
     for unit, shard, replicate in grids:
-        outermost, its_shard, its_replicate = grids[-1]
-        if (shard, replicate) == (its_replicate, its_shard):
+        outermost, *its = grids[-1]
+        if its == [replicate, shard]:
             raise ValueError(
                 f"ShardedWrapper: unit {unit.name!r} shards over ranks {shard} and replicates over "
                 f"{replicate}, {outermost.name or 'the module around it'!r} the other way round. "

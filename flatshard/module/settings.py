@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.comm.topology import Ranks, Topology
-from flatshard.comm.user_groups import read_ranks
+from flatshard.comm.ranks import Ranks, read_ranks
+from flatshard.comm.topology import Topology
 from flatshard.options.collectives import (
     Collectives,
     TransportOptions,

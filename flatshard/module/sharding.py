@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +37,11 @@ class Sharding:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """For a copied wrapper: its own unit on the same ranks, in the run of the original."""
-        twin = dataclasses.replace(
-            self,
-            wrapper=memo[id(self.wrapper)],
-            unit=memo[id(self.unit)],
-            hooks=memo[id(self.hooks)],
-            state_dict=copy.deepcopy(self.state_dict, memo),
-            ignored=copy.deepcopy(self.ignored, memo),
-        )
-        twin.context = self.context
+        twin = copy.copy(self)
+        twin.wrapper, twin.unit = memo[id(self.wrapper)], memo[id(self.unit)]
+        twin.hooks = memo[id(self.hooks)]
+        twin.state_dict = copy.deepcopy(self.state_dict, memo)
+        twin.ignored = copy.deepcopy(self.ignored, memo)
         return twin
 
     def check_between_steps(self, caller: str) -> RunContext:
@@ -85,8 +80,7 @@ class Sharding:
         inside = set(self.wrapper.modules())
         for unit in units_in(self.wrapper):
             if not inside.issuperset(unit.modules):
-                own_unit, module = self.unit, self.wrapper.module
-                name = dict(zip(own_unit.modules, own_unit.names, strict=True))[module]
+                name = self.unit.names[list(self.unit.modules).index(self.wrapper.module)]
                 raise RuntimeError(
                     f"unit {unit.name!r}: {name!r} cannot be {action} alone: it is small and "
                     "coalesced with its neighbours. Do it with the outermost wrapper, or wrap with "
@@ -97,17 +91,18 @@ class Sharding:
         before, unit = self.settings, self.unit
         strategy, placement = read_strategy(value, None, before.ranks)
         self.check_has_all_modules("given another strategy")
-        if self.context.has_run:
+        if self.context.state.has_run:
             raise RuntimeError(
                 f"unit {unit.name!r}: its strategy {before.strategy.name} cannot become "
                 f"{strategy.name} after the first forward. Wrap the model anew: save "
                 "model.state_dict() and load it there."
             )
         # Strategies that differ only in when they reshard have the same shards.
-        resharding = {"reshard_after_forward": True, "reshard_after_backward": True}
-        if dataclasses.replace(placement, **resharding) != dataclasses.replace(
-            before.placement, **resharding
-        ):
+        when = {
+            "reshard_after_forward": placement.reshard_after_forward,
+            "reshard_after_backward": placement.reshard_after_backward,
+        }
+        if placement != dataclasses.replace(before.placement, **when):
             raise ValueError(
                 f"unit {unit.name!r}: {strategy.name} places parameters differently from "
                 f"{before.strategy.name}. Pass it to ShardedWrapper instead."
@@ -121,14 +116,11 @@ class Sharding:
         unit, strategy = self.unit, self.settings.strategy.name
         if len(unit.modules) > 1:
             return f"{strategy}: part of unit {unit.name}"
-        layouts = [handle.layout for handle in unit.handles]
-        numel = sum(layout.numel for layout in layouts)
-        padding = sum(layout.padding_numel for layout in layouts)
+        numel = sum(handle.layout.numel for handle in unit.handles)
+        padding = sum(handle.layout.padding_numel for handle in unit.handles)
         ranks = self.settings.topology.shard.size
-        return (
-            f"{strategy}: {numel:,} elements + {padding:,} padding "
-            f"over {ranks} rank{'s' if ranks != 1 else ''}"
-        )
+        over = f"over {ranks} rank{'s' if ranks != 1 else ''}"
+        return f"{strategy}: {numel:,} elements + {padding:,} padding {over}"
 
     def report(self) -> str:
         inside = shardings_in(self.wrapper)
@@ -185,12 +177,8 @@ def outermost_shardings(module: nn.Module) -> list[Sharding]:
     return list(dict.fromkeys(found))
 
 
-def units_of(shardings: Iterable[Sharding]) -> list[Unit]:
-    return list(dict.fromkeys(one.unit for one in shardings))
-
-
 def units_in(module: nn.Module) -> list[Unit]:
-    return units_of(shardings_in(module))
+    return list(dict.fromkeys(one.unit for one in shardings_in(module)))
 
 
 def state_dicts_in(module: nn.Module) -> list[UnitStateDict]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from flatshard.module.conversion import without_flat_parameters
-from flatshard.module.sharding import handles_in, outermost_shardings, shardings_in, units_of
+from flatshard.module.conversion import hidden
+from flatshard.module.sharding import handles_in, outermost_shardings, shardings_in
 from flatshard.state import full_params
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
@@ -26,7 +26,8 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
     for one in shardings:
         one.check_between_steps("summon_full_params()")
     _check_owns_parameters(module)
-    handles = [handle for unit in units_of(shardings) for handle in unit.handles]
+    units = dict.fromkeys(one.unit for one in shardings)
+    handles = [handle for unit in units for handle in unit.handles]
     with full_params.summoned(handles, request):
         showing = [
             one
@@ -34,7 +35,7 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
             if any(handle.summoned.params for handle in one.unit.handles if handle.summoned)
         ]
         # Modules now list the original parameters; flat ones beside them would count twice.
-        with without_flat_parameters(showing):
+        with hidden(showing):
             yield
 
 

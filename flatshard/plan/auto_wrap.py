@@ -1,29 +1,9 @@
 """The policy ``"auto"``: which modules become units where users name none.
 
-[Note: what "auto" chooses]
-A unit is unsharded at once, so units should be small against the model; each all-gather also has a
-fixed cost, so they should not be small as such. From the root downwards every module is
-either *opened*, which means that its children are asked in its place, or taken as one unit:
-
-- a *block* is a module with children whose class, or whose list of parameter shapes, comes more
-  than once. The outermost blocks become units, each with all that is in it;
-- a block that holds more than ``LARGE_SHARE`` of the model and consists mostly of blocks (a stage,
-  a tower) is opened, and so is a module that is no block but holds as much or is made of blocks;
-- anything below ``DIVISIBLE_NUMEL`` elements, and a module without children (an embedding, a head,
-  a plain layer), becomes a unit as it is. What has no ``forward`` (a list) is always opened.
-
-What would hold fewer than ``MIN_UNIT_NUMEL`` elements becomes no unit: its parameters count for
-the module around it, which may then be one, and in the end for the root. Only where blocks too
-small would leave it more than ``ROOT_BLOCKS_NUMEL`` they are units nevertheless, down to a tenth of
-the minimum. A weight counts only for modules that contain all its places, so a tied embedding and
-head stay in what contains both.
-
-The root is whatever is left, and may be small. It then takes in single modules of up to
-``ROOT_TAKES_NUMEL`` elements. It stays unsharded in a step, so it takes in nothing larger, and
-no block: holding that would cost more than a small all-gather does.
-
-Experts, found by their name, are never units by themselves: which of them run depends on the data,
-and ranks that run other ones would wait for each other.
+docs/units.md says what it chooses. A unit is unsharded at once, so units should be small against
+the model; each all-gather also has a fixed cost, so they should not be small as such. From the root
+downwards every module is either *opened*, which means that its children are asked in its place, or
+taken as one unit. What becomes no unit counts for the module around it, in the end for the root.
 """
 
 from __future__ import annotations
@@ -36,54 +16,37 @@ from typing import TypeAlias
 from torch import nn
 
 from flatshard.plan.module_tree import ModuleTree, has_forward
+from flatshard.plan.param_info import find_params
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 Kind: TypeAlias = type[nn.Module] | Shapes
 
+# Elements in the smallest unit, 1 MB of float32: below about that, an all-gather's fixed part
+# (Python, latency, a pipeline that is not full) takes longer than its bytes.
 MIN_UNIT_NUMEL = 250_000
-"""Elements in the smallest unit, 1 MB of float32: below about that, an all-gather's fixed part
-(Python, latency, a pipeline that is not full) takes longer than its bytes."""
-
+# From which on a module is worth dividing, into parts that mostly reach the minimum.
 DIVISIBLE_NUMEL = 8 * MIN_UNIT_NUMEL
-"""Elements from which on a module is worth dividing, into parts that mostly reach the minimum."""
-
+# In the largest module that joins a small root: 4 MB that stay unsharded in a step.
 ROOT_TAKES_NUMEL = 4 * MIN_UNIT_NUMEL
-"""Elements in the largest module that joins a small root: 4 MB that stay unsharded in a step."""
-
+# That small blocks may leave to the root together: 32 MB, unsharded throughout a step.
 ROOT_BLOCKS_NUMEL = 32 * MIN_UNIT_NUMEL
-"""Elements that small blocks may leave to the root together: 32 MB, unsharded throughout a step."""
-
+# Part of the model that is too large for a unit if it can be divided. While one unit computes the
+# next is all-gathered: with units of this size, a quarter of the model is unsharded at the peak.
 LARGE_SHARE = 1 / 8
-"""Part of the model that is too large for a unit if it can be divided. While one unit computes the
-next is all-gathered: with units of this size, a quarter of the model is unsharded at the peak."""
-
+# Part of a module's elements that blocks in it must hold for it to be opened. Less is a block that
+# happens to contain similar children: a decoder's two attentions, about half of its elements.
 BLOCKS_SHARE = 2 / 3
-"""Part of a module's elements that blocks in it must hold for it to be opened. Less is a block that
-happens to contain similar children: a decoder's two attentions, about half of its elements."""
-
+# They say nothing about what a module does, so that repeating one makes no blocks.
 _GENERIC = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Classes that say nothing about what a module does, so that repeating one makes no blocks."""
 
 
-def choose(tree: ModuleTree) -> dict[nn.Module, str]:
-    """Choose the units of a model: never the root, in post-order, each with the reason in words.
-
-    The same on every rank; changes nothing.
-    """
-    return _Choice(tree).reasons()
-
-
-def count_blocks(tree: ModuleTree) -> int:
-    """Number of the chosen units that are blocks."""
-    return len(_Choice(tree).blocks())
-
-
-class _Choice:
-    """The units chosen, and the parameters that they leave over."""
+class AutoUnits:
+    """The units that are chosen, never the root, and the parameters that they leave over."""
 
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
-        self._containers = tree.containers()
+        params = find_params(tree.root, {id(param) for param in tree.ignored_params})
+        self._containers = {one.param: one.containers for one in params}
         self._numel: Counter[nn.Module] = Counter()
         for param, containers in self._containers.items():
             for module in containers:
@@ -100,7 +63,6 @@ class _Choice:
         self._fill_root()
 
     def _visit(self, module: nn.Module) -> None:
-        """Choose units below an opened module."""
         for child in self._children(module):
             if child in self._seen:
                 continue
@@ -118,20 +80,21 @@ class _Choice:
     def _opens(self, module: nn.Module) -> bool:
         if not self._children(module):
             return False
-        if not has_forward(module):
+        if not has_forward(module):  # a list, say
             return True
         if self._numel[module] < DIVISIBLE_NUMEL:
             return False
         is_large = self._numel[module] > LARGE_SHARE * self._numel[self._tree.root]
         if self._is_block(module, self._counts):
+            # A stage or a tower; other blocks are units with all that is in them.
             return is_large and self._is_made_of_blocks(module)
         return is_large or self._is_made_of_blocks(module)
 
     def _take(self, module: nn.Module) -> None:
         self._held[module] = self._left[module]
         for param in module.parameters():
-            containers = self._containers.get(param, [])
-            # Of a weight that is tied to one outside, something around both takes care.
+            containers = self._containers.get(param, ())
+            # A weight that is tied to one outside stays in what contains both.
             if module in containers and param not in self._taken:
                 self._taken.add(param)
                 for container in containers:
@@ -155,7 +118,8 @@ class _Choice:
             next((module for module in containers if module in self._held), None)
             for containers in self._containers.values()
         }
-        # No blocks. The sort is stable: of equal ones the first in the model.
+        # The root stays unsharded in a step, so it takes in no block: holding that would cost more
+        # than a small all-gather does. The sort is stable: of equal ones the first in the model.
         singles = [m for m in self._held if m in outermost and not self._is_closed_block(m)]
         for module in sorted(singles, key=self._held.__getitem__):
             missing = 0 < self._left[root] < MIN_UNIT_NUMEL
@@ -175,7 +139,6 @@ class _Choice:
             yield _shapes(module)
 
     def _count_kinds(self, top: nn.Module) -> Counter[Kind]:
-        """Count the kinds below ``top``."""
         counts: Counter[Kind] = Counter()
         seen: set[nn.Module] = set()
 
@@ -215,7 +178,7 @@ class _Choice:
         return in_blocks(module) >= BLOCKS_SHARE * self._numel[module]
 
     def reasons(self) -> dict[nn.Module, str]:
-        """Say of each chosen module why it is one."""
+        """The chosen modules, each with the reason in words."""
         closed = [module for module in self._held if module not in self._opened]
         same = Counter(kind for module in closed for kind in self._kinds(module))
         return {module: self._reason(module, same) for module in self._held}
@@ -236,7 +199,8 @@ def _shapes(module: nn.Module) -> Shapes:
 
 
 def _is_expert(name: str, module: nn.Module) -> bool:
-    # `MixtureOfExperts` runs for every input, an `Expert` for some.
+    # Which experts run depends on the data: as units, ranks that run other ones would wait for each
+    # other. `MixtureOfExperts` runs for every input, an `Expert` for some.
     return "expert" in name.lower() or bool(
         re.search("expert(?!s)", type(module).__name__, re.IGNORECASE)
     )

@@ -21,8 +21,8 @@ from torch import nn
 from flatshard.plan.param_info import ParamInfo
 from flatshard.plan.wrap import UnitPlan
 
+# From this size on a collective is bound by bandwidth, and worth one of its own.
 LARGE_BYTES = 4 << 20
-"""From this size on a collective is bound by bandwidth, and worth one of its own."""
 
 
 def coalesce(
@@ -33,11 +33,8 @@ def coalesce(
 ) -> list[list[UnitPlan]]:
     """Put neighbours together that agree in settings and kinds of parameters.
 
-    Args:
-        plans: a policy's units, in the order of the model; those that own nothing are left out.
-        owners: what each owns.
-        max_bytes: largest sum of parameter bytes over the units that are coalesced.
-        settings_of: the settings of each.
+    ``plans`` are in the order of the model; those that own nothing are left out. ``max_bytes``
+    bounds the parameters of units that are coalesced.
     """
     plans = [plan for plan in plans if owners[plan.module]]
     modules = {plan.module for plan in plans}

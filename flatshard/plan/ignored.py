@@ -58,12 +58,8 @@ def find_ignored(
 ) -> Ignored:
     """Collect what the user's keywords, and DistributedDataParallel's attribute, ignore.
 
-    Args:
-        root: the outermost module.
-        ignored_modules: modules below ``root``.
-        ignored_states: modules and parameters below ``root``.
-        nested: the units inside ``root``, and what each ignores already.
-        sharded: ids of the parameters that they own.
+    ``nested`` are the units inside ``root`` with what each ignores already, ``sharded`` the ids of
+    the parameters that they own.
 
     Raises:
         TypeError: a keyword is no iterable of such objects.

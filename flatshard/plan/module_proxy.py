@@ -67,10 +67,7 @@ class ModuleProxy(nn.Module):
         return True
 
     def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As of the unwrapped module; the wrapper shares the name of what it wraps."""
         memo = set() if memo is None else memo

@@ -36,7 +36,7 @@ class ModuleTree:
     def __init__(self, root: nn.Module, ignored: Ignored = NOTHING) -> None:
         self.root = root
         self._closed = ignored.modules | _read_by_others(root)
-        self._ignored_params = {p for p in ignored.tensors() if isinstance(p, nn.Parameter)}
+        self.ignored_params = {p for p in ignored.tensors() if isinstance(p, nn.Parameter)}
 
     def candidates(self) -> Iterator[nn.Module]:
         """Yield each module that can be a unit, once and in post-order."""
@@ -58,23 +58,12 @@ class ModuleTree:
             (name, child)
             for name, child in module.named_children()
             if child not in self._closed
-            and any(param not in self._ignored_params for param in child.parameters())
+            and any(param not in self.ignored_params for param in child.parameters())
         ]
 
     def params(self, module: nn.Module) -> set[nn.Parameter]:
         """The module's parameters that are not ignored, descendants' included."""
-        return set(module.parameters()) - self._ignored_params
-
-    def containers(self) -> dict[nn.Parameter, list[nn.Module]]:
-        """For each parameter, the modules that contain all its places, outermost first."""
-        # Only these can hold it: a tied weight belongs to none of the modules it is tied between.
-        containers: dict[nn.Parameter, list[nn.Module]] = {}
-        for _, path in paths(self.root):
-            for param in path[-1]._parameters.values():
-                if param is not None and param not in self._ignored_params:
-                    before = containers.get(param, path)
-                    containers[param] = [module for module in before if module in path]
-        return containers
+        return set(module.parameters()) - self.ignored_params
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -88,21 +77,18 @@ def numel(params: Iterable[nn.Parameter]) -> int:
     return sum(param.numel() for param in params)
 
 
-def paths(root: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
+def paths(
+    module: nn.Module, name: str = "", above: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
     """Every path to every module: its name, and the modules on it; a shared module has several."""
-
-    def visit(
-        name: str, chain: tuple[nn.Module, ...]
-    ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-        yield name, chain
-        # A module that stands in for another has no place in names; see `ModuleProxy`.
-        hidden = getattr(chain[-1], "hidden_in_names", False)
-        for attribute, child in chain[-1]._modules.items():
-            if child is not None and child not in chain:
-                below = name if hidden else f"{name}.{attribute}" if name else attribute
-                yield from visit(below, (*chain, child))
-
-    return visit("", (root,))
+    chain = (*above, module)
+    yield name, chain
+    # A module that stands in for another has no place in names; see `ModuleProxy`.
+    hidden = getattr(module, "hidden_in_names", False)
+    for attribute, child in module._modules.items():
+        if child is not None and child not in chain:
+            below = name if hidden else f"{name}.{attribute}" if name else attribute
+            yield from paths(child, below, chain)
 
 
 def _read_by_others(root: nn.Module) -> set[nn.Module]:

@@ -26,6 +26,9 @@ class ParamInfo:
 
     param: nn.Parameter
     locations: list[ParamLocation] = field(default_factory=list)
+    # The modules that contain all its places, outermost first. Only these can hold it: a tied
+    # weight belongs to none of the modules that it is tied between.
+    containers: Sequence[nn.Module] = ()
 
     @property
     def name(self) -> str:
@@ -43,39 +46,33 @@ def layout_of(owned: Sequence[ParamInfo], world_size: int) -> FlatLayout:
     )
 
 
+def find_params(root: nn.Module, left_alone: Collection[int] = ()) -> list[ParamInfo]:
+    """The parameters of a model in registration order, without those whose ids are given."""
+    found: dict[int, ParamInfo] = {}
+    for path, chain in paths(root):
+        module = chain[-1]
+        for attribute, param in module._parameters.items():
+            if param is None or id(param) in left_alone:
+                continue
+            # Ties are found by identity, so a weight that two units share is stored once.
+            one = found.setdefault(id(param), ParamInfo(param, [], chain))
+            one.containers = [container for container in one.containers if container in chain]
+            # A shared module is on several paths, and is one place.
+            if all((at.module, at.attribute) != (module, attribute) for at in one.locations):
+                name = f"{path}.{attribute}" if path else attribute
+                one.locations.append(ParamLocation(module, attribute, name))
+    return list(found.values())
+
+
 def find_owners(
-    root: nn.Module, unit_modules: Collection[nn.Module], taken: Collection[int] = ()
+    root: nn.Module, unit_modules: Collection[nn.Module], left_alone: Collection[int] = ()
 ) -> dict[nn.Module, list[ParamInfo]]:
     """Give every parameter to the lowest unit that contains all its users.
-
-    Ties are found by identity, so a weight shared by two units is stored once, in the unit that
-    contains both.
-
-    Args:
-        root: the outermost unit.
-        unit_modules: the units below it.
-        taken: ids of parameters that a unit owns already.
 
     Returns:
         For every unit, ``root`` first, what it owns in registration order; may be nothing.
     """
     owners: dict[nn.Module, list[ParamInfo]] = {unit: [] for unit in (root, *unit_modules)}
-    found: dict[int, ParamInfo] = {}
-    common: dict[int, list[nn.Module]] = {}
-    for path, chain in paths(root):
-        module = chain[-1]
-        enclosing = [ancestor for ancestor in chain if ancestor in owners]
-        for attribute, param in module._parameters.items():
-            if param is None or id(param) in taken:
-                continue
-            owned = found.setdefault(id(param), ParamInfo(param))
-            name = f"{path}.{attribute}" if path else attribute
-            # A shared module is on several paths, and is one place.
-            if all((at.module, at.attribute) != (module, attribute) for at in owned.locations):
-                owned.locations.append(ParamLocation(module, attribute, name))
-            # Outermost first, so the last unit that all places have in common is the lowest.
-            before = common.get(id(param), enclosing)
-            common[id(param)] = [unit for unit in before if unit in enclosing]
-    for key, owned in found.items():
-        owners[common[key][-1]].append(owned)
+    for one in find_params(root, left_alone):
+        owners[next(unit for unit in reversed(one.containers) if unit in owners)].append(one)
     return owners

@@ -21,7 +21,6 @@ class ExecutionOrder:
         self._current = []
 
     def record(self, unit: int) -> None:
-        """Note that ``unit`` runs now."""
         self._current.append(unit)
 
     def next_forward(self) -> list[int]:
@@ -44,7 +43,7 @@ class ExecutionOrder:
 
     @property
     def is_complete(self) -> bool:
-        """Whether this forward ran all the units of the one before, in the same order."""
+        """Whether this forward ran the units of the one before, in the same order."""
         return bool(self._current) and self._current == self._previous
 
     def first_backward(self) -> list[int]:
@@ -76,12 +75,10 @@ class ReduceOrder:
         self.sequence = list(sequence)
 
     def begin_backward(self) -> None:
-        """Forget which units are ready."""
         self._ready.clear()
         self.num_taken = 0
 
     def ready(self, unit: int) -> None:
-        """Note that ``unit`` may be reduced."""
         self._ready[unit] = None
 
     def turns(self, allows: Callable[[int], bool] = lambda _: True) -> Iterator[int]:

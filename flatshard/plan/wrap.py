@@ -3,7 +3,6 @@
 A policy is one of three things:
 
 - ``"auto"``: blocks that repeat and large single modules; see ``flatshard.plan.auto_wrap``;
-
 - a callable ``policy(module, recurse, nonwrapped_numel) -> bool``, asked twice about each module:
   with ``recurse=True`` whether to look at its children (if not, the module is no unit either),
   then with ``recurse=False``, and the elements that units among its descendants left over, whether
@@ -26,7 +25,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import nn
 
-from flatshard.plan import auto_wrap
+from flatshard.plan.auto_wrap import AutoUnits
 from flatshard.plan.ignored import NOTHING, Ignored
 from flatshard.plan.module_tree import ModuleTree, has_forward, numel
 
@@ -54,9 +53,6 @@ class UnitPlan:
     reason: str = field(default="", compare=False, repr=False)  # who chose it and why, in words
 
 
-# --- callable policies ---
-
-
 def size_based_auto_wrap_policy(
     module: nn.Module,
     recurse: bool,
@@ -82,7 +78,11 @@ def size_based_auto_wrap_policy(
     Raises:
         ValueError: ``min_num_params`` is negative or not an int.
     """
-    _check_min_num_params(min_num_params)
+    bound = min_num_params
+    if isinstance(bound, bool) or not isinstance(bound, Integral) or bound < 0:
+        raise ValueError(
+            f"min_num_params: expected an int >= 0, for example 20_000 or int(1e6), got {bound!r}."
+        )
     if nonwrapped_numel < min_num_params:
         return False
     argument = "force_leaf_modules" if recurse else "exclude_wrap_modules"
@@ -109,10 +109,7 @@ def transformer_auto_wrap_policy(
 
 
 def lambda_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    lambda_fn: Callable[[nn.Module], bool],
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
     """Make a unit of each module for which ``lambda_fn(module)`` is true."""
     return recurse or lambda_fn(module)
@@ -123,13 +120,10 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
-# --- policy objects ---
-
-
 class ModuleWrapPolicy:
     """Make a unit of each instance of the given classes.
 
-    Also works as a callable policy, for instance inside another one.
+    It is a callable policy, so it works inside another one.
 
     Args:
         module_classes: the classes; subclasses count too.
@@ -144,20 +138,10 @@ class ModuleWrapPolicy:
     def __call__(
         self, module: nn.Module, recurse: bool, nonwrapped_numel: int = 0, **kwargs: Any
     ) -> bool:
-        """Answer as a callable policy; sizes don't matter."""
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
         return f"ModuleWrapPolicy({_show(self._module_classes)})"
-
-    def _run_policy(
-        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Keywords
-    ) -> dict[nn.Module, Keywords]:
-        return {
-            module: dict(root_kwargs)
-            for module in root_module.modules()
-            if module not in ignored_modules and self(module, recurse=False)
-        }
 
 
 class CustomPolicy:
@@ -201,17 +185,11 @@ class CustomPolicy:
         return chosen
 
 
-# --- choosing units ---
-
-
 def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> list[UnitPlan]:
-    """Choose the modules below ``root`` that become units of their own. Changes nothing.
+    """Choose the modules below ``root`` that become units of their own, children before parents.
 
     Only modules with parameters, not all of them ignored, can be units; for those that never are,
     see [Note: modules that are never units] in ``flatshard.plan.module_tree``.
-
-    Returns:
-        The units in post-order, children before parents; a module with several names comes once.
 
     Raises:
         TypeError: ``policy`` is not a policy.
@@ -222,24 +200,20 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
     reasons: dict[nn.Module, str] = {}
     chosen: dict[nn.Module, Keywords]
     if isinstance(policy, str):
-        reasons = auto_wrap.choose(tree)
+        reasons = AutoUnits(tree).reasons()
         chosen = {module: {} for module in reasons}
     elif hasattr(policy, "_run_policy"):
         chosen = policy._run_policy(root, set(ignored.modules), {})
     else:
         chosen = _ask(tree, policy)
     names = {module: name for name, module in root.named_modules()}
-    by = f"policy {_show(policy)}"
-    return [
-        UnitPlan(
-            names[module],
-            module,
-            dict(chosen[module]),
-            f"{by}: {reasons[module]}" if module in reasons else by,
-        )
-        for module in tree.candidates()
-        if module in chosen
-    ]
+    plans = []
+    for module in tree.candidates():
+        if module in chosen:
+            reason = f"policy {_show(policy)}"
+            reason += f": {reasons[module]}" if module in reasons else ""
+            plans.append(UnitPlan(names[module], module, dict(chosen[module]), reason))
+    return plans
 
 
 def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywords]:
@@ -269,10 +243,8 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywo
     return chosen
 
 
-# --- choosing units by hand ---
-
+# The keywords of the innermost `enable_wrap`; None outside.
 _enabled: ContextVar[Keywords | None] = ContextVar("enabled", default=None)
-"""The keywords of the innermost ``enable_wrap``; None outside."""
 
 
 @contextlib.contextmanager
@@ -311,16 +283,8 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
     return wrapper_cls(module, **keywords)
 
 
-# --- checks and messages ---
-
-
 def check_policy(policy: object) -> None:
-    """Raise unless ``policy`` has the form of a policy.
-
-    Raises:
-        TypeError: it is something else, or can't be called as a policy is.
-        ValueError: it is a name other than ``"auto"``.
-    """
+    """Raise TypeError or ValueError unless ``policy`` has the form of a policy."""
     expected = (
         'expected "auto", a policy object such as ModuleWrapPolicy({Block}) or a callable such '
         "as functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)"
@@ -344,21 +308,16 @@ def check_policy(policy: object) -> None:
         ) from error
 
 
-def _check_min_num_params(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
-        raise ValueError(
-            f"min_num_params: expected an int >= 0, for example 20_000 or int(1e6), got {value!r}."
-        )
-
-
 def _class_tuple(classes: object, argument: str) -> tuple[type, ...]:
-    example = f"for example {{{_show(classes) if isinstance(classes, type) else 'Block'}}}"
-    if isinstance(classes, str | type) or not isinstance(classes, Iterable):
-        raise TypeError(f"{argument}: expected a set of classes, {example}, got {_show(classes)}.")
-    found = tuple(classes)
-    wrong = ", ".join(_show(item) for item in found if not isinstance(item, type))
-    if wrong:
-        raise TypeError(f"{argument}: expected classes, {example}, got {wrong}.")
+    found = (
+        tuple(classes)
+        if isinstance(classes, Iterable) and not isinstance(classes, type)
+        else (None,)
+    )
+    if not all(isinstance(item, type) for item in found):
+        raise TypeError(
+            f"{argument}: expected a set of classes, for example {{Block}}, got {_show(classes)}."
+        )
     return found
 
 
@@ -366,15 +325,14 @@ def explain_no_match(root: nn.Module, policy: Policy | None, ignored: Ignored = 
     """A warning's text for a policy that chose no unit: what it could have chosen."""
     tree = ModuleTree(root, ignored)
     names = {module: name for name, module in root.named_modules()}
-    by_class: dict[type, list[tuple[int, str]]] = {}
-    for module in tree.candidates():
-        by_class.setdefault(type(module), []).append((numel(tree.params(module)), names[module]))
-    largest = sorted(by_class.items(), key=lambda item: max(item[1])[0], reverse=True)[:5]
+    sizes = {module: numel(tree.params(module)) for module in tree.candidates()}
+    by_class: dict[type, list[nn.Module]] = {}
+    for module in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        by_class.setdefault(type(module), []).append(module)
     options = []
-    for cls, found in largest:
-        size, name = max(found, key=lambda pair: pair[0])
-        count = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        options.append(f"{cls.__name__} ({name!r}{count}, {size:,} elements)")
+    for cls, (first, *others) in list(by_class.items())[:5]:
+        count = f" and {len(others)} more" if others else ""
+        options.append(f"{cls.__name__} ({names[first]!r}{count}, {sizes[first]:,} elements)")
     return (
         f"auto_wrap_policy: {_show(policy)} chose no module of {type(root).__name__}, so all its "
         f"{numel(tree.params(root)):,} elements are one unit, unsharded together. "

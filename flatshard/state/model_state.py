@@ -8,7 +8,7 @@ its order, its extra state and the users' hooks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,14 +24,7 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 @dataclass(frozen=True)
 class StateDictOptions:
-    """Where state dicts lie and who gets them, as FSDP1's configs say it.
-
-    Attributes:
-        offload_to_cpu: the model's lie in CPU memory, copied there unit by unit.
-        rank0_only: ranks other than rank 0 have none of the model's.
-        optim_offload_to_cpu: the same for the optimizer's.
-        optim_rank0_only: likewise.
-    """
+    """Where state dicts lie and who gets them, as FSDP1's configs say it."""
 
     offload_to_cpu: bool = False
     rank0_only: bool = False
@@ -90,22 +83,19 @@ class UnitStateDict:
             self._depth = 0
         self._depth += 1
         for handle in self._unit.handles:
-            handle.params.show_placeholders()
+            handle.params.list_placeholders(shown=True)
 
     def _leave(self) -> bool:
         self._depth -= 1
         if self._depth > 0:
             return False
         for handle in self._unit.handles:
-            handle.params.hide_placeholders()
+            handle.params.list_placeholders(shown=False)
         return True
 
 
 def _replace_by_full(
-    handle: FlatParamHandle,
-    state_dict: dict[str, Any],
-    options: StateDictOptions,
-    is_saving: bool,
+    handle: FlatParamHandle, state_dict: dict[str, Any], options: StateDictOptions, is_saving: bool
 ) -> None:
     """Put full copies where the flat parameter's originals stand; drop them if not ``is_saving``.
 
@@ -172,22 +162,6 @@ def options_set(parts: Sequence[UnitStateDict], options: StateDictOptions) -> It
             part.options = its_own
 
 
-def load(
-    module: nn.Module,
-    handles: Sequence[FlatParamHandle],
-    state_dict: Mapping[str, Any],
-    strict: bool,
-    assign: bool,
-) -> Any:
-    """Load a state dict of the unwrapped module; see ``ShardedWrapper.load_state_dict``."""
-    children = [name for name, _ in module.named_children()]
-    own = without_ddp_prefix(dict(state_dict), children)
-    missing_and_unexpected = module.load_state_dict(own, strict=strict, assign=assign)
-    for handle in handles:
-        handle.page_out()
-    return missing_and_unexpected
-
-
 def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> dict[str, Any]:
     """The state dict without DistributedDataParallel's prefix ``module.``, where it has it.
 
@@ -205,12 +179,7 @@ def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> d
 def read_options(
     state_dict_type: Any, state_dict_config: Any, optim_state_dict_config: Any
 ) -> StateDictOptions:
-    """Read torch's enum and configs.
-
-    Raises:
-        NotImplementedError: state dicts that are not full are asked for.
-        TypeError: a config is none of full state dicts, or of the other kind.
-    """
+    """Read torch's enum and configs; raises for state dicts that are not full."""
     name = getattr(state_dict_type, "name", state_dict_type)
     if name != "FULL_STATE_DICT":
         raise NotImplementedError(

@@ -23,9 +23,9 @@ _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 class OptimParam:
     """A parameter of an optimizer, in terms of the unwrapped model."""
 
-    fqns: tuple[str, ...]  # of the original parameters in it
-    handle: FlatParamHandle | None = None  # what they are parts of; None: nothing of it is sharded
-    indices: tuple[int, ...] = ()  # which parts, one for each name
+    # Which originals are in it, by name: their numbers in the handle; None: nothing is sharded.
+    indices: dict[str, int]
+    handle: FlatParamHandle | None = None
 
     @property
     def is_flat(self) -> bool:
@@ -50,7 +50,7 @@ class OptimParams:
         found = dict(_params_of_units(prefixes, units))
         for name, param in model.named_parameters():
             # No unit owns it: it is ignored, or the model is not wrapped.
-            found.setdefault(id(param), OptimParam((unwrapped(name),)))
+            found.setdefault(id(param), OptimParam({unwrapped(name): 0}))
         # As ``optimizer.param_groups`` has them.
         self.groups: list[list[OptimParam]] = []
         for number, group in enumerate(optimizer.param_groups):
@@ -71,7 +71,7 @@ class OptimParams:
 
     def fqns(self, group: int) -> list[str]:
         """The original parameters of a group, as an optimizer of the unwrapped model has them."""
-        fqns = [fqn for param in self.groups[group] for fqn in param.fqns]
+        fqns = [fqn for param in self.groups[group] for fqn in param.indices]
         if any(param.is_flat for param in self.groups[group]):
             # One flat parameter per dtype: originals of several may alternate in the model.
             fqns.sort(key=self._order.__getitem__)
@@ -94,21 +94,21 @@ def _params_of_units(
 ) -> Iterable[tuple[int, OptimParam]]:
     """All that units own, by the id of what the optimizer may hold."""
     for handle in chain.from_iterable(unit.handles for unit in units):
-        indices = tuple(range(len(handle.layout.spans)))
         # A place inside ``model``, which may be a part of what was wrapped.
-        fqns = tuple(
+        fqns = [
             next(
                 prefixes[place.module] + place.attribute
                 for place in handle.params.locations(index)
                 if place.module in prefixes
             )
-            for index in indices
-        )
-        if not handle.params.use_orig_params:
-            yield id(handle.sharded[0]), OptimParam(fqns, handle, indices)
-        else:
+            for index in range(len(handle.layout.spans))
+        ]
+        if handle.params.use_orig_params:
             for index, param in enumerate(handle.sharded):
-                yield id(param), OptimParam((fqns[index],), handle, (index,))
+                yield id(param), OptimParam({fqns[index]: index}, handle)
+        else:
+            indices = {fqn: index for index, fqn in enumerate(fqns)}
+            yield id(handle.sharded[0]), OptimParam(indices, handle)
 
 
 def unwrapped(name: str) -> str:

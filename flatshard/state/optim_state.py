@@ -1,22 +1,20 @@
 """Optimizer state by parameter name: full tensors, whatever the sharding.
 
 [Note: what state looks like]
-State is *per element* (a momentum, say: a number for each element of the parameter) or *one per
-parameter* (``step``, text, whatever else). On a rank, state per element has one of four forms:
+State is *per element* (a momentum, say) or *one per parameter* (``step``, text, whatever else). On
+a rank, state per element has one of four forms; in a state dict it is always full:
 
-    full, in the parameter's shape      from before wrapping or from a plain optimizer, not yet
-                                        stepped on; or this rank holds all of the parameter
+    full, in the parameter's shape      not yet stepped on since wrapping or loading; or this rank
+                                        holds all of the parameter
     this rank's part, 1-D               of an optimizer that steps on local ranges
     ``FlatShardTensor``                 of one that works on sharded parameters
     as long as the shard, 1-D           with ``use_orig_params=False``
-
-In a state dict it is always full. State that is one per parameter goes as it is.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any
@@ -41,9 +39,6 @@ StateDict = dict[str, Any]
 _REMEDY = "Every rank must step the same optimizer and load the same state."
 
 
-# ---------------------------------------------------------------- saving
-
-
 @dataclass
 class _Entry:
     """The state of one parameter of the optimizer on this rank."""
@@ -58,7 +53,7 @@ class _Entry:
 
     def facts(self) -> Iterable[tuple[str, str]]:
         """What must be equal on all ranks."""
-        fqn = self.param.fqns[0]
+        fqn, *_ = self.param.indices
         yield f"state of {fqn!r}", "there"
         for key, value in self.state.items():
             part = self.parts.get(key)
@@ -97,7 +92,7 @@ def full_state(
     full = {
         fqn: {k: None if k in e.parts else _copied(v, device) for k, v in e.state.items()}
         for e in entries.values()
-        for fqn in e.param.fqns
+        for fqn in e.param.indices
     }
     # In the units' order, which all ranks share.
     with torch.inference_mode(False), torch.no_grad():
@@ -108,7 +103,10 @@ def full_state(
         return {}
     rest = {key: _copied(v, device) for key, v in own["state"].items() if key not in entries}
     groups = [
-        {**_options(group), "params": [fqn for key in group["params"] for fqn in params[key].fqns]}
+        {
+            **_options(group),
+            "params": [fqn for key in group["params"] for fqn in params[key].indices],
+        }
         for group in own["param_groups"]
     ]
     return {"state": {**full, **rest}, "param_groups": groups}
@@ -134,15 +132,17 @@ def _part(param: OptimParam, key: str, value: Any) -> Tensor | None:
     if isinstance(value, Tensor) and param.is_flat and value.shape == handle.shard.shape:
         return value
     if isinstance(value, Tensor) and not param.is_flat:
-        spec = handle.params.specs[param.indices[0]]
+        (index,) = param.indices.values()
+        spec = handle.params.specs[index]
         if tuple(value.shape) == spec.shape:
             return spec.slice(value)
         if tuple(value.shape) == (spec.numel,) and not handle.is_whole:
             return value
     shapes = {tuple(leaf.shape) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
     if shapes - {()} and not handle.is_whole:
+        fqn, *_ = param.indices
         raise ValueError(
-            f"state {key!r} of parameter {param.fqns[0]!r} (unit {handle.unit_name!r}) has "
+            f"state {key!r} of parameter {fqn!r} (unit {handle.unit_name!r}) has "
             f"tensors of shape {sorted(shapes)}: only numbers, and tensors with one value per "
             "element of the parameter, can be put together from the ranks' parts."
         )
@@ -165,13 +165,12 @@ def _gather(
         if some[0].param.is_flat:
             shard = some[0].parts[key].to(handle.shard.device)
         else:
-            parts = ((entry.param.indices[0], entry.parts[key]) for entry in some)
+            parts = ((i, e.parts[key]) for e in some for i in e.param.indices.values())
             shard = join(handle, parts, dtype)
         tensors = gather_full(handle, shard, device, is_kept=full is not None)
         if full is not None:
-            for param in [entry.param for entry in some]:
-                for fqn, index in zip(param.fqns, param.indices, strict=True):
-                    full[fqn][key] = tensors[index]
+            for fqn, index in chain.from_iterable(e.param.indices.items() for e in some):
+                full[fqn][key] = tensors[index]
 
 
 def _copied(value: Any, device: torch.device | None = None) -> Any:
@@ -208,20 +207,21 @@ def state_to_load(
         _check_form(state_dict)
         params = OptimParams(model, optimizer, units)
         saved = _named(state_dict, params)
-        group_of = {n: i for i, g in enumerate(saved["param_groups"]) for n in g["params"]}
-        _check_names(group_of, [fqn for param in params for fqn in param.fqns])
+        group_of = {name: g for g in saved["param_groups"] for name in g["params"]}
+        _check_names(group_of, [fqn for param in params for fqn in param.indices])
         # The keys in the optimizer's own state dicts.
         name_of = {id(param): name for name, param in model.named_parameters()}
         position = count()
         loaded: StateDict = {"state": {}, "param_groups": []}
         facts: Facts = {}
         for number, group in enumerate(params.groups):
-            own = optimizer.param_groups[number]["params"]
-            keys = [name_of[id(param)] if by_name else next(position) for param in own]
-            options = _options_of_group(params, number, saved, group_of, optimizer)
+            own = optimizer.param_groups[number]
+            keys = [name_of[id(param)] if by_name else next(position) for param in own["params"]]
+            options = _options_of_group(params.fqns(number), group_of, own)
             loaded["param_groups"].append({**options, "params": keys})
             for key, param in zip(keys, group, strict=True):
-                states = {fqn: saved["state"][fqn] for fqn in param.fqns if fqn in saved["state"]}
+                saved_here = (fqn for fqn in param.indices if fqn in saved["state"])
+                states = {fqn: saved["state"][fqn] for fqn in saved_here}
                 if states:
                     loaded["state"][key] = _loaded(param, states, optimizer)
                 for fqn, state in states.items():
@@ -244,7 +244,7 @@ def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
     key_of: dict[str, Any] = {}
     for number, group in enumerate(state_dict["param_groups"]):
         key_of.update(zip(_names(number, group, params), group["params"], strict=True))
-    top_names = {fqn.partition(".")[0] for param in params for fqn in param.fqns}
+    top_names = {fqn.partition(".")[0] for param in params for fqn in param.indices}
     key_of = without_ddp_prefix(key_of, top_names)
     name_of = {key: unwrapped(name) for name, key in key_of.items()}
     groups = [
@@ -272,9 +272,8 @@ def _names(number: int, group: StateDict, params: OptimParams) -> Sequence[str]:
     return fqns
 
 
-def _check_names(saved: Iterable[str], own: Sequence[str]) -> None:
+def _check_names(saved: Collection[str], own: Sequence[str]) -> None:
     """Both must have the same parameters, as torch asks of plain optimizers."""
-    saved = dict.fromkeys(saved)
     missing = [name for name in own if name not in saved]
     unexpected = [name for name in saved if name not in set(own)]
     if missing or unexpected:
@@ -287,26 +286,16 @@ def _check_names(saved: Iterable[str], own: Sequence[str]) -> None:
 
 
 def _options_of_group(
-    params: OptimParams,
-    number: int,
-    saved: StateDict,
-    group_of: dict[str, int],
-    optimizer: torch.optim.Optimizer,
+    fqns: Sequence[str], group_of: dict[str, StateDict], own: StateDict
 ) -> StateDict:
-    """The options for one of the optimizer's groups, from where its parameters were."""
-    sources: dict[int, str] = {}
-    for fqn in params.fqns(number):
-        sources.setdefault(group_of[fqn], fqn)
-    if not sources:
-        return _options(optimizer.param_groups[number])
-    (first, first_name), *others = sources.items()
-    options = _options(saved["param_groups"][first])
-    for source, name in others:
-        other = _options(saved["param_groups"][source])
-        different = [key for key in options if repr(options[key]) != repr(other.get(key))]
+    """The options for the optimizer's group ``own``, from where its parameters were."""
+    groups = [group_of[fqn] for fqn in fqns] or [own]
+    options = _options(groups[0])
+    for fqn, group in zip(fqns, groups, strict=False):
+        different = [key for key in options if repr(groups[0][key]) != repr(group.get(key))]
         if different:
             raise ValueError(
-                f"parameters {first_name!r} and {name!r} are in one group of the optimizer, but "
+                f"parameters {fqns[0]!r} and {fqn!r} are in one group of the optimizer, but "
                 f"were saved in groups of different {', '.join(different)}. Make the groups as "
                 "they were; all of a flat parameter is in one group."
             )
@@ -322,9 +311,18 @@ def _loaded(
 ) -> StateDict:
     """This rank's state of one parameter of the optimizer, from that of its originals."""
     first, keys = next((fqn, list(state)) for fqn, state in states.items())
+
+    def cannot_join(other: str, differences: str) -> ValueError:
+        assert param.handle is not None, "only flat parameters join originals"
+        return ValueError(
+            f"parameters {first!r} and {other!r} have {differences}, but are parts of one flat "
+            f"parameter of unit {param.handle.unit_name!r}, which has one state. Wrap with "
+            "use_orig_params=True."
+        )
+
     for fqn, state in states.items():
         if set(state) != set(keys):
-            raise _cannot_join(param, first, fqn, f"state {keys} and {list(state)}")
+            raise cannot_join(fqn, f"state {keys} and {list(state)}")
     elementwise = optimizer_step.is_elementwise(optimizer)
     loaded: StateDict = {}
     for key in keys:
@@ -334,8 +332,7 @@ def _loaded(
             continue
         for fqn, value in values.items():
             if _fact(value) != _fact(values[first]):
-                facts = f"{key!r} of {_fact(values[first])} and {_fact(value)}"
-                raise _cannot_join(param, first, fqn, facts)
+                raise cannot_join(fqn, f"{key!r} of {_fact(values[first])} and {_fact(value)}")
         loaded[key] = _copied(values[first])
     return loaded
 
@@ -344,54 +341,37 @@ def _is_per_element(param: OptimParam, key: str, values: dict[str, Any], element
     """Whether state has one value per element of the parameters it is of; raises for half such."""
     if param.handle is None or key in ONE_PER_PARAMETER:
         return False
-    spans = param.handle.layout.spans
-    shapes = {fqn: spans[i].shape for fqn, i in zip(param.fqns, param.indices, strict=True)}
     for fqn, value in values.items():
-        if not isinstance(value, Tensor) or (value.dim() == 0 and shapes[fqn]):
+        shape = param.handle.layout.spans[param.indices[fqn]].shape
+        if not isinstance(value, Tensor) or (value.dim() == 0 and shape):
             return False
-        if tuple(value.shape) == shapes[fqn]:
+        if tuple(value.shape) == shape:
             continue
         if param.handle.is_whole and not param.is_flat and not elementwise:
             return False  # the optimizer's own business, as in an unwrapped model
         raise ValueError(
             f"state {key!r} of parameter {fqn!r} (unit {param.handle.unit_name!r}): expected "
-            f"shape {shapes[fqn]}, the parameter's, got {tuple(value.shape)}. Is the state of "
+            f"shape {shape}, the parameter's, got {tuple(value.shape)}. Is the state of "
             "another model?"
         )
     return True
-
-
-def _cannot_join(param: OptimParam, first: str, second: str, differences: str) -> ValueError:
-    assert param.handle is not None, "only flat parameters join originals"
-    return ValueError(
-        f"parameters {first!r} and {second!r} have {differences}, but are parts of one flat "
-        f"parameter of unit {param.handle.unit_name!r}, which has one state. Wrap with "
-        "use_orig_params=True."
-    )
 
 
 def _local(param: OptimParam, values: dict[str, Tensor], elementwise: bool) -> Tensor:
     """This rank's part of full state, by name, as the optimizer has it."""
     handle = param.handle
     assert handle is not None, "it is a part of a flat parameter"
-    specs, device = handle.params.specs, handle.shard.device
+    specs = {fqn: handle.params.specs[index] for fqn, index in param.indices.items()}
     if param.is_flat:
         # Zero for originals without state: they were never used, so nothing was added up for them.
-        parts = (
-            (index, specs[index].slice(values[fqn]))
-            for fqn, index in zip(param.fqns, param.indices, strict=True)
-            if fqn in values
-        )
+        parts = ((param.indices[fqn], specs[fqn].slice(value)) for fqn, value in values.items())
         return join(handle, parts, next(iter(values.values())).dtype)
-    (value,), spec = values.values(), specs[param.indices[0]]
+    ((fqn, value),) = values.items()
     if handle.is_whole:
         # In the parameter's strides, which optimizers' fast paths compare.
-        return spec.empty(value.new_empty(0, device=device)).copy_(value)
-    part = spec.slice(value.detach()).to(device, copy=True)
-    return part if elementwise else FlatShardTensor(part, spec)
-
-
-# ---------------------------------------------------------------- what ranks agree on
+        return specs[fqn].empty(value.new_empty(0, device=handle.shard.device)).copy_(value)
+    part = specs[fqn].slice(value.detach()).to(handle.shard.device, copy=True)
+    return part if elementwise else FlatShardTensor(part, specs[fqn])
 
 
 def _fact(value: Any) -> str:

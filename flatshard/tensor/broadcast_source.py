@@ -30,20 +30,14 @@ class BroadcastSource:
         self._origin = next((place for place, rank in replicas if rank in first_group), 0)
 
     def hand_out(self, layout: FlatLayout, index: int, value: Tensor | None, part: Tensor) -> None:
-        """Fill ``part`` with this rank's range of rank 0's ``value``; replicas get theirs later.
+        """Fill ``part``, 1-D, with this rank's range of rank 0's ``value`` of parameter ``index``.
 
-        Collective: all ranks.
-
-        Args:
-            layout: where the parameter lies.
-            index: its number in the layout.
-            value: all of it; looked at on rank 0 only.
-            part: ``(numel held here,)``; where it goes.
+        Collective: all ranks. Replicas get theirs from ``replicate``.
         """
         span, world = layout.spans[index], self._world
         if world.rank != 0:
             if world.rank in self._parts and part.numel():
-                world.receive(part, source=0, op_name=span.name)
+                world.transfer(part, source=0, to=world.rank, op_name=span.name)
             return
         assert value is not None, "rank 0 has the values"
         # In the ranks' order, one parameter at a time, as those that receive ask for them.
@@ -53,7 +47,7 @@ class BroadcastSource:
                 part.copy_(theirs)
             elif theirs.numel():
                 wire = theirs.to(part.device, part.dtype).contiguous()
-                world.send(wire, to=place, op_name=span.name)
+                world.transfer(wire, source=0, to=place, op_name=span.name)
 
     def replicate(self, shard: Tensor) -> None:
         """Give the replicas of a filled shard the same. Collective: all ranks."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import HANDLERS, FlatShardTensor, first_sharded, tensors_in
+from flatshard.tensor.sharded_tensor import HANDLERS, FlatShardTensor, first_sharded, wrote
 
 aten = torch.ops.aten
 
@@ -21,14 +21,9 @@ _POINTWISE = frozenset(
     pow exp exp2 expm1 log log1p log2 log10 sin cos tan tanh sigmoid relu erf erfinv floor ceil
     round trunc frac clamp clamp_min clamp_max maximum minimum fmax fmin lerp addcmul addcdiv eq ne
     lt le gt ge isnan isinf isfinite logical_and logical_or logical_xor logical_not bitwise_and
-    bitwise_or bitwise_not where nan_to_num zero fill clone positive remainder fmod
-    hypot atan2 xlogy masked_fill copysign conj_physical zeros_like ones_like empty_like full_like
-    _to_copy copy tanh_backward sigmoid_backward threshold_backward""".split()
-)
-
-# What optimizers make their state with.
-_STATE_MAKERS = frozenset(
-    getattr(aten, name).default for name in ("zeros_like", "ones_like", "full_like", "empty_like")
+    bitwise_or bitwise_not where nan_to_num zero fill clone positive remainder fmod hypot atan2
+    xlogy masked_fill copysign conj_physical zeros_like ones_like empty_like full_like _to_copy
+    copy tanh_backward sigmoid_backward threshold_backward""".split()
 )
 
 
@@ -63,21 +58,19 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}
     result = func(*(_local(value, spec) for value in args), **kwargs)
     if in_place:
-        torch.autograd.graph.increment_version(args[0].local)  # see [Note: versions]
+        wrote(args[:1])
         return args[0]
     storage = spec.state_disk
-    if storage is not None and func in _STATE_MAKERS and result.device == like.local.device:
-        result = storage.take_in(result)
+    if storage is not None and func._schema.name.endswith("_like"):
+        # ``zeros_like`` and the like: what optimizers make their state with.
+        result = storage.take_in(result) if result.device == like.local.device else result
     return FlatShardTensor(result, spec)
 
 
-def _check_memory_format(
-    func: Any, tensor: FlatShardTensor, memory_format: torch.memory_format | None
-) -> None:
+def _check_memory_format(func: Any, tensor: FlatShardTensor, memory_format: Any) -> None:
     """Refuse another order of elements than the parameter's: that would take all ranks."""
-    if memory_format is None or memory_format is torch.preserve_format:
-        return
-    if not tensor.is_contiguous(memory_format=memory_format):
+    is_kept = memory_format in (None, torch.preserve_format)
+    if not is_kept and not tensor.is_contiguous(memory_format=memory_format):
         spec = tensor.spec
         raise RuntimeError(
             f"parameter {spec.name!r} (unit {spec.unit!r}) is sharded and keeps the memory format "
@@ -116,12 +109,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ]
     for argument, values in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written = [t.local for t in tensors_in((values,)) if isinstance(t, FlatShardTensor)]
-            torch.autograd.graph.increment_version(written)  # see [Note: versions]
+            wrote((values,))
     return None
-
-
-# ---------------------------------------------------------------- random numbers, shapes
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
@@ -137,19 +126,18 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatSha
         # A clone, as the range alone would keep the full tensor alive.
         return FlatShardTensor(part.clone(), spec)
     local.copy_(part)
-    torch.autograd.graph.increment_version(local)
+    wrote((tensor,))
     return tensor
-
-
-def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return func(args[0].local, *args[1:], **kwargs)  # type: ignore[no-any-return]
 
 
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
     tensor, *rest = args
     if rest and (func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape):
         tensor.spec.refuse(f"{func._schema.name} to another shape or dtype")
-    return tensor.alias()  # type: ignore[no-any-return]
+    # Not a view made here: its version counter would be another.
+    twin = FlatShardTensor(tensor.local, tensor.spec)
+    tensor.spec.aliases[id(twin)] = twin
+    return twin
 
 
 _DRAWS = """normal_ uniform_ bernoulli_ random_ log_normal_ cauchy_ exponential_ bernoulli
@@ -161,5 +149,8 @@ HANDLERS.update(
     **dict.fromkeys((f"{name}_" for name in (*_POINTWISE, "detach")), _pointwise),
     **dict.fromkeys(("detach", "alias", "view"), _same),
     **dict.fromkeys(_DRAWS, _random),
-    **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), _new),
+    **dict.fromkeys(
+        ("new_empty", "new_zeros", "new_ones", "new_full"),
+        lambda func, args, kwargs: func(args[0].local, *args[1:], **kwargs),
+    ),
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from torch.utils import hooks as torch_hooks
 
 from flatshard.plan.layout import FlatLayout, LocalSpan, ParamSpan
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, check_data
 
 
 def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
@@ -52,9 +52,7 @@ class FlatParameter(nn.Parameter):
     ) -> FlatParameter:
         """Count ``data``, ``(flat_layout.shard_numel,)``, as a parameter without copying."""
         self = torch.Tensor._make_subclass(cls, data, requires_grad)
-        self.flat_layout = layout
-        self.rank = rank
-        self.flat = data
+        self.flat_layout, self.rank, self.flat = layout, rank, data
         self.post_accumulate_hooks = OrderedDict()
         self._aliases = weakref.WeakValueDictionary()
         return self
@@ -68,12 +66,7 @@ class FlatParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
-            raise RuntimeError(
-                f"{self!r}: expected data of shape {tuple(self.shape)}, {self.dtype} on "
-                f"{self.device}, got {tuple(value.shape)}, {value.dtype} on {value.device}. "
-                "Convert the whole wrapper: model.to(...)."
-            )
+        check_data(repr(self), self, value)
         with torch.no_grad():
             # What `.data` gave before keeps its values, as it does where data is replaced.
             for alias in list(self._aliases.values()):
@@ -137,13 +130,10 @@ class FlatParameterPart(FlatShardTensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _SETS_REQUIRES_GRAD and isinstance(args[0], FlatParameterPart):
+        setters = Tensor.requires_grad_, Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+        if func in setters and isinstance(args[0], FlatParameterPart):
             spec = args[0].spec
             raise RuntimeError(
                 f"parameter {spec.name!r} (unit {spec.unit!r}) is a part of a flat parameter and "
@@ -151,11 +141,6 @@ class FlatParameterPart(FlatShardTensor):
                 "before wrapping, or call requires_grad_() on the unit's ShardedWrapper."
             )
         return super().__torch_function__(func, types, args, kwargs)
-
-
-_SETS_REQUIRES_GRAD = frozenset(
-    {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
-)
 
 
 def _refuse_gradient(spec: ShardSpec, *_: Tensor) -> NoReturn:

@@ -4,10 +4,7 @@ Users may keep one from a forward and read it later. The read would end the proc
 shared-memory transport it would see some shards before the optimizer's step and others after it. So
 the parameter changes its class when the unit is resharded, and back when it is unsharded; in
 between, an operation on it raises and says what to do instead. Views that were made in forward
-cannot be reached: to read one still ends the process, which at least says in which line
-(``show_crashes``).
-
-If backward needs a value after all, the unit is unsharded for it (``ShardSpec.bring_back``).
+cannot be reached: to read one still ends the process, and ``show_crashes`` says in which line.
 """
 
 from __future__ import annotations
@@ -47,11 +44,7 @@ class FreedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Let through what needs no values, bring the values back, or raise."""
         kwargs = kwargs or {}
@@ -63,21 +56,19 @@ class FreedParameter(nn.Parameter):
         where = "of a model that is gone" if spec is None else repr(spec.name)
         if func is Tensor.__repr__:
             return f"FreedParameter({where})"
+        # If backward needs a value after all, the unit is unsharded for it.
         if spec is not None and spec.bring_back():
             return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        # The accessor of a property: its own name says only that it gets or sets.
+        is_property = name in ("__get__", "__set__")
         raise RuntimeError(
-            f"parameter {where}: {_name_of(func)} on the object that it was in forward, which "
-            "was resharded with its unit. Compute with it inside of forward, or keep a clone() "
-            "from there. Outside, take it from the module again: norms, sums and element-wise "
-            "operations work on the sharded parameter, and full_tensor(), called on all ranks, "
-            "gives the full one."
+            f"parameter {where}: {f'.{func.__self__.__name__}' if is_property else f'{name}()'} on "
+            "the object that it was in forward, which was resharded with its unit. Compute with it "
+            "inside of forward, or keep a clone() from there. Outside, take it from the module "
+            "again: norms, sums and element-wise operations work on the sharded parameter, and "
+            "full_tensor(), called on all ranks, gives the full one."
         )
-
-
-def _name_of(func: Any) -> str:
-    name = getattr(func, "__name__", str(func))
-    # The accessor of a property: its own name says only that it gets or sets.
-    return f".{func.__self__.__name__}" if name in ("__get__", "__set__") else f"{name}()"
 
 
 def name(param: nn.Parameter, spec: ShardSpec) -> None:
@@ -99,13 +90,13 @@ def show_crashes() -> None:
     if os.environ.get("FLATSHARD_FAULTHANDLER") == "0" or sys.__stderr__ is None:
         return
     # Nor where something else handles one of the signals: an embedded JVM, say, needs its own.
-    if not faulthandler.is_enabled() and not any(map(_has_handler, _FATAL_SIGNALS)):
+    fatal = "SIGSEGV", "SIGFPE", "SIGABRT", "SIGBUS", "SIGILL"
+    if not faulthandler.is_enabled() and not any(map(_has_handler, fatal)):
         with contextlib.suppress(OSError, RuntimeError, ValueError):  # that is no file, or closed
             # Ranks write all at once: each no more than what ended it.
             faulthandler.enable(sys.__stderr__, all_threads=False)
 
 
-_FATAL_SIGNALS = ("SIGSEGV", "SIGFPE", "SIGABRT", "SIGBUS", "SIGILL")
 # ``signal.getsignal`` knows only what Python set, or found when it started.
 _sigaction = None if sys.platform == "win32" else ctypes.CDLL(None).sigaction
 

@@ -29,12 +29,7 @@ class SwappableParam:
         self._post_hooks: Any = None
 
     def swap_into(self, view: Tensor) -> None:
-        """Turn the parameter, in place, into ``view``; it keeps identity and attributes.
-
-        Raises:
-            RuntimeError: something else holds on to the parameter's memory.
-            ValueError: the user gave it an attribute that sharded parameters need themselves.
-        """
+        """Turn the parameter, in place, into ``view``; it keeps identity and attributes."""
         param, name = self.param, self.locations[0].name
         is_first = not isinstance(param, FlatShardTensor)
         clashing = OWN_ATTRIBUTES & param.__dict__.keys()
@@ -43,7 +38,11 @@ class SwappableParam:
                 f"parameter {name!r} has an attribute {min(clashing)!r}, which a sharded parameter "
                 "needs for itself. Give yours another name before wrapping."
             )
-        self._drop_rnn_references()
+        for place in self.locations:
+            if isinstance(place.module, nn.RNNBase):
+                # Tensors that are weakly referenced cannot be swapped; None counts as unchanged.
+                place.module._flat_weight_refs = [None] * len(place.module._flat_weights_names)
+                place.module.__dict__["_flat_weights"] = []
         attributes = attributes_of(param)
         if is_first:
             self._tensor_hooks = param._backward_hooks
@@ -60,25 +59,16 @@ class SwappableParam:
         param.__dict__.update(attributes)
         if not isinstance(param, FlatShardTensor):
             # The swap moved the hooks away with the memory; this one computes, so they stay.
-            param._backward_hooks = self._tensor_hooks
-            if self._post_hooks is not None:
-                param._post_accumulate_grad_hooks = self._post_hooks
-            self._tensor_hooks, self._post_hooks = None, None
-
-    def _drop_rnn_references(self) -> None:
-        for place in self.locations:
-            if isinstance(place.module, nn.RNNBase):
-                # Tensors that are weakly referenced cannot be swapped; None counts as unchanged.
-                place.module._flat_weight_refs = [None] * len(place.module._flat_weights_names)
-                place.module.__dict__["_flat_weights"] = []
+            self.move_hooks(param)
 
     def move_hooks(self, full: nn.Parameter) -> None:
         """Let hooks from before wrapping fire where they must: tensor hooks on ``full``."""
-        assert isinstance(self.param, FlatShardTensor), "hooks move after ``swap_into``"
         if self._tensor_hooks is not None:
             full._backward_hooks = self._tensor_hooks
-        if self._post_hooks is not None:
+        if self._post_hooks is not None and isinstance(self.param, FlatShardTensor):
             self.param.spec.post_accumulate_hooks = self._post_hooks
+        elif self._post_hooks is not None:
+            full._post_accumulate_grad_hooks = self._post_hooks  # type: ignore[attr-defined]
         self._tensor_hooks, self._post_hooks = None, None
 
     def flatten_into(self, flat: nn.Parameter, unit_name: str) -> None:

@@ -7,7 +7,7 @@ import they enter themselves into ``sharded_tensor``'s tables.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from flatshard.tensor.sharded_tensor import (
     first_sharded,
     local_range,
     tensors_in,
+    wrote,
 )
 
 aten = torch.ops.aten
@@ -49,19 +50,16 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype | None:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
 
 
-def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **defaults: Any) -> list[Any]:
-    """Arguments by name, ``dim`` and ``keepdim`` only to refuse them; others raise."""
-    values = defaults | dict(zip(defaults, args, strict=False)) | kwargs
+def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name; those that no handler implements raise."""
+    names = (argument.name for argument in func._schema.arguments)
+    given = dict(zip(names, args, strict=False)) | kwargs
     spec = first_sharded(args, kwargs).spec
-    if len(values) > len(defaults):
-        spec.refuse(f"the argument {list(values)[-1]}")
-    keepdim, dim = values.pop("keepdim", False), values.pop("dim", None)
-    if keepdim or dim:
+    if given.pop("keepdim", False) or given.pop("dim", None) not in (None, []):
         spec.refuse(f"{func._schema.name} along a dimension")
-    return list(values.values())
-
-
-# ---------------------------------------------------------------- norms
+    for name in given.keys() - {"self", "ord", "dtype"}:
+        spec.refuse(f"the argument {name}")
+    return given
 
 
 def norms(
@@ -70,13 +68,8 @@ def norms(
     """The p-norm of each tensor, plain or sharded, with the dtype and device of torch's.
 
     Collective: all ranks that hold parts of ``tensors``; one reduction per communicator.
-
-    Args:
-        tensors: of any dtypes and devices, alike on all ranks.
-        order: p; 0 counts what is not zero, ``inf`` and ``-inf`` take the extremes.
-        dtype: to compute in; None for each tensor's own.
     """
-    results: dict[int, Tensor] = {}
+    results = list(tensors)
     positions_of: dict[Communicator | None, list[int]] = {}
     for position, tensor in enumerate(tensors):
         comm = tensor.spec.comm if isinstance(tensor, FlatShardTensor) else None
@@ -86,16 +79,14 @@ def norms(
         if comm is None:
             found = list(torch._foreach_norm(some, order, dtype))
         else:
-            found = _like(_sharded_norms(some, order, dtype, comm), some, dtype)
-        results.update(zip(positions, found, strict=True))
-    return [results[position] for position in range(len(tensors))]
-
-
-def _like(found: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-    """One norm each, with the device and dtype that torch would give it; cast all at once."""
-    kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in tensors]
-    cast = {kind: found.to(*kind).unbind() for kind in set(kinds)}
-    return [cast[kind][number] for number, kind in enumerate(kinds)]
+            together = _sharded_norms(some, order, dtype, comm)
+            # Cast all at once, to the device and dtype that torch would give each.
+            kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in some]
+            cast = {kind: together.to(*kind).unbind() for kind in set(kinds)}
+            found = [cast[kind][number] for number, kind in enumerate(kinds)]
+        for position, norm in zip(positions, found, strict=True):
+            results[position] = norm
+    return results
 
 
 def _sharded_norms(
@@ -133,27 +124,19 @@ def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Ten
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    tensor, order, dtype = _bind(
-        func, args, kwargs, self=None, ord=2, dim=None, keepdim=False, dtype=None
-    )
-    return norms([tensor], float(order), dtype)[0]
+    given = _bind(func, args, kwargs)
+    return norms([given["self"]], float(given.get("ord", 2)), given.get("dtype"))[0]
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    tensors, order, dtype = _bind(func, args, kwargs, self=None, ord=2, dtype=None)
-    return norms(tensors, float(order), dtype)
-
-
-# ---------------------------------------------------------------- sums, extremes, overflows
+    given = _bind(func, args, kwargs)
+    return norms(given["self"], float(given.get("ord", 2)), given.get("dtype"))
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """``sum`` and ``mean`` of everything."""
-    if func in (aten.sum.dim_IntList, aten.mean.dim):
-        bound = _bind(func, args, kwargs, self=None, dim=None, keepdim=False, dtype=None)
-    else:
-        bound = _bind(func, args, kwargs, self=None, dtype=None)
-    tensor, dtype = bound
+    given = _bind(func, args, kwargs)
+    tensor, dtype = given["self"], given.get("dtype")
     spec, part = tensor.spec, _part(tensor, with_padding=True)
     if dtype is not None:
         part = part.to(dtype)
@@ -166,11 +149,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    tensor = args[0]
-    name = func._schema.name.removeprefix("aten::")
-    is_full = len(args) == 1 or (len(args) == 2 and name in ("amax", "amin") and args[1] == [])
-    if not is_full or kwargs:
-        tensor.spec.refuse(f"{name} along a dimension")
+    tensor, name = _bind(func, args, kwargs)["self"], func._schema.name.removeprefix("aten::")
     part = _part(tensor, with_padding=False)
     is_logical = name in ("any", "all") or part.dtype is torch.bool
     if is_logical:
@@ -207,22 +186,16 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """GradScaler: an overflow on one rank is an overflow on all."""
     gradients, found_inf, inverse_scale = args
     func([local_range(g) for g in gradients], found_inf, inverse_scale)
-    sharded = [g for g in gradients if isinstance(g, FlatShardTensor)]
-    for gradient in sharded:
-        torch.autograd.graph.increment_version(gradient.local)
+    wrote(gradients)
     # Not a set: all ranks must meet the communicators in one order.
-    for comm in dict.fromkeys(gradient.spec.comm for gradient in sharded):
+    for comm in dict.fromkeys(g.spec.comm for g in gradients if isinstance(g, FlatShardTensor)):
         comm.reduce_scalars(found_inf, "MAX", op_name="found_inf")
-
-
-def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    first_sharded(args, kwargs).spec.refuse(func._schema.name)
 
 
 HANDLERS.update(
     linalg_vector_norm=_vector_norm,
     _foreach_norm=_foreach_norm,
-    _foreach_max=_refuse,
+    _foreach_max=lambda func, args, _: first_sharded(args, {}).spec.refuse(func._schema.name),
     sum=_sum,
     mean=_sum,
     _amp_foreach_non_finite_check_and_unscale_=_unscale,
@@ -272,35 +245,23 @@ class _Reduction(torch.autograd.Function):
         return FlatShardTensor(slope * (scale * average), spec), None
 
 
-def _differentiable(replacement: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
     # By keyword, torch's functions do not agree on a name for their first argument.
     key = next((key for key in ("input", "x", "A") if key in kwargs), None)
     source, *rest = args if key is None else (kwargs.pop(key), *args)
-    if isinstance(source, FlatShardTensor) and source.requires_grad:
-        return replacement(source, *rest, **kwargs)
-    return NotImplemented
-
-
-def _differentiable_sum(tensor: FlatShardTensor, *args: Any, **kwargs: Any) -> Tensor:
-    if args or kwargs:
-        tensor.spec.refuse("a sum along a dimension or in another dtype")
-    return _Reduction.apply(tensor, None)  # type: ignore[no-any-return]
-
-
-def _differentiable_mean(tensor: FlatShardTensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _differentiable_sum(tensor, *args, **kwargs) / tensor.numel()
-
-
-def _differentiable_norm(
-    tensor: FlatShardTensor, p: float | str | None = 2, *args: Any, **kwargs: Any
-) -> Tensor:
-    order = kwargs.pop("ord", p)
-    order = 2 if order in (None, "fro") else order
-    if args or any(value is not None and value is not False for value in kwargs.values()):
-        tensor.spec.refuse("a norm along a dimension or in another dtype")
-    if not isinstance(order, int | float) or order in (0, math.inf, -math.inf):
-        tensor.spec.refuse(f"the gradient of a norm of order {order}")
-    return _Reduction.apply(tensor, float(order))  # type: ignore[no-any-return]
+    if not (isinstance(source, FlatShardTensor) and source.requires_grad):
+        return NotImplemented
+    order: Any = None
+    if kind == "norm":
+        order = rest.pop(0) if rest else kwargs.pop("p", kwargs.pop("ord", 2))
+        order = 2 if order in (None, "fro") else order
+        if not isinstance(order, int | float) or order in (0, math.inf, -math.inf):
+            source.spec.refuse(f"the gradient of a norm of order {order}")
+        order = float(order)
+    if rest or any(value is not None and value is not False for value in kwargs.values()):
+        source.spec.refuse(f"a {kind} along a dimension or in another dtype")
+    result = _Reduction.apply(source, order)
+    return result / source.numel() if kind == "mean" else result
 
 
 def _refuse_gradients_of(*args: Any, **kwargs: Any) -> Any:
@@ -315,11 +276,11 @@ def _refuse_gradients_of(*args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
-for _replacement, _functions in (
-    (_differentiable_sum, (torch.sum, Tensor.sum)),
-    (_differentiable_mean, (torch.mean, Tensor.mean)),
-    (_differentiable_norm, (torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm)),
+for _kind, _functions in (
+    ("sum", (torch.sum, Tensor.sum)),
+    ("mean", (torch.mean, Tensor.mean)),
+    ("norm", (torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm)),
 ):
-    ABOVE_AUTOGRAD.update(dict.fromkeys(_functions, partial(_differentiable, _replacement)))
+    ABOVE_AUTOGRAD.update(dict.fromkeys(_functions, partial(_differentiable, _kind)))
 for _function in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
     ABOVE_AUTOGRAD[_function] = _refuse_gradients_of

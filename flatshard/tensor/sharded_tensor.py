@@ -4,11 +4,6 @@ Every operation on it is right or raises. Element-wise operations run on the loc
 reductions add the one collective that makes them right, writing a full tensor keeps this rank's
 range of it, and everything else raises and names the parameter. Inside a unit's forward and
 backward none of this is in the way: modules hold plain parameters there.
-
-[Note: versions]
-An unsharded buffer is stale when its shard was written since. The shard's version counter, which
-views share, tells that; in-place operations under ``__torch_dispatch__`` do not move it, so they do
-it here.
 """
 
 from __future__ import annotations
@@ -25,9 +20,8 @@ from flatshard.comm.flat_chunks import as_bytes
 from flatshard.memory.disk import is_on_disk
 from flatshard.tensor.shard_spec import ShardSpec
 
-# By operation name; called with the operation, its arguments and its keywords. ``_foreach`` handles
-# all operations on lists without an entry. ``elementwise_ops`` enters what each rank can do alone,
-# ``reduction_ops`` what takes a collective.
+# By operation name; called with the operation, its arguments and its keywords. ``elementwise_ops``
+# enters what each rank can do alone, ``reduction_ops`` what takes a collective.
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 # What stands for functions that autograd would differentiate wrongly, unless it returns
 # NotImplemented; ``reduction_ops`` enters it.
@@ -39,6 +33,16 @@ OWN_ATTRIBUTES = frozenset({"local", "spec", "flat"})
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
     """The attributes that users gave a parameter."""
     return {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
+
+
+def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
+    """Raise unless ``value`` can be assigned to ``tensor.data``."""
+    expected, found = [(tuple(one.shape), one.dtype, one.device) for one in (tensor, value)]
+    if found != expected:
+        raise RuntimeError(
+            f"{where}: expected data of shape {expected[0]}, {expected[1]} on {expected[2]}, got "
+            f"{found[0]}, {found[1]} on {found[2]}. Convert the whole wrapper: model.to(...)."
+        )
 
 
 class FlatShardTensor(torch.Tensor):
@@ -60,11 +64,7 @@ class FlatShardTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        local: Tensor,
-        spec: ShardSpec,
-        requires_grad: bool = False,
-        flat: Tensor | None = None,
+        cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False, flat: Tensor | None = None
     ) -> FlatShardTensor:
         """Wrap ``local``, ``(spec.numel,)``, without copying."""
         self = torch.Tensor._make_wrapper_subclass(
@@ -75,9 +75,7 @@ class FlatShardTensor(torch.Tensor):
             device=local.device,
             requires_grad=requires_grad,
         )
-        self.local = local
-        self.spec = spec
-        self.flat = flat
+        self.local, self.spec, self.flat = local, spec, flat
         return self  # type: ignore[no-any-return]
 
     @classmethod
@@ -93,26 +91,8 @@ class FlatShardTensor(torch.Tensor):
         return self
 
     def to_local(self) -> Tensor:
-        """This rank's range in memory order, ``(numel held here,)``; shares memory.
-
-        No communication.
-        """
+        """This rank's range in memory order, ``(numel held here,)``; shares memory."""
         return self.local
-
-    def alias(self) -> FlatShardTensor:
-        """The same tensor without autograd, sharing memory and version counter."""
-        # Not a view made here: its version counter would be another.
-        twin = FlatShardTensor(self.local, self.spec)
-        self.spec.aliases[id(twin)] = twin
-        return twin
-
-    def detach_aliases(self) -> None:
-        """Give this tensor's aliases memory of their own, with the values of now."""
-        storage = self.local.untyped_storage()._cdata
-        for alias in list(self.spec.aliases.values()):
-            assert isinstance(alias, FlatShardTensor), "made by alias()"
-            if alias.local.untyped_storage()._cdata == storage:
-                alias.local = alias.local.clone()
 
     def full_tensor(self) -> Tensor:
         """A plain copy of the full tensor, with its shape and strides.
@@ -140,18 +120,14 @@ class FlatShardTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        spec = self.spec
-        found = tuple(value.shape), value.dtype, value.device
-        if found != (spec.shape, self.dtype, self.device):
-            raise RuntimeError(
-                f"parameter {spec.name!r} is sharded: expected data of shape {spec.shape}, "
-                f"{self.dtype} on {self.device}, got {found[0]}, {value.dtype} on {value.device}. "
-                "Convert the whole wrapper: model.to(...)."
-            )
+        check_data(f"parameter {self.spec.name!r} is sharded", self, value)
         with torch.no_grad():
             # In an unwrapped model `kept = p.data; p.data = other` puts the old values away. Here
-            # the new value is copied in, and would reach what was kept.
-            self.detach_aliases()
+            # the new value is copied in, and what was kept needs memory of its own before.
+            storage = self.local.untyped_storage()._cdata
+            for alias in list(self.spec.aliases.values()):
+                if alias.local.untyped_storage()._cdata == storage:
+                    alias.local = alias.local.clone()
             self.copy_(value)
 
     def data_ptr(self) -> int:
@@ -210,11 +186,7 @@ class FlatShardTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in ABOVE_AUTOGRAD and torch.is_grad_enabled():
@@ -226,11 +198,7 @@ class FlatShardTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
@@ -241,6 +209,14 @@ class FlatShardTensor(torch.Tensor):
         if handler is None:
             first_sharded(args, kwargs).spec.refuse(func._schema.name)
         return handler(func, args, kwargs)
+
+
+def wrote(values: Iterable[Any]) -> None:
+    """Say that the sharded tensors among ``values`` were written."""
+    # An unsharded buffer is stale when its shard was written since. The shard's version counter,
+    # which views share, tells that, but operations under ``__torch_dispatch__`` do not move it.
+    written = [t.local for t in tensors_in(values) if isinstance(t, FlatShardTensor)]
+    torch.autograd.graph.increment_version(written)
 
 
 def local_range(tensor: Tensor) -> Tensor:
@@ -263,14 +239,6 @@ def first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTen
     return next(t for t in tensors_in(everything) if isinstance(t, FlatShardTensor))
 
 
-def _register_with_torch() -> None:
-    # torch's clipping and optimizers use their one-kernel-for-many paths only with these types.
-    clipping = importlib.import_module("torch.utils._foreach_utils")
-    optimizers = importlib.import_module("torch.optim.optimizer")
-    for owner in (clipping, optimizers):
-        supported = owner._foreach_supported_types
-        if FlatShardTensor not in supported:
-            supported.append(FlatShardTensor)
-
-
-_register_with_torch()
+# Only with types in these lists do torch's clipping and optimizers run one kernel for many tensors.
+for _module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
+    importlib.import_module(_module)._foreach_supported_types.append(FlatShardTensor)

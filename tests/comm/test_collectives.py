@@ -17,8 +17,8 @@ from torch.utils import checkpoint
 from flatshard import CollectiveError, ShardedWrapper, collectives, sharded_modules
 from flatshard.comm.flat_chunks import FlatChunks
 from flatshard.comm.process_groups import control_of, new_group
+from flatshard.comm.ranks import communicator
 from flatshard.comm.requests import Gather, ReduceScatter
-from flatshard.comm.topology import communicator
 from flatshard.comm.transports import sockets
 from flatshard.comm.work import AsyncWork, PendingSends
 from flatshard.options.collectives import Collectives, TransportOptions
@@ -343,7 +343,6 @@ def _in_pieces(rank: int, world_size: int) -> None:
         pending.wait(pending_sends)
         assert torch.equal(out, expected.to(out.dtype))
     pending_sends.wait_sends()
-    assert comm.transport_for(out.device)._scratch._idle == []
 
 
 def _in_parts(values: Tensor, num_parts: int, missing: int) -> FlatChunks:
@@ -398,7 +397,7 @@ def _narrow(rank: int, world_size: int) -> None:
     """Gathered alike on all ranks; sums of what came in bfloat16 and of what is one's own."""
     sockets.PIECE_BYTES = 600
     comm = communicator(dist.group.WORLD, mode=TransportOptions(wire_dtype=torch.bfloat16))
-    assert comm.transport == "sockets, bfloat16"
+    assert comm.transport_for().name == "sockets, bfloat16"
     tag = 0
     for dtype in (torch.float32, torch.float64, torch.complex64, torch.float16, torch.int64):
         for numel in (1, 7, 300, 1025):
@@ -534,8 +533,8 @@ def _groups_without_host_memory(world: dist.ProcessGroup) -> None:
     dist.all_reduce(numbers, group=beside)
     assert (numbers.tolist(), device.type) == ([1, 1, 1], "cpu")
     comm = communicator(world)
-    assert comm.is_stream_ordered(cuda)
-    assert not comm.is_stream_ordered(torch.device("cpu"))
+    assert comm.transport_for(cuda).stream_waits(cuda)
+    assert not comm.transport_for().stream_waits(torch.device("cpu"))
     # In torch 2.11 simulated collectives do not say that they are over.
     shard, whole = torch.ones(1), torch.zeros(4)
     assert comm.all_gather(Gather(shard, whole, "", 1, "")).done()

@@ -1,6 +1,5 @@
 """What one rank cannot have, no rank uses: all of them fall back together, and say why."""
 
-import contextlib
 import os
 import re
 import threading
@@ -63,7 +62,7 @@ def _permission_first(rank: int, world_size: int, folder: Path) -> None:
         mock.patch.object(peer_memory, "_read", yama.read),
     ):
         _, report = trained(rank, world_size)
-    assert "peer memory: all ranks are on one host" in report
+    assert "shared memory: all ranks are on one host" in report
     assert yama.readers == [os.getppid()]  # not any process of the user
 
 
@@ -79,7 +78,7 @@ def _several_launchers(rank: int, world_size: int, folder: Path) -> None:
         mock.patch.object(peer_memory, "_set_reader", yama.set_reader),
     ):
         _, report = trained(rank, world_size)
-    assert "peer memory: " in report
+    assert "shared memory: " in report
     assert yama.readers == [peer_memory._ANY]
 
 
@@ -107,14 +106,18 @@ def test_a_read_that_fails_on_one_rank(tmp_path: Path) -> None:
 
 
 def test_permission_lasts_while_some_group_reads() -> None:
-    permission, told = peer_memory._ReadPermission(), []
-    with mock.patch.object(peer_memory, "_set_reader", told.append):
-        permission.grant(7)
-        permission.grant(peer_memory._ANY)
-        permission.revoke(peer_memory._ANY)
-        permission.grant(7)
-        permission.revoke(7)
-        permission.revoke(7)
+    told = []
+    with (
+        mock.patch.object(peer_memory, "_readers", []) as readers,
+        mock.patch.object(peer_memory, "_set_reader", told.append),
+    ):
+        for change, reader in (
+            *((readers.append, 7), (readers.append, peer_memory._ANY)),
+            *((readers.remove, peer_memory._ANY), (readers.append, 7)),
+            *((readers.remove, 7), (readers.remove, 7)),
+        ):
+            change(reader)
+            peer_memory._tell_kernel()
     assert told == [7, peer_memory._ANY, 7, 7, 7, 0]
 
 
@@ -123,8 +126,13 @@ MASKED = FileNotFoundError(2, "No such file or directory", "/proc/sys/kernel/ran
 LACKS: dict[str, tuple[Any, str, Any, str]] = {
     "proc": (peer_memory, "_host", mock.Mock(side_effect=MASKED), "rank 1: it has .*boot_id"),
     "addresses": (
-        *(peer_memory.mmap, "mmap", mock.Mock(side_effect=NO_MEMORY)),
+        *(mapped_files.mmap, "mmap", mock.Mock(side_effect=NO_MEMORY)),
         "rank 1: it has no shared memory: .* Cannot allocate memory",
+    ),
+    "files": (mapped_files, "create", mock.Mock(side_effect=NO_MEMORY), "rank 1: it has no shared"),
+    "mailbox": (
+        *(mapped_files, "open_of", mock.Mock(side_effect=PermissionError(13, "denied"))),
+        "rank 1: .*denied; see kernel.yama.ptrace_scope",
     ),
     "host": (peer_memory, "_host", lambda: f"host {os.environ['RANK']}", "on several hosts"),
     "system": (peer_memory, "_readv", None, "rank 1: its system has no process_vm_readv"),
@@ -134,10 +142,7 @@ LACKS: dict[str, tuple[Any, str, Any, str]] = {
 def _lacks(rank: int, world_size: int, what: str) -> str:
     module, name, replacement, _ = LACKS[what]
     expected, _ = trained(rank, world_size, collectives="sockets")
-    # Nothing else of what maps memory can be had on that rank either, from beginning to end.
-    replaced = mock.patch.object(module, name, replacement if rank == 1 else getattr(module, name))
-    no_files = mock.patch.object(mapped_files, "create", return_value=None)
-    with replaced, no_files if what == "addresses" else contextlib.nullcontext():
+    with mock.patch.object(module, name, replacement if rank == 1 else getattr(module, name)):
         actual, report = trained(rank, world_size)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     return report.splitlines()[-1]

@@ -27,7 +27,7 @@ rank = int(os.environ["RANK"])
 store = dist.FileStore(sys.argv[1], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 model = ShardedWrapper(torch.nn.Linear(1024, 1024))
-assert "peer memory" in model.unit_report()
+assert "shared memory" in model.unit_report()
 optimizer = torch.optim.AdamW(model.parameters())
 while True:
     model(torch.ones(1, 1024)).sum().backward()
@@ -120,7 +120,7 @@ def _memory_of_mapped_shards(rank: int, world_size: int) -> int:
 
     before = share()
     model = ShardedWrapper(linear)
-    assert "peer memory" in model.unit_report()
+    assert "shared memory" in model.unit_report()
     with torch.no_grad():
         model(torch.zeros(1, 4096))
         model(torch.zeros(1, 4096))

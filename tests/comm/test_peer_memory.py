@@ -86,7 +86,7 @@ def counting_reads() -> Iterator[list[int]]:
         yield sizes
 
 
-TRANSPORTS = {"peer memory": {}, "sockets": {"collectives": "sockets"}}
+TRANSPORTS = {"shared memory": {}, "sockets": {"collectives": "sockets"}}
 
 
 def mapping_for(way: str) -> Any:
@@ -239,13 +239,14 @@ def mapped_for_long(rank: int, world_size: int, way: str) -> None:
         case = CASES["mlp"]
         expected = trained(case, rank, world_size, **keywords)
         last = "move_pages" if way == "sockets" else "open_of"
-        none, no_memory = mock.Mock(return_value=None), mock.Mock(side_effect=OSError(12, "none"))
-        for rank_without, name, failing in (
-            *((0, "create", none), (1, "map_privately", none), (1, last, none)),
-            (1, "reserve_range", no_memory),  # `ulimit -v`
+        for rank_without, name in (
+            *((0, "create"), (1, "map_at"), (1, last)),
+            (1, "reserve_range"),  # `ulimit -v`
         ):
+            failing = mock.Mock(side_effect=OSError(12, "none"))
+            if name == "move_pages":
+                failing = mock.Mock(return_value=False)
             fails = failing if rank == rank_without else None
-            none.reset_mock()
             original = getattr(mapped_files, name)
             with mock.patch.object(mapped_files, name, fails or original):
                 actual = trained(case, rank, world_size, **keywords)
@@ -299,7 +300,7 @@ def many_units(rank: int, world_size: int, folder: Path) -> None:
     assert len(made) >= 30
     kind = shared_memory.MappedShards
     memories = [one for one in gc.get_objects() if isinstance(one, kind)]
-    assert all(len(memory._mapped) == world_size for memory in memories if memory._has_met)
+    assert all(len(memory._mapped) == world_size for memory in memories if memory._has_begun)
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
@@ -385,18 +386,17 @@ def test_a_dead_peer_is_a_named_error() -> None:
 def test_what_was_awaited_together_takes_one_timeout() -> None:
     """And what is awaited of the process later, on another try say, takes its own."""
 
-    def awaited(number: int) -> peer_memory.Awaited:
-        record = peer_memory._Record(os.getpid(), None, ctypes.addressof(board), 0, 3)
-        return peer_memory.Awaited(record, number, 0.4)
-
-    board = (ctypes.c_int64 * 3)(1, 0, 1 ^ peer_memory._CHECK)
-    together = [awaited(2), awaited(3)]
+    mailbox = peer_memory.Mailbox()
+    process = peer_memory.PeerProcess(mailbox.address, 0.4)
+    mailbox.close_file()
+    mailbox.offer(7, 1, 0)
+    together = [process.offered(7, 2), process.offered(7, 3)]
     took = []
     for which in range(3):
-        wait = together[which] if which < 2 else awaited(4)
+        wait = together[which] if which < 2 else process.offered(7, 4)
         began = time.monotonic()
         with pytest.raises(RuntimeError, match=f"nothing from process {os.getpid()} in 0.4 s"):
             wait.wait()
         took.append(time.monotonic() - began)
-    awaited(1).wait()
+    process.offered(7, 1).wait()
     assert min(took[0], took[2]) >= 0.4 > took[1], took

@@ -57,7 +57,7 @@ class ListTransport(Transport):
         need = self._members.begin(group)
         slots = list(as_bytes(out).chunk(self._members.size))
         work = dist.all_gather(slots, as_bytes(source), group=group, async_op=True)
-        return AsyncWork([work], op_name, source, out, need=need, **keywords)
+        return AsyncWork([work], op_name, [source, out], need=need, **keywords)
 
 
 MADE: list[ListTransport] = []

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import ShardedWrapper
 from flatshard.compat import torch_names
-from flatshard.compat.torch_names import Fate
 
 pytestmark = pytest.mark.uncoalesced
 
@@ -24,8 +23,8 @@ OURS = inspect.signature(ShardedWrapper.__init__).parameters
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_every_keyword(wrapper: Any) -> None:
     theirs = {name for name in inspect.signature(wrapper.__init__).parameters if name != "self"}
-    new = theirs - set(torch_names.KEYWORDS) - set(OURS)
-    assert not new, "torch has new keywords: give each a fate"
+    others = {*torch_names.IGNORED, *torch_names.REFUSED, *torch_names.OTHER_NAMES}
+    assert not theirs - others - set(OURS), "torch has new keywords: give each a fate"
     assert {name for name, fate, _ in _told() if fate == "same"} >= theirs & set(OURS)
 
 
@@ -41,9 +40,9 @@ def test_every_method(wrapper: Any) -> None:
 
 def test_defaults_are_torchs() -> None:
     theirs = inspect.signature(DistributedDataParallel.__init__).parameters
-    for name, entry in torch_names.KEYWORDS.items():
-        if name in theirs and entry.fate in (Fate.IGNORED, Fate.RAISES):
-            assert entry.default == theirs[name].default, name
+    for name, keyword in (torch_names.IGNORED | torch_names.REFUSED).items():
+        if name in theirs:
+            assert keyword.default == theirs[name].default, name
 
 
 def _told() -> list[tuple[str, ...]]:
@@ -53,12 +52,14 @@ def _told() -> list[tuple[str, ...]]:
 
 
 def test_docs_have_the_tables() -> None:
-    expected = {(name, *one[:2]) for name, one in torch_names.KEYWORDS.items()}
-    expected = {(name, fate.value, text) for name, fate, text in expected}
-    expected |= {(name, "raises", text) for name, text in torch_names.MISSING_METHODS.items()}
+    expected = {(name, "ignored", one.reason) for name, one in torch_names.IGNORED.items()}
+    expected |= {(name, "raises", one.reason) for name, one in torch_names.REFUSED.items()}
+    expected |= {(name, "raises", why) for name, why in torch_names.MISSING_METHODS.items()}
     assert not expected - set(_told())
-    for name, (words, _) in torch_names.DDP_ATTRIBUTES.items():
-        assert f"`{name}` ({words})" in DOCS.read_text()
+    renamed = {name for name, fate, _ in _told() if fate == "other name"}
+    assert renamed >= set(torch_names.OTHER_NAMES)
+    for name in torch_names.DDP_ATTRIBUTES:
+        assert f"`{name}` (" in DOCS.read_text()
 
 
 def test_ignored_keywords_warn_once() -> None:

@@ -28,7 +28,7 @@ def test_the_table() -> None:
         UnitRow("", "Net", (), "FULL_SHARD", 2, "root: what is left", "sockets"),
         UnitRow("blocks.0", "Block", (weights,), "FULL_SHARD", 2, "by hand", "sockets"),
         UnitRow(
-            "head", "Linear", (weights, frozen), "SHARD_GRAD_OP", 16, "policy p", "peer memory"
+            "head", "Linear", (weights, frozen), "SHARD_GRAD_OP", 16, "policy p", "shared memory"
         ),
     ]
     lines = describe(rows).splitlines()
@@ -47,7 +47,7 @@ def test_the_table() -> None:
         ],
         [
             *("head", "Linear", "1,000,500", "24", "float32 1,000,000 + bfloat16 frozen 500"),
-            *("3.8 MiB", "SHARD_GRAD_OP", "16", "peer memory", "policy p"),
+            *("3.8 MiB", "SHARD_GRAD_OP", "16", "shared memory", "policy p"),
         ],
         ["total", "3 units", "2,000,500", "48", "7.6 MiB"],
     ]

@@ -617,7 +617,9 @@ def _kept_weight(rank: int, world_size: int, collectives: str, numel: int) -> No
             (kept,) = keeper.kept
             assert kept.shape == (numel, 7)
             is_mapped = any(
-                h.is_mapped for unit in model._sharding.context.units for h in unit.handles
+                h.memory.shows_shards
+                for unit in model._sharding.context.units
+                for h in unit.handles
             )
             assert is_mapped is (numel > 7 and collectives == "auto")
             if strategy == "SHARD_GRAD_OP" and not is_mapped:

@@ -157,7 +157,9 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None
 def _use_large(rank: int, size: int, folder: str) -> None:
     offload = CPUOffload(offload_params=True, path=folder)
     model, plain = _wrap_wide(cpu_offload=offload), _wrap_wide()
-    assert all(h.is_mapped for unit in model._sharding.context.units for h in unit.handles)
+    assert all(
+        h.memory.shows_shards for unit in model._sharding.context.units for h in unit.handles
+    )
     kind = torch.optim.Adam
     optimizers = [kind(one.parameters(), lr=1e-3) for one in (model, plain)]
     for one, optimizer in zip((model, plain), optimizers, strict=True):
@@ -256,8 +258,8 @@ def _pass_bad_paths(rank: int, size: int, folder: str) -> None:
     file = Path(folder, f"file{rank}")
     file.write_text("")
     for path, message in (
-        (f"{folder}/missing", "does not exist"),
-        (str(file), "is not a directory"),
+        (f"{folder}/missing", "No such file"),
+        (str(file), "Not a directory"),
         ("/proc", "no file can be made"),
     ):
         bad = path if rank == 1 else folder  # where rank 0's is good, it hears of it all the same

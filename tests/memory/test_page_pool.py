@@ -63,12 +63,12 @@ def test_as_many_as_are_in_use_at_once_and_none_after() -> None:
 def test_a_buffer_that_ends_in_use() -> None:
     """Its pages are gone, the places for pages are not."""
     used(PooledBuffer(4 * MIB, torch.uint8))
-    arenas, idle = len(POOL._arenas), len(POOL._idle)
+    chunks, idle = len(POOL._chunks), len(POOL._idle)
     for _ in range(40):
         buffer = PooledBuffer(4 * MIB, torch.uint8)
         buffer.take()
         del buffer
-    assert (len(POOL._arenas), len(POOL._idle)) == (arenas, idle)
+    assert (len(POOL._chunks), len(POOL._idle)) == (chunks, idle)
 
 
 @pytest.mark.parametrize("moves", [True, False])

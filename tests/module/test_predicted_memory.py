@@ -79,14 +79,14 @@ def _measure(rank: int, world_size: int) -> None:
             assert plan.numel == sum(p.numel() for p in build().parameters())
             assert plan.parameter_bytes == _bytes(handle.shard for handle in handles)
             assert plan.gradient_bytes == _bytes(p.grad for p in model.parameters())
-            kept = sum(handle.unsharded_bytes + handle.gather.secondary_bytes for handle in handles)
+            kept = sum(handle.unsharded_bytes for handle in handles)
             assert sum(unit.kept_bytes for unit in plan.units) == kept
             assert report.peak_gathered_bytes == plan.peak_gathered_bytes
             # An upper bound: whether reductions overlap is a matter of time. One of two stages that
             # another rank keeps waiting may have a third one beside it.
             two_stages = str(way.get("sharding_strategy")).startswith("HYBRID")
             ratio = report.peak_gradient_bytes / plan.peak_gradient_bytes
-            assert 0.6 <= ratio <= (1.2 if two_stages else 1), ratio
+            assert 0.5 <= ratio <= (1.2 if two_stages else 1), ratio
     mp.undo()
 
 

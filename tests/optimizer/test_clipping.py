@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, ShardedWrapper, collectives
-from flatshard.comm.topology import communicator
+from flatshard.comm.ranks import communicator
 from flatshard.tensor import reduction_ops
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.wrap import ModuleWrapPolicy

@@ -408,7 +408,7 @@ def test_not_while_others_take() -> None:
 
     taking, shard, other = Taking(), torch.zeros(4), torch.zeros(4)
     pending_sends = PendingSends()
-    AsyncWork([], "a gather", shard.detach(), sends=[taking]).wait(pending_sends)
+    AsyncWork([], "a gather", [shard.detach()], sends=[taking]).wait(pending_sends)
     assert pending_sends.is_sending(shard[2:])
     assert not pending_sends.is_sending(other)
     taking.over = True

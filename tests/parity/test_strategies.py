@@ -262,9 +262,9 @@ def _secondary_group(rank: int, world_size: int) -> None:
     freed = [h for h in handles if h.buffer.untyped_storage().size() == 0]
     assert len(freed) == len(handles)  # mlp has no parameters of the root's own
     for handle in handles:
-        assert handle.gather.secondary_bytes == handle.layout.padded_numel // 2 * 8
+        assert handle.gather.secondary.nbytes == handle.layout.padded_numel // 2 * 8
     loss.backward()
-    assert all(handle.gather.secondary_bytes == 0 for handle in handles)
+    assert all(handle.gather.secondary.nbytes == 0 for handle in handles)
 
 
 @pytest.mark.uncoalesced

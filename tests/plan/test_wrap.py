@@ -448,7 +448,7 @@ TYPE_ERRORS = [
     ),
     (
         functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={"Block"}),
-        "transformer_layer_cls: expected classes, for example {Block}, got 'Block'.",
+        "transformer_layer_cls: expected a set of classes, for example {Block}, got {'Block'}.",
     ),
 ]
 
@@ -482,9 +482,9 @@ def test_wrong_min_num_params(bound: Any) -> None:
 @pytest.mark.parametrize(
     ("classes", "message"),
     [
-        (["Block"], "got 'Block'"),
-        ({Block, 3}, "got 3"),
-        ([Block()], "got an instance of Block"),
+        (["Block"], "got {'Block'}"),
+        ({Block, 3}, "got {3, Block}"),
+        ([Block()], "got {an instance of Block}"),
         (Block, "for example {Block}, got Block"),
         ("Block", "expected a set of classes"),
         (None, "got None"),

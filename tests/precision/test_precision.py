@@ -115,7 +115,7 @@ def trained(
     autocast: bool = False,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The same with a wrapped model, of which a forward gathers what the policy says."""
-    bytes_to_gather = sum(h.layout.padded_numel * h.compute_dtype.itemsize for h in _handles(model))
+    bytes_to_gather = sum(h.layout.padded_numel * h.buffer.dtype.itemsize for h in _handles(model))
     optimizer = optimizer_of(model.parameters())
     for step in range(steps):
         inputs, target = _rows(case, step, rank, world_size)
@@ -281,7 +281,7 @@ def _norms_and_routers(rank: int, world_size: int) -> None:
         )
         assert list(model.state_dict()) == list(by_hand.state_dict())
         # One flat parameter for what is in bfloat16, one for all that is not.
-        assert [h.compute_dtype for h in model.layers[0]._sharding.unit.handles] == [FP32, BF16]
+        assert [h.buffer.dtype for h in model.layers[0]._sharding.unit.handles] == [FP32, BF16]
         twin = copy.deepcopy(model) if way.is_true_shape else model
         with naming(name):
             assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
@@ -601,7 +601,7 @@ def _what_is_said(rank: int, world_size: int) -> None:
     else:
         model = wrap(Counted().double())
     model(torch.randn(2, 7, dtype=FP64)).sum().backward()
-    assert {h.compute_dtype for h in _handles(model)} == {BF16, torch.complex128, torch.int64}
+    assert {h.buffer.dtype for h in _handles(model)} == {BF16, torch.complex128, torch.int64}
 
     if rank == 0:
         with pytest.warns(UserWarning, match=r"no module or parameter is called 'fc9\.\*'"):

@@ -17,13 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import MixedPrecision
-from flatshard.comm import communicator as collectives
 from flatshard.comm.deadlock import watchdog
 from flatshard.comm.deadlock.watchdog import watched
-from flatshard.comm.process_groups import named
-from flatshard.comm.topology import communicator
-from flatshard.comm.transports import native
-from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends
+from flatshard.comm.ranks import communicator
+from flatshard.comm.transports import LocalTransport, native
+from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, named
 from flatshard.engine import grad_reduce, offload, reduce_queue
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
@@ -123,14 +121,17 @@ def _collectives(late: bool) -> Iterator[None]:
     def exchange(out: Tensor, whole: Tensor, group: Any, **keywords: bool) -> _Late:
         return gather(out, whole.chunk(group.size())[0], group, **keywords)
 
-    inside = collectives.Communicator
+    def under_way(_: object, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
+        return AsyncWork([work], op_name, kept, **more)
+
     with (
         mock.patch.object(native, "_all_gather_single", gather),
         mock.patch.object(native, "_reduce_scatter_single", reduce),
         mock.patch.object(dist, "all_reduce", all_reduce),
         mock.patch.object(dist, "all_to_all_single", exchange),
-        mock.patch.object(native.NativeTransport, "_under_way", new=lambda _, work: [work]),
-        mock.patch.object(inside, "is_stream_ordered", return_value=True),
+        mock.patch.object(native.NativeTransport, "_under_way", new=under_way),
+        mock.patch.object(native.NativeTransport, "stream_waits", return_value=True),
+        mock.patch.object(LocalTransport, "stream_waits", return_value=True),
         mock.patch.object(reduce_queue, "_STALL_SECONDS", 0),
         mock.patch.multiple(torch.cuda, Stream=mock.DEFAULT, current_stream=mock.DEFAULT),
         mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
@@ -195,7 +196,8 @@ def test_gloo_with_tensors_of_a_device_is_waited_for_by_the_host() -> None:
 
 def _gloo(rank: int, world_size: int) -> None:
     comm = communicator(dist.group.WORLD)
-    assert not comm.is_stream_ordered(torch.device("cuda", 0))
+    cuda = torch.device("cuda", 0)
+    assert not comm.transport_for(cuda).stream_waits(cuda)
     _reductions_are_connected_at_construction()
     _stale_buffers_are_used_again()
     _memory_that_lacks_leaves_no_stale_buffer()
@@ -237,7 +239,7 @@ def _reductions_are_connected_at_construction() -> None:
         return call
 
     with contextlib.ExitStack() as stack:
-        waits = mock.patch.object(collectives.Communicator, "is_stream_ordered", return_value=True)
+        waits = mock.patch.object(native.NativeTransport, "stream_waits", return_value=True)
         stack.enter_context(waits)
         for owner, name in (
             (native, "_reduce_scatter_single"),
@@ -320,46 +322,28 @@ def test_ranks_on_one_gpu_are_told_what_to_do() -> None:
 def test_the_device_that_a_group_is_bound_to_goes_before_the_current_one() -> None:
     group: Any = SimpleNamespace(bound_device_id=torch.device("cuda", 1), _device_types=["cuda"])
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
-        found = UnwrappedModel(torch.nn.Linear(1, 1)).find_device(None, group)
+        found = UnwrappedModel(torch.nn.Linear(1, 1), None).find_device(None, group)
     assert found == torch.device("cuda", 1)
 
 
 def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
     """Else an offloaded model's gradients would be there all together at the end of it."""
-    passed: set[int] = set()
-
-    class Event:
-        def __init__(self) -> None:
-            self.number = next(numbers)
-
-        def record(self) -> None: ...
-
-        def query(self) -> bool:
-            return self.number in passed
-
-        def synchronize(self) -> None:
-            passed.add(self.number)
-
-    numbers = iter(range(3))
-    on_device: list[weakref.ref[Tensor]] = []
-    units = [offload.DeviceToHost(offload.HostMemory(pinned=False)) for _ in range(3)]
+    unit = offload.DeviceToHost(offload.host_memory(pinned=False))
     with (
         mock.patch.object(Tensor, "copy_"),  # nothing comes from there
+        mock.patch.object(Tensor, "record_stream") as record_stream,
         mock.patch.object(offload, "_beside", return_value=contextlib.nullcontext()),
-        mock.patch.object(torch.cuda, "Event", Event),
+        mock.patch.object(offload, "_stream", return_value="for copies"),
+        mock.patch.object(torch.cuda, "Event"),
     ):
-        for unit in units:
-            reduced = torch.empty(4, device="meta")
-            on_device.append(weakref.ref(reduced))
-            unit.copy(reduced)
-            Tensor.copy_.reset_mock()  # type: ignore[attr-defined]
-            del reduced
-            assert on_device[-1]() is not None, "it is still to be read"
-            passed.add(0)
-        assert [one() is None for one in on_device] == [True, False, False]
-        for unit in units:
-            unit.wait()
-        assert [one() is None for one in on_device] == [True, True, True]
+        reduced = torch.empty(4, device="meta")
+        unit.copy(reduced)
+        Tensor.copy_.reset_mock()  # type: ignore[attr-defined]
+        record_stream.assert_called_once_with("for copies")
+        on_device = weakref.ref(reduced)
+        del reduced
+        assert on_device() is None
+        unit.wait()
 
 
 def test_small_gradients_on_an_accelerator_are_copied_at_once() -> None:
@@ -417,8 +401,8 @@ def _without_host_memory(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cuda:fake")
     comm = communicator(group)
     # An offloaded shard's values: the current device may be another rank's.
-    comm.send(torch.ones(2), to=1, op_name="weights")
-    comm.receive(torch.ones(2), source=1, op_name="weights")
+    comm.transfer(torch.ones(2), source=0, to=1, op_name="weights")
+    comm.transfer(torch.ones(2), source=1, to=0, op_name="weights")
     case = CASES["transformer"]
     with mock.patch.object(coalescing, "LARGE_BYTES", 1):
         model = case.wrap(case.model(), coalesce_bytes=0)
@@ -453,7 +437,7 @@ def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
     context, sizes = model._sharding.context, []
     for handle in _handles(model):
         handle.device = torch.device("cuda", 0)
-        sizes.append(handle.layout.padded_numel * handle.reduce_dtype.itemsize)
+        sizes.append(handle.layout.padded_numel * handle.reduce_plan.reduce_dtype.itemsize)
     context.refresh()
     assert len(reduce_queue.split([context.root])) > 1, "the root's large parameters are apart"
     assert context._backward.queue.max_bytes_in_flight == 2 * max(sizes)

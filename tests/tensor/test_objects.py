@@ -328,7 +328,12 @@ def _looks(rank: int, world_size: int) -> None:
         for reduce in (torch.sum, torch.mean, torch.max, torch.norm):
             torch.testing.assert_close(reduce(mine.detach()), reduce(theirs.detach()))
         assert bool(torch.isfinite(mine).all())
-        for refused in (lambda p=mine: p.t(), lambda p=mine: p[0], lambda p=mine: torch.cat([p])):
+        for refused in (
+            lambda p=mine: p.t(),
+            lambda p=mine: p[0],
+            lambda p=mine: torch.cat([p]),
+            lambda p=mine: torch.bernoulli(p),  # drew by what lay in uninitialised memory
+        ):
             with pytest.raises(RuntimeError, match=f"parameter '{name}'.*summon_full_params"):
                 refused()
 

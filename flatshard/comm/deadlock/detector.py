@@ -24,6 +24,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -84,17 +85,17 @@ class CollectiveCounter:
 _counters: weakref.WeakValueDictionary[str, CollectiveCounter] = weakref.WeakValueDictionary()
 
 
+@dataclass(eq=False)
 class BlockedWait:
     """A wait of this process."""
 
-    def __init__(self, describe: Callable[[], str], need: WaitCondition | None) -> None:
-        self.began = time.monotonic()
-        self.describe = describe  # says what is waited for
-        self.need = UNKNOWN if need is None else need
-        self.number = 0  # identifies it to other ranks; 0: not published yet
-        self.thread = 0  # that waits
-        self.verdict: str | None = None  # why it will not end; None: it may
-        self.was_logged = False
+    describe: Callable[[], str]  # says what is waited for
+    need: WaitCondition
+    number: int = 0  # identifies it to other ranks; 0: not published yet
+    thread: int = 0  # that waits
+    verdict: str | None = None  # why it will not end; None: it may
+    was_logged: bool = False
+    began: float = field(default_factory=time.monotonic)
 
 
 class _Verdict(NamedTuple):
@@ -283,8 +284,7 @@ def _in_words(stuck: _Reports) -> str:
 
 
 def _default_store() -> Any:
-    assert dist.group.WORLD is not None, "there is a default group"
-    return dist.group.WORLD.get_group_store()  # type: ignore[attr-defined]
+    return dist.group.WORLD.get_group_store()  # type: ignore[union-attr, attr-defined]
 
 
 def _own_store() -> Any:

@@ -4,11 +4,6 @@ One thread per process looks now and then at what the process waits for, and log
 ``flatshard``, level WARNING) once per wait. It ends a wait only where it is certain that it would
 last for ever (``detector``). Where the ranks that are waited for are in no collective of flatshard,
 but perhaps in a barrier of the program itself, the log says that; nothing is raised.
-
-[Note: the end of the program]
-Python ends a thread that is still there by unwinding it, and a thread that is unwound in the middle
-of a backend's code ends the process with SIGABRT, whatever the program's own end was. So the end of
-the program waits until the thread is outside of it.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from flatshard.comm.deadlock import detector
-from flatshard.comm.deadlock.detector import BlockedWait, Deadlock, WaitCondition
+from flatshard.comm.deadlock.detector import UNKNOWN, BlockedWait, Deadlock, WaitCondition
 
 PATIENCE_SECONDS = 60.0
 """How long a wait may take before it is logged."""
@@ -80,7 +75,9 @@ class Watchdog:
             _logger.warning("deadlocks and long waits are not looked for: %s", error)
 
     def stop(self) -> None:
-        # See the note: held from here on, so that the thread looks at nothing any more.
+        # Python ends a thread that is still there by unwinding it, and a thread that is unwound in
+        # the middle of a backend's code ends the process with SIGABRT, whatever the program's own
+        # end was. Held from here on, the lock keeps the thread outside of it.
         if self._thread is not None and self._thread.is_alive():
             self._looking.acquire(timeout=_END_SECONDS)
 
@@ -136,7 +133,7 @@ class watched:
     __slots__ = ("wait",)
 
     def __init__(self, describe: Callable[[], str], need: WaitCondition | None = None) -> None:
-        self.wait = BlockedWait(describe, need)
+        self.wait = BlockedWait(describe, UNKNOWN if need is None else need)
 
     def __enter__(self) -> BlockedWait:
         _watchdog.add(self.wait)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
+from flatshard.comm.flat_chunks import sum_dtype
 from flatshard.comm.process_groups import abort
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.work import AsyncWork
@@ -23,33 +24,20 @@ from flatshard.options.collectives import TransportOptions
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks of one group, as a transport needs to know them.
+    """The ranks of one group, as a transport needs to know them."""
 
-    Attributes:
-        rank: this rank within the group.
-        ranks: the members by their ranks in the default group.
-        gather_group: for all-gathers.
-        reduce_group: the same ranks, for reductions, which have an order of their own.
-        counter: counts the collectives that this rank began, for deadlock detection.
-        options: what the user chose.
-        is_gloo: whether gloo is the backend for tensors in host memory.
-        is_fake: whether there are no other ranks (torch's "fake" backend).
-        gather_objects: every rank's picklable value, in rank order. **Collective**.
-    """
-
-    rank: int
-    ranks: list[int]
+    rank: int  # this one's, within the group
+    ranks: list[int]  # the members by their ranks in the default group
     gather_group: dist.ProcessGroup
-    reduce_group: dist.ProcessGroup
-    counter: CollectiveCounter
+    reduce_group: dist.ProcessGroup  # the same ranks; reductions have an order of their own
+    counter: CollectiveCounter  # of what this rank began, for deadlock detection
     options: TransportOptions
-    is_gloo: bool
-    is_fake: bool
-    gather_objects: Callable[[Any], list[Any]]
+    is_gloo: bool  # the backend for tensors in host memory
+    is_fake: bool  # there are no other ranks (torch's "fake" backend)
+    gather_objects: Callable[[Any], list[Any]]  # every rank's picklable value. Collective
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
         return len(self.ranks)
 
     @cached_property
@@ -62,10 +50,8 @@ class Members:
     ) -> WaitCondition | None:
         """Count a collective that this rank begins now; returns what ends the host's wait for it.
 
-        Args:
-            group: what moves it.
-            kind: what it matches on other ranks; None: their next one on the group.
-            on_host: whether the host waits for it; None: as the group's backend does.
+        ``kind``: what it matches on other ranks; None: their next one on the group. ``on_host``:
+        whether the host waits for it; None: as the group's backend does.
         """
         on_host = self.is_gloo if on_host is None else on_host
         need = self.counter.begin(
@@ -79,23 +65,14 @@ class Transport(abc.ABC):
     """How the ranks of one group all-gather parameters and average gradients.
 
     A new one is a subclass in a file of its own and a line in ``transports.TRANSPORTS``.
-
-    Attributes:
-        name: for reports and messages.
-        reason: why the group has it, or "".
-        is_ordered: whether collectives match those of other ranks by the order in which they
-            begin; otherwise by the tag of the flat parameter.
-        adds_here: whether reductions add in rank order and in no less than fp32, on this host.
-        can_all_reduce: whether it has ``all_reduce``.
-        gathers_in_background: whether an all-gather makes progress on the network while the host
-            computes, so that starting it early pays.
     """
 
-    name: str
-    reason = ""
+    name: str  # for reports and messages
+    reason = ""  # why the group has it
+    # Collectives match those of other ranks by the order in which they begin, else by their tag.
     is_ordered = False
-    adds_here = True
-    can_all_reduce = False
+    adds_here = True  # reductions add in rank order, in no less than fp32, on this host
+    # An all-gather makes progress on the network while the host computes: starting early pays.
     gathers_in_background = False
 
     @classmethod
@@ -108,10 +85,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def accepts(self, device: torch.device, tag: int) -> bool:
-        """Whether it moves tensors on ``device`` for the flat parameter with this tag.
-
-        The same on all ranks.
-        """
+        """Whether it moves tensors on ``device`` with this tag; the same on all ranks."""
 
     @abc.abstractmethod
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
@@ -128,7 +102,7 @@ class Transport(abc.ABC):
         """
 
     def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
-        """Begin averaging ``buffer`` over the ranks, in place, where it ``can_all_reduce``."""
+        """Begin averaging ``buffer`` over the ranks, in place; only the native one has it."""
         raise NotImplementedError(f"{self.name} has no all-reduce")
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
@@ -139,20 +113,20 @@ class Transport(abc.ABC):
         """Whether a stream of ``device`` waits for the others, and not the host."""
         return False
 
-    def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
-        """Smallest gradient, in bytes, that is cheaper to send from where it is than to copy.
+    def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
+        """The dtype in which reduce-scatters of ``dtype`` add up, and of their result."""
+        return sum_dtype(dtype) if fixed_order or self.adds_here else dtype
 
-        None: ``reduce_scatter`` accepts one chunk only.
-        """
+    def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
+        """Smallest gradient, in bytes, that is cheaper to send from where it is than to copy."""
+        # ``reduce_scatter`` accepts one chunk only.
         return None
 
     def warm_up(  # noqa: B027 (nothing to open)
         self, device: torch.device, *, fixed_order: bool, replicas: bool
     ) -> None:
-        """Open connections for reductions of tensors on ``device``. Collective.
+        """Open connections for reductions of tensors on ``device``, once. Collective.
 
-        Args:
-            device: where the gradients are.
-            fixed_order: whether they are only exchanged, and added here.
-            replicas: whether each rank needs the average of all.
+        ``fixed_order``: they are only exchanged, and added here. ``replicas``: each rank needs the
+        average of all.
         """

@@ -21,8 +21,8 @@ from flatshard.comm.work import AsyncWork
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# Elements of a reduction for which no backend uses its algorithm for small ones.
 _LARGE_NUMEL = 1 << 20
-"""Elements of a reduction for which no backend uses its algorithm for small ones."""
 
 
 class NativeTransport(Transport):
@@ -30,12 +30,11 @@ class NativeTransport(Transport):
 
     is_ordered = True
     adds_here = False
-    can_all_reduce = True
 
     def __init__(self, members: Members) -> None:
-        """Communicates nothing."""
         self._members = members
         self.name = str(dist.get_backend(members.gather_group))
+        self._warmed_up: set[tuple[torch.device, bool, bool]] = set()
 
     @classmethod
     def connect(cls, members: Members) -> NativeTransport:
@@ -88,13 +87,15 @@ class NativeTransport(Transport):
     def _under_way(self, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
         # Fake collectives are completed at once, but never report it.
         works = [] if self._members.is_fake else [work]
-        return AsyncWork(works, op_name, *kept, **more)
+        return AsyncWork(works, op_name, kept, **more)
 
     def warm_up(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
         # A backend that connects at the first reduction holds up the host in it. In a backward a
         # rank may come there alone, while others wait for its all-gathers.
-        if self._members.is_fake:
+        kind = device, fixed_order, replicas
+        if self._members.is_fake or kind in self._warmed_up:
             return
+        self._warmed_up.add(kind)
         group, size, op = self._members.reduce_group, self._members.size, dist.ReduceOp.AVG
         # A small and a large one: backends have several ways, each with its connections.
         for numel in (1, -(-_LARGE_NUMEL // size)):
@@ -111,16 +112,12 @@ class NativeTransport(Transport):
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """Every rank's ``value`` (picklable), in rank order; needs no numpy.
+    """Every rank's ``value`` (picklable), in rank order; the backend moves tensors on ``device``.
 
     Collective: all ranks of ``group``.
-
-    Args:
-        value: this rank's.
-        group: the ranks.
-        device: where the group's backend moves tensors.
     """
-    # Two collectives: all ranks must send equally many bytes, and do not know the longest.
+    # Not torch's: that needs numpy. Two collectives: all ranks must send equally many bytes, and do
+    # not know the longest.
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
     _all_gather_single(lengths, torch.tensor([data.numel()], device=device), group=group)

@@ -1,24 +1,17 @@
-"""``PeerMemory``: reads the memory of other processes on this host, without a copy between.
+"""``PeerProcess``: reads the memory of another process on this host, and what it says in a mailbox.
 
 Linux lets a process read another one of the same user by ``process_vm_readv``: one copy, straight
-to where it is wanted, at the speed of memory. Nothing is shared, and nothing is left behind however
-a process ends. Where the kernel or a container forbids it, or the ranks are on several hosts, no
-rank reads: ``meet`` gives the same answer on all of them.
+to where it is wanted, at the speed of memory. Where the kernel or a container forbids it, or the
+ranks are on several hosts, no rank reads: ``meet`` gives the same answer on all of them.
 
 Source: Cross Memory Attach (Linux 3.2), as MPI implementations use it between ranks on one host.
 
 [Note: mailbox]
-Each rank writes what it has to say into its own mailbox, which the others poll: "publication n of
-this tag is at that address", and "I have taken all other ranks' publications n of this tag". What
-is published must not change, and nothing else be published under its tag, until all ranks have
-taken it. The others map the mailbox if they can, and otherwise read it like the rest: a poll costs
-less than a microsecond or some ten, a message through a socket thirty and the attention of a
-thread.
-
-[Note: half written]
-A reader may see a record while it is being written, so every record carries a check word. What was
-written before a record must be there when the record is: a call through ``ctypes`` between gives
-the interpreter's lock away and takes it back, which orders memory.
+Each rank writes what it has to say into its own mailbox, a file in memory that the others map and
+poll: "publication n of this tag is at that address", and "I have taken all other ranks'
+publications n of this tag". What is published must not change, and nothing else be published under
+its tag, until all ranks have taken it. A poll costs less than a microsecond; a message through a
+socket thirty, and the attention of a thread.
 
 [Note: permission]
 Where the Yama security module restricts ``ptrace`` (``kernel.yama.ptrace_scope=1``, the default of
@@ -31,9 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,43 +35,35 @@ from torch import Tensor
 from flatshard.comm.deadlock import watchdog
 from flatshard.memory import mapped_files
 
-TAGS = 1 << 16
-"""How many tags a mailbox has."""
-
+TAGS = 1 << 16  # so many does a mailbox have
+# Of a tag: (number, address, file, check) of what is published, and the same of what is taken.
 _WORDS = 8
-"""Of a tag: (number, address, check) of what is published, (number, check) of what is taken."""
 _TAKEN = 4
 _MAILBOX_BYTES = TAGS * _WORDS * 8
 _CHECK = 0x666C6174  # so that no record of zeros is valid
 
+_QUICK_LOOKS = 20
+_PAUSE_SECONDS = 5e-5
+_ALIVE_SECONDS = 0.05
+_alive = ctypes.c_int64()  # the others read it to see whether this process still runs
+
 
 class RankAddress(NamedTuple):
-    """How other processes find this one.
+    """How other processes find this one."""
 
-    Attributes:
-        problem: why they cannot, empty if they can; the rest means nothing then.
-        host: identifies the kernel, and the process numbers that it gives in this container.
-        pid: the process's number there.
-        launcher: the number of the process that started it.
-        mailbox: the address of its mailbox.
-        file: the number of the file that the mailbox is, or -1.
-        nonce: what is published under tag 0.
-    """
-
-    problem: str
-    host: str = ""
+    problem: str  # why they cannot, empty if they can; the rest means nothing then
+    host: str = ""  # the kernel, and the process numbers that it gives in this container
     pid: int = 0
-    launcher: int = 0
-    mailbox: int = 0
-    file: int = -1
-    nonce: int = 0
+    launcher: int = 0  # the process that started it
+    alive: int = 0  # an address that can be read as long as it runs
+    file: int = -1  # the number of the file that the mailbox is
+    nonce: int = 0  # what is published under tag 0
 
 
 class Mailbox:
     """What this process publishes to those that read its memory; ``address.problem``: why not."""
 
     def __init__(self) -> None:
-        """An empty one; pages of it exist when they are written."""
         self._file: int | None = None
         try:
             self.address = self._open()
@@ -92,18 +75,13 @@ class Mailbox:
         if _readv is None:
             return RankAddress("its system has no process_vm_readv")
         host = _host()
+        # Pages of it exist when they are written.
         self._file = mapped_files.create(_MAILBOX_BYTES, reserve=False)
-        memory = None
-        if self._file is not None:
-            memory = mapped_files.mapped(self._file, _MAILBOX_BYTES, write=True)
-        # Without a file the others read it through the kernel, which is slower.
-        memory = memory or mmap.mmap(-1, _MAILBOX_BYTES)
-        self.words = (ctypes.c_int64 * (TAGS * _WORDS)).from_buffer(memory)
+        self._words = _mapped_words(self._file)
         nonce = int.from_bytes(os.urandom(7), "little")
         self.offer(0, nonce, 0)
-        file = -1 if self._file is None else self._file
-        address = ctypes.addressof(self.words)
-        return RankAddress("", host, os.getpid(), os.getppid(), address, file, nonce)
+        alive = ctypes.addressof(_alive)
+        return RankAddress("", host, os.getpid(), os.getppid(), alive, self._file, nonce)
 
     def close_file(self) -> None:
         """Close the file, which all ranks have mapped by now if they could."""
@@ -111,193 +89,115 @@ class Mailbox:
             os.close(self._file)
             self._file = None
 
-    def offer(self, tag: int, number: int, address: int) -> None:
-        """Publish that publication ``number`` of a tag is at ``address``."""
-        _order_memory()
-        first = tag * _WORDS
-        # The check word comes last: until then the record is not valid.
-        self.words[first] = number
-        self.words[first + 1] = address
-        self.words[first + 2] = number ^ address ^ _CHECK
+    def offer(self, tag: int, number: int, address: int, file: int = -1) -> None:
+        """Publish that publication ``number`` of a tag is at ``address``; ``file`` is open."""
+        self._write(tag * _WORDS, number, address, file)
 
     def take(self, tag: int, number: int) -> None:
         """Say that this rank has taken all other ranks' publications ``number`` of a tag."""
-        _order_memory()
-        first = tag * _WORDS + _TAKEN
-        self.words[first] = number
-        self.words[first + 1] = number ^ _CHECK
+        self._write(tag * _WORDS + _TAKEN, number, 0, -1)
+
+    def _write(self, first: int, number: int, address: int, file: int) -> None:
+        _order_memory()  # what was written before the record must be there when the record is
+        words = self._words
+        words[first] = number
+        words[first + 1] = address
+        words[first + 2] = file
+        # Last: a reader may see the record while it is being written, and until then it is invalid.
+        words[first + 3] = number ^ address ^ file ^ _CHECK
 
 
-class PeerMemory:
-    """The processes of a group, by rank."""
+class PeerProcess:
+    """The process of another rank; raises ``OSError`` where its mailbox cannot be mapped."""
 
-    def __init__(self, addresses: Sequence[RankAddress], timeout: float) -> None:
-        """``addresses`` are the ranks', all on this host; waits end after ``timeout`` seconds."""
-        self._addresses = list(addresses)
-        self._mailboxes = [_mapped_mailbox(one) for one in addresses]
-        self._timeout = timeout
+    def __init__(self, address: RankAddress, timeout: float) -> None:
+        self.pid, self.timeout = address.pid, timeout  # waits end after so many seconds
+        self.given_up = 0.0  # when it last did not answer in time
+        self._alive = address.alive
+        file = mapped_files.open_of(address.pid, address.file)
+        try:
+            self.words = _mapped_words(file)
+        finally:
+            os.close(file)
 
-    def pid(self, rank: int) -> int:
-        """The number of the process of ``rank``."""
-        return self._addresses[rank].pid
+    def read(self, address: int, out: Tensor) -> None:
+        """Fill ``out``, contiguous on the CPU; raises ``RuntimeError`` if the process is gone."""
+        _read(self.pid, address, out.data_ptr(), out.numel() * out.element_size())
 
-    def read(self, rank: int, address: int, out: Tensor) -> None:
-        """Fill ``out``, contiguous on the CPU, with what ``rank`` has at ``address``.
+    def read_array(self, address: int, out: ctypes.Array[ctypes.c_int64]) -> None:
+        _read(self.pid, address, ctypes.addressof(out), ctypes.sizeof(out))
 
-        Raises:
-            RuntimeError: the process is gone, or has nothing there.
-        """
-        self.read_into(rank, address, out.data_ptr(), out.numel() * out.element_size())
+    def check_alive(self) -> None:
+        """Raise ``RuntimeError`` where it cannot be read any more; its mailbox outlives it."""
+        self.read_array(self._alive, (ctypes.c_int64 * 1)())
 
-    def read_into(self, rank: int, address: int, place: int, nbytes: int) -> None:
-        """Copy ``nbytes`` at ``address`` of ``rank`` to ``place`` in this process.
+    def offered(self, tag: int, number: int) -> Awaited:
+        """Its publication ``number`` under a tag."""
+        return Awaited(self, tag * _WORDS, number)
 
-        Raises:
-            RuntimeError: as ``read``.
-        """
-        _read(self.pid(rank), address, place, nbytes)
-
-    def offered(self, rank: int, tag: int, number: int) -> Awaited:
-        """Publication ``number`` of ``rank`` under a tag."""
-        return Awaited(self._record(rank, tag * _WORDS, 3), number, self._timeout)
-
-    def taken(self, rank: int, tag: int, number: int) -> Awaited:
-        """That ``rank`` has taken publications ``number`` of a tag."""
-        record = self._record(rank, tag * _WORDS + _TAKEN, 2)
+    def taken(self, tag: int, number: int) -> Awaited:
+        """That it has taken publications ``number`` of a tag."""
         # A process that has ended reads nothing any more.
-        return Awaited(record, number, self._timeout, or_gone=True)
-
-    def _record(self, rank: int, first: int, length: int) -> _Record:
-        address = self._addresses[rank]
-        return _Record(address.pid, self._mailboxes[rank], address.mailbox, first, length)
-
-
-class _Record(NamedTuple):
-    """Some words of another process's mailbox.
-
-    Attributes:
-        pid: the process.
-        words: the mailbox, if it is mapped.
-        mailbox: its address there.
-        first: the first of the words.
-        length: how many.
-    """
-
-    pid: int
-    words: Any
-    mailbox: int
-    first: int
-    length: int
-
-    def look(self) -> list[int]:
-        """What they say now; raises ``RuntimeError`` as ``look_there``, if it is not mapped."""
-        if self.words is not None:
-            return list(self.words[self.first : self.first + self.length])
-        return self.look_there()
-
-    def look_there(self) -> list[int]:
-        """The same, read from the process itself.
-
-        Raises:
-            RuntimeError: the process is gone, or may not be read.
-        """
-        seen = (ctypes.c_int64 * self.length)()
-        place = self.mailbox + self.first * 8
-        _read(self.pid, place, ctypes.addressof(seen), ctypes.sizeof(seen))
-        return list(seen)
+        return Awaited(self, tag * _WORDS + _TAKEN, number, or_gone=True)
 
 
 class Awaited:
-    """A record in another rank's mailbox that is to come; same interface as ``dist.Work``.
+    """A record in another rank's mailbox that is to come; same interface as ``dist.Work``."""
 
-    Attributes:
-        address: what the record says, once it is there.
-    """
+    # What the record says, once it is there.
+    address = 0
+    file = -1
 
     def __init__(
-        self, record: _Record, number: int, timeout: float, *, or_gone: bool = False
+        self, process: PeerProcess, first: int, number: int, *, or_gone: bool = False
     ) -> None:
-        """It begins with ``number``; ``or_gone``: the end of the process is as good."""
-        self._record, self._number, self._timeout = record, number, timeout
-        self._or_gone = or_gone
+        self._process, self._first, self._number = process, first, number
+        self._or_gone = or_gone  # the end of the process is as good
         self._began = time.monotonic()
         self._is_over = False
         self._error: RuntimeError | None = None
-        self.address = 0
 
     def is_completed(self) -> bool:
         """Whether it is there, or never will be: then ``wait`` raises."""
-        if not self._is_over:
-            self._look(self._record.look)
-        return self._is_over
-
-    def is_there(self) -> bool:
-        """Ask the process itself.
-
-        Raises:
-            RuntimeError: it may not be asked.
-        """
-        self._look(self._record.look_there)
-        if self._error is not None:
-            raise self._error
-        return self._is_over
-
-    def _look(self, look: Callable[[], list[int]]) -> None:
-        try:
-            number, *rest, check = look()
-        except RuntimeError as error:
-            self._is_over = True
-            if not (self._or_gone and isinstance(error, ProcessGone)):
-                self._error = error
-            return
-        if number == self._number:
-            self.address = rest[0] if rest else 0
+        if not self._is_over and self._process.words[self._first] == self._number:
+            number, address, file, check = self._process.words[self._first : self._first + 4]
             # Else it was read while it was written: the next look finds the rest.
-            if number ^ self.address ^ _CHECK == check:
-                self._is_over = True
+            if number ^ address ^ file ^ _CHECK == check:
+                self._is_over, self.address, self.file = True, address, file
                 _order_memory()  # what was published is read after the record, never before
+        return self._is_over
 
     def wait(self) -> None:
-        """Wait until it is there.
-
-        Raises:
-            RuntimeError: the process is gone, nothing came in time, or it waits for this one.
-        """
-        looks = 0
+        """Wait; raises ``RuntimeError`` if nothing comes, or the process waits for this one."""
+        process, looks = self._process, 0
         # One timeout for all that was awaited when the process did not answer in time.
-        given_up = _given_up.get(self._record.pid, 0.0)
-        timeout = 0.0 if self._began < given_up else self._timeout
+        timeout = 0.0 if self._began < process.given_up else process.timeout
         began = asked = time.monotonic()
         while not self.is_completed():
             looks += 1
             if looks > _QUICK_LOOKS:
                 now = time.monotonic()
                 if now - began > timeout:
-                    _given_up[self._record.pid] = now
+                    process.given_up = now
                     raise RuntimeError(
-                        f"nothing from process {self._record.pid} in {self._timeout:g} s"
+                        f"nothing from process {process.pid} in {process.timeout:g} s"
                     )
                 if now - asked > _ALIVE_SECONDS:
-                    # A mapped mailbox outlives its process.
-                    self._look(self._record.look_there)
                     asked = now
-                    if not self._is_over:
-                        watchdog.check()
+                    self._ask()
                 time.sleep(_PAUSE_SECONDS)
         if self._error is not None:
             raise self._error
 
-
-class ProcessGone(RuntimeError):
-    """The process has ended."""
-
-
-_kept_mailboxes: list[Any] = []
-"""For ever: other ranks may poll them when this one is done with the group."""
-_given_up: dict[int, float] = {}  # when a process last did not answer in time
-_QUICK_LOOKS = 20
-_PAUSE_SECONDS = 5e-5
-_ALIVE_SECONDS = 0.05
+    def _ask(self) -> None:
+        try:
+            self._process.check_alive()
+        except RuntimeError as error:
+            self._is_over = True
+            if not (self._or_gone and isinstance(error, _ProcessGone)):
+                self._error = error
+        else:
+            watchdog.check()
 
 
 def meet(
@@ -305,19 +205,13 @@ def meet(
     exchange: Callable[[Any], list[Any]],
     ranks: Sequence[int],
     timeout: float,
-) -> tuple[PeerMemory | None, str]:
+) -> tuple[list[PeerProcess], str]:
     """Find out whether every rank can read the memory of all others.
 
-    **Collective**: the ranks that ``exchange`` gathers from.
-
-    Args:
-        mailbox: this rank's.
-        exchange: gives all ranks' values, in rank order.
-        ranks: the global number of each, for messages.
-        timeout: seconds after which waits for another rank fail.
+    **Collective**: the ranks that ``exchange`` gathers from, whose global numbers are ``ranks``.
 
     Returns:
-        What reads, or None, and the reason in words; alike on all ranks.
+        Every rank's process, or nothing, and the reason in words; alike on all ranks.
     """
     try:
         addresses: list[RankAddress] = exchange(mailbox.address)
@@ -325,18 +219,20 @@ def meet(
         if not problem and len({one.host for one in addresses}) > 1:
             problem = "the ranks are on several hosts, or in containers apart"
         if problem:
-            return None, problem
+            return [], problem
         launchers = {one.launcher for one in addresses}
-        reader = launchers.pop() if len(launchers) == 1 else 0
-        _permission.grant(reader or _ANY)  # a launcher outside the container has no number
+        # A launcher outside the container has the number 0, which names nobody.
+        reader = (launchers.pop() if len(launchers) == 1 else 0) or _ANY
+        _readers.append(reader)
+        _tell_kernel()
         exchange(None)  # a rank that reads before another has given permission is refused
-        memory, problem = _try_to_read(addresses, ranks, timeout)
+        processes, problem = _try_to_read(addresses, ranks, timeout)
         problem = _first_problem(exchange(problem), ranks)
         if problem:
-            _permission.revoke(reader or _ANY)
-            return None, problem
-        _kept_mailboxes.append(mailbox.words)
-        return memory, "all ranks are on one host and may read each other's memory"
+            _readers.remove(reader)
+            _tell_kernel()
+            return [], problem
+        return processes, "all ranks are on one host and may read each other's memory"
     finally:
         mailbox.close_file()
 
@@ -348,87 +244,62 @@ def _first_problem(problems: Sequence[str], ranks: Sequence[int]) -> str:
 
 def _try_to_read(
     addresses: Sequence[RankAddress], ranks: Sequence[int], timeout: float
-) -> tuple[PeerMemory | None, str]:
-    memory = PeerMemory(addresses, timeout)
-    for index, address in enumerate(addresses):
+) -> tuple[list[PeerProcess], str]:
+    processes = []
+    for rank, address in zip(ranks, addresses, strict=True):
         try:
-            if not memory.offered(index, 0, address.nonce).is_there():
-                return None, f"process {address.pid} is not rank {ranks[index]}"
-        except RuntimeError as error:
-            return None, f"{error}; see kernel.yama.ptrace_scope and the container's rights"
-    return memory, ""
+            processes.append(PeerProcess(address, timeout))
+            if not processes[-1].offered(0, address.nonce).is_completed():
+                return [], f"process {address.pid} is not rank {rank}"
+            processes[-1].check_alive()
+        except (OSError, RuntimeError) as error:
+            return [], f"{error}; see kernel.yama.ptrace_scope and the container's rights"
+    return processes, ""
 
 
-def _mapped_mailbox(address: RankAddress) -> Any:
-    """The words of a process's mailbox, mapped for reading; None where that is not possible."""
-    file = mapped_files.open_of(address.pid, address.file) if address.file >= 0 else None
-    if file is None:
-        return None
-    words = mapped_files.mapped(file, _MAILBOX_BYTES, write=False)
-    os.close(file)
-    return None if words is None else memoryview(words).cast("q")
+def _mapped_words(file: int) -> memoryview:
+    return memoryview(mapped_files.mapped(file, _MAILBOX_BYTES)).cast("q")
 
 
 def _host() -> str:
-    """Names the kernel and the process numbers that it gives in this container."""
+    # The kernel, and the process numbers that it gives in this container.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-class _ReadPermission:
-    """Who may read this process; see the note. The kernel keeps one reader per process."""
-
-    def __init__(self) -> None:
-        self._granted: list[int] = []  # one for each group of ranks that reads
-
-    def grant(self, reader: int) -> None:
-        """Let a process and its descendants read this one."""
-        self._granted.append(reader)
-        self._tell_kernel()
-
-    def revoke(self, reader: int) -> None:
-        """Take that back, unless another group of ranks needs it."""
-        self._granted.remove(reader)
-        self._tell_kernel()
-
-    def _tell_kernel(self) -> None:
-        readers = set(self._granted)
-        _set_reader(readers.pop() if len(readers) == 1 else _ANY if readers else 0)
-
-
-_permission = _ReadPermission()
+_readers: list[int] = []
+"""Whom each group of ranks lets read this process; the kernel keeps one reader per process."""
 _ANY = (1 << 64) - 1
 _PR_SET_PTRACER = 0x59616D61
 
 
+def _tell_kernel() -> None:
+    readers = set(_readers)
+    _set_reader(readers.pop() if len(readers) == 1 else _ANY if readers else 0)
+
+
 def _set_reader(reader: int) -> None:
-    """Name the reader; 0: nobody. Does nothing where the kernel has no Yama."""
+    # 0: nobody. Does nothing where the kernel has no Yama.
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(reader), 0, 0, 0)
 
 
-def _order_memory() -> None:
-    """See the note on what is half written."""
-    if _getpid is not None:
-        _getpid()
+class _ProcessGone(RuntimeError):
+    pass
 
 
 class _Range(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def _find_readv() -> Any:
-    if sys.platform != "linux":
-        return None
-    function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-    if function is not None:
-        count, pointer = ctypes.c_ulong, ctypes.POINTER(_Range)
-        function.restype = ctypes.c_ssize_t
-        function.argtypes = [ctypes.c_int, pointer, count, pointer, count, count]
-    return function
-
-
-_readv = _find_readv()
-_getpid = ctypes.CDLL(None).getpid if _readv is not None else None
+_readv = mapped_files.c_function(
+    "process_vm_readv",
+    ctypes.c_ssize_t,
+    ctypes.c_int,
+    *(ctypes.POINTER(_Range), ctypes.c_ulong) * 2,
+    ctypes.c_ulong,
+)
+# A call through `ctypes` gives the interpreter's lock away and takes it back, which orders memory.
+_order_memory = mapped_files.c_function("getpid", ctypes.c_int)
 
 
 def _read(pid: int, source: int, destination: int, nbytes: int) -> None:
@@ -439,6 +310,6 @@ def _read(pid: int, source: int, destination: int, nbytes: int) -> None:
         got = _readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if got <= 0:
             number = ctypes.get_errno()
-            kind = ProcessGone if number == errno.ESRCH else RuntimeError
+            kind = _ProcessGone if number == errno.ESRCH else RuntimeError
             raise kind(f"reading {nbytes} bytes of process {pid} failed: {os.strerror(number)}")
         done += got

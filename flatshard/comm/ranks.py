@@ -1,0 +1,320 @@
+"""``Ranks``: those that train a model, as the user names them and as placements divide them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flatshard.comm.communicator import ALONE, AUTO, Communicator
+from flatshard.comm.process_groups import control_of, new_group
+from flatshard.comm.topology import Topology
+from flatshard.comm.transports import native
+from flatshard.comm.work import named
+from flatshard.options.collectives import TransportOptions
+from flatshard.options.strategy import Placement
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that train a model."""
+
+    world: Communicator
+    # The ranks that share one copy, and those that hold the same part of theirs. None: the user
+    # did not say, and placements that need to know go by nodes.
+    grid: tuple[Communicator, Communicator] | None
+    ranks_per_node: int | None
+    mode: TransportOptions
+    _known: dict[Placement, Topology] = field(default_factory=dict, repr=False)
+
+    def describe(self) -> str:
+        """What must be the same on every rank."""
+        if self.grid is None:
+            return f"{self.ranks_per_node} ranks per node"
+        shard, replicate = self.grid
+        return f"{shard.size} ranks share a copy, {replicate.size} copies"
+
+    def resolve(self, placement: Placement) -> Topology:
+        """The groups for a placement. Collective at the first call for it.
+
+        Raises:
+            ValueError: the ranks do not divide as the placement asks, or it averages over
+                replicas and there is a wire dtype.
+        """
+        if placement not in self._known:
+            found = self._resolve(placement)
+            wire_dtype = self.mode.wire_dtype
+            if wire_dtype is not None and found.replicate.size > 1:
+                raise ValueError(
+                    f"wire_dtype={wire_dtype}: gradients are averaged over "
+                    f"{found.replicate.size} replicas by the backend, which sends them as they "
+                    "are. Use a strategy that shards over all ranks (FULL_SHARD, "
+                    "HYBRID_SHARD_OP), or wire_dtype=None."
+                )
+            self._known[placement] = found
+        return self._known[placement]
+
+    def _resolve(self, placement: Placement) -> Topology:
+        world = self.world
+        if not placement.sharded:
+            return Topology(world, shard=ALONE, replicate=world, intra_group=ALONE)
+        if not placement.hybrid:
+            regather = _regather(world, placement)
+            return Topology(world, world, ALONE, intra_group=world, regather=regather)
+        shard, replicate = self.grid or self._by_node()
+        regather = _regather(shard, placement)
+        if placement.over_all:
+            return Topology(world, world, ALONE, shard, inter_group=replicate, regather=regather)
+        return Topology(world, shard, replicate, intra_group=shard, regather=regather)
+
+    def _by_node(self) -> tuple[Communicator, Communicator]:
+        """Split the world by node."""
+        size = self.ranks_per_node
+        if self.world.size == 1:
+            return self.world, ALONE
+        if size is None:
+            raise ValueError(
+                "ShardedWrapper: a HYBRID strategy shards within each node, but LOCAL_WORLD_SIZE "
+                "is not set, so the nodes are not known. Launch with torchrun, or pass "
+                "process_group=(shard_group, replicate_group) or a 2-D device_mesh."
+            )
+        nodes: dict[int, list[int]] = {}
+        for rank in self.world.ranks:
+            nodes.setdefault(rank // size, []).append(rank)
+        sizes = [len(ranks) for ranks in nodes.values()]
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"ShardedWrapper: a HYBRID strategy needs equally many ranks on every node, but "
+                f"with LOCAL_WORLD_SIZE={size} the {self.world.size} ranks divide into "
+                f"{sizes}. Pass process_group=(shard_group, replicate_group) or a 2-D "
+                "device_mesh."
+            )
+        return _rows_and_columns(self.world, list(nodes.values()))
+
+
+def _regather(shard: Communicator, placement: Placement) -> Communicator | None:
+    size = placement.regather_size
+    if size is None or size == shard.size:
+        return None
+    if shard.size % size:
+        raise ValueError(
+            f"reshard_after_forward={size}: must divide the {shard.size} ranks that share "
+            "the parameters"
+        )
+    starts = range(0, shard.size, size)
+    return _rows_and_columns(shard, [shard.ranks[start : start + size] for start in starts])[0]
+
+
+def _rows_and_columns(
+    parent: Communicator, rows: Sequence[Sequence[int]]
+) -> tuple[Communicator, Communicator]:
+    """This rank's row and column of a grid of global ranks. Collective."""
+    me = dist.get_rank()
+    row = next(row for row in rows if me in row)
+    column = [other[row.index(me)] for other in rows]
+    return subgroup(parent, row), subgroup(parent, column)
+
+
+# ---------------------------------------------------------------- what the user says
+
+
+def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) -> Ranks:
+    """Read ``process_group`` and ``device_mesh``; without either this rank is alone.
+
+    Collective if there is a group.
+
+    Args:
+        process_group: a group, a pair (shard group, replicate group), or None.
+        device_mesh: a 1-D mesh; a 2-D mesh (replicate, shard), in the other order if its
+            dimensions' names say so; or None.
+        mode: how to move tensors.
+
+    Raises:
+        TypeError: something else was passed.
+        ValueError: both, a mesh of other dimensions, or groups that are no grid of ranks.
+    """
+    if device_mesh is not None:
+        if process_group is not None:
+            raise ValueError("ShardedWrapper: pass either process_group or device_mesh, not both")
+        process_group = _groups_of_mesh(device_mesh)
+    groups = _as_groups(process_group)
+    claims = _compare(groups, mode)
+    comms = [communicator(group, mode=mode) for group in groups]
+    if len(comms) < 2:
+        return Ranks(comms[0] if comms else ALONE, None, _ranks_per_node(), mode)
+    shard, replicate = comms
+    world = _world_of(shard, replicate, sorted({rank for rank, _, _ in claims}))
+    return Ranks(world, (shard, replicate), _ranks_per_node(), mode)
+
+
+def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
+    """None, one group, or a pair."""
+    if process_group is None:
+        return ()
+    if not isinstance(process_group, tuple | list):
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(f"process_group: expected a ProcessGroup, got {process_group!r}")
+        return (process_group,)
+    groups = tuple(process_group)
+    if len(groups) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in groups):
+        raise TypeError(
+            f"process_group: expected one group or a pair (shard group, replicate group), "
+            f"got {process_group!r}"
+        )
+    return groups
+
+
+def _groups_of_mesh(mesh: Any) -> Any:
+    """The group of a 1-D mesh, or the (shard, replicate) pair of a 2-D one."""
+    if not (hasattr(mesh, "ndim") and hasattr(mesh, "get_group")):
+        raise TypeError(f"device_mesh: expected a DeviceMesh, got {mesh!r}")
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"device_mesh: expected 1 dimension, or 2 for (replicate, shard), got {mesh.ndim}. "
+            "Pass the part of it over which this model's data are split, such as "
+            'mesh["replicate", "shard"].'
+        )
+    names = mesh.mesh_dim_names or ("", "")
+    # The order of torch's FSDP unless the names say the opposite.
+    reverse = ("shard" in names[0] and "shard" not in names[1]) or "replica" in names[1]
+    shard_dim = 0 if reverse else 1
+    return mesh.get_group(shard_dim), mesh.get_group(1 - shard_dim)
+
+
+def _ranks_per_node() -> int | None:
+    value = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if value.isdigit() and int(value) > 0:
+        return int(value)
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return count or None
+
+
+def _world_of(shard: Communicator, replicate: Communicator, ranks: list[int]) -> Communicator:
+    """The communicator of all ``ranks`` of a grid. Collective."""
+    for group in (shard, replicate):
+        if group.ranks == ranks:
+            return group
+    if dist.get_process_group_ranks(dist.group.WORLD) == ranks:
+        return communicator(dist.group.WORLD, mode=shard.options)
+    return subgroup(shard, ranks)
+
+
+# ---------------------------------------------------------------- what other ranks were given
+
+# What a rank was given: its rank, how to move tensors, and the global ranks of each of its groups.
+_Claim = tuple[int, str, list[list[int]]]
+
+
+def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> list[_Claim]:
+    """What all ranks were given, if that fits together. Collective: all that groups reach.
+
+    Raises:
+        ValueError: on every rank that the groups reach, where it does not.
+    """
+    if not groups:
+        return []
+    members = [dist.get_process_group_ranks(group) for group in groups]
+    # Before a communicator is made: modes decide which groups ranks make for it.
+    claims: list[_Claim] = _through(groups, (dist.get_rank(), mode.describe(), members))
+    # What is wrong may show only on some ranks, and the others would wait for them.
+    problem = next(filter(None, _through(groups, _problem(claims, members))), None)
+    if problem is not None:
+        raise ValueError(f"ShardedWrapper: {problem}")
+    return claims
+
+
+def _through(groups: Sequence[dist.ProcessGroup], value: Any) -> list[Any]:
+    """The values of all ranks in this rank's row and, through them, in their columns."""
+    values = [value]
+    for group in groups:
+        if group.size() > 1:
+            with named(f"ShardedWrapper: comparing process groups, rank {dist.get_rank()}"):
+                gathered = native.gather_objects(values, *control_of(group))
+            values = list(chain.from_iterable(gathered))
+    return values
+
+
+def _problem(claims: list[_Claim], members: list[list[int]]) -> str | None:
+    first, expected, _ = claims[0]
+    for rank, mode, _ in claims:
+        if mode != expected:
+            return (
+                f"rank {first} has {expected}; rank {rank} has {mode}. Pass the same collectives "
+                "and wire_dtype on every rank."
+            )
+    if len(members) == 1:
+        return None
+    row, column = members
+    problem = _grid_problem(row, column, [theirs for _, _, theirs in claims])
+    return problem and (
+        f"process_group=(shard_group, replicate_group): {problem}. Every rank must be in one shard "
+        "group and one replicate group, all shard groups equally large, each replicate group with "
+        "one rank of every shard group."
+    )
+
+
+def _grid_problem(row: list[int], column: list[int], others: list[list[list[int]]]) -> str | None:
+    """Compare this rank's shard and replicate group with those of the ranks that it reaches."""
+    if len(set(row) & set(column)) != 1:
+        return f"shard group {row} and replicate group {column} share several ranks"
+    for other_row, other_column in others:
+        groups = f"shard groups {row} and {other_row}, replicate groups {column} and {other_column}"
+        if len(other_row) != len(row) or len(other_column) != len(column):
+            return f"groups of different sizes: {groups}"
+        if len(set(other_row) & set(column)) != 1 or len(set(other_column) & set(row)) != 1:
+            return f"{groups} overlap"
+    return None
+
+
+# ---------------------------------------------------------------- communicators of groups
+
+# Kept as long as the group, also between models: the groups made for it live as long.
+_communicators: dict[tuple[dist.ProcessGroup, TransportOptions], Communicator] = {}
+
+
+def communicator(group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> Communicator:
+    """The communicator of a process group; None gives ``ALONE``.
+
+    Collective at the first call for a group and a mode.
+    """
+    if group is None:
+        return ALONE
+    if (group, mode) not in _communicators:
+        # Destroyed groups would otherwise keep their transports' threads alive.
+        forget_destroyed()
+        _communicators[group, mode] = Communicator(group, mode=mode)
+    return _communicators[group, mode]
+
+
+def forget_destroyed() -> None:
+    """Let go of the groups that were destroyed, and so of their threads."""
+    for group, mode in list(_communicators):
+        try:
+            dist.get_process_group_ranks(group)
+        except (KeyError, RuntimeError, ValueError):
+            del _communicators[group, mode]
+
+
+def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
+    """The communicator of some of the parent's global ``ranks``, of which this rank is one.
+
+    Collective: these ranks, at the first call for them.
+    """
+    if len(ranks) == 1:
+        return ALONE
+    if list(ranks) == parent.ranks:
+        return parent
+    known = parent.subgroups
+    if tuple(ranks) not in known:
+        assert parent.group is not None, "a group of several ranks"
+        with named(f"ShardedWrapper, rank {parent.global_rank}: meeting ranks {list(ranks)}"):
+            group = new_group(parent.group, ranks)
+        known[tuple(ranks)] = communicator(group, mode=parent.options)
+    return known[tuple(ranks)]

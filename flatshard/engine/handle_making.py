@@ -1,0 +1,126 @@
+"""Makes, converts and copies ``FlatParamHandle``s: what is no part of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatshard.engine.gather import HandleOptions
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.param_views import ParamViews
+from flatshard.engine.run_link import RunLink
+from flatshard.plan.layout import memory_order, strides_of
+from flatshard.plan.param_info import ParamInfo, layout_of
+from flatshard.tensor.broadcast_source import BroadcastSource
+from flatshard.tensor.flat_parameter import part_of
+
+
+def make_handle(
+    owned: list[ParamInfo],
+    unit_name: str,
+    options: HandleOptions,
+    *,
+    device: torch.device,
+    missing: Collection[int],
+    source: BroadcastSource | None,
+) -> FlatParamHandle:
+    """Keep this rank's part of ``owned``, and turn the originals into views of it.
+
+    Collective with a ``source``, which hands rank 0's values out. ``missing`` are ids of parameters
+    without values yet. The unit computes on ``device``.
+    """
+    layout, dtype = layout_of(owned, options.topology.shard.size), owned[0].param.dtype
+    params = ParamViews(owned, RunLink(unit_name), options, layout)
+    handle = FlatParamHandle(params, dtype=dtype, device=device)
+    with torch.inference_mode(False), torch.no_grad():
+        handle.adopt(torch.zeros(layout.shard_numel, dtype=dtype, device=device))
+        handle.unfilled = {i for i, one in enumerate(owned) if id(one.param) in missing}
+        for index, one in enumerate(owned):
+            if index not in handle.unfilled:
+                fill(handle, index, one.param, source)
+        handle.show_shard()
+    handle.make_buffer()
+    return handle
+
+
+def fill(
+    handle: FlatParamHandle, index: int, value: Tensor | None, source: BroadcastSource | None
+) -> None:
+    """Keep this rank's part of ``value``, all of an original; with a ``source`` of rank 0's.
+
+    Collective with a ``source``: all ranks.
+    """
+    if source is not None:
+        source.hand_out(handle.layout, index, value, handle.part(index))
+    else:
+        assert value is not None, "every rank has the values"
+        span, local = handle.layout.spans[index], handle.local_spans[index]
+        handle.part(index).copy_(part_of(value, span, local))
+    handle.unfilled.discard(index)
+
+
+def copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
+    """The same for modules that were deep-copied, as the finished copy's ``memo`` knows them.
+
+    Gradients that wait for a reduction stay with the original.
+    """
+    handle.absorb_replaced()
+    params = handle.params.copied(memo, RunLink(handle.unit_name))
+    twin = FlatParamHandle(params, dtype=handle.shard.dtype, device=handle.device)
+    twin.unfilled = set(handle.unfilled)
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        twin.adopt(handle.shard.detach().clone())
+        twin.show_shard()
+    twin.make_buffer()
+    return twin
+
+
+def convert(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
+    """Apply ``module._apply``'s function to the shard and re-point everything at the result."""
+    handle.reshard()
+    # Other ranks may still be reading the shard's present memory.
+    handle.gather.secondary.finish_refresh()
+    handle.absorb_replaced()
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        shard, before = handle.shard, handle.shard.data_ptr()
+        converted = fn(shard)
+        if converted is shard and converted.data_ptr() == before:
+            return
+        if converted.device.type == "meta":
+            raise RuntimeError(
+                f"unit {handle.unit_name!r}: moving a sharded model to the meta device would "
+                "lose its weights"
+            )
+        if converted.device != shard.device:
+            handle.device = converted.device
+        handle.gather.move_to(handle.device)
+        grads = handle.grad_publish.take_off()
+        handle.adopt(converted)
+        handle.show_shard()
+        take_in = handle.options.targets.gradient.take_in
+        handle.grad_publish.put_back(grads, lambda grad: take_in(fn(grad)))
+    handle.make_buffer()
+    handle.replan_gradients()
+
+
+def check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
+    """Raise RuntimeError if ``module._apply``'s function changes a parameter's memory format."""
+    # Optimizer state lies in the order of the shard, and nobody would rearrange it.
+    after: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for span, spec in zip(handle.layout.spans, handle.params.specs, strict=True):
+        if span.order not in after:
+            # As many dimensions in the same order, but small: the shape takes no part.
+            sizes = (2,) * len(span.order)
+            strides = strides_of(sizes, span.order)
+            probe = fn(handle.shard.new_zeros(2 ** len(sizes)).as_strided(sizes, strides))
+            after[span.order] = memory_order(probe.shape, probe.stride())
+        asked = strides_of(span.shape, after[span.order])
+        if asked != span.strides:
+            raise RuntimeError(
+                f"parameter {spec.name!r} (unit {handle.unit_name!r}): the memory format cannot "
+                f"be changed after wrapping: strides are {span.strides}, {asked} are asked for. "
+                "Call model.to(memory_format=...) before ShardedWrapper(model): formats are kept."
+            )
