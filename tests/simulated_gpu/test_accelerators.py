@@ -34,8 +34,6 @@ from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import local_loss
 
-pytestmark = pytest.mark.uncoalesced
-
 
 class _Reduce:
     """Under way, of gradients that a device comes to after ``computed_after`` looks."""
@@ -215,10 +213,10 @@ def _a_gather_on_one_rank_alone_is_found(rank: int) -> None:
     local_loss(model, case, 1, rank, 2).backward()
     assert comm.num_in_order(cpu) > before
     name = comm.members.gather_group.group_name
-    comm.counter.begun[name] += rank  # as if rank 1 had asked for something alone
+    comm.members.counter.begun[name] += rank  # as if rank 1 had asked for something alone
     with pytest.raises(RuntimeError, match="more often than others"):
         local_loss(model, case, 2, rank, 2).backward()
-    comm.counter.begun[name] -= rank
+    comm.members.counter.begun[name] -= rank
     local_loss(model, case, 3, rank, 2).backward()
 
 
