@@ -217,8 +217,8 @@ class GradientBuffer:
         if self._apart:
             # All ranges in one call, then all copies in one kernel.
             pieces = buffer.split_with_sizes(self._sizes)[1::2]
-            grads = self._in_memory_order(self._apart)
-            torch._foreach_copy_([pieces[index] for index in self._apart], grads)
+            apart = self._in_memory_order(self._apart)
+            torch._foreach_copy_([pieces[index] for index in self._apart], apart)
         return FlatChunks.of(buffer)
 
     def _in_memory_order(self, indices: Iterable[int]) -> list[Tensor]:
