@@ -40,7 +40,8 @@ class UnitStateDict:
         self._unit = unit
         # Torch calls these hooks inside one another: the outermost does the work.
         self._depth = 0
-        for module in {*unit.modules}.union(*(handle.params.modules() for handle in unit.handles)):
+        places = [place for handle in unit.handles for place in handle.params.places]
+        for module in {*unit.modules, *(module for module, _, _ in places)}:
             # Torch marks the functions that it is given, which a bound method does not allow.
             module.register_state_dict_pre_hook(partial(self._enter))
             module.register_state_dict_post_hook(partial(self._after_save))
