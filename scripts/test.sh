@@ -18,7 +18,7 @@ unset PYTHONDONTWRITEBYTECODE
 "$python" -m mypy &
 types=$!
 failed=0
-# Two files at a time; the last ones are the shortest.
-"$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@" || failed=$?
+# A file more at a time than cores, since ranks wait now and then; the longest files begin first.
+"$python" -m pytest -q -n $(($(nproc) + 1)) --dist loadfile --no-loadscope-reorder "$@" || failed=$?
 wait "$types"
 exit "$failed"

@@ -58,6 +58,8 @@ PRELOAD = [
 ROOT = Path(__file__).resolve().parents[1]
 CALLS_PER_PROCESS = 60
 """After so many calls a process is replaced, which bounds what tests may leave behind."""
+READY_SECONDS = 200
+"""A loaded machine takes long to load what ranks need; a call's time begins after that."""
 THREADS_PER_PROCESS = 40
 """The same with so many threads: a model that is never freed keeps its process groups, whose
 threads wake up all the time."""
@@ -98,6 +100,15 @@ class _Worker:
     pipe: Connection
     stack_path: Path
     calls: int = 0
+    is_ready: bool = False
+
+    def wait_until_ready(self) -> None:
+        """Until it is forked: the server may still be loading what ranks need."""
+        if not self.is_ready:
+            if not self.pipe.poll(READY_SECONDS):
+                raise RankError(f"no process after {READY_SECONDS} seconds: is the server loading?")
+            self.pipe.recv_bytes()
+            self.is_ready = True
 
     @property
     def is_spent(self) -> bool:
@@ -157,7 +168,6 @@ def run_ranks(
         RankError: a rank that is not expendable raised, died or was still running at the end.
     """
     __tracebackhide__ = True
-    deadline = time.monotonic() + timeout
     call = _pack((fn, args))
     fresh = fresh or bool(expendable) or bool(os.environ.get("FRESH_RANKS"))
     ranks: list[_Rank] = []
@@ -177,6 +187,9 @@ def run_ranks(
         ]
         try:
             workers = _kept(world_size, fresh) or [_launch() for _ in range(world_size)]
+            for worker in workers:
+                worker.wait_until_ready()
+            deadline = time.monotonic() + timeout
             ranks.extend(map(_Rank, setups, workers))
             for rank in ranks:
                 _start(rank, call)
@@ -365,7 +378,8 @@ def _worker_main(stack_path: str, pipe: Connection) -> None:
     faulthandler.enable(stack_file)
     faulthandler.register(signal.SIGUSR1, stack_file)
     torch.set_num_threads(1)
-    with contextlib.suppress(EOFError):  # the parent has ended
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended
+        pipe.send_bytes(b"ready")
         while True:
             # What is here needs no collection in this call, and no test sees it.
             gc.freeze()

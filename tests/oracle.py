@@ -17,6 +17,9 @@ from tests.models import Case, loss_of
 ROWS = 4
 """Rows of a batch on each rank."""
 
+STEPS = 4
+"""Of a training: the first two record the order of units, which the others follow."""
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -38,7 +41,7 @@ def train(
     case: Case,
     world_size: int,
     optimizer: str = "sgd",
-    steps: int = 6,
+    steps: int = STEPS,
     dtype: torch.dtype = torch.float64,
 ) -> Trained:
     """Train on the rows of all ranks, together or, where that differs, rank by rank."""
@@ -61,7 +64,7 @@ def train_rank_by_rank(
     case: Case,
     world_size: int,
     optimizer: str = "sgd",
-    steps: int = 6,
+    steps: int = STEPS,
     dtype: torch.dtype = torch.float64,
 ) -> Trained:
     """Train on each rank's rows in turn, with that rank's random numbers and rank 0's buffers."""
@@ -108,7 +111,7 @@ def train_steps(
     case: Case,
     rank: int,
     world_size: int,
-    steps: int = 6,
+    steps: int = STEPS,
     dtype: torch.dtype = torch.float64,
 ) -> list[float]:
     """Train a wrapped model, sharded or DDP's, on this rank's rows; the losses of these."""

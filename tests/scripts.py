@@ -86,8 +86,7 @@ def _run(
             path.touch()
         try:
             for environment in environments:
-                process = forked(_main, script, arguments, cwd, first, environment, files)
-                processes.append(process)
+                processes.append(fork_script(environment, script, arguments, cwd, files, first))
             status = _status(processes, deadline)
         finally:
             for process in processes:
@@ -100,6 +99,49 @@ def _run(
     if status is None:
         raise TimeoutError(f"{script.name} was still running after {timeout} s:\n{out}{err}")
     return Finished(status, out, err)
+
+
+def fork_script(
+    environment: Mapping[str, str],
+    script: Path,
+    arguments: Sequence[str],
+    cwd: Path,
+    files: Sequence[Path],
+    first: Sequence[Path] = (),
+) -> Any:
+    """The started process of one script, in a session of its own; it writes into two ``files``."""
+    return forked(_main, script, arguments, cwd, first, dict(environment), files)
+
+
+class Started:
+    """A script that runs, in the folder ``cwd``, until it ends or is killed."""
+
+    def __init__(self, script: Path, *arguments: str, cwd: Path) -> None:
+        self._files = [cwd / "out", cwd / "err"]
+        for path in self._files:
+            path.touch()
+        self._process = fork_script(os.environ, script, arguments, cwd, self._files)
+
+    def read(self) -> str:
+        """What it has printed."""
+        return self._files[0].read_text()
+
+    def ranks(self) -> list[int]:
+        """The ids of its child processes, in the order in which they were started."""
+        assert self._process.is_alive(), self._files[1].read_text()
+        pid = self._process.pid
+        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+    def finish(self, timeout: float) -> Finished:
+        """Wait for its end; leaves none of its processes behind."""
+        try:
+            self._process.join(timeout)
+            status = self._process.exitcode
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        assert status is not None, "it was still running"
+        return Finished(status, *(path.read_text() for path in self._files))
 
 
 def _status(processes: list[Any], deadline: float) -> int | None:

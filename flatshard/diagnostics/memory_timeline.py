@@ -21,17 +21,11 @@ class MemorySample(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """What the units of one rank hold over a step, beside their shards.
+    """What the units of one rank hold over a step, beside their shards."""
 
-    Attributes:
-        units: the units' names; samples refer to them by index.
-        seconds: duration of the step.
-        samples: in the order of time. Before its first sample a unit holds nothing.
-    """
-
-    units: tuple[str, ...]
-    seconds: float
-    samples: tuple[MemorySample, ...]
+    units: tuple[str, ...]  # their names; samples refer to them by index
+    seconds: float  # duration of the step
+    samples: tuple[MemorySample, ...]  # before its first one a unit holds nothing
 
     def totals(self) -> list[tuple[float, int, int]]:
         """Time of each sample, with the unsharded and gradient bytes of all units after it."""
@@ -48,11 +42,7 @@ class MemoryTimeline:
 
 
 def matplotlib(name: str = "figure") -> Any:
-    """Import a module of matplotlib late: it is optional, and slow to load.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    # Late: it is optional, and slow to load.
     try:
         return importlib.import_module(f"matplotlib.{name}")
     except ModuleNotFoundError as error:
@@ -63,11 +53,9 @@ def matplotlib(name: str = "figure") -> Any:
 
 
 def plot_memory(timelines: Sequence[tuple[str, MemoryTimeline]], path: str) -> None:
-    """Draw memory, stacked by unit: unsharded parameters, and gradients above them, hatched.
+    """Draw a panel per title and timeline, all of the same units, stacked by unit.
 
-    Args:
-        timelines: a title and a timeline per panel, all of the same units.
-        path: file to write; its suffix determines the format.
+    Unsharded parameters are at the bottom, gradients above them, hatched.
     """
     size = (10, 1 + 3 * len(timelines))
     figure = matplotlib().Figure(figsize=size, layout="constrained")

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from flatshard.engine.unit import Unit
 
 
 class _Doing(NamedTuple):
-    """What the thread is doing: begun and not ended."""
+    """Something that the thread has begun and not ended."""
 
     kind: Kind
     unit: int | None
@@ -32,11 +32,7 @@ _IN_FLIGHT = {Kind.GATHER_WAIT: Kind.GATHER, Kind.REDUCE_WAIT: Kind.REDUCE}
 
 
 class StepRecorder(StepObserver):
-    """Reports every step.
-
-    Attributes:
-        reports: the reports of the steps that are over.
-    """
+    """Reports every step. ``reports`` has those of the steps that are over."""
 
     def __init__(
         self, units: Sequence[Unit], events: list[Event], *, rank: int, device: torch.device
@@ -50,7 +46,7 @@ class StepRecorder(StepObserver):
         self._rank, self._device = rank, device
         self._epoch = time.time() - time.perf_counter()
         self._doing: list[_Doing] = []
-        self._reducing: dict[int, Unit] = {}
+        self._reducing: list[Unit] = []
         self._begin_step()
 
     # ------------------------------------------------------------ steps
@@ -60,15 +56,14 @@ class StepRecorder(StepObserver):
         self._ranges: list[Range] = []
         self._samples: list[MemorySample] = []
         self._volume: Counter[tuple[int | None, str]] = Counter()
-        self._pass: tuple[Kind, float] | None = None
+        # When passes and collectives began that are not over.
         self._in_flight: dict[tuple[Kind, int | None], float] = {}
         self._held: dict[int, tuple[int, int]] = {}
         self._events.clear()  # collectives outside of the model's steps
         self._is_over = False  # True from backward on: the next forward begins a new step
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        for unit in self._units:
-            self.look(unit)
+        self._look_at(self._units)
 
     def end_step(self) -> None:
         """End the current step, if anything of it ran, and keep its report."""
@@ -99,32 +94,24 @@ class StepRecorder(StepObserver):
             self.end_step()
             self._begin_step()
         self._is_over = not torch.is_grad_enabled()
-        self._begin_pass(Kind.FORWARD_PASS)
+        self._in_flight[Kind.FORWARD_PASS, None] = self._clock()
 
     def end_forward(self) -> None:
-        self._end_pass(Kind.FORWARD_PASS)
+        self._look_at(self._units)
+        self._land(Kind.FORWARD_PASS, None)
 
     def begin_backward(self) -> None:
         self._is_over = True
-        self._begin_pass(Kind.BACKWARD_PASS)
+        # A forward that runs a backward inside (for forces, say) is one pass.
+        if (Kind.FORWARD_PASS, None) not in self._in_flight:
+            self._in_flight[Kind.BACKWARD_PASS, None] = self._clock()
 
     def end_backward(self) -> None:
         self._switch()
         self._doing = [one for one in self._doing if one.is_call]
         self._reducing.clear()
-        self._end_pass(Kind.BACKWARD_PASS)
-
-    def _begin_pass(self, kind: Kind) -> None:
-        # A forward that runs a backward inside (for forces, say) is one pass.
-        if self._pass is None or kind is Kind.FORWARD_PASS:
-            self._pass = kind, self._clock()
-
-    def _end_pass(self, kind: Kind) -> None:
-        for unit in self._units:
-            self.look(unit)
-        if self._pass is not None and self._pass[0] is kind:
-            self._ranges.append(Range(kind, None, self._pass[1], self._clock()))
-            self._pass = None
+        self._look_at(self._units)
+        self._land(Kind.BACKWARD_PASS, None)
 
     # ------------------------------------------------------------ work of the thread
 
@@ -133,7 +120,7 @@ class StepRecorder(StepObserver):
         self._begin(_Doing(kind, unit.index, is_call=True))
 
     def leave_forward(self, unit: Unit) -> None:
-        self.look(unit)
+        self._look_at([unit])
         calls = [one for one in self._doing if one.is_call and one.unit == unit.index]
         if calls:  # none if the recording began inside of it
             self._end(calls[-1])
@@ -143,7 +130,7 @@ class StepRecorder(StepObserver):
         self._begin(_Doing(Kind.BACKWARD, unit.index))
 
     def leave_backward(self, unit: Unit) -> None:
-        self.look(unit)
+        self._look_at([unit])
         self._end(_Doing(Kind.BACKWARD, unit.index))
 
     def _clock(self) -> float:
@@ -184,13 +171,16 @@ class StepRecorder(StepObserver):
             del self._events[num_before:]
             if unit is not None:
                 if kind is Kind.STARTING and purpose == "reduce":
-                    self._reducing[unit.index] = unit
+                    self._reducing.append(unit)
                 elif kind is not Kind.STARTING and ends:
                     self._land(_IN_FLIGHT[kind], unit.index)
                 if kind is not Kind.GATHER_WAIT:
-                    self.look(unit)
+                    self._look_at([unit])
             if purpose == "reduce":
-                self._look_at_reducing()
+                # A gradient buffer that other ranks read is freed when all have read it, which may
+                # be in any unit's wait.
+                self._look_at(self._reducing)
+                self._reducing = [one for one in self._reducing if _gives_gradients(one)]
 
     def _note(self, events: list[Event], purpose: str) -> None:
         """Record collectives that have just begun."""
@@ -202,7 +192,7 @@ class StepRecorder(StepObserver):
             if unit is not None:
                 self._in_flight.setdefault((kind, unit), self._since)
 
-    def _land(self, kind: Kind, unit: int) -> None:
+    def _land(self, kind: Kind, unit: int | None) -> None:
         began = self._in_flight.pop((kind, unit), None)
         if began is not None:
             self._ranges.append(Range(kind, unit, began, self._clock()))
@@ -210,30 +200,26 @@ class StepRecorder(StepObserver):
     # ------------------------------------------------------------ memory
 
     def on_grad(self, unit: Unit, handle: FlatParamHandle, index: int, grad: Tensor) -> None:
-        self.look(unit)
+        self._look_at([unit])
 
-    def look(self, unit: Unit) -> None:
-        """Record the memory of a unit, if it has changed."""
-        held = (
-            sum(handle.unsharded_bytes for handle in unit.handles),
-            sum(handle.gradient_bytes for handle in unit.handles),
-        )
-        if self._held.get(unit.index, (0, 0)) != held:
-            self._held[unit.index] = held
-            self._samples.append(MemorySample(self._clock(), unit.index, *held))
+    def _look_at(self, units: Iterable[Unit]) -> None:
+        """Record the memory of units, where it has changed."""
+        for unit in units:
+            held = (
+                sum(handle.unsharded_bytes for handle in unit.handles),
+                sum(handle.gradient_bytes for handle in unit.handles),
+            )
+            if self._held.get(unit.index, (0, 0)) != held:
+                self._held[unit.index] = held
+                self._samples.append(MemorySample(self._clock(), unit.index, *held))
 
-    def _look_at_reducing(self) -> None:
-        # A gradient buffer that other ranks read is freed when all of them have read it, which may
-        # be in any unit's wait: so look at all units whose buffers are still read.
-        for unit in list(self._reducing.values()):
-            self.look(unit)
-            reduces = [handle.grad_reduce for handle in unit.handles]
-            if not any(reduce is not None and reduce.keeps_memory for reduce in reduces):
-                del self._reducing[unit.index]
+
+def _gives_gradients(unit: Unit) -> bool:
+    reductions = [handle.grad_reduce for handle in unit.handles]
+    return any(one is not None and one.keeps_memory for one in reductions)
 
 
 def peak_resident_bytes() -> int | None:
-    """Peak RSS of this process since its start; None if the system does not report it."""
     try:
         import resource
     except ImportError:  # Windows

@@ -13,7 +13,7 @@ import torch
 
 from flatshard.comm import event_log
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import raise_everywhere
+from flatshard.comm.consistency import agreed, raise_everywhere
 from flatshard.diagnostics.memory_timeline import matplotlib, plot_memory
 from flatshard.diagnostics.recorder import StepRecorder
 from flatshard.diagnostics.step_report import StepReport
@@ -45,7 +45,8 @@ def recording(
     files = {keyword: os.fspath(path) for keyword, path in paths.items() if path is not None}
     # Before the first step, so that no long run ends with an error.
     raise_everywhere(_problem(context, world, files), world)
-    _check_same(files, world)
+    remedy = "Pass the same on every rank: the first one writes, or each where a name has '{rank}'."
+    agreed(lambda: (True, files), [world], "record_steps", remedy)
     with event_log.record() as events:
         recorder = StepRecorder(context.units, events, rank=world.rank, device=device)
         context.observers.add(recorder)
@@ -107,17 +108,6 @@ def _problem(
         except ImportError as error:
             return error
     return None
-
-
-def _check_same(files: Mapping[str, str], world: Communicator) -> None:
-    everyone = world.gather_objects(files, op_name="comparing files of record_steps")
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise ValueError(
-                f"record_steps: rank {world.ranks[0]} was given {everyone[0]}, rank "
-                f"{world.ranks[rank]} {theirs}. Pass the same on every rank: rank "
-                f"{world.ranks[0]} writes, or each its own file where a name has '{{rank}}'."
-            )
 
 
 def _write(keyword: str, name: str, reports: Sequence[StepReport], world: Communicator) -> None:

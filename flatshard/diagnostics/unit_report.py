@@ -131,9 +131,7 @@ def show_bytes(count: int) -> str:
 def lint(units: Sequence[UnitSize], tied: Iterable[tuple[int, Sequence[str]]]) -> list[str]:
     """Warnings about a plan that will be slow or large, with a remedy; none about a good plan.
 
-    Args:
-        units: every unit of the model, the root too.
-        tied: elements and names of each weight that has several names.
+    ``tied`` has the elements and the names of each weight that has several names.
     """
     warnings = [_many_small(units), _uneven(units)]
     warnings += [_pulled_up(count, names, units) for count, names in tied]

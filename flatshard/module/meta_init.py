@@ -140,7 +140,7 @@ def _param_slots(handles: Iterable[FlatParamHandle]) -> list[_Slot]:
         for index in sorted(handle.unfilled):
             spec = handle.params.specs[index]
             meta = spec.empty(handle.shard.new_empty(0, device="meta"))
-            places = handle.params.locations(index)
+            places = handle.params.owned[index].locations
             slots += [
                 _Slot(at.module, at.attribute, spec.name, meta, handle, index, at is places[0])
                 for at in places

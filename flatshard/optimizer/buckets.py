@@ -75,6 +75,7 @@ def find_buckets(
             continue
         members = _neighbours(params, position)
         bucket = known.get(id(first))
+        # One of the last step keeps its views of state, which are then still right.
         if bucket is None or not bucket.is_of(members):
             bucket = known[id(first)] = ParamBucket(members)
         yield bucket
@@ -197,6 +198,7 @@ class ParamBucket:
         for key, first in present[0].items():
             values = [state[key] for state in present]
             if self._has_elements(values):
+                # Zeros between members: the padding is stepped along, and stays finite.
                 shared[key] = first.new_zeros(self.param.numel())
                 for value, part in zip(values, self._ranges, strict=True):
                     shared[key][part] = value

@@ -8,6 +8,7 @@ made goes to the disk, and the pages are given back. The call itself steps the o
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -127,36 +128,33 @@ def reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False) 
         return False  # others may count their steps somewhere
     # What an optimizer keeps is known when it has made it, which is too late to find that a disk
     # is full: some parameters would be stepped and others not.
-    known: dict[int, int | None] = {}
-    needed: dict[DiskMemory, int] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            storage = _state_disk(param)
-            if storage is None:
-                continue
-            if not (param.requires_grad if before_backward else _has_grad(param)):
-                continue
-            if param not in optimizer.state and number not in known:
-                known[number] = _bytes_per_element(optimizer, group, param)
-            per_element = known.get(number, 0)
-            if per_element is None:
-                return False
-            nbytes = _bytes_to_come(optimizer.state.get(param), local_range(param), per_element)
-            needed[storage] = needed.get(storage, 0) + nbytes
+    needed: Counter[Any] = Counter()
+    for group in optimizer.param_groups:
+        kept = [param for param in group["params"] if _state_disk(param) is not None]
+        stepped = [
+            one for one in kept if (one.requires_grad if before_backward else _has_grad(one))
+        ]
+        new = [param for param in stepped if param not in optimizer.state]
+        per_element = _bytes_per_element(optimizer, group, new[0]) if new else 0
+        if per_element is None:
+            return False
+        for param in stepped:
+            needed[_state_disk(param)] += _bytes_to_come(optimizer, param, per_element)
     name = type(optimizer).__name__
     for storage, nbytes in needed.items():
         storage.reserve(max(0, nbytes - storage.reserved_bytes), f"the state of {name}")
     return True
 
 
-def _bytes_to_come(state: dict[str, Any] | None, held: Tensor, per_element: int) -> int:
+def _bytes_to_come(optimizer: torch.optim.Optimizer, param: Any, per_element: int) -> int:
     """Bytes of the files that one parameter's state still needs."""
-    if state is None:
-        return disk.rounded(held.numel() * per_element) if per_element else 0
-    values = [local_range(value) for value in state.values() if isinstance(value, Tensor)]
-    return sum(
-        disk.rounded(value.nbytes) for value in values if value.dim() and not disk.is_on_disk(value)
-    )
+    if param not in optimizer.state:
+        nbytes = local_range(param).numel() * per_element
+        return disk.rounded(nbytes) if per_element else 0
+    # State that was loaded is in memory until the next step.
+    values = optimizer.state[param].values()
+    loaded = [local_range(value) for value in values if isinstance(value, Tensor) and value.dim()]
+    return sum(disk.rounded(value.nbytes) for value in loaded if not disk.is_on_disk(value))
 
 
 def _bytes_per_element(

@@ -187,6 +187,7 @@ def step_parts(optimizer: torch.optim.Optimizer, parts: Sequence[StepPart]) -> N
                 for param in part.params:
                     check_dtype(optimizer, part.group, param, _name_of(param))
             _swap_in(optimizer)
+            # Without torch's wrapper, which calls the hooks.
             inspect.unwrap(type(optimizer).step)(optimizer)
     finally:
         _swap_out(optimizer)
@@ -230,7 +231,7 @@ class _Swap:
             for found in find_buckets(params, known):
                 shown += self._show(found) if isinstance(found, ParamBucket) else [found]
             if len(shown) == len(before) and all(map(operator.is_, shown, before)):
-                continue
+                continue  # nothing here is sharded, or has a gradient
             self._lists.append((params, before))
             params[:] = shown
             if _suits_fused(self._optimizer, group):
@@ -240,7 +241,7 @@ class _Swap:
     def _show(self, bucket: ParamBucket) -> Iterator[nn.Parameter]:
         own = [self._state.get(param) for param in bucket.members]
         shared = bucket.known_state(own)
-        if shared is None:
+        if shared is None:  # the first step, or someone put other state in place since
             shared = bucket.join(
                 [
                     state if state is None else _local_state(param, state)
@@ -248,9 +249,11 @@ class _Swap:
                 ]
             )
             if shared is None:
+                # Counts of steps differ, say: one bucket cannot keep both.
                 for one in bucket.divided:
                     yield from self._show(one)
                 return
+            # What was joined has been copied, and is dropped before the step makes temporaries.
             for param in bucket.members:
                 self._state.pop(param, None)
         if shared:

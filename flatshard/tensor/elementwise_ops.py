@@ -1,7 +1,4 @@
-"""Operations on sharded tensors that each rank does alone: element by element, draws, shapes.
-
-On import they enter themselves into ``sharded_tensor``'s table.
-"""
+"""Operations that each rank does alone on its range: element by element, draws, shapes."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ _POINTWISE = frozenset(
     pow exp exp2 expm1 log log1p log2 log10 sin cos tan tanh sigmoid relu erf erfinv floor ceil
     round trunc frac clamp clamp_min clamp_max maximum minimum fmax fmin lerp addcmul addcdiv eq ne
     lt le gt ge isnan isinf isfinite logical_and logical_or logical_xor logical_not bitwise_and
-    bitwise_or bitwise_not where nan_to_num zero fill clone positive remainder fmod
-    hypot atan2 xlogy masked_fill copysign conj_physical zeros_like ones_like empty_like full_like
-    _to_copy copy tanh_backward sigmoid_backward threshold_backward""".split()
+    bitwise_or bitwise_not where nan_to_num zero fill clone positive remainder fmod hypot atan2
+    xlogy masked_fill copysign conj_physical zeros_like ones_like empty_like full_like _to_copy
+    copy tanh_backward sigmoid_backward threshold_backward""".split()
 )
 
 
@@ -67,13 +64,10 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return FlatShardTensor(result, spec)
 
 
-def _check_memory_format(
-    func: Any, tensor: FlatShardTensor, memory_format: torch.memory_format | None
-) -> None:
+def _check_memory_format(func: Any, tensor: FlatShardTensor, memory_format: Any) -> None:
     """Refuse another order of elements than the parameter's: that would take all ranks."""
-    if memory_format is None or memory_format is torch.preserve_format:
-        return
-    if not tensor.is_contiguous(memory_format=memory_format):
+    is_kept = memory_format in (None, torch.preserve_format)
+    if not is_kept and not tensor.is_contiguous(memory_format=memory_format):
         spec = tensor.spec
         raise RuntimeError(
             f"parameter {spec.name!r} (unit {spec.unit!r}) is sharded and keeps the memory format "
@@ -137,7 +131,10 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     tensor, *rest = args
     if rest and (func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape):
         tensor.spec.refuse(f"{func._schema.name} to another shape or dtype")
-    return tensor.alias()  # type: ignore[no-any-return]
+    # Not a view made here: its version counter would be another.
+    twin = FlatShardTensor(tensor.local, tensor.spec)
+    tensor.spec.aliases[id(twin)] = twin
+    return twin
 
 
 _DRAWS = """normal_ uniform_ bernoulli_ random_ log_normal_ cauchy_ exponential_ bernoulli

@@ -59,18 +59,16 @@ class SwappableParam:
         param.__dict__.update(attributes)
         if not isinstance(param, FlatShardTensor):
             # The swap moved the hooks away with the memory; this one computes, so they stay.
-            param._backward_hooks = self._tensor_hooks
-            if self._post_hooks is not None:
-                param._post_accumulate_grad_hooks = self._post_hooks
-            self._tensor_hooks, self._post_hooks = None, None
+            self.move_hooks(param)
 
     def move_hooks(self, full: nn.Parameter) -> None:
         """Let hooks from before wrapping fire where they must: tensor hooks on ``full``."""
-        assert isinstance(self.param, FlatShardTensor), "hooks move after ``swap_into``"
         if self._tensor_hooks is not None:
             full._backward_hooks = self._tensor_hooks
-        if self._post_hooks is not None:
+        if self._post_hooks is not None and isinstance(self.param, FlatShardTensor):
             self.param.spec.post_accumulate_hooks = self._post_hooks
+        elif self._post_hooks is not None:
+            full._post_accumulate_grad_hooks = self._post_hooks  # type: ignore[attr-defined]
         self._tensor_hooks, self._post_hooks = None, None
 
     def flatten_into(self, flat: nn.Parameter, unit_name: str) -> None:

@@ -1,8 +1,4 @@
-"""Reductions of sharded tensors over all their elements: local part, one collective, result.
-
-Sums, norms, extremes, ``GradScaler``'s search for overflows, and what autograd needs of them. On
-import they enter themselves into ``sharded_tensor``'s tables.
-"""
+"""Reductions of sharded tensors over all their elements: local part, one collective, result."""
 
 from __future__ import annotations
 
@@ -50,16 +46,16 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype | None:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
 
 
-def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **defaults: Any) -> list[Any]:
-    """Arguments by name, ``dim`` and ``keepdim`` only to refuse them; others raise."""
-    values = defaults | dict(zip(defaults, args, strict=False)) | kwargs
+def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name; those that no handler implements raise."""
+    names = (argument.name for argument in func._schema.arguments)
+    given = dict(zip(names, args, strict=False)) | kwargs
     spec = first_sharded(args, kwargs).spec
-    if len(values) > len(defaults):
-        spec.refuse(f"the argument {list(values)[-1]}")
-    keepdim, dim = values.pop("keepdim", False), values.pop("dim", None)
-    if keepdim or dim:
+    if given.pop("keepdim", False) or given.pop("dim", None) not in (None, []):
         spec.refuse(f"{func._schema.name} along a dimension")
-    return list(values.values())
+    for name in given.keys() - {"self", "ord", "dtype"}:
+        spec.refuse(f"the argument {name}")
+    return given
 
 
 def norms(
@@ -124,21 +120,19 @@ def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Ten
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    tensor, order, dtype = _bind(
-        func, args, kwargs, self=None, ord=2, dim=None, keepdim=False, dtype=None
-    )
-    return norms([tensor], float(order), dtype)[0]
+    given = _bind(func, args, kwargs)
+    return norms([given["self"]], float(given.get("ord", 2)), given.get("dtype"))[0]
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    tensors, order, dtype = _bind(func, args, kwargs, self=None, ord=2, dtype=None)
-    return norms(tensors, float(order), dtype)
+    given = _bind(func, args, kwargs)
+    return norms(given["self"], float(given.get("ord", 2)), given.get("dtype"))
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """``sum`` and ``mean`` of everything."""
-    along = {"dim": None, "keepdim": False} if func in (aten.sum.dim_IntList, aten.mean.dim) else {}
-    tensor, dtype = _bind(func, args, kwargs, self=None, **along, dtype=None)
+    given = _bind(func, args, kwargs)
+    tensor, dtype = given["self"], given.get("dtype")
     spec, part = tensor.spec, _part(tensor, with_padding=True)
     if dtype is not None:
         part = part.to(dtype)
@@ -151,11 +145,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    tensor = args[0]
-    name = func._schema.name.removeprefix("aten::")
-    is_full = len(args) == 1 or (len(args) == 2 and name in ("amax", "amin") and args[1] == [])
-    if not is_full or kwargs:
-        tensor.spec.refuse(f"{name} along a dimension")
+    tensor, name = _bind(func, args, kwargs)["self"], func._schema.name.removeprefix("aten::")
     part = _part(tensor, with_padding=False)
     is_logical = name in ("any", "all") or part.dtype is torch.bool
     if is_logical:

@@ -51,8 +51,8 @@ class ShardSpec:
     post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = field(
         default_factory=OrderedDict
     )
-    # By id, tensors over the same memory; see ``FlatShardTensor.detach_aliases``.
-    aliases: weakref.WeakValueDictionary[int, Tensor] = field(
+    # By id, ``FlatShardTensor``s over the same memory that users may hold.
+    aliases: weakref.WeakValueDictionary[int, Any] = field(
         default_factory=weakref.WeakValueDictionary
     )
     strides: tuple[int, ...] = field(init=False)

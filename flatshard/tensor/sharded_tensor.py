@@ -94,21 +94,6 @@ class FlatShardTensor(torch.Tensor):
         """This rank's range in memory order, ``(numel held here,)``; shares memory."""
         return self.local
 
-    def alias(self) -> FlatShardTensor:
-        """The same tensor without autograd, sharing memory and version counter."""
-        # Not a view made here: its version counter would be another.
-        twin = FlatShardTensor(self.local, self.spec)
-        self.spec.aliases[id(twin)] = twin
-        return twin
-
-    def detach_aliases(self) -> None:
-        """Give this tensor's aliases memory of their own, with the values of now."""
-        storage = self.local.untyped_storage()._cdata
-        for alias in list(self.spec.aliases.values()):
-            assert isinstance(alias, FlatShardTensor), "made by alias()"
-            if alias.local.untyped_storage()._cdata == storage:
-                alias.local = alias.local.clone()
-
     def full_tensor(self) -> Tensor:
         """A plain copy of the full tensor, with its shape and strides.
 
@@ -138,8 +123,11 @@ class FlatShardTensor(torch.Tensor):
         check_data(f"parameter {self.spec.name!r} is sharded", self, value)
         with torch.no_grad():
             # In an unwrapped model `kept = p.data; p.data = other` puts the old values away. Here
-            # the new value is copied in, and would reach what was kept.
-            self.detach_aliases()
+            # the new value is copied in, and what was kept needs memory of its own before.
+            storage = self.local.untyped_storage()._cdata
+            for alias in list(self.spec.aliases.values()):
+                if alias.local.untyped_storage()._cdata == storage:
+                    alias.local = alias.local.clone()
             self.copy_(value)
 
     def data_ptr(self) -> int:

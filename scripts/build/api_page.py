@@ -33,16 +33,7 @@ LEFT_OUT = {"check_policy", "explain_no_match", "find_units", "UnitPlan", "Polic
 """Names that only the library itself needs."""
 
 
-OWN = {
-    "alias",
-    "detach_aliases",
-    "in_flat",
-    "extra_repr",
-    "let_go",
-    "parameter",
-    "placeholder",
-    "point_at",
-}
+OWN = {"extra_repr", "in_flat", "let_go", "parameter", "placeholder", "point_at"}
 """Methods that only the library itself calls."""
 
 

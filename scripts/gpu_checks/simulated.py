@@ -1,7 +1,9 @@
 """Collectives of one rank that stand in for those of several."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -12,6 +14,7 @@ from torch import Tensor
 import flatshard.comm.transports.native
 
 SLEEP_CYCLES = 2_000_000  # about a millisecond
+LATE_SECONDS = 0.002
 
 
 def sleep(device: torch.device) -> None:
@@ -31,6 +34,25 @@ class Queued:
 
     def is_completed(self) -> bool:
         return self.event.query()
+
+
+class Threaded:
+    """The same without streams: it runs on a thread, late; the host waits."""
+
+    def __init__(self, thread: ThreadPoolExecutor, work: Callable[[], object]) -> None:
+        self._run = thread.submit(self._late, work)
+
+    @staticmethod
+    def _late(work: Callable[[], object]) -> None:
+        time.sleep(LATE_SECONDS)
+        with torch.no_grad():
+            work()
+
+    def wait(self) -> None:
+        self._run.result()
+
+    def is_completed(self) -> bool:
+        return self._run.done()
 
 
 class Finished:
@@ -62,10 +84,13 @@ class SimulatedCollectives:
     def __init__(self, device: torch.device, slow: bool = False) -> None:
         self.slow = slow
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.thread = ThreadPoolExecutor(1)  # they run in order, as on a stream
         self.really_reduce = dist.all_reduce
 
-    def queue(self, work: Callable[[], object]) -> Queued | Finished:
+    def queue(self, work: Callable[[], object]) -> Queued | Threaded | Finished:
         if self.stream is None:
+            if self.slow:
+                return Threaded(self.thread, work)
             work()
             return Finished()
         self.stream.wait_stream(torch.cuda.current_stream())

@@ -28,7 +28,7 @@ from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, assert_same_state, snapshot, train, train_steps, trainable
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 SOCKETS = TransportOptions(Collectives.SOCKETS)
 LAYERS = ("0", "1", "2")
@@ -65,6 +65,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("strategy", EXPECTED)
+@pytest.mark.uncoalesced  # counts and names collectives unit by unit
 def test_sequence(strategy: str) -> None:
     run_ranks(_sequence, 2, strategy)
 
@@ -79,6 +80,7 @@ def _sequence(rank: int, world_size: int, strategy: str) -> None:
         ]
 
 
+@pytest.mark.uncoalesced  # counts and names collectives unit by unit
 def test_prefetch_at_the_end_of_forward() -> None:
     run_ranks(_end_of_forward, 2)
 
@@ -102,6 +104,7 @@ def _end_of_forward(rank: int, world_size: int) -> None:
     assert _live_bytes(model) == 0
 
 
+@pytest.mark.uncoalesced  # counts and names collectives unit by unit
 def test_backward_of_a_lookup_gathers_nothing() -> None:
     run_ranks(_lookups, 2)
 
@@ -150,6 +153,7 @@ def _lookups(rank: int, world_size: int) -> None:
                 torch.testing.assert_close(parameter.grad.full_tensor(), expected[name].grad)
 
 
+@pytest.mark.uncoalesced  # counts units on their way
 def test_prefetch_goes_as_far_as_the_largest_unit() -> None:
     run_ranks(_prefetch_far, 2)
 
@@ -177,6 +181,7 @@ def _prefetch_far(rank: int, world_size: int) -> None:
         assert max(on_the_way) == ahead  # 8 x 24 elements are three times 8 x 8
 
 
+@pytest.mark.uncoalesced  # counts and names collectives unit by unit
 def test_prefetch_can_be_turned_off() -> None:
     run_ranks(_without_prefetch, 2)
 
@@ -192,6 +197,7 @@ def _without_prefetch(rank: int, world_size: int) -> None:
         assert _step(model)[3:7] == expected, prefetch
 
 
+@pytest.mark.uncoalesced  # counts and names collectives unit by unit
 def test_evaluation_only_gathers() -> None:
     run_ranks(_evaluation, 2)
 
@@ -249,6 +255,7 @@ def _live_bytes(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.uncoalesced  # counts the bytes of single units
 def test_memory_goes_back_between_units(strategy: str) -> None:
     run_ranks(_memory, 2, strategy)
 
@@ -492,6 +499,7 @@ def test_strategies_with_a_wire_dtype() -> None:
         torch.testing.assert_close(other, first, rtol=0, atol=0)
 
 
+@pytest.mark.uncoalesced  # the report has a row for each layer
 def test_transports_that_cannot_be_had() -> None:
     run_ranks(_no_such_transport, 2)
     run_ranks(_other_backend, 1, init_group=False)
@@ -593,6 +601,7 @@ def _no_peer(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.uncoalesced  # counts and names collectives unit by unit
 def test_native_collectives(world_size: int) -> None:
     run_ranks(_native, world_size)
 

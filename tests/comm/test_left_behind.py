@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from flatshard import ShardedWrapper
 from flatshard.comm.transports import peer_memory
 from tests.harness import ROOT, run_ranks
+from tests.scripts import fork_script
 
 MIB = 1 << 20
 
@@ -53,40 +56,62 @@ def shared_files() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+def _wait_for_a_step(out: Path, err: Path) -> None:
+    deadline = time.monotonic() + 200
+    while "a step\n" not in out.read_text():
+        assert time.monotonic() < deadline, err.read_text()
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("killed", [[0, 1], [1]], ids=["all", "one"])
 def test_nothing_is_left_after_sigkill(killed: list[int], tmp_path: Path) -> None:
+    """What is killed is forked, which takes no time; what ends by itself is a program."""
     before = shared_files()
-    ranks = []
-    for rank in range(2):
-        environment = {"RANK": str(rank), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-c", TRAINS_FOR_EVER, str(tmp_path / "store")],
-                cwd=ROOT,
-                env={**os.environ, **environment},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-        )
+    temporary, logs = tmp_path / "temporary", tmp_path / "logs"
+    temporary.mkdir()
+    logs.mkdir()
+    script = logs / "script.py"
+    script.write_text(TRAINS_FOR_EVER)
+    files = [(logs / f"out-{rank}", logs / f"err-{rank}") for rank in range(2)]
+    for path in (*files[0], *files[1]):
+        path.touch()
+    store = str(temporary / "store")
+    forked: dict[int, Any] = {}
+    programs: dict[int, subprocess.Popen[str]] = {}
+    for rank, (out, err) in enumerate(files):
+        ours = {"RANK": str(rank), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
+        environment = {**os.environ, **ours, "PYTHONPATH": str(ROOT)}
+        if rank in killed:
+            forked[rank] = fork_script(environment, script, [store], temporary, (out, err))
+        else:
+            with out.open("w") as to_out, err.open("w") as to_err:
+                programs[rank] = subprocess.Popen(
+                    [sys.executable, str(script), store],
+                    cwd=temporary,
+                    env=environment,
+                    stdout=to_out,
+                    stderr=to_err,
+                    start_new_session=True,
+                )
+    ranks = [process.pid for _, process in sorted({**forked, **programs}.items())]
     try:
-        for rank in ranks:
-            assert rank.stdout.readline() == "a step\n", rank.communicate()[1]
-        for number in killed:
-            ranks[number].send_signal(signal.SIGKILL)
-        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        for out, err in files:
+            _wait_for_a_step(out, err)
+        for process in forked.values():
+            process.kill()
+        for process in forked.values():
+            process.join(60)
+        for process in programs.values():
+            process.wait(60)
     finally:
-        for rank in ranks:
-            rank.kill()
-    for number, rank in enumerate(ranks):
-        if number in killed:
-            assert rank.returncode == -signal.SIGKILL
-        else:  # in Python, not by a signal
-            assert rank.returncode == 1
-            assert "CollectiveError" in errors[number]
-        assert not in_session(rank.pid)
-    left = {path.name for path in tmp_path.iterdir()}
+        for process in (*forked.values(), *programs.values()):
+            process.kill()
+    assert all(process.exitcode == -signal.SIGKILL for process in forked.values())
+    for rank, process in programs.items():
+        assert process.returncode == 1, "ended in Python, not by a signal"
+        assert "CollectiveError" in files[rank][1].read_text()
+    assert not [left for session in ranks for left in in_session(session)]
+    left = {path.name for path in temporary.iterdir()}
     assert not {name for name in left if name != "store" and "torchinductor" not in name}
     # Other tests' workers may have theirs.
     assert not {name for name in shared_files() - before if "sem." not in name}

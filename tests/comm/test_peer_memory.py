@@ -31,7 +31,7 @@ from tests.models import CASES, Case, Mlp, vectors
 from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
 from tests.shared_memory import mapping
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 _TELL_ADDRESS = (
     "import ctypes; b = ctypes.c_int64(1); print(ctypes.addressof(b), flush=True); input()"

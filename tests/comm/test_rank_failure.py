@@ -16,7 +16,7 @@ from tests.harness import RankError, run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, local_loss, trainable
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 GROUP_TIMEOUT = 2.0
 SLACK = 8.0
@@ -54,6 +54,7 @@ def _in_backward(module: nn.Module, fail: Callable[[], None]) -> None:
 @pytest.mark.parametrize("fail", [_die, _oversleep])
 @pytest.mark.parametrize("where", [_in_forward, _in_backward])
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "FULL_SHARD"])
+@pytest.mark.uncoalesced  # the message names one layer
 def test_in_the_middle_of_a_step(
     strategy: str,
     where: Callable[[nn.Module, Callable[[], None]], None],
@@ -131,6 +132,7 @@ def _construct_with_a_bad_rank(rank: int, world_size: int, fail: Callable[[], No
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.uncoalesced  # the message names one layer
 def test_state_dict_on_one_rank_only(strategy: str) -> None:
     messages = run_ranks(
         _lonely_state_dict, 2, strategy, group_timeout=GROUP_TIMEOUT, expendable=[1]

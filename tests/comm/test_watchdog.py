@@ -20,9 +20,10 @@ from flatshard.comm.deadlock import detector, watchdog
 from tests.harness import ROOT, run_ranks
 from tests.models import CASES
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 
+@pytest.mark.uncoalesced  # the message names one layer
 def test_long_waits_are_logged() -> None:
     run_ranks(_long_wait, 3, fresh=True)
 
@@ -60,6 +61,7 @@ def _long_wait(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("phases", [1, 2], ids=["forward", "step"])
+@pytest.mark.uncoalesced  # the message names one layer
 def test_one_rank_runs_more(phases: int) -> None:
     run_ranks(_runs_more, 2, phases, group_timeout=3)
 
@@ -103,6 +105,7 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
+@pytest.mark.uncoalesced  # the message names one layer
 def test_ranks_in_different_collectives_do_not_wait_for_the_timeout() -> None:
     run_ranks(_different_collectives, 3, free_port(), init_group=False, fresh=True)
 

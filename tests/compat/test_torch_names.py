@@ -13,8 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from flatshard import ShardedWrapper
 from flatshard.compat import torch_names
 
-pytestmark = pytest.mark.uncoalesced
-
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
 WRAPPERS = [DistributedDataParallel, FullyShardedDataParallel]
 OURS = inspect.signature(ShardedWrapper.__init__).parameters

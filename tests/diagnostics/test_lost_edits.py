@@ -13,7 +13,7 @@ from flatshard.diagnostics import late_modules
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 
 class _Renormed(nn.Linear):

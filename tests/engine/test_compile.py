@@ -16,8 +16,6 @@ from tests.oracle import assert_same_state, snapshot
 from tests.side import Run
 from tests.ways import WAYS
 
-pytestmark = pytest.mark.uncoalesced
-
 BACKEND = "aot_eager"
 """Traces forward and backward, with all guards, and generates no code."""
 
@@ -102,6 +100,7 @@ Build = Callable[[Case, str], nn.Module]
 BUILDS: list[Build] = [_blocks_before, _blocks_after, _parts_of_units, _whole, _whole_inside]
 
 
+@pytest.mark.uncoalesced  # a compiled unit serves the next one of its class
 def test_compiled() -> None:
     """In one run: what the compiler is made of takes a rank seconds to import."""
     run_ranks(_train_compiled, 2, timeout=120.0, fresh=True)

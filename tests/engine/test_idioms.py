@@ -24,7 +24,7 @@ from tests.oracle import assert_same, snapshot
 from tests.side import Side
 from tests.ways import BASIC, TRUE_SHAPE, WAYS
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 Script = Callable[[Side], list[Any]]
 

@@ -31,7 +31,7 @@ from tests.oracle import (
     trainable,
 )
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 Strides = dict[str, tuple[int, ...]]
 

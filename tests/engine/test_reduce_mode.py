@@ -15,7 +15,7 @@ from flatshard.engine import grad_buffer, reduce_queue
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 BF16 = torch.bfloat16
 WIDTH = 600
@@ -196,6 +196,7 @@ def _half_the_bytes(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- over micro-batches
 
 
+@pytest.mark.uncoalesced  # counts what each unit keeps
 def test_sums_under_no_sync_are_fp32() -> None:
     run_ranks(_no_sync, 2)
 
@@ -268,7 +269,7 @@ def test_refused() -> None:
 
 
 def _refused(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match=r"rank 0 has settings .*ReduceMode.AUTO.*FIXED_ORDER"):
+    with pytest.raises(ValueError, match=r"configuration is .*ReduceMode.AUTO.*FIXED_ORDER"):
         _wrap("auto", "FULL_SHARD", reduce_mode=("auto", "fixed_order")[rank])
     model = _wrap("auto", "FULL_SHARD", reduce_mode="fixed_order")
     with pytest.raises(ValueError, match=r"adds gradients in an order of its own, but the root"):
@@ -278,6 +279,7 @@ def _refused(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- gradients that are not finite
 
 
+@pytest.mark.uncoalesced  # the message names one layer
 def test_warns_of_the_first_gradient_that_is_not_finite() -> None:
     run_ranks(_not_finite, 3)
 

@@ -21,7 +21,7 @@ from tests.side import TOLERANCE, Run, Script, assert_same_model
 from tests.training_scripts import EVERYWHERE, TRUE_SHAPES
 from tests.ways import BASIC, TRUE_SHAPE, WAYS
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 
 def _run_both(rank: int, world_size: int, script: Script, name: str, way: str) -> None:

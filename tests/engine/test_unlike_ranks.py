@@ -17,7 +17,7 @@ from tests.oracle import ROWS, local_loss
 from tests.shared_memory import mapping
 from tests.side import Run, assert_same_model
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 
 def test_a_backward_under_no_sync_on_one_rank_alone() -> None:
@@ -51,6 +51,7 @@ def _lonely_backward(rank: int, world_size: int) -> None:
                 assert_same_model(sharded, plain)
 
 
+@pytest.mark.uncoalesced  # the message names one layer
 def test_accumulated_gradients_edited_where_a_rank_has_no_part() -> None:
     """It took the edit for zero_grad(), and waited for the others, which had raised."""
     run_ranks(_edited_elsewhere, 2, group_timeout=5)
@@ -117,6 +118,7 @@ def _unlike_step(run: Run, step: int, halved: int | None = 2) -> None:
     run.step()
 
 
+@pytest.mark.uncoalesced  # one unit would be used by all
 def test_units_that_ranks_use_in_part() -> None:
     """Their reductions were waited for by a clock, in every step, and their hooks for ever."""
     run_ranks(_in_part, 2, group_timeout=5)

@@ -12,8 +12,6 @@ from torch.testing import assert_close
 
 from tests.harness import allow_warnings, naming, run_ranks
 
-pytestmark = pytest.mark.uncoalesced
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
 IMPORTS = {
     "ddp_example.py": (

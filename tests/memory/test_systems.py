@@ -4,14 +4,14 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from flatshard.memory import mapped_files
 from tests.harness import ROOT
-
-pytestmark = pytest.mark.uncoalesced
+from tests.scripts import run_script
 
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -119,7 +119,16 @@ print(faulthandler.is_enabled())
     ("handles", "switch", "is_enabled"),
     [(False, "", True), (True, "", False), (False, "0", False), (False, "1", True)],
 )
-def test_a_handler_of_sigsegv_stays(handles: bool, switch: str, is_enabled: bool) -> None:
+def test_a_handler_of_sigsegv_stays(
+    handles: bool,
+    switch: str,
+    is_enabled: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """`faulthandler` took the place of one that an embedded JVM, say, cannot do without."""
-    done = run(HANDLER.format(handles=handles), FLATSHARD_FAULTHANDLER=switch)
-    assert done.stdout == f"{is_enabled}\n", done.stderr
+    script = tmp_path / "script.py"
+    script.write_text(HANDLER.format(handles=handles))
+    monkeypatch.setenv("FLATSHARD_FAULTHANDLER", switch)
+    status, out, err = run_script(script, cwd=tmp_path)
+    assert (status, out) == (0, f"{is_enabled}\n"), err

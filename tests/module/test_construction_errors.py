@@ -17,7 +17,7 @@ from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Mlp
 from tests.oracle import OPTIMIZERS, assert_same_state, snapshot, train, train_steps, trainable
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 LINEARS = ModuleWrapPolicy({nn.Linear})
 
@@ -363,6 +363,7 @@ class _ReadsChild(nn.Module):
         return F.linear(self.fc2(x), self.fc1.weight)
 
 
+@pytest.mark.uncoalesced  # in one unit with its parent, a child may be read
 def test_child_read_by_its_parent() -> None:
     run_ranks(_child_read_by_parent, 2)
 

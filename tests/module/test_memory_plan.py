@@ -10,8 +10,6 @@ from flatshard import MixedPrecision
 from flatshard.memory_plan import predict
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
-pytestmark = pytest.mark.uncoalesced
-
 WIDTH = 256
 BLOCK = WIDTH * WIDTH
 PSI = 5 * BLOCK
@@ -57,6 +55,7 @@ def test_stages_of_zero() -> None:
     assert held("HYBRID_SHARD_OP", ranks_per_node=2) == (2 + 2 + 12) / 8 + 2 / 2
 
 
+@pytest.mark.uncoalesced  # the plan has an entry for each layer
 def test_peaks_follow_the_order_of_units() -> None:
     fp32 = 4
     plan = predict(model(), world_size=4, auto_wrap_policy=BLOCKS)
@@ -76,6 +75,7 @@ def test_peaks_follow_the_order_of_units() -> None:
     assert replicated.peak_bytes == replicated.persistent_bytes == 16 * PSI
 
 
+@pytest.mark.uncoalesced  # the plan has an entry for each layer
 def test_precision_lowers_what_is_gathered_and_reduced() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plan = predict(model(), world_size=4, auto_wrap_policy=BLOCKS, mixed_precision=precision)
@@ -102,6 +102,7 @@ def test_frozen_tied_and_overridden_units() -> None:
     assert by_name[""].parameter_bytes == 4 * BLOCK
 
 
+@pytest.mark.uncoalesced  # the plan has an entry for each layer
 def test_units_around_units_stay_gathered() -> None:
     with torch.device("meta"):
         outer = nn.Sequential(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))))
@@ -128,6 +129,7 @@ def test_table_and_refusals() -> None:
         predict(model(), world_size=4, auto_wrap_policy=3)
 
 
+@pytest.mark.uncoalesced  # the plan has an entry for each layer
 def test_precision_overrides_count() -> None:
     """A submodule that keeps its dtype is gathered in it, as the wrapper does."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, overrides={"1.*": torch.float32})

@@ -22,7 +22,7 @@ from tests.harness import naming, run_ranks
 from tests.oracle import assert_same_state, snapshot
 from tests.ways import WAYS, Way
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 SEED = 5
 
@@ -308,6 +308,7 @@ def construct_counted(rank: int, world_size: int, keywords: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("sync", [None, True])
+@pytest.mark.uncoalesced  # many small units are built together
 def test_one_unit_at_a_time(sync: bool | None) -> None:
     run_ranks(construct_counted, 2, {"sync_module_states": sync})
 

@@ -12,8 +12,6 @@ from flatshard.memory_plan import predict
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 
-pytestmark = pytest.mark.uncoalesced
-
 WIDTH = 96
 
 
@@ -90,5 +88,6 @@ def _measure(rank: int, world_size: int) -> None:
     mp.undo()
 
 
+@pytest.mark.uncoalesced  # what is held, unit by unit
 def test_predicted_bytes_are_held() -> None:
     run_ranks(_measure, 4)

@@ -15,7 +15,7 @@ from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, snapshot, train_steps, trainable
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 KINDS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -113,6 +113,7 @@ def _num_params(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
+@pytest.mark.uncoalesced  # one parameter for each layer
 def test_the_optimizer_sees_a_parameter_per_shard() -> None:
     run_ranks(_seen, 2)
 

@@ -17,7 +17,7 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 from tests.ways import BASIC, WAYS
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 INF = math.inf
 ORDERS = (2.0, 1.0, 3.0, 0.5, INF, -INF, 0.0, -1.0)

@@ -25,7 +25,7 @@ from tests.oracle import (
     trainable,
 )
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 # Hybrid ones on one node are the same; test_strategies has nodes.
 STRATEGIES = [strategy.name for strategy in ShardingStrategy if not strategy.placement.hybrid]

@@ -23,7 +23,7 @@ from tests.models import loss_of, vectors
 from tests.oracle import ROWS, assert_same, assert_same_state, snapshot
 from tests.ways import WAYS
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 LINEARS = ModuleWrapPolicy({nn.Linear})
 TOLERANCE = 1e-11
@@ -258,6 +258,7 @@ def _they_stay_plain(rank: int, world_size: int, use_orig_params: bool) -> None:
 
 
 @each_way
+@pytest.mark.uncoalesced  # a coalesced unit cannot be copied alone
 def test_copies(way: str) -> None:
     run_ranks(_copies, WAYS[way].world_size, way)
 

@@ -20,7 +20,7 @@ from tests.oracle import assert_same_state, snapshot
 from tests.side import Run
 from tests.ways import BASIC, TRUE_SHAPE, WAYS
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 # ---------------------------------------------------------------- models
 
@@ -295,6 +295,7 @@ def _assert_same(sharded: nn.Module, plain: nn.Module, tie: Tie) -> None:
 
 
 @each_way
+@pytest.mark.uncoalesced  # which of two units owns what they share
 def test_owner(way: str) -> None:
     run_ranks(_owner, 2, way)
 

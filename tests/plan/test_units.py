@@ -17,7 +17,7 @@ from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Block, Case, Mlp, Transformer, vectors
 from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 
 class Layer(nn.Module):
@@ -144,6 +144,7 @@ def _report(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.uncoalesced  # names units one by one
 def test_report_of_units_made_in_other_ways(use_orig_params: bool) -> None:
     run_ranks(_report_otherwise, 2, use_orig_params)
 
@@ -219,6 +220,7 @@ JUDGED: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", JUDGED)
+@pytest.mark.uncoalesced  # names units one by one
 def test_what_is_said_about_plans(kind: str) -> None:
     run_ranks(_judged, 2, kind)
 
@@ -363,6 +365,7 @@ TORCHS: dict[str, tuple[str, Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.uncoalesced  # names units one by one
 def test_policies_of_torch(name: str) -> None:
     run_ranks(_torchs_policy, 2, name)
 

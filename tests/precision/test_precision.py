@@ -166,7 +166,6 @@ LARGE = [
 
 
 @pytest.mark.parametrize("way", BASIC)
-@pytest.mark.uncoalesced
 def test_like_casts_by_hand(way: str) -> None:
     run_ranks(_like_casts_by_hand, 2, way)
 
@@ -196,7 +195,8 @@ def _like_casts_by_hand(rank: int, world_size: int, way: str) -> None:
 
 
 def _handles(model: nn.Module) -> list[Any]:
-    return [h for one in ShardedWrapper.fsdp_modules(model) for h in one._sharding.unit.handles]
+    units = (one._sharding.unit for one in ShardedWrapper.fsdp_modules(model))
+    return list(dict.fromkeys(h for unit in units for h in unit.handles))  # modules share units
 
 
 # ---------------------------------------------------------------- norms and routers
@@ -256,7 +256,6 @@ POLICY = MixedPrecision(
 )
 
 
-@pytest.mark.uncoalesced
 def test_norms_and_routers_in_full_precision() -> None:
     run_ranks(_norms_and_routers, 2)
 
@@ -320,7 +319,6 @@ def _norms_and_routers(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- autocast
 
 
-@pytest.mark.uncoalesced
 def test_autocast() -> None:
     run_ranks(_autocast, 2)
 
@@ -440,7 +438,6 @@ def _inputs_outputs_and_buffers(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch lacks grad_dtype")
-@pytest.mark.uncoalesced
 def test_low_precision_gradients() -> None:
     run_ranks(_low_precision_gradients, 2)
 

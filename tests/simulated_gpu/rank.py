@@ -1,19 +1,29 @@
-"""One rank on a simulated GPU: trains as `scripts/gpu_check.py` does, and prints how far it is off.
+"""Ranks on a simulated GPU train as `scripts/gpu_check.py` does, and say how far they are off.
 
-    python -m tests.simulated_gpu.rank RANK WORLD_SIZE STORE CASE...
+    python -m tests.simulated_gpu.rank
 
-A case is a strategy, a precision and a variant, with commas between. A line of JSON for each. With
-SIMULATED_WITHOUT_WAIT=FUNCTION in the environment no stream waits for another one where that
-function of flatshard's says so; nowhere with ``every``, for a collective with ``work``.
+reads requests, a line of JSON each: the ``cases``, the number of ranks (``world_size``), a
+``folder`` and more of the ``environment``. The ranks are forked, with everything imported. Rank 0
+writes a line of JSON for each case to FOLDER/out-0, all write what they say to FOLDER/err-RANK; the
+answer is a line with their exit statuses.
+
+A case is a strategy, a precision and a variant, with commas between. With
+SIMULATED_WITHOUT_WAIT=FUNCTION in the environment no stream or host waits for another stream where
+that function of flatshard's says so (``Class.method``); nowhere with ``every``.
 """
 
 import dataclasses
 import json
 import os
 import sys
+import traceback
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch._dynamo  # torch loads it when it makes the first optimizer
 import torch.distributed as dist
 from gpu_checks import equality
 
@@ -21,20 +31,25 @@ from tests.simulated_gpu.kernels import Kernels
 
 
 def leave_out(site: str) -> None:
-    """Leave out the wait of a function, or those for collectives."""
-    if site == "work":
-        dist.Work.wait = lambda *_: True
-    elif site:
-        wait_stream = torch.cuda.Stream.wait_stream
-
-        def wait_elsewhere(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-            if site not in ("every", sys._getframe(1).f_code.co_name):
-                wait_stream(stream, other)
-
-        torch.cuda.Stream.wait_stream = wait_elsewhere
+    """Leave out the wait of a function, if any."""
+    if site:
+        _leave_out(torch.cuda.Stream, "wait_stream", site)
+        _leave_out(torch.cuda.Event, "synchronize", site)
+        _leave_out(dist.Work, "wait", site)
 
 
-def main(rank: int, world_size: int, store: str, cases: list[str]) -> None:
+def _leave_out(kind: type, name: str, site: str) -> None:
+    wait: Callable[..., Any] = getattr(kind, name)
+
+    def wait_elsewhere(*args: Any) -> Any:
+        code = sys._getframe(1).f_code
+        is_left_out = site == code.co_qualname or (site == "every" and kind is not dist.Work)
+        return True if is_left_out else wait(*args)
+
+    setattr(kind, name, wait_elsewhere)
+
+
+def train(rank: int, world_size: int, store: str, cases: list[str]) -> None:
     torch.set_num_threads(1)
     leave_out(os.environ.get("SIMULATED_WITHOUT_WAIT", ""))
     dist.init_process_group(
@@ -49,15 +64,40 @@ def main(rank: int, world_size: int, store: str, cases: list[str]) -> None:
     start = dict(equality.make_model(cpu).state_dict())
     for text in cases:
         case = equality.Case(*text.split(","))
-        expected = equality.train_plain(case, world_size, cpu)
         with Kernels():
             trained = equality.train_sharded(case, rank, gpu)
-            off = equality.compare(trained, expected, start)
-        print(json.dumps(dataclasses.asdict(off)), flush=True)
+            if rank == 0:
+                expected = equality.train_plain(case, world_size, cpu)
+                off = equality.compare(trained, expected, start)
+                print(json.dumps(dataclasses.asdict(off)), flush=True)
     dist.barrier()
-    os._exit(0)  # what belongs to the device ends with the process
+
+
+def fork(rank: int, request: dict[str, Any]) -> int:
+    """The id of a process that is a rank."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        folder = Path(request["folder"])
+        for descriptor, name in ((1, f"out-{rank}"), (2, f"err-{rank}")):
+            os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
+        os.environ.update(request["environment"])
+        train(rank, request["world_size"], str(folder / "store"), request["cases"])
+        os._exit(0)  # what belongs to the device ends with the process
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def serve() -> None:
+    for line in sys.stdin:
+        request = json.loads(line)
+        ranks = [fork(rank, request) for rank in range(request["world_size"])]
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+        print(json.dumps(statuses), flush=True)
 
 
 if __name__ == "__main__":
-    number, size, place, *wanted = sys.argv[1:]
-    main(int(number), int(size), place, wanted)
+    serve()

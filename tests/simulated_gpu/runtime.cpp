@@ -58,7 +58,7 @@ class WithoutPython {
 // What was put into it runs in order, on a thread of its own.
 class Stream {
  public:
-  explicit Stream(int priority = 0, int delay = microseconds("SIMULATED_SIDE_DELAY"))
+  explicit Stream(int priority = 0, const char* delay = "SIMULATED_SIDE_DELAY")
       : priority(priority), delay_(delay) {}
 
   uint64_t push(std::function<void()> work) {
@@ -94,13 +94,14 @@ class Stream {
 
  private:
   [[noreturn]] void run() {
+    int delay = microseconds(delay_);  // a forked process has its own
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
       changed_.wait(lock, [&] { return !work_.empty(); });
       auto work = std::move(work_.front());
       work_.pop_front();
       lock.unlock();
-      if (delay_) std::this_thread::sleep_for(std::chrono::microseconds(delay_));
+      if (delay) std::this_thread::sleep_for(std::chrono::microseconds(delay));
       work();
       lock.lock();
       ++done_;
@@ -108,7 +109,7 @@ class Stream {
     }
   }
 
-  const int delay_;
+  const char* const delay_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> work_;
@@ -124,7 +125,7 @@ struct Event {
 auto& mutex = *new std::mutex;
 auto& on_device = *new std::map<uintptr_t, size_t>;
 auto& on_host = *new std::map<uintptr_t, size_t>;
-auto& default_stream = *new Stream(0, microseconds("SIMULATED_MAIN_DELAY"));
+auto& default_stream = *new Stream(0, "SIMULATED_MAIN_DELAY");
 auto& streams = *new std::vector<Stream*>{&default_stream};
 
 Stream& stream_of(cudaStream_t stream) {

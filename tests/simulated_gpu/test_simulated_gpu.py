@@ -1,51 +1,78 @@
 """Training on a simulated GPU: its streams, events, memory and NCCL are real to torch."""
 
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from gpu_checks.equality import LIMITS, OFFLOAD, VARIANTS, Limits
 
 from tests import simulated_gpu
-from tests.combinations import THOROUGH, diagonal
+from tests.combinations import diagonal
 from tests.harness import ROOT
 
 missing = simulated_gpu.what_is_missing()
 pytestmark = pytest.mark.skipif(bool(missing), reason=missing)
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    built = simulated_gpu.build(tmp_path_factory.mktemp("gpu"))
-    return {**built, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "scripts")}
+class Gpu:
+    """Trains on ranks that a process forks which has a simulated GPU."""
 
-
-def run(environment: dict[str, str], world_size: int, *cases: str) -> list[Limits]:
-    """How far training is from the unwrapped model's, case by case."""
-    store = f"{tempfile.mkdtemp(dir=environment['SIMULATED_NCCL_FOLDER'])}/store"
-    command = [sys.executable, "-m", "tests.simulated_gpu.rank"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world_size), store, *cases],
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        environment = {
+            **simulated_gpu.build(folder),
+            "OMP_NUM_THREADS": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "PYTHONPATH": str(ROOT / "scripts"),
+        }
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.simulated_gpu.rank"],
             cwd=ROOT,
-            env={**environment, "LOCAL_WORLD_SIZE": "2"},
+            env=environment,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
-        for rank in range(world_size)
-    ]
-    try:
-        said = [rank.communicate(timeout=280) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors for _, errors in said)
-    found = [[Limits(**json.loads(line)) for line in out.splitlines()] for out, _ in said]
-    assert all(len(one) == len(cases) for one in found)
-    return found[0]
+
+    def run(self, world_size: int, *cases: str, **environment: str) -> list[Limits]:
+        """How far training is from the unwrapped model's, case by case."""
+        folder = tempfile.mkdtemp(dir=self._folder)
+        request = {"folder": folder, "world_size": world_size, "cases": cases}
+        server = self._server
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps({**request, "environment": environment}) + "\n")
+        server.stdin.flush()
+        answers, _, _ = select.select([server.stdout], [], [], 280)
+        assert answers, self._errors(folder)
+        statuses = json.loads(server.stdout.readline())
+        assert statuses == [0] * world_size, self._errors(folder)
+        found = Path(folder, "out-0").read_text().splitlines()
+        assert len(found) == len(cases)
+        return [Limits(**json.loads(line)) for line in found]
+
+    @staticmethod
+    def _errors(folder: str) -> str:
+        return "\n".join(path.read_text() for path in sorted(Path(folder).glob("err-*")))
+
+    def close(self) -> None:
+        os.killpg(self._server.pid, signal.SIGKILL)  # its ranks, too
+        self._server.communicate()
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gpu]:
+    simulated = Gpu(tmp_path_factory.mktemp("gpu"))
+    yield simulated
+    simulated.close()
 
 
 def check(found: Limits, case: str) -> None:
@@ -55,6 +82,7 @@ def check(found: Limits, case: str) -> None:
     assert found.distance <= limits.distance, case
 
 
+OFFLOADED = "FULL_SHARD,fp32,offload"
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 CASES = [
     f"{strategy},{'bf16' if number % 3 == 2 else 'fp32'},{variant}"
@@ -62,19 +90,33 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("lagging", ["SIDE", "MAIN"])
-def test_streams_that_lag_behind_change_nothing(environment: dict[str, str], lagging: str) -> None:
-    """Those beside the one that computes, with all cases; and that one."""
-    slow = {**environment, f"SIMULATED_{lagging}_DELAY": "2000" if lagging == "SIDE" else "300"}
-    cases = CASES if lagging == "SIDE" else ["FULL_SHARD,fp32,offload"]
-    for case, found in zip(cases, run(slow, 4 if lagging == "SIDE" else 2, *cases), strict=True):
-        check(found, case)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_side_streams_that_lag_behind_change_nothing(gpu: Gpu, world_size: int) -> None:
+    """Those beside the one that computes; on two nodes what is for nodes."""
+    cases = [case for case in CASES if case.startswith("HYBRID") == (world_size == 4)]
+    found = gpu.run(world_size, *cases, SIMULATED_SIDE_DELAY="2000")
+    for case, one in zip(cases, found, strict=True):
+        check(one, case)
 
 
-@pytest.mark.parametrize("site", ["every", *(["join", "_beside", "work"] if THOROUGH else [])])
-def test_a_wait_that_lacks_is_seen(environment: dict[str, str], site: str) -> None:
-    """Of any stream; of the one that computes, of the one that copies, and for a collective."""
-    lagging = "MAIN" if site == "_beside" else "SIDE"
-    slow = {**environment, f"SIMULATED_{lagging}_DELAY": "2000", "SIMULATED_WITHOUT_WAIT": site}
-    (found,) = run(slow, 2, "FULL_SHARD,fp32,offload")
+def test_a_main_stream_that_lags_behind_changes_nothing(gpu: Gpu) -> None:
+    (found,) = gpu.run(2, OFFLOADED, SIMULATED_MAIN_DELAY="300")
+    check(found, OFFLOADED)
+
+
+SITES: dict[str, tuple[str, str]] = {
+    # What lags behind, and the case.
+    "every": ("SIDE", OFFLOADED),
+    "AsyncWork._wait_for": ("SIDE", OFFLOADED),  # of compute for a collective
+    "HostToDevice.wait_on_stream": ("SIDE", "NO_SHARD,fp32,offload"),  # of compute for a copy
+    "DeviceToHost.wait": ("SIDE", OFFLOADED),  # of the host for a copy
+    "_beside": ("MAIN", OFFLOADED),  # of a copy for what is computed
+}
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_wait_that_lacks_is_seen(gpu: Gpu, site: str) -> None:
+    lagging, case = SITES[site]
+    late = {f"SIMULATED_{lagging}_DELAY": "2000", "SIMULATED_WITHOUT_WAIT": site}
+    (found,) = gpu.run(2, case, **late)
     assert not found.distance <= LIMITS["fp32"].distance

@@ -18,7 +18,7 @@ from tests.models import CASES, Case, images, loss_of
 from tests.oracle import OPTIMIZERS, snapshot, trainable
 from tests.ways import select
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 ROWS = 12
 """Of all ranks together: one, two, three or four of them."""
@@ -461,6 +461,7 @@ def _without_state(rank: int, world_size: int) -> None:
         _assert_alike(back, saved, 0.0)
 
 
+@pytest.mark.uncoalesced  # counts gathers of each layer
 def test_result_is_whole_and_apart() -> None:
     run_ranks(_whole_and_apart, 2)
 

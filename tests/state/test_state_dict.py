@@ -36,7 +36,7 @@ from tests.oracle import (
 )
 from tests.ways import WAYS
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 CHOSEN = ("full", "full-flat", "grad_op", "no_shard")
 each_way = pytest.mark.parametrize("way", CHOSEN)

@@ -21,7 +21,7 @@ from tests.oracle import assert_same, assert_same_state, snapshot
 from tests.side import Run, pair
 from tests.ways import BASIC, WAYS
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 summon = ShardedWrapper.summon_full_params
 both_sizes = pytest.mark.parametrize("world_size", [2, 3])
@@ -196,6 +196,7 @@ def _mixed_precision(rank: int, world_size: int, way: str) -> None:
     torch.testing.assert_close(sharded(inputs).double(), plain(inputs), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.uncoalesced  # one unit after another
 def test_each_rank_keeps_its_slice() -> None:
     run_ranks(_each_way, 2, _slices)
 
@@ -335,6 +336,7 @@ def _rank0_edits(rank: int, world_size: int) -> None:
             param.mul_(2)
 
 
+@pytest.mark.uncoalesced  # one unit after another
 def test_other_ranks_hold_one_unit_at_a_time() -> None:
     run_ranks(_memory, 2)
 

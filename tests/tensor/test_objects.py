@@ -30,7 +30,7 @@ from tests.oracle import ROWS, assert_same, assert_same_state, local_loss, snaps
 from tests.side import Run, pair
 from tests.ways import BASIC
 
-pytestmark = pytest.mark.uncoalesced
+pytestmark = pytest.mark.by_turns
 
 each_way = pytest.mark.parametrize("way", BASIC)
 
@@ -65,6 +65,7 @@ def _deepcopy(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
+@pytest.mark.uncoalesced  # a coalesced unit cannot be copied alone
 def test_copy_of_one_unit(way: str) -> None:
     run_ranks(_copy_of_one_unit, 2, way)
 

@@ -1,11 +1,9 @@
 """The benchmark, scripts/benchmark.py, started as its reader would start it."""
 
-import contextlib
 import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.scripts import run_script
+from tests.scripts import Started, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "benchmark.py"
@@ -28,28 +26,6 @@ def script() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def start(*arguments: str, cwd: Path) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
-    """Waits for its end; leaves none of its processes behind."""
-    try:
-        out, err = process.communicate(timeout=100)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def test_measures_implementations_beside_one_another(tmp_path: Path) -> None:
@@ -127,19 +103,17 @@ def test_another_loss_is_an_error(
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     endless = [*TINY, "--impl", "compute", "--steps", "1000000000"]
-    process = start(*endless, cwd=tmp_path)
+    script = Started(SCRIPT, *endless, cwd=tmp_path)
     ranks: list[int] = []
     try:
         while len(ranks) < 2:
             time.sleep(0.1)
-            assert process.poll() is None
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            ranks = [pid for pid in map(int, children) if b"spawn_main" in command_line(pid)]
+            ranks = script.ranks()
         os.kill(max(ranks), signal.SIGKILL)
     finally:
-        done = finish(process)
-    assert done.returncode == 1
-    assert done.stderr.splitlines() == [
+        status, _, err = script.finish(timeout=100)
+    assert status == 1
+    assert err.splitlines() == [
         "error: compute: rank 1 failed: it ended with exit code -9; all others were stopped"
     ]
     assert not any(command_line(pid) for pid in ranks)

@@ -30,6 +30,7 @@ from torch.testing import assert_close
 import flatshard
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, wrap
 from tests.harness import naming, run_ranks
+from tests.scripts import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -326,18 +327,10 @@ def _environment(**more: str) -> dict[str, str]:
 
 def test_quickstart(tmp_path: Path) -> None:
     (program,) = PROGRAMS
-    (tmp_path / "quickstart.py").write_text(program.text)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", "quickstart.py"],
-        cwd=tmp_path,
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    path = tmp_path / "quickstart.py"
+    path.write_text(program.text)
+    status, _, err = torchrun(2, path, environment=_environment(), cwd=tmp_path)
+    assert status == 0, err
     plain = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     plain.load_state_dict(torch.load(tmp_path / "model.pt"))
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 from tests.harness import allow_warnings, run_ranks
-from tests.scripts import run_script
+from tests.scripts import Started, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "train_mnist.py"
@@ -357,19 +357,15 @@ def test_missing_data_end_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the rank in /proc")
 def test_a_dead_rank_ends_the_job(tmp_path: Path) -> None:
-    process = start(SCRIPT, "--world-size", "2", "--ddp", "--epochs", "1000", cwd=tmp_path)
+    script = Started(SCRIPT, "--world-size", "2", "--ddp", "--epochs", "1000", cwd=tmp_path)
     try:
-        assert process.stdout is not None
-        while not process.stdout.readline().startswith("Train Epoch: 1 "):
-            assert process.poll() is None
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        ranks = [
-            pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        os.kill(int(ranks[1]), signal.SIGKILL)
+        while "\nTrain Epoch: 1 " not in script.read():
+            time.sleep(0.01)
+            ranks = script.ranks()
+        os.kill(ranks[1], signal.SIGKILL)
         start_time = time.monotonic()
     finally:
-        status, _, err = finish(process, timeout=60)
+        status, _, err = script.finish(timeout=60)
     assert status == 1
-    assert "error: rank 1 ended by SIGKILL, the job was stopped" in err
+    assert "error: rank 1 ended by SIGKILL, the job was stopped" in err.splitlines()
     assert time.monotonic() - start_time < 30

@@ -20,8 +20,8 @@ import torch
 from flatshard.comm.deadlock import detector
 from flatshard.comm.deadlock.detector import UNKNOWN, BlockedWait, Deadlock, WaitCondition
 
+# How long a wait may take before it is logged.
 PATIENCE_SECONDS = 60.0
-"""How long a wait may take before it is logged."""
 
 _REMEDY = (
     "A rank that is slow ends this when it comes. Ranks that are past this place, in a barrier or "
@@ -101,6 +101,7 @@ class Watchdog:
             if not wait.was_logged and now - wait.began >= PATIENCE_SECONDS:
                 wait.was_logged = True
                 _logger.warning("waiting for %d seconds: %s", now - wait.began, self._about(wait))
+        # Of several threads one may begin what other ranks wait for.
         if len(self._users) == 1:
             self._deadlock.look(waits[-1] if waits else None)
 
