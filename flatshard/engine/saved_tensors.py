@@ -52,13 +52,12 @@ class SavedView(NamedTuple):
 class SavedTensors:
     """The pair of hooks for one tree of units."""
 
-    def __init__(self, units: Iterable[Unit], backward: Backward) -> None:
+    def __init__(self, handles: Iterable[tuple[Unit, FlatParamHandle]], backward: Backward) -> None:
         self._backward = backward
         # By storage: it is the buffer's for life, also while it is resized to nothing.
         self._buffers = {
             handle.buffer.untyped_storage()._cdata: (unit, handle)
-            for unit in units
-            for handle in unit.handles
+            for unit, handle in handles
             if handle.buffer_bytes
         }
         # One for each forward under way; None where the hooks of one around it are on top.
