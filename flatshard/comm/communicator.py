@@ -2,10 +2,9 @@
 
 [Note: sums]
 All transports but the native one add here, in rank order and in no less than fp32, whatever dtype
-the gradients travel in: the average is the same in every run. A backend adds as it likes, in the
-dtype that it is given. Where a fixed order is asked for, it only exchanges the parts, by an
-all-to-all, and they are added here. An all-reduce in a fixed order, or of gradients narrower than
-fp32, is such a reduce-scatter and then an all-gather of the parts.
+the gradients travel in. A backend adds as it likes, in the dtype that it is given; where a fixed
+order is asked for, it only exchanges the parts, which are added here. An all-reduce in a fixed
+order, or of gradients narrower than fp32, is such a reduce-scatter and an all-gather of the parts.
 """
 
 from __future__ import annotations

@@ -8,12 +8,9 @@ read.
 A collective needs every rank to begin it. Ranks of which each waits for one of the others that has
 not begun what it waits for will wait for ever, if they all wait at the same time. That is certain
 where a rank sees each of them publish the same wait before and after one moment: a rank publishes
-its wait again, with a higher number, as long as the wait lasts, and what waits begins nothing. A
-rank that computes, loads or evaluates publishes nothing, and ranks that wait for it alone are in no
-deadlock.
-
-A process of which several threads communicate publishes nothing: one may begin what others wait
-for. So does one that waits in a barrier or another collective of the program itself.
+its wait again, with a later time, as long as the wait lasts, and what waits begins nothing. A rank
+that computes, or waits in a barrier of the program itself, publishes nothing, and ranks that wait
+for it alone are in no deadlock. Nor does a process of which several threads communicate.
 """
 
 from __future__ import annotations

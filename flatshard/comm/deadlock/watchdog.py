@@ -1,9 +1,8 @@
 """Logs who waits for whom when a collective is slow, well before it times out.
 
 One thread per process looks now and then at what the process waits for, and logs it (logger
-``flatshard``, level WARNING) once per wait. It ends a wait only where it is certain that it would
-last for ever (``detector``). Where the ranks that are waited for are in no collective of flatshard,
-but perhaps in a barrier of the program itself, the log says that; nothing is raised.
+``flatshard``, level WARNING) once per wait, with the ranks that are in no collective of flatshard.
+It ends a wait only where it is certain that it would last for ever (``detector``).
 """
 
 from __future__ import annotations
