@@ -32,8 +32,6 @@ from flatshard.memory.page_pool import POOL
 
 
 class Forward:
-    """The forwards of one model."""
-
     def __init__(self, state: StepState, backward: Backward, prefetch: Prefetch) -> None:
         self._state, self._observers = state, state.observers
         self._backward, self._prefetch = backward, prefetch

@@ -38,8 +38,6 @@ class SavedView(NamedTuple):
 
 
 class SavedTensors:
-    """The pair of hooks for one tree of units."""
-
     def __init__(self, handles: Iterable[tuple[Unit, FlatParamHandle]], backward: Backward) -> None:
         self._backward = backward
         # By storage: it is the buffer's for life, also while it is resized to nothing.
