@@ -546,10 +546,8 @@ class ShardedWrapper(ModuleProxy):
         ``optim_state_dict`` is from ``optim_state_dict()``, or the ``state_dict()`` of an optimizer
         of the unwrapped model, whose positions count the parameters in the order of ``optim``'s
         groups. ``optim.load_state_dict`` casts dtypes as usual. If ``model`` contains no wrapper,
-        names only become positions.
-
-        With ``use_orig_params=False``, an original parameter without state gets zeros if others
-        in its flat parameter have state; those must agree on ``step``.
+        names only become positions. With ``use_orig_params=False``, an original parameter without
+        state gets zeros if others in its flat parameter have state; those must agree on ``step``.
 
         Collective: all ranks, unless ``model`` contains no wrapper; compares what they load.
 
@@ -585,9 +583,7 @@ class ShardedWrapper(ModuleProxy):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> Any:
-        """Set what ``state_dict()`` and ``optim_state_dict()`` return from now on.
-
-        No communication; call it on all ranks alike.
+        """Set what ``state_dict()`` and ``optim_state_dict()`` return; call it on all ranks alike.
 
         Args:
             module: a wrapper, or any module that contains some; it sets all of them.

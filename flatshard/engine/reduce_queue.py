@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -32,14 +33,14 @@ _STALL_SECONDS = 1.0
 _POLL_SECONDS = 1e-4
 
 
+@dataclass(eq=False, slots=True)
 class ReduceBucket:
     """The flat parameters of a unit whose gradients are reduced together: mostly all."""
 
-    __slots__ = ("bytes_in_flight", "handles", "index", "unit")
-
-    def __init__(self, unit: Unit, handles: Sequence[FlatParamHandle], index: int) -> None:
-        self.unit, self.handles, self.index = unit, list(handles), index
-        self.bytes_in_flight = 0  # what its reduction holds until it is finished
+    unit: Unit
+    handles: list[FlatParamHandle]
+    index: int
+    bytes_in_flight: int = 0  # what its reduction holds until it is finished
 
     @property
     def trainable_handles(self) -> list[FlatParamHandle]:

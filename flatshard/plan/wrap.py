@@ -180,8 +180,7 @@ class CustomPolicy:
                     f"got {_show(answer)} for module {name!r} ({type(module).__name__})."
                 )
             if answer:
-                overrides = answer if isinstance(answer, dict) else {}
-                chosen[module] = {**root_kwargs, **overrides}
+                chosen[module] = root_kwargs | (answer if isinstance(answer, dict) else {})
         return chosen
 
 
