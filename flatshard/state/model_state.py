@@ -174,9 +174,6 @@ def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> d
     return state_dict
 
 
-# ---------------------------------------------------------------- torch's configs
-
-
 def read_options(
     state_dict_type: Any, state_dict_config: Any, optim_state_dict_config: Any
 ) -> StateDictOptions:
