@@ -185,8 +185,6 @@ class ShardedWrapper(ModuleProxy):
         construction = Construction(model, settings, param_init_fn)
         construction.wrap(self, ShardedWrapper, given["sync_module_states"], notes)
 
-    # ------------------------------------------------------------ training
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; RuntimeError if a flat parameter was replaced. Collective."""
         self._sharding.check_flat_parameters()
@@ -399,8 +397,6 @@ class ShardedWrapper(ModuleProxy):
         return grad_norm.clip_grad_norm_(
             list(self.parameters()), handles, max_norm, norm_type, error_if_nonfinite, foreach
         )
-
-    # ------------------------------------------------------------ full parameters and state
 
     @staticmethod
     def summon_full_params(
@@ -625,8 +621,6 @@ class ShardedWrapper(ModuleProxy):
         options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
         return model_state.options_set(state_dicts_in(module), options)
 
-    # ------------------------------------------------------------ inspection
-
     @property
     def sharding_strategy(self) -> ShardingStrategy:
         """How this unit is sharded; can be set before the first forward if shards stay the same."""
@@ -669,8 +663,6 @@ class ShardedWrapper(ModuleProxy):
         """``sharded_modules``, or only the outermost; FullyShardedDataParallel's name for it."""
         found = outermost_shardings(module) if root_only else shardings_in(module)
         return [one.wrapper for one in found if isinstance(one.wrapper, ShardedWrapper)]
-
-    # ------------------------------------------------------------ as a module
 
     def __getattr__(self, name: str) -> Any:
         try:

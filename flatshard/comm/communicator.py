@@ -21,13 +21,7 @@ from torch import Tensor
 from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
 from flatshard.comm.event_log import note
 from flatshard.comm.flat_chunks import as_bytes
-from flatshard.comm.process_groups import (
-    Tags,
-    backend_for,
-    control_of,
-    is_fake,
-    new_group,
-)
+from flatshard.comm.process_groups import Tags, backend_for, control_of, is_fake, new_group
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.transports import TRANSPORTS, LocalTransport, Members, Transport, native
 from flatshard.comm.work import AsyncWork, named

@@ -39,11 +39,11 @@ def check_same_model(
     Raises:
         ValueError: on every rank, naming the first difference.
     """
-    # Numbered: the order counts, too.
-    facts = {"the configuration": settings}
-    facts |= {f"{name!r} to be ignored": f"number {i}" for i, name in enumerate(ignored)}
-    facts |= {f"{name!r}": f"number {i}, {_describe(one)}" for i, (name, one) in enumerate(named)}
-    facts |= {f"unit {name!r}": f"number {i}" for i, name in enumerate(units)}
+    facts = {"the configuration": settings, "what is ignored": repr(list(ignored))}
+    # By number: the order counts, too.
+    tensors = [f"{name!r} ({_describe(tensor)})" for name, tensor in named]
+    facts |= {f"tensor {number}": described for number, described in enumerate(tensors)}
+    facts |= {f"unit {number}": described for number, described in enumerate(units)}
     remedy = "Every rank must wrap the same modules in the same order with the same settings."
     differ = "the ranks build different models. First difference"
     agreed(lambda: (True, facts), [comm], "ShardedWrapper", remedy, differ=differ)

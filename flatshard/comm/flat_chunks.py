@@ -102,9 +102,6 @@ class ChunkPlan:
         return part
 
 
-# ---------------------------------------------------------------- sums over ranks
-
-
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which values that come in ``dtype`` are added up."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
@@ -126,9 +123,6 @@ def divide(total: Tensor, number: int, out: Tensor) -> None:
         torch.mul(total, 1 / number, out=out)
     else:
         torch.div(total, number, out=out)
-
-
-# ---------------------------------------------------------------- what is sent
 
 
 def as_real(tensor: Tensor) -> Tensor:

@@ -27,9 +27,6 @@ class named(watched):
 
     __slots__ = ()
 
-    def __init__(self, op_name: str | Callable[[], str], need: WaitCondition | None = None) -> None:
-        super().__init__((lambda: op_name) if isinstance(op_name, str) else op_name, need)
-
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
         error = raised[1]

@@ -492,7 +492,9 @@ def _uneven_nodes(rank: int, world_size: int) -> None:
             "mlp",
             lambda case, keywords=keywords: case.wrap(case.model(), **keywords),
         )
-    with pytest.raises(ValueError, match=r"2 ranks per node.*rank 2 has .*1 ranks per node"):
+    with pytest.raises(
+        ValueError, match=r"2 ranks per node.* on rank 0, .*1 ranks per node.* on rank 2"
+    ):
         _model_with(sharding_strategy="HYBRID_SHARD")
 
 

@@ -126,14 +126,15 @@ atexit.register(_watchdog.stop)
 
 
 class watched:
-    """Log ``describe()`` if the block, which waits for other ranks, is slow.
+    """Log what is waited for if the block, which waits for other ranks, is slow.
 
     ``need`` is what ends the wait; None: nobody looks whether it ever ends.
     """
 
     __slots__ = ("wait",)
 
-    def __init__(self, describe: Callable[[], str], need: WaitCondition | None = None) -> None:
+    def __init__(self, op: str | Callable[[], str], need: WaitCondition | None = None) -> None:
+        describe = (lambda: op) if isinstance(op, str) else op
         self.wait = BlockedWait(describe, UNKNOWN if need is None else need)
 
     def __enter__(self) -> BlockedWait:
