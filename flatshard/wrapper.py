@@ -185,8 +185,6 @@ class ShardedWrapper(ModuleProxy):
         construction = Construction(model, settings, param_init_fn)
         construction.wrap(self, ShardedWrapper, given["sync_module_states"], notes)
 
-    # ------------------------------------------------------------ training
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; RuntimeError if a flat parameter was replaced. Collective."""
         self._sharding.check_flat_parameters()
@@ -400,8 +398,6 @@ class ShardedWrapper(ModuleProxy):
             list(self.parameters()), handles, max_norm, norm_type, error_if_nonfinite, foreach
         )
 
-    # ------------------------------------------------------------ full parameters and state
-
     @staticmethod
     def summon_full_params(
         module: nn.Module,
@@ -546,10 +542,8 @@ class ShardedWrapper(ModuleProxy):
         ``optim_state_dict`` is from ``optim_state_dict()``, or the ``state_dict()`` of an optimizer
         of the unwrapped model, whose positions count the parameters in the order of ``optim``'s
         groups. ``optim.load_state_dict`` casts dtypes as usual. If ``model`` contains no wrapper,
-        names only become positions.
-
-        With ``use_orig_params=False``, an original parameter without state gets zeros if others
-        in its flat parameter have state; those must agree on ``step``.
+        names only become positions. With ``use_orig_params=False``, an original parameter without
+        state gets zeros if others in its flat parameter have state; those must agree on ``step``.
 
         Collective: all ranks, unless ``model`` contains no wrapper; compares what they load.
 
@@ -585,9 +579,7 @@ class ShardedWrapper(ModuleProxy):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> Any:
-        """Set what ``state_dict()`` and ``optim_state_dict()`` return from now on.
-
-        No communication; call it on all ranks alike.
+        """Set what ``state_dict()`` and ``optim_state_dict()`` return; call it on all ranks alike.
 
         Args:
             module: a wrapper, or any module that contains some; it sets all of them.
@@ -628,8 +620,6 @@ class ShardedWrapper(ModuleProxy):
         """``set_state_dict_type`` inside the context; then every unit has its own setting back."""
         options = read_options(state_dict_type, state_dict_config, optim_state_dict_config)
         return model_state.options_set(state_dicts_in(module), options)
-
-    # ------------------------------------------------------------ inspection
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
@@ -673,8 +663,6 @@ class ShardedWrapper(ModuleProxy):
         """``sharded_modules``, or only the outermost; FullyShardedDataParallel's name for it."""
         found = outermost_shardings(module) if root_only else shardings_in(module)
         return [one.wrapper for one in found if isinstance(one.wrapper, ShardedWrapper)]
-
-    # ------------------------------------------------------------ as a module
 
     def __getattr__(self, name: str) -> Any:
         try:

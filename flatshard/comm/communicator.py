@@ -21,14 +21,7 @@ from torch import Tensor
 from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
 from flatshard.comm.event_log import note
 from flatshard.comm.flat_chunks import as_bytes
-from flatshard.comm.process_groups import (
-    Tags,
-    backend_for,
-    control_of,
-    host_backend,
-    is_fake,
-    new_group,
-)
+from flatshard.comm.process_groups import Tags, backend_for, control_of, is_fake, new_group
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.transports import TRANSPORTS, LocalTransport, Members, Transport, native
 from flatshard.comm.work import AsyncWork, named
@@ -72,8 +65,12 @@ class Communicator(Tags):
 
     def _meet(self, group: dist.ProcessGroup) -> None:
         is_gloo = backend_for(group, "cpu") == "gloo"
-        if not is_gloo:
-            self.options.check_without_gloo(str(dist.get_backend(group)), self.global_rank)
+        if not is_gloo and self.options.needs_gloo:
+            raise ValueError(
+                f"ShardedWrapper, rank {self.global_rank}: {self.options.needs_gloo} is for "
+                "process groups whose backend is gloo, this one's is "
+                f'{dist.get_backend(group)}. Leave it out, or make the group with backend="gloo".'
+            )
         # Their aborts and tags must not touch collectives of the user's.
         is_apart = is_gloo and self.options.collectives is not Collectives.NATIVE
         # Ordered collectives on one group match by order. Reductions start when gradients are
@@ -84,13 +81,12 @@ class Communicator(Tags):
             gather_group = new_group(group) if is_apart else group
             reduce_group = new_group(group)
             self._control_group, self.control_device = control_of(gather_group)
-        self.counter = CollectiveCounter(reduce_group.group_name, self.ranks, self.global_rank)
         self.members = Members(
             self.rank,
             self.ranks,
             gather_group,
             reduce_group,
-            self.counter,
+            CollectiveCounter(reduce_group.group_name, self.ranks, self.global_rank),
             self.options,
             is_gloo,
             is_fake(group),
@@ -110,10 +106,8 @@ class Communicator(Tags):
         """
         if self.group is None or self.size == 1:
             return self
-        on_host = not self.members.is_gloo and dist.is_gloo_available()
-        backend = host_backend(self.group) if on_host else None
         with named(self.meeting):
-            group = new_group(self.group, backend=backend)
+            group = new_group(self.group, on_host=True)
         return Communicator(group, mode=TransportOptions(Collectives.NATIVE))
 
     # ------------------------------------------------------------ parameters and gradients
@@ -131,7 +125,7 @@ class Communicator(Tags):
         """
         if not self.transport_for(device).is_ordered:
             return 0
-        return self.counter.begun.get(self.members.gather_group.group_name, 0)
+        return self.members.counter.begun.get(self.members.gather_group.group_name, 0)
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         """Memory for an unsharded buffer."""
@@ -156,7 +150,7 @@ class Communicator(Tags):
         if request.reduced:
             action = "all-reducing gradients in backward"
         else:  # of an all-reduce the first half was noted
-            self._note("gather", request.unit_fqn, out.nbytes)
+            note("gather", request.unit_fqn, out.nbytes, self.ranks)
         op_name = self._op_name(request.unit_fqn, action)
         with named(op_name):
             return self.transport_for(shard.device, request.tag).gather(request, op_name)
@@ -172,7 +166,7 @@ class Communicator(Tags):
         if request.kind == "all_reduce":
             nbytes = (nbytes + out.nbytes * self.size) // 2
             action = "all-reducing"
-        self._note(request.kind, request.unit_fqn, nbytes)
+        note(request.kind, request.unit_fqn, nbytes, self.ranks)
         op_name = self._op_name(request.unit_fqn, f"{action} gradients in backward")
         with named(op_name):
             return self.transport_for(out.device, request.tag).reduce_scatter(request, op_name)
@@ -182,15 +176,11 @@ class Communicator(Tags):
 
         Collective: all ranks of the group, in the same order of calls.
         """
-        self._note("all_reduce", unit_fqn, buffer.nbytes)
+        note("all_reduce", unit_fqn, buffer.nbytes, self.ranks)
         op_name = self._op_name(unit_fqn, "all-reducing gradients in backward")
         with named(op_name):
             # Only the native one has it, which comes last and accepts everything.
             return self.transports[-1].all_reduce(buffer, op_name)
-
-    def _note(self, kind: str, unit_fqn: str, nbytes: int) -> None:
-        if self.size > 1:
-            note(kind, unit_fqn, nbytes, self.ranks)
 
     def _op_name(self, unit_fqn: str, action: str) -> str:
         unit = f"unit {unit_fqn!r}" if unit_fqn else "the root unit"
@@ -214,7 +204,7 @@ class Communicator(Tags):
         """
         if self.size == 1:
             return values
-        self._note("scalars", op_name, values.nbytes)
+        note("scalars", op_name, values.nbytes, self.ranks)
         group = self._group_for(values)
         action = f"combining values over ranks {self._rank_list}"
         with named(f"{op_name!r}, rank {self.global_rank}: {action}", self._begin(group)):
@@ -228,7 +218,7 @@ class Communicator(Tags):
         """
         if self.size == 1:
             return
-        self._note("broadcast", op_name, tensor.nbytes)
+        note("broadcast", op_name, tensor.nbytes, self.ranks)
         src, group = self.ranks[source], self._group_for(tensor)
         need = self._begin(group)
         if need is not None:
@@ -245,7 +235,7 @@ class Communicator(Tags):
         sends = self.rank == source
         data, action, peer = as_bytes(tensor), "receiving from", source
         if sends:
-            self._note("send", op_name, tensor.nbytes)
+            note("send", op_name, tensor.nbytes, self.ranks)
             action, peer = "sending to", to
         wire = data
         if self.members.is_gloo:
@@ -271,5 +261,5 @@ class Communicator(Tags):
             return native.gather_objects(value, self._control_group, self.control_device)
 
 
+# The group of one.
 ALONE = Communicator(None)
-"""The group of one."""

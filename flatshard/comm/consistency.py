@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -14,12 +14,12 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.plan.layout import memory_order, strides_of
 
+# What ranks must agree on: names of things, and what they are.
 Facts = dict[str, str]
-"""What ranks must agree on: names of things, and what they are."""
 T = TypeVar("T")
 
+# Tells tensors apart by their bytes; see `checksum`.
 Checksum = tuple[int, int]
-"""Tells tensors apart by their bytes; see ``checksum``."""
 
 _COLUMNS = 1 << 10
 
@@ -39,27 +39,14 @@ def check_same_model(
     Raises:
         ValueError: on every rank, naming the first difference.
     """
-    lines = [f"settings {settings}"]
-    lines += [f"{name!r} to be ignored" for name in ignored]
-    lines += [f"{name!r}: {_describe(tensor)}" for name, tensor in named]
-    lines += [f"unit {name!r}" for name in units]
-    # A digest first: the lines of a large model are megabytes, and almost always the same.
-    digest = _digest(lines)
-    if len(set(comm.gather_objects(digest, op_name="comparing models"))) == 1:
-        return
-    everyone = comm.gather_objects(lines, op_name="comparing models")
-    for versions in zip_longest(*everyone, fillvalue="nothing"):
-        if len(set(versions)) > 1:
-            other = next(r for r, line in enumerate(versions) if line != versions[0])
-            raise ValueError(
-                "ShardedWrapper: the ranks build different models. First difference: "
-                f"rank 0 has {versions[0]}; rank {other} has {versions[other]}. Every rank must "
-                "wrap the same modules in the same order with the same settings."
-            )
-
-
-def _digest(lines: list[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    facts = {"the configuration": settings, "what is ignored": repr(list(ignored))}
+    # By number: the order counts, too.
+    tensors = [f"{name!r} ({_describe(tensor)})" for name, tensor in named]
+    facts |= {f"tensor {number}": described for number, described in enumerate(tensors)}
+    facts |= {f"unit {number}": described for number, described in enumerate(units)}
+    remedy = "Every rank must wrap the same modules in the same order with the same settings."
+    differ = "the ranks build different models. First difference"
+    agreed(lambda: (True, facts), [comm], "ShardedWrapper", remedy, differ=differ)
 
 
 def _describe(tensor: Tensor) -> str:
@@ -84,17 +71,17 @@ def raise_everywhere(error: Exception | None, comm: Communicator) -> None:
 
 
 def agreed(
-    prepare: Callable[[], tuple[T, Facts]], comms: Iterable[Communicator], op_name: str, remedy: str
+    prepare: Callable[[], tuple[T, Facts]],
+    comms: Iterable[Communicator],
+    op_name: str,
+    remedy: str,
+    *,
+    differ: str = "ranks differ",
 ) -> T:
     """Run ``prepare`` on each rank; go on only if it succeeds everywhere, with equal facts.
 
-    Collective: all ranks of each of ``comms``; none: this rank alone.
-
-    Args:
-        prepare: gives the result, and facts that must be the same on all ranks.
-        comms: the ranks to ask.
-        op_name: names the call in errors.
-        remedy: what to do where facts differ, in errors.
+    Collective: all ranks of each of ``comms``; none: this rank alone. ``op_name`` names the call in
+    errors; where facts ``differ``, they end with ``remedy``.
 
     Raises:
         ValueError: on all ranks, where ``prepare`` raised on one or facts differ.
@@ -106,7 +93,9 @@ def agreed(
         result, facts = prepare()
     except Exception as error:
         problem = error
-    mine = None if problem is None else str(problem), _digest(sorted(map(repr, facts.items())))
+    # A digest first: the facts of a large model are megabytes, and almost always the same.
+    digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+    mine = None if problem is None else str(problem), digest
     problems: list[str] = []
     for comm in comms:
         # Also with a problem: a rank that raised before this would leave the others waiting.
@@ -117,7 +106,8 @@ def agreed(
             if text is not None
         ]
         if not problems and len(set(answers)) > 1:
-            problems.append(f"{op_name}: {_first_difference(facts, comm, op_name)}. {remedy}")
+            first = _first_difference(facts, comm, op_name)
+            problems.append(f"{op_name}: {differ}: {first}. {remedy}")
     if problem is not None and not isinstance(problem, ValueError):
         raise problem
     if problems or problem is not None:
@@ -133,10 +123,7 @@ def _first_difference(facts: Facts, comm: Communicator, op_name: str) -> str:
         values = [other.get(key, "nothing") for other in everyone]
         for rank, value in zip(comm.ranks, values, strict=True):
             if value != values[0]:
-                return (
-                    f"ranks differ: {key} is {values[0]} on rank {comm.ranks[0]}, {value} on "
-                    f"rank {rank}"
-                )
+                return f"{key} is {values[0]} on rank {comm.ranks[0]}, {value} on rank {rank}"
     raise AssertionError("the digests differ, so the facts do")
 
 

@@ -41,5 +41,6 @@ def record() -> Iterator[list[Event]]:
 
 
 def note(kind: str, unit_fqn: str, nbytes: int, ranks: list[int]) -> None:
-    for events in _recorders:
-        events.append(Event(kind, unit_fqn, nbytes, tuple(ranks)))
+    if len(ranks) > 1:  # one rank alone only copies
+        for events in _recorders:
+            events.append(Event(kind, unit_fqn, nbytes, tuple(ranks)))

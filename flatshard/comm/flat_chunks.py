@@ -82,7 +82,7 @@ class ChunkPlan:
             joins = is_small
 
     def chunks(self, gradients: dict[int, Tensor]) -> FlatChunks:
-        """Gradients by original parameter, in memory order and of any dtype; others are zero."""
+        """Take gradients by original parameter, in memory order, any dtype; others are zero."""
         spans = self._layout.spans
         ranges = [(spans[run[0]].start, spans[run[-1]].end) for run in self._runs]
         parts = [self._part(run, gradients) for run in self._runs]
@@ -93,16 +93,13 @@ class ChunkPlan:
         if not there:
             return None
         if len(run) == 1:
-            return gradients[run[0]].to(self._dtype)  # no copy if it has that dtype
+            return gradients.pop(run[0]).to(self._dtype)  # no copy if it has that dtype
         spans, device = self._layout.spans, gradients[there[0]].device
         first = spans[run[0]].start
         part = torch.zeros(spans[run[-1]].end - first, dtype=self._dtype, device=device)
         places = [part[spans[i].start - first : spans[i].end - first] for i in there]
         torch._foreach_copy_(places, [gradients[index] for index in there])
         return part
-
-
-# ---------------------------------------------------------------- sums over ranks
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -126,9 +123,6 @@ def divide(total: Tensor, number: int, out: Tensor) -> None:
         torch.mul(total, 1 / number, out=out)
     else:
         torch.div(total, number, out=out)
-
-
-# ---------------------------------------------------------------- what is sent
 
 
 def as_real(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,15 +27,25 @@ def abort(group: dist.ProcessGroup) -> None:
 
 
 def new_group(
-    parent: dist.ProcessGroup, ranks: Sequence[int] | None = None, backend: str | None = None
+    parent: dist.ProcessGroup, ranks: Sequence[int] | None = None, *, on_host: bool = False
 ) -> dist.ProcessGroup:
-    """A group with an order of its own, and the parent's ranks, timeout and backend by default."""
+    """A group with an order of its own, and the parent's ranks, timeout and backend by default.
+
+    With ``on_host`` its backend moves tensors in host memory, if there is such a backend.
+    """
     ranks = dist.get_process_group_ranks(parent) if ranks is None else ranks
     is_world = parent is dist.group.WORLD
-    if backend is None and not is_world:
-        backend = str(dist.get_backend_config(parent))
+    backend = None if is_world else str(dist.get_backend_config(parent))
+    if on_host and backend_for(parent, "cpu") is None and dist.is_gloo_available():
+        backend = "fake" if is_fake(parent) else "gloo"
     has_all_ranks = is_world and len(ranks) == dist.get_world_size()
-    with contextlib.nullcontext() if has_all_ranks else _not_split():
+    # Only members call this. Where the default group is bound to a device, NCCL would split its
+    # communicator, for which all ranks are needed.
+    world: Any = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if bound is not None and not has_all_ranks:
+        world.bound_device_id = None
+    try:
         group = dist.new_group(
             list(ranks),
             timeout=timeout_of(parent),
@@ -42,30 +53,17 @@ def new_group(
             use_local_synchronization=not has_all_ranks,
             group_desc="flatshard",
         )
+    finally:
+        if bound is not None:
+            world.bound_device_id = bound
     assert isinstance(group, dist.ProcessGroup), "this rank is a member of the new group"
     return group
-
-
-@contextlib.contextmanager
-def _not_split() -> Iterator[None]:
-    """Make groups inside without the ranks that are no members."""
-    world = dist.group.WORLD
-    bound = getattr(world, "bound_device_id", None)
-    if bound is None:
-        yield
-        return
-    # Where the default group is bound to a device, NCCL would split its communicator, for which
-    # all ranks are needed.
-    world.bound_device_id = None  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        world.bound_device_id = bound  # type: ignore[union-attr]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """The group's timeout; ``new_group`` would otherwise take the backend's default."""
     for device in ("cpu", "cuda"):
+        # Not every group has a backend for the device, nor every backend options.
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(device)).options._timeout
     return None
@@ -81,11 +79,6 @@ def backend_for(group: dist.ProcessGroup, device_type: str) -> str | None:
 def is_fake(group: dist.ProcessGroup) -> bool:
     """Whether there are no other ranks, and collectives move nothing (torch's "fake" backend)."""
     return any(backend_for(group, device.type) == "fake" for device in group._device_types)
-
-
-def host_backend(group: dist.ProcessGroup) -> str:
-    """The backend of a group for host memory, beside one whose backend has none."""
-    return "fake" if is_fake(group) else "gloo"
 
 
 _controls: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
@@ -104,7 +97,7 @@ def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.devic
         return group, current_cuda(group)
     # Through host memory: to read them off an accelerator would wait for all of its work.
     if group not in _controls:
-        _controls[group] = new_group(group, backend=host_backend(group))
+        _controls[group] = new_group(group, on_host=True)
     return _controls[group], torch.device("cpu")
 
 

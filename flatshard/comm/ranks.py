@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class Ranks:
     def _resolve(self, placement: Placement) -> Topology:
         world = self.world
         if not placement.sharded:
+            # Every rank holds everything, and gradients are all-reduced over all.
             return Topology(world, shard=ALONE, replicate=world, intra_group=ALONE)
         if not placement.hybrid:
             regather = _regather(world, placement)
@@ -69,6 +70,7 @@ class Ranks:
         shard, replicate = self.grid or self._by_node()
         regather = _regather(shard, placement)
         if placement.over_all:
+            # Gradients are split over a node first, then each part over the nodes.
             return Topology(world, world, ALONE, shard, inter_group=replicate, regather=regather)
         return Topology(world, shard, replicate, intra_group=shard, regather=regather)
 
@@ -148,8 +150,8 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
     if len(comms) < 2:
         return Ranks(comms[0] if comms else ALONE, None, _ranks_per_node(), mode)
     shard, replicate = comms
-    world = _world_of(shard, replicate, sorted({rank for rank, _, _ in claims}))
-    return Ranks(world, (shard, replicate), _ranks_per_node(), mode)
+    ranks = sorted({rank for _, _, (row, _) in claims for rank in row})
+    return Ranks(_world_of(shard, replicate, ranks), (shard, replicate), _ranks_per_node(), mode)
 
 
 def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
@@ -221,10 +223,11 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> lis
     if not groups:
         return []
     members = [dist.get_process_group_ranks(group) for group in groups]
-    # Before a communicator is made: modes decide which groups ranks make for it.
+    # Before a communicator is made: modes decide which groups ranks make for it, and one that
+    # makes fewer than the others leaves them waiting.
     claims: list[_Claim] = _through(groups, (dist.get_rank(), mode.describe(), members))
     # What is wrong may show only on some ranks, and the others would wait for them.
-    problem = next(filter(None, _through(groups, _problem(claims, members))), None)
+    problem = next(filter(None, _through(groups, _problem(claims))), None)
     if problem is not None:
         raise ValueError(f"ShardedWrapper: {problem}")
     return claims
@@ -233,6 +236,7 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> lis
 def _through(groups: Sequence[dist.ProcessGroup], value: Any) -> list[Any]:
     """The values of all ranks in this rank's row and, through them, in their columns."""
     values = [value]
+    # Of a grid that is everybody: what a column's ranks have gathered in their rows is all.
     for group in groups:
         if group.size() > 1:
             with named(f"ShardedWrapper: comparing process groups, rank {dist.get_rank()}"):
@@ -241,7 +245,7 @@ def _through(groups: Sequence[dist.ProcessGroup], value: Any) -> list[Any]:
     return values
 
 
-def _problem(claims: list[_Claim], members: list[list[int]]) -> str | None:
+def _problem(claims: list[_Claim]) -> str | None:
     first, expected, _ = claims[0]
     for rank, mode, _ in claims:
         if mode != expected:
@@ -249,10 +253,7 @@ def _problem(claims: list[_Claim], members: list[list[int]]) -> str | None:
                 f"rank {first} has {expected}; rank {rank} has {mode}. Pass the same collectives "
                 "and wire_dtype on every rank."
             )
-    if len(members) == 1:
-        return None
-    row, column = members
-    problem = _grid_problem(row, column, [theirs for _, _, theirs in claims])
+    problem = _grid_problem([groups for _, _, groups in claims if len(groups) == 2])
     return problem and (
         f"process_group=(shard_group, replicate_group): {problem}. Every rank must be in one shard "
         "group and one replicate group, all shard groups equally large, each replicate group with "
@@ -260,16 +261,15 @@ def _problem(claims: list[_Claim], members: list[list[int]]) -> str | None:
     )
 
 
-def _grid_problem(row: list[int], column: list[int], others: list[list[list[int]]]) -> str | None:
-    """Compare this rank's shard and replicate group with those of the ranks that it reaches."""
-    if len(set(row) & set(column)) != 1:
-        return f"shard group {row} and replicate group {column} share several ranks"
-    for other_row, other_column in others:
-        groups = f"shard groups {row} and {other_row}, replicate groups {column} and {other_column}"
-        if len(other_row) != len(row) or len(other_column) != len(column):
-            return f"groups of different sizes: {groups}"
-        if len(set(other_row) & set(column)) != 1 or len(set(other_column) & set(row)) != 1:
-            return f"{groups} overlap"
+def _grid_problem(pairs: list[list[list[int]]]) -> str | None:
+    rows = sorted({tuple(row) for row, _ in pairs})
+    columns = sorted({tuple(column) for _, column in pairs})
+    if any(len(set(map(len, groups))) > 1 for groups in (rows, columns)):
+        return f"groups of different sizes: shard groups {rows}, replicate groups {columns}"
+    for row, column in product(rows, columns):
+        num_shared = len(set(row) & set(column))
+        if num_shared != 1:
+            return f"shard group {row} and replicate group {column} share {num_shared} ranks"
     return None
 
 

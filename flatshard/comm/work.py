@@ -18,11 +18,6 @@ class CollectiveError(RuntimeError):
     """A collective failed: a peer died, ran other units, or did not come within the timeout."""
 
 
-_CAUSES = (
-    "A peer died, ran other units than this rank, or did not come within the group's timeout. "
-)
-
-
 class named(watched):
     """Name the operation where a backend raises, or where it is slow.
 
@@ -30,13 +25,7 @@ class named(watched):
         CollectiveError: the backend raised.
     """
 
-    __slots__ = ("_causes",)
-
-    def __init__(
-        self, op_name: str | Callable[[], str], need: WaitCondition | None = None, causes: str = ""
-    ) -> None:
-        super().__init__((lambda: op_name) if isinstance(op_name, str) else op_name, need)
-        self._causes = causes
+    __slots__ = ()
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
@@ -44,10 +33,14 @@ class named(watched):
         # No other rank has to do with a lack of memory, and who catches that knows it by its class.
         if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
             return
+        # Of a rank that found a deadlock and left, the backend sees a closed connection only.
         failed, reason = f"{self.wait.describe()} failed", explain(self.wait)
         if reason is not None:
             raise CollectiveError(f"{failed}: {reason}") from error
-        remedy = f"{self._causes}Look for the first error on the other ranks."
+        remedy = (
+            "A peer died, ran other units than this rank, or did not come within the group's "
+            "timeout. Look for the first error on the other ranks."
+        )
         if "Duplicate GPU" in str(error):  # NCCL's words
             remedy = (
                 "Ranks have the same GPU: call torch.cuda.set_device(local_rank) before the "
@@ -101,11 +94,11 @@ class AsyncWork:
         self.works, self.then = (), None
         try:
             if works:
-                with named(partial(self._describe, works), self.need, _CAUSES):
+                with named(partial(self._describe, works), self.need):
                     for work in works:
                         work.wait()
             if then is not None:
-                with named(self.op_name, causes=_CAUSES):
+                with named(self.op_name):
                     then()
         except CollectiveError:
             self.sends = ()  # they would not end either
@@ -133,7 +126,7 @@ class AsyncWork:
         """Wait until the others have taken everything; raises as ``wait``."""
         sends, self.sends = self.sends, ()
         if sends:
-            with named(self.op_name, self.sends_need, _CAUSES):
+            with named(self.op_name, self.sends_need):
                 for work in sends:
                     work.wait()
         self.kept = ()

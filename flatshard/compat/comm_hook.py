@@ -1,10 +1,4 @@
-"""``register_comm_hook``: reads and checks a communication hook, and gives it to flat parameters.
-
-[Note: two kinds]
-torch's own averaging and compressing hooks are recognised by identity and never called: they only
-choose the reduce dtype. Any other hook is called instead of a reduction, which is over when the
-hook returns; ``engine.reduce_queue`` says when it is called.
-"""
+"""``register_comm_hook``: checks a communication hook, and gives it to flat parameters."""
 
 from __future__ import annotations
 
@@ -47,17 +41,9 @@ def register(
 ) -> None:
     """Give a hook to every flat parameter of some units; see ``ShardedWrapper``.
 
-    Collective: all ranks that train the model; compares what they register.
-
-    Args:
-        units: outermost first, each with the precision that it was wrapped with.
-        state: passed to the hook.
-        hook: the user's.
-        is_late: whether they are inside a model that has run a forward.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: see ``ShardedWrapper``; on every
-            rank, even if only some ranks have a reason. Then no unit has the hook.
+    Collective: all ranks that train the model. Errors are raised on every rank, even if only some
+    ranks have a reason; then no unit has the hook. ``units`` are outermost first; ``is_late`` if
+    they are inside a model that has run a forward.
     """
     outermost, _ = units[0]
     world = outermost.topology.world
@@ -118,8 +104,10 @@ def _plan(
                 f"{precision.reduce_dtype}). Choose one."
             )
         if is_average:
+            # Never called: the usual reduction averages too, so only its dtype is of interest.
             planned[unit] = CommHook(dtype)
         else:
+            # Called instead of a reduction; ``ReduceQueue`` says when.
             _check_callable_for(unit, hook)
             called = _user_hook(state, hook, world, unit.placement.sharded)
             planned[unit] = CommHook(reduce=called)
@@ -140,11 +128,9 @@ def _check_can_register(unit: Unit) -> None:
             )
 
 
-# ---------------------------------------------------------------- torch's own hooks
-
-
 def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
     """Whether a hook is one of torch's that average, and its reduce dtype; None: unchanged."""
+    # By identity, not by name: ``functools.wraps`` gives names to what does something else.
     # Looked up: importing the modules would need numpy, and one that is not there made no hook.
     ddp, fsdp = sys.modules.get(_DDP_HOOKS), sys.modules.get(_FSDP_HOOKS)
     for name, dtype in _AVERAGING.items():
@@ -170,6 +156,7 @@ def _check_averages_over(world: Communicator, state: Any, hook: Any) -> None:
                 f"the state of {_name(hook)} is for ranks {ranks}, the model trains on ranks "
                 f"{sorted(world.ranks)}. Pass its process group."
             )
+    # torch's states may divide twice, to keep sums of float16 small; here the sum is divided once.
     before = getattr(state, "gradient_predivide_factor", 1)
     after = getattr(state, "gradient_postdivide_factor", world.size)
     if before * after != world.size:
@@ -178,9 +165,6 @@ def _check_averages_over(world: Communicator, state: Any, hook: Any) -> None:
             f"over {world.size} ranks that the hook means here. Scale the loss instead, or write a "
             "hook of your own."
         )
-
-
-# ---------------------------------------------------------------- hooks that are called
 
 
 def _check_callable_for(unit: Unit, hook: Any) -> None:
@@ -230,6 +214,7 @@ def _user_hook(
         out = buffer.new_full((buffer.numel() // world.size,), math.nan) if is_sharded else buffer
         shape = out.shape
         returned = hook(state, buffer, out) if is_sharded else hook(state, buffer)
+        # A hook for DistributedDataParallel returns a future; nobody here would wait for it.
         if hasattr(returned, "wait"):
             raise TypeError(
                 f"the hook returned a {type(returned).__name__}, but its reduction must be over "

@@ -43,7 +43,7 @@ class ForwardEdits(StepObserver):
             inside = set(outer.modules())
             self._places[handle, outer] = [one for one in handle.params.places if one[0] in inside]
         for module, attribute, index in self._places[handle, outer]:
-            if module._parameters.get(attribute) is not handle.full[index]:
+            if module._parameters.get(attribute) is not handle.params.full[index]:
                 raise RuntimeError(
                     f"parameter {handle.params.specs[index].name!r} (unit {handle.unit_name!r}) "
                     "was replaced in forward: the model would go on with the one before. Compute "

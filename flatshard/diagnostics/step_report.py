@@ -1,10 +1,4 @@
-"""``StepReport``: where one rank's time and memory went in a step, as data and as a table.
-
-[Note: one thing at a time]
-At every moment the training thread does one thing for one unit, or runs code that is not ours. So
-the ranges of the thread never overlap, and add up to no more than the step. All-gathers and
-reductions in flight run beside the thread; their ranges may overlap any other.
-"""
+"""``StepReport``: where one rank's time and memory went in a step, as data and as a table."""
 
 from __future__ import annotations
 
@@ -209,6 +203,9 @@ def sum_up(
     ``volume`` has bytes by unit and purpose: "forward" or "backward" for all-gathers, "reduce";
     other purposes have no unit. ``figures`` are the fields that nothing here tells.
     """
+    # At every moment the training thread does one thing for one unit, or runs code that is not
+    # ours: ranges of the thread never overlap, and add up to no more than the step. All-gathers and
+    # reductions in flight run beside the thread; their ranges may overlap any other.
     seconds: defaultdict[tuple[Kind, int | None], float] = defaultdict(float)
     for kind, unit, begin, end in ranges:
         seconds[kind, unit] += end - begin
@@ -219,6 +216,7 @@ def sum_up(
         times: list[Any] = [seconds[kind, index] for kind in _TIMES]
         sizes = [volume.get((index, purpose), 0) for purpose in _PURPOSES]
         units.append(UnitReport(name, *times, *sizes))
+    # Before its first sample a step holds nothing.
     held = [(0, 0), *(each for _, *each in memory.totals())]
     return StepReport(
         seconds=memory.seconds,

@@ -53,7 +53,7 @@ def agree(
         # No rank raises alone: the others would wait for its reductions.
         [any(h.grad_publish.unreduced.was_edited for h in unit.handles) for unit in state.units],
         [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in handles],
-        [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.full))],
+        [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.params.full))],
     ]
     maxima = _maxima(state, [*own, *(one.votes() for one in voters)])
     program, started, waiting, edited, left_over, used = maxima[: len(own)]
@@ -63,7 +63,7 @@ def agree(
         voter.tally(their_maxima)
     flags = map(bool, used)
     return Agreement(
-        used={handle: list(islice(flags, len(handle.full))) for _, handle in handles},
+        used={handle: list(islice(flags, len(handle.params.full))) for _, handle in handles},
         left_over=list(compress(handles, left_over)),
         uneven=[i for i, both in enumerate(zip(started, waiting, strict=True)) if all(both)],
         edited=list(compress(state.units, edited)),

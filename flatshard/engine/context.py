@@ -42,9 +42,9 @@ class RunContext:
         self._buffers = buffers
         for index, unit in enumerate(state.units):
             unit.index = index
-            for handle in unit.handles:
-                # One list for all: the end of a backward waits once for what others read.
-                handle.link.pending_sends = state.pending_sends
+        for _, handle in state.handles:
+            # One list for all: the end of a backward waits once for what others read.
+            handle.link.pending_sends = state.pending_sends
         self._prefetch = Prefetch(state, forward=forward_prefetch, backward=backward_prefetch)
         self._backward = Backward(state, self._prefetch)
         self._forward = Forward(state, self._backward, self._prefetch)

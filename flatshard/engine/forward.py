@@ -32,24 +32,19 @@ from flatshard.memory.page_pool import POOL
 
 
 class Forward:
-    """The forwards of one model."""
-
     def __init__(self, state: StepState, backward: Backward, prefetch: Prefetch) -> None:
         self._state, self._observers = state, state.observers
         self._backward, self._prefetch = backward, prefetch
 
     def refresh(self, buffers: Sequence[Tensor]) -> None:
         """Look at the units again, after their buffers, and the modules', were made anew."""
-        units = self._state.units
+        units, handles = self._state.units, self._state.handles
         # The objects of now, as in DistributedDataParallel: a buffer that some forward replaces may
         # then have another size on each rank.
         self._buffers = buffers
-        self.saved = SavedTensors(units, self._backward)
+        self.saved = SavedTensors(handles, self._backward)
         self._of_several = [unit for unit in units if len(unit.modules) > 1]
-        crossing = [unit for unit in units if unit.topology.inter_group.size > 1]
-        self._crossing = [handle for unit in crossing for handle in unit.handles]
-
-    # ------------------------------------------------------------ one unit
+        self._crossing = [h for _, h in handles if h.topology.inter_group.size > 1]
 
     def enter(self, unit: Unit) -> Call:
         """Before a module's forward: unshard the unit and wait for it. Collective."""
@@ -118,8 +113,6 @@ class Forward:
             return True
         return self._state.expects_backward and self._prefetch.keeps_for_backward(unit)
 
-    # ------------------------------------------------------------ the outermost one
-
     def _begins_recomputation(self) -> bool:
         """Whether a reentrant checkpoint around the full model computes it again."""
         # Then nothing of the model's backward has run yet, and its own forward had no gradients.
@@ -178,8 +171,6 @@ class Forward:
                     if not failed:  # else the error on its way is the one to see
                         raise
 
-    # ------------------------------------------------------------ between steps
-
     def recover(self) -> None:
         """Return to a state to start from, after a step that was left by an exception."""
         self._observers.recover()
@@ -187,9 +178,8 @@ class Forward:
 
     def give_back(self) -> None:
         """Free memory that is kept for the next step."""
-        for unit in self._state.units:
-            for handle in unit.handles:
-                handle.reduce_plan.give_back()
+        for _, handle in self._state.handles:
+            handle.reduce_plan.give_back()
         POOL.give_back()
 
 

@@ -116,10 +116,9 @@ class ParamGather:
 
     def finish(self, buffer: Tensor) -> None:
         """Wait for what ``start`` began: ``buffer`` is filled then. Raises CollectiveError."""
+        assert self._work is not None, "something was started"
         work, self._work = self._work, None
         packed, self._packed = self._packed, None
-        if work is None:
-            return
         work.wait(self._link.pending_sends)
         # What is on the stream for copies must be over before the compute stream reads.
         self._to_device.wait_on_stream()
@@ -127,10 +126,6 @@ class ParamGather:
             assert self._float8 is not None, "it was packed"
             with torch.inference_mode(False), torch.no_grad():
                 self._float8.unpack(packed, buffer)
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._work is not None
 
     def begin_refresh(self, shard: Tensor, version: int) -> None:
         """All-gather what other nodes changed, later. Collective: the ranks of ``inter_group``."""
@@ -171,7 +166,6 @@ class SecondaryShard:
             self._version = version
 
     def end_backward(self) -> None:
-        """Give back what ``cut`` kept."""
         if self._is_temporary:
             self.drop()
 

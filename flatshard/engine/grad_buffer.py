@@ -7,6 +7,7 @@ only (``Sync.INTRA``) comes back to wait here.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
@@ -53,17 +54,16 @@ class GradientBuffer:
         min_chunk_bytes: int | None = None,
     ) -> None:
         self.dtypes = dtypes
-        # Original parameters, by index: whose gradient is here; whose came since the unit was last
-        # unsharded for backward; whose came since gradients were last published.
-        self.filled: set[int] = set()
-        self.arrived: set[int] = set()
-        self.used_by_rank: set[int] = set()
-        # The sum of what `Sync.INTRA` reduced, `(padded_numel / intra_group.size,)`.
-        self.intra_reduced: Tensor | None = None
-        # The gradients that are here: views of the buffer, or apart from it.
+        # The gradients that are here, by original parameter: views of the buffer, or apart from it.
         self.slots: dict[int, Tensor] = {}
         self._apart: set[int] = set()
         self._buffer: Tensor | None = None
+        # Those that came since the unit was last unsharded for backward.
+        self.arrived: set[int] = set()
+        # Those that came since gradients were last published.
+        self.used_by_rank: set[int] = set()
+        # The sum of what `Sync.INTRA` reduced, `(padded_numel / intra_group.size,)`.
+        self.intra_reduced: Tensor | None = None
         self._layout, self._device = layout, device
         # Of gaps and originals in turn.
         bounds = [bound for span in layout.spans for bound in (span.start, span.end)]
@@ -75,8 +75,6 @@ class GradientBuffer:
         is_large = nbytes >= max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(layout.spans))
         if device.type == "cpu" and min_chunk_bytes is not None and is_large:
             self._chunk_plan = ChunkPlan(layout, min_chunk_bytes, dtypes.reduce_dtype)
-        # A cast on arrival would cost an accelerator the launch that staying apart saves.
-        self._casts_late = device.type != "cpu"
 
     @property
     def nbytes(self) -> int:
@@ -85,12 +83,13 @@ class GradientBuffer:
     @property
     def accumulated(self) -> set[int]:
         """Original parameters whose gradient waits for a reduction over all ranks."""
-        return self.filled if self.intra_reduced is None else self.filled | self.used_by_rank
+        reduced = set() if self.intra_reduced is None else self.used_by_rank
+        return reduced | self.slots.keys()
 
     def waits_for(self, sync: Sync) -> bool:
         """Whether there is something that a reduction with ``sync`` would reduce further."""
         held = sync is Sync.ALL and self.intra_reduced is not None
-        return sync is not Sync.NONE and (bool(self.filled) or held)
+        return sync is not Sync.NONE and (bool(self.slots) or held)
 
     # ------------------------------------------------------------ accumulate
 
@@ -99,11 +98,10 @@ class GradientBuffer:
 
         It has its true shape and any dtype. ``more_to_come``: this backward reduces nothing.
         """
-        if index in self.filled:
+        if index in self.slots:
             self._add(index, grad)
         else:
             self._fill(index, grad, more_to_come)
-            self.filled.add(index)
         self.arrived.add(index)
         self.used_by_rank.add(index)
 
@@ -116,26 +114,23 @@ class GradientBuffer:
         slot.add_(grad)
 
     def _fill(self, index: int, grad: Tensor, more_to_come: bool) -> None:
-        span, dtype = self._layout.spans[index], self.dtypes.reduce_dtype
-        # More will be added, in a wider dtype than this one is sent in: until then it is not
-        # rounded. `take_chunks` casts.
-        may_widen = more_to_come and self.dtypes.accum_dtype is not dtype
-        stays_apart = self._chunk_plan is not None or grad.nbytes < _SMALL_BYTES
-        if not (stays_apart or may_widen):
+        span = self._layout.spans[index]
+        # More will be added, in a wider dtype than this one is sent in: until then it must not be
+        # rounded.
+        may_widen = more_to_come and self.dtypes.accum_dtype is not self.dtypes.reduce_dtype
+        is_small = grad.nbytes < _SMALL_BYTES
+        if self._chunk_plan is None and not (is_small or may_widen):
             buffer = self._allocate() if self._buffer is None else self._buffer
             self.slots[index] = view_of(buffer, span).copy_(grad)
-            self._apart.discard(index)
             return
-        if may_widen or self._casts_late:
-            dtype = grad.dtype
-        fits = grad.dtype is dtype and grad.stride() == span.strides
         # Of a lazy conjugate or negative the memory has other values.
-        fits = fits and not (grad.is_conj() or grad.is_neg())
+        fits = grad.stride() == span.strides and not (grad.is_conj() or grad.is_neg())
         if not fits or grad.device != self._device:
             # Dense, as chunks are read: an expanded gradient has strides of zero.
-            slot = torch.empty_strided(span.shape, span.strides, dtype=dtype, device=self._device)
-            grad = slot.copy_(grad)
-        self.slots[index] = grad  # uncopied if it fits: the hook took it off `.grad`
+            dense = grad.new_empty_strided(span.shape, span.strides, device=self._device)
+            grad = dense.copy_(grad)
+        # Uncopied if it fits: the hook took it off `.grad`. `take_chunks` casts.
+        self.slots[index] = grad
         self._apart.add(index)
 
     def _allocate(self) -> Tensor:
@@ -160,7 +155,8 @@ class GradientBuffer:
 
     def forget(self, index: int) -> None:
         """Drop one gradient that was not reduced yet."""
-        for marks in (self.filled, self.arrived, self.used_by_rank):
+        self.slots.pop(index, None)
+        for marks in (self._apart, self.arrived, self.used_by_rank):
             marks.discard(index)
         if self.intra_reduced is not None:
             span, numel = self._layout.spans[index], self.intra_reduced.numel()
@@ -177,10 +173,10 @@ class GradientBuffer:
         part = torch.zeros(
             self._layout.shard_numel, dtype=self.dtypes.grad_dtype, device=self._device
         )
-        for index in self.filled:
+        for index, slot in self.slots.items():
             span = self._layout.spans[index]
             local = self._layout.local_span(index, self._rank)
-            part[local.start : local.end].copy_(part_of(self.slots[index], span, local))
+            part[local.start : local.end].copy_(part_of(slot, span, local))
         if self.intra_reduced is not None:
             first = self._layout.shard_range(self._rank)[0] - self._intra_start
             part.add_(self.intra_reduced.narrow(0, first, self._layout.shard_numel))
@@ -188,12 +184,11 @@ class GradientBuffer:
 
     def take_over(self, other: GradientBuffer) -> None:
         """Go on with what another buffer of the same layout has accumulated; casts and moves."""
-        self.filled |= other.filled
         self.arrived |= other.arrived
         self.used_by_rank |= other.used_by_rank
         with torch.no_grad():
-            for index in other.filled:
-                self._fill(index, other.slots[index], more_to_come=True)
+            for index, slot in other.slots.items():
+                self._fill(index, slot, more_to_come=True)
             if other.intra_reduced is not None:
                 self.add_intra_reduced(other.intra_reduced.to(self._device))
 
@@ -208,21 +203,25 @@ class GradientBuffer:
 
     def _chunks(self) -> FlatChunks:
         if self._chunk_plan is not None:
-            in_order = self._in_memory_order(self.filled)
-            return self._chunk_plan.chunks(dict(zip(self.filled, in_order, strict=True)))
+            in_order = self._in_memory_order(self.slots)
+            grads = dict(zip(self.slots, in_order, strict=True))
+            # Nothing else holds them now: each is freed when it has been cast.
+            in_order.clear()
+            self._empty()
+            return self._chunk_plan.chunks(grads)
         spans = self._layout.spans
         buffer = self._allocate() if self._buffer is None else self._buffer
-        if len(self.filled) < len(spans):
-            absent = (span for index, span in enumerate(spans) if index not in self.filled)
+        if len(self.slots) < len(spans):
+            absent = (span for index, span in enumerate(spans) if index not in self.slots)
             zero([buffer[span.start : span.end] for span in absent])
-        if apart := self._apart & self.filled:
+        if self._apart:
             # All ranges in one call, then all copies in one kernel.
             pieces = buffer.split_with_sizes(self._sizes)[1::2]
-            grads = self._in_memory_order(apart)
-            torch._foreach_copy_([pieces[index] for index in apart], grads)
+            apart = self._in_memory_order(self._apart)
+            torch._foreach_copy_([pieces[index] for index in self._apart], apart)
         return FlatChunks.of(buffer)
 
-    def _in_memory_order(self, indices: set[int]) -> list[Tensor]:
+    def _in_memory_order(self, indices: Iterable[int]) -> list[Tensor]:
         """These gradients' elements as they lie, ``(numel,)`` each: all are dense."""
         slots = [self.slots[index] for index in indices]
         return [one if one.dim() == 1 else one.as_strided((one.numel(),), (1,)) for one in slots]
@@ -239,7 +238,6 @@ class GradientBuffer:
 
     def _empty(self) -> None:
         self._buffer, self.slots, self._apart = None, {}, set()
-        self.filled.clear()
 
 
 def zero(pieces: list[Tensor]) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.offload import DeviceToHost, OffloadTarget
 from flatshard.engine.param_views import ParamViews
-from flatshard.engine.unreduced_grads import UnreducedGrads, edited, original_in, shown_in
+from flatshard.engine.unreduced_grads import UnreducedGrads, edited, shown_in
 from flatshard.memory.buffers import storage_bytes
 from flatshard.precision.casts import set_grad
-from flatshard.tensor.flat_parameter import FlatParameter
+from flatshard.tensor.flat_parameter import FlatParameter, view_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 
@@ -124,7 +124,9 @@ class GradPublish:
             if params.use_orig_params or not there:
                 return there
             local = local_range(there[0])
-            return [original_in(params, index, local) for index in range(len(params.specs))]
+            if params.is_whole:
+                return [view_of(local, span) for span in params.layout.spans]
+            return [FlatShardTensor.in_flat(local, spec) for spec in params.specs]
 
     def run_post_accumulate_hooks(self, used: list[bool]) -> None:
         params = self._params

@@ -43,7 +43,7 @@ class FlatParamHandle:
     """One flat parameter: parameters of one unit that agree in dtype and ``requires_grad``."""
 
     def __init__(self, params: ParamViews, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Without memory: ``adopt``, ``show_shard`` and ``make_buffer`` follow, in this order."""
+        """Without memory: ``adopt``, ``params.show_shard`` and ``make_buffer`` follow."""
         self.params, self.device = params, device
         self.options = options = params.options
         self.layout, self.link, self.local_spans = params.layout, params.link, params.local_spans
@@ -68,13 +68,7 @@ class FlatParamHandle:
 
     @property
     def sharded(self) -> list[nn.Parameter]:
-        """The parameters that users see."""
         return self.params.sharded
-
-    @property
-    def full(self) -> list[nn.Parameter]:
-        """The parameters that compute, in the order of ``layout.spans``."""
-        return self.params.full
 
     # ------------------------------------------------------------ memory
 
@@ -89,10 +83,6 @@ class FlatParamHandle:
         # Of the unsharded buffer; where it is apart from the shard, `make_buffer` allocates it.
         self.memory = ShardItself(self.shard) if memory is None else memory
         self.page_out()
-
-    def show_shard(self) -> None:
-        """Let the sharded parameters show it."""
-        self.shard = self.params.show_shard(self.shard)
 
     def make_buffer(self) -> None:
         """Make the unsharded buffer and the full parameters over it; views are made once."""
@@ -152,25 +142,24 @@ class FlatParamHandle:
 
     def wait_unshard(self) -> None:
         """UNSHARDING -> UNSHARDED: finish the all-gather. Raises CollectiveError."""
-        if self.gather.is_under_way:
-            try:
-                # Autograd must not take the refill for an edit of what it saved.
-                with _unsafe_preserve_version_counter(self.buffer):
-                    self.gather.finish(self.buffer)
-            except Exception:
-                self.state = ShardState.SHARDED
-                self._free_buffer()
-                raise
-            self.params.set_accessible(True)
+        if self.state is not ShardState.UNSHARDING:
+            return
+        try:
+            # Autograd must not take the refill for an edit of what it saved.
+            with _unsafe_preserve_version_counter(self.buffer):
+                self.gather.finish(self.buffer)
+        except Exception:
+            self.state = ShardState.SHARDED
+            self._free_buffer()
+            raise
+        self.params.set_accessible(True)
         self.state = ShardState.UNSHARDED
 
     def reshard(self) -> None:
         """UNSHARDED -> SHARDED: free the unsharded buffer, if there is one. No communication."""
         if self.state is ShardState.SHARDED:
             return
-        if self.state is ShardState.UNSHARDING:
-            # Memory that an all-gather is still writing must not be freed.
-            self.wait_unshard()
+        self.wait_unshard()  # memory that an all-gather is still writing must not be freed
         self.state = ShardState.SHARDED
         if not self._aliased:
             self._free_buffer()
@@ -279,7 +268,6 @@ class FlatParamHandle:
 
     @property
     def is_reducing(self) -> bool:
-        """Whether a reduction has started that is not finished."""
         return self.grad_reduce is not None and not self.grad_reduce.is_finished
 
     def publish(self, used: list[bool]) -> None:

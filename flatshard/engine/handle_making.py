@@ -41,7 +41,7 @@ def make_handle(
         for index, one in enumerate(owned):
             if index not in handle.unfilled:
                 fill(handle, index, one.param, source)
-        handle.show_shard()
+        handle.shard = handle.params.show_shard(handle.shard)
     handle.make_buffer()
     return handle
 
@@ -73,7 +73,7 @@ def copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
     twin.unfilled = set(handle.unfilled)
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         twin.adopt(handle.shard.detach().clone())
-        twin.show_shard()
+        twin.shard = params.show_shard(twin.shard)
     twin.make_buffer()
     return twin
 
@@ -85,21 +85,21 @@ def convert(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
     handle.gather.secondary.finish_refresh()
     handle.absorb_replaced()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        shard, before = handle.shard, handle.shard.data_ptr()
-        converted = fn(shard)
-        if converted is shard and converted.data_ptr() == before:
+        before = handle.shard.data_ptr()
+        converted = fn(handle.shard)
+        if converted is handle.shard and converted.data_ptr() == before:
             return
         if converted.device.type == "meta":
             raise RuntimeError(
                 f"unit {handle.unit_name!r}: moving a sharded model to the meta device would "
                 "lose its weights"
             )
-        if converted.device != shard.device:
+        if converted.device != handle.shard.device:
             handle.device = converted.device
         handle.gather.move_to(handle.device)
         grads = handle.grad_publish.take_off()
         handle.adopt(converted)
-        handle.show_shard()
+        handle.shard = handle.params.show_shard(handle.shard)
         take_in = handle.options.targets.gradient.take_in
         handle.grad_publish.put_back(grads, lambda grad: take_in(fn(grad)))
     handle.make_buffer()

@@ -62,8 +62,6 @@ class UnitHooks:
         twin.unit = unit
         twin.own(copied(handle, memo) for handle in self.unit.handles)
 
-    # ------------------------------------------------------------ of modules
-
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -96,8 +94,6 @@ class UnitHooks:
             failed = output is None and sys.exc_info()[0] is not None
             self._forward.leave(unit, has_output=output is not None, failed=failed)
         return changed
-
-    # ------------------------------------------------------------ of parameters
 
     def _grad_hook(self, handle: FlatParamHandle, index: int) -> Callable[[Tensor], None]:
         """Make what full parameter ``index`` calls once autograd has filled its ``.grad``."""
@@ -152,10 +148,8 @@ class _ModuleHook:
         return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleHook:
-        twin = memo.get(id(self._hooks))
-        return _ModuleHook(
-            twin if twin is not None else self._hooks.unit.refuse_to_part(), self._method
-        )
+        twin = memo.get(id(self._hooks)) or self._hooks.unit.refuse_to_part()
+        return _ModuleHook(twin, self._method)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self._hooks.unit.refuse_to_part()

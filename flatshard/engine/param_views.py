@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from flatshard.engine.gather import HandleOptions
 from flatshard.engine.run_link import RunLink
 from flatshard.plan.layout import FlatLayout
-from flatshard.plan.param_info import ParamInfo, ParamLocation
+from flatshard.plan.param_info import ParamInfo
 from flatshard.tensor import freed_parameter
 from flatshard.tensor.flat_parameter import FlatParameter, FlatParameterPart, view_of
 from flatshard.tensor.param_swap import SwappableParam
@@ -38,13 +38,12 @@ class ParamViews:
     def __init__(
         self, owned: list[ParamInfo], link: RunLink, options: HandleOptions, layout: FlatLayout
     ) -> None:
-        """Describe what this rank holds; ``show_shard`` and ``make_full`` fill it."""
         self.link, self.layout, self.options = link, layout, options
         self.is_whole = options.topology.shard.size == 1
         self.use_orig_params = options.use_orig_params
         # Whether what users see are the original objects, over the shard.
         self.are_originals = self.use_orig_params and self.is_whole
-        self._owned = [SwappableParam(info) for info in owned]
+        self.owned = [SwappableParam(info) for info in owned]
         self.sharded = [info.param for info in (owned if self.use_orig_params else owned[:1])]
         self.full: list[nn.Parameter] = []  # in the order of `layout.spans`
         self._may_read = True
@@ -59,11 +58,9 @@ class ParamViews:
             for index, one in enumerate(owned)
             for site in one.locations
         ]
-        self._rnns = [module for module in self.modules() if isinstance(module, nn.RNNBase)]
+        self._rnns = {one for one, _, _ in self.places if isinstance(one, nn.RNNBase)}
         self._grad_hook: GradHook | None = None
         self._make_specs()
-
-    # ------------------------------------------------------------ construction
 
     def _make_specs(self) -> None:
         topology, layout, unit = self.options.topology, self.layout, self.link.unit_name
@@ -105,7 +102,7 @@ class ParamViews:
             shard = self._show_flat(shard, requires_grad[0])
         else:
             spans = self.layout.spans
-            for index, (owned, span) in enumerate(zip(self._owned, spans, strict=True)):
+            for index, (owned, span) in enumerate(zip(self.owned, spans, strict=True)):
                 asks = requires_grad[index]
                 if not self.is_whole:
                     owned.swap_into(FlatShardTensor.parameter(shard, self.specs[index], asks))
@@ -125,7 +122,7 @@ class ParamViews:
             flat.point_at(shard)
         else:
             flat = FlatParameter(shard, requires_grad, self.layout, self.options.topology.index)
-            for owned in self._owned:
+            for owned in self.owned:
                 # Kept any longer, the originals would be a full copy of the unit on every rank.
                 owned.flatten_into(flat, self.link.unit_name)
             self.sharded = [flat]
@@ -158,7 +155,7 @@ class ParamViews:
                     full._backward_hooks = before[index]._backward_hooks
                     self._hook_grad(index)
                 if self.use_orig_params and not self.is_whole:
-                    self._owned[index].move_hooks(full)
+                    self.owned[index].move_hooks(full)
 
     def _hook_grad(self, index: int) -> None:
         full = self.full[index]
@@ -200,7 +197,7 @@ class ParamViews:
 
     def copied(self, memo: dict[int, Any], link: RunLink) -> ParamViews:
         """The same for modules that were deep-copied; shows nothing before ``show_shard``."""
-        owned = [one.copied(memo) for one in self._owned]
+        owned = [one.copied(memo) for one in self.owned]
         twin = ParamViews(owned, link, self.options, self.layout)
         for copied, spec in zip(twin.specs, self.specs, strict=True):
             copied.name = spec.name  # that of the layout is relative to the first root
@@ -212,8 +209,6 @@ class ParamViews:
         for spec in self.specs:
             spec.name, spec.unit = strip(spec.name), self.link.unit_name
 
-    # ------------------------------------------------------------ what they are
-
     @property
     def are_full(self) -> bool:
         """Whether the sharded parameters are plain and compute themselves."""
@@ -224,15 +219,6 @@ class ParamViews:
         with torch._C.DisableTorchFunctionSubclass():
             found = [param.requires_grad for param in self.sharded]
         return found if self.use_orig_params else found * len(self.specs)
-
-    def num_trainable(self) -> int:
-        return sum(full.requires_grad for full in self.full)
-
-    def modules(self) -> set[nn.Module]:
-        return {module for module, _, _ in self.places}
-
-    def locations(self, index: int) -> list[ParamLocation]:
-        return self._owned[index].locations
 
     # ------------------------------------------------------------ what modules hold
 
@@ -272,7 +258,6 @@ class ParamViews:
         self._rebuild_rnns()
 
     def use_sharded_views(self) -> None:
-        """Give the modules the sharded parameters back."""
         if not self.are_full:
             self.show_sharded()
 

@@ -48,8 +48,6 @@ class Call:
 
 
 class Unit:
-    """A wrapped module, or several, and their flat parameters."""
-
     def __init__(
         self,
         modules: Mapping[nn.Module, UnitCasts],
@@ -113,18 +111,17 @@ class Unit:
             handle.params.rename(strip)
 
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
-        """Own these flat parameters, and no others."""
         self.handles = list(handles)
         self.for_backward = [
             handle
             for handle in self.handles
-            if not all(type(module) in _LOOKUPS for module in handle.params.modules())
+            if not all(type(module) in _LOOKUPS for module, _, _ in handle.params.places)
         ]
         self.count_trainable()
 
     def count_trainable(self) -> None:
         """Look again which parameters require a gradient: users may freeze some between steps."""
-        self.num_trainable = {handle: handle.params.num_trainable() for handle in self.handles}
+        self.num_trainable = {h: sum(p.requires_grad for p in h.params.full) for h in self.handles}
 
     def plan_sync(self, wanted: Sync) -> None:
         """Do with gradients what ``wanted`` means for the groups of this unit."""
@@ -146,10 +143,7 @@ class Unit:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of its unsharded buffers while they exist."""
         return sum(handle.buffer_bytes for handle in self.handles)
-
-    # ------------------------------------------------------------ state
 
     def enter(self, phase: Phase) -> None:
         # FORWARD to BACKWARD: one that runs inside a forward, for forces say.
@@ -186,19 +180,15 @@ class Unit:
             and not self._is_sticky
         )
 
-    @property
-    def _version(self) -> int:
-        return sum(handle.version for handle in self.handles)
-
-    @property
-    def _is_sticky(self) -> bool:
-        """Whether a differentiable backward may still need the buffers."""
-        return self._sticky_version >= 0 and self._sticky_version == self._version
-
     def stick(self) -> None:
         """Keep the buffers until the parameters change."""
         # With create_graph, nodes that backward itself makes save views that nothing packs.
-        self._sticky_version = self._version
+        self._sticky_version = sum(handle.version for handle in self.handles)
+
+    @property
+    def _is_sticky(self) -> bool:
+        version = self._sticky_version
+        return version >= 0 and version == sum(handle.version for handle in self.handles)
 
     # ------------------------------------------------------------ unshard and reshard
 
@@ -211,8 +201,7 @@ class Unit:
     def wait_unshard(self) -> None:
         """Wait for what ``unshard`` started, and let the modules hold unsharded parameters."""
         for handle in self.handles:
-            if handle.state is ShardState.UNSHARDING:
-                handle.wait_unshard()
+            handle.wait_unshard()
         # All, also what backward does without: recomputed forwards look at the modules.
         for handle in self.handles:
             handle.params.use_unsharded_views()
@@ -234,7 +223,7 @@ class Unit:
             handle.gather.secondary.end_backward()
             if not by_policy or self._reshards_after_backward(handle):
                 handle.reshard()
-            elif handle.state is ShardState.UNSHARDING:
+            else:
                 # The optimizer may write the shard next, so it must not be on its way.
                 handle.wait_unshard()
 
@@ -306,7 +295,6 @@ class Unit:
     # ------------------------------------------------------------ backward
 
     def begin_model_backward(self) -> None:
-        """A backward of the model begins; forget the last one's counts."""
         self._outstanding_inputs.clear()
         self._ends_unseen = False
         for handle in self.handles:

@@ -101,13 +101,8 @@ class UnreducedGrads:
 
 def shown_in(params: ParamViews, index: int, flat: Tensor) -> Tensor:
     """What sharded parameter ``index`` shows of ``flat``, ``(shard_numel,)``: a view."""
-    if params.use_orig_params:
-        return original_in(params, index, flat)
-    return FlatShardTensor(flat, params.flat_spec)
-
-
-def original_in(params: ParamViews, index: int, flat: Tensor) -> Tensor:
-    """Original parameter ``index``'s range of ``flat``, ``(shard_numel,)``: a view."""
+    if not params.use_orig_params:
+        return FlatShardTensor(flat, params.flat_spec)
     if params.is_whole:
         return view_of(flat, params.layout.spans[index])
     return FlatShardTensor.in_flat(flat, params.specs[index])

@@ -1,10 +1,7 @@
 """``BufferMemory``: memory of an unsharded buffer, which is taken and given back each time.
 
-ShardItself       for one rank that has everything.
-AllocatedBuffer   the allocator's, for small buffers and on accelerators.
-PooledBuffer      pages that go from unit to unit, for large ones on a CPU.
-
-A transport may have kinds of its own, which need fewer copies.
+The allocator's for small buffers and on accelerators, ``PooledBuffer`` for large ones on a CPU. A
+transport may have kinds of its own, which need fewer copies.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ class ShardItself(BufferMemory):
 
 
 class AllocatedBuffer(BufferMemory):
-    """An unsharded buffer of the device's allocator, for small ones and on accelerators."""
+    """An unsharded buffer of the device's allocator."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.buffer = torch.empty(numel, dtype=dtype, device=device)

@@ -25,11 +25,9 @@ _MFD_NOEXEC_SEAL = 8
 class Files(Protocol):
     """What makes files to be mapped: this module, or ``DiskMemory``."""
 
-    def create(self, nbytes: int) -> int:
-        """An open file of ``nbytes`` zeros; raises ``OSError`` or ``OffloadError``."""
+    def create(self, nbytes: int) -> int: ...
 
-    def mapped(self, number: int, nbytes: int) -> mmap.mmap:
-        """A range in which an open file is seen, and written; raises ``OSError``."""
+    def mapped(self, number: int, nbytes: int) -> mmap.mmap: ...
 
 
 def create(nbytes: int, *, reserve: bool = True) -> int:
@@ -103,16 +101,14 @@ def want_pages(place: int, nbytes: int) -> None:
 
 def move_pages(source: int, place: int, nbytes: int) -> bool:
     """Move what is in a range of this process's own memory to another; says if that worked."""
-    # The first range is zeros after it, without memory. What was in the other is gone.
-    if _mremap is None:
-        return False
+    # The first range is zeros after it, without memory. What was in the other is gone. Before
+    # Linux 5.7 it does not work.
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
     return bool(_mremap(source, nbytes, nbytes, flags, place) == place)
 
 
 def forbid(place: int, nbytes: int) -> None:
-    """Forbid reads and writes of a range; one ends the process."""
-    _mprotect(place, nbytes, _PROT_NONE)
+    _mprotect(place, nbytes, _PROT_NONE)  # a read or write ends the process
 
 
 def allow(place: int, nbytes: int) -> None:

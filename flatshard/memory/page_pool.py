@@ -2,13 +2,9 @@
 
 New memory costs a page fault for every few kilobytes, which takes longer than filling it. A
 buffer's addresses stay the same for life, since autograd holds views of it; so ``mremap`` moves
-pages there and away, in a tenth of the time.
-
-[Note: chunks]
-Pages come in chunks, each with addresses of its own that nobody reads. A lease moves a chunk, or
-its first pages, from there into a buffer, and its end moves them back. The pool grows to
-as many chunks as were leased at once. Where pages cannot be moved (another system, too many
-mappings), a buffer gets new ones, by faults: slower, and nothing else.
+pages there and away, in a tenth of the time. They come in chunks, each with addresses of its own
+that nobody reads. The pool grows to as many chunks as were leased at once. Where pages cannot be
+moved (another system, too many mappings), a buffer gets new ones, by faults.
 """
 
 from __future__ import annotations
@@ -88,17 +84,15 @@ class PagePool:
             mapped_files.drop_pages(chunk, _CHUNK_BYTES)
 
 
-POOL = PagePool()
-"""That of this process."""
+POOL = PagePool()  # this process's
 
 
 class PooledBuffer(BufferMemory):
-    """An unsharded buffer with pages of the pool.
+    """An unsharded buffer with pages of the pool, and perhaps of a file that is the shard."""
 
-    Over sockets an all-gather would copy this rank's shard into it. A large shard is a file in
-    memory instead, which the buffer maps as well: privately, so that what a module writes into its
-    parameters stays out of the shard, and is dropped when they are resharded.
-    """
+    # Over sockets an all-gather would copy this rank's shard into the buffer, which maps a large
+    # one instead: privately, so that what a module writes into its parameters stays out of the
+    # shard, and is dropped when they are resharded.
 
     def __init__(
         self,

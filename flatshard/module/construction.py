@@ -51,11 +51,8 @@ class Construction:
         """Let ``root``, which is empty, wrap the module, and wrappers of class ``kind`` its units.
 
         Collective: all ranks. ``sync`` is ``sync_module_states``; ``notes`` are further warnings.
-
-        Raises:
-            ValueError: on all ranks: they build different models, the number of ranks does not fit
-                a strategy, or nothing initialises tensors on the meta device.
-            RuntimeError: something else refers to a parameter's memory.
+        Raises ValueError, on all ranks, if they build different models, their number does not fit a
+        strategy, or nothing initialises tensors on the meta device.
         """
         initial_values = self._agree(sync)
         is_first = self._settings.ranks.world.rank == 0

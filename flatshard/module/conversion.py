@@ -43,7 +43,8 @@ def convert(
     context.is_converting = True
     try:
         with hidden(shardings_in(root.wrapper), handles):
-            convert_buffers(root.wrapper.modules(), apply_to_module, fn)
+            apply_to_module()
+            convert_buffers(root.wrapper.modules(), fn)
     finally:
         context.is_converting = False
     for handle in handles:

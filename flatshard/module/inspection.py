@@ -34,13 +34,7 @@ class UnwrappedModel:
         ignored_modules: Iterable[nn.Module] | None,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None,
     ) -> UnwrappedModel:
-        """See whether a module can be wrapped with this policy, and what is to be ignored.
-
-        Raises:
-            TypeError: it is no module, or the policy is no policy; see also ``find_ignored``.
-            ValueError: a policy over a model that already contains units; a part of it is wrapped
-                in DistributedDataParallel; an optimizer steps in the backward of a part.
-        """
+        """See what is to be ignored. Raises if the module cannot be wrapped with this policy."""
         _check_module(module, policy)
         nested: dict[nn.Module, Ignored] = {s.wrapper: s.ignored for s in shardings_in(module)}
         owned = {id(param) for handle in handles_in(module) for param in handle.sharded}
@@ -91,11 +85,7 @@ class UnwrappedModel:
     def find_device(
         self, device_id: int | str | torch.device | None, group: dist.ProcessGroup | None
     ) -> torch.device:
-        """The device of the shards and of computation.
-
-        Raises:
-            ValueError: ``device_id`` names no device of this host.
-        """
+        """The device of the shards and of computation; ValueError if this host has none such."""
         if device_id is not None:
             return _read_device(device_id)
         skipped = self.ignored.ids()

@@ -233,6 +233,7 @@ def predict(
     )
     plan = ModelPlan(UnwrappedModel(model, auto_wrap_policy), settings)
     units = [_unit_memory(unit, world_size, optimizer_bytes) for unit in plan.units]
+    # A buffer may stand at several places.
     buffers = {id(one): one for one in model.buffers()}.values()
     return MemoryPlan(tuple(units), sum(one.nbytes for one in buffers))
 

@@ -44,9 +44,6 @@ def leave_empty(module: nn.Module) -> None:
     module.__dict__[_LEFT_EMPTY] = True
 
 
-# ---------------------------------------------------------------- before sharding
-
-
 def check_resets(model: UnwrappedModel, start: InitialValues, init_fn: InitFn | None) -> None:
     """Raise ValueError, on every rank, if one must initialise tensors and cannot. Collective."""
     needs_resets = start.initialises and init_fn is None
@@ -90,9 +87,6 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
         if callable(reset):
             return reset  # type: ignore[no-any-return]
     return None
-
-
-# ---------------------------------------------------------------- attributes without values
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +134,7 @@ def _param_slots(handles: Iterable[FlatParamHandle]) -> list[_Slot]:
         for index in sorted(handle.unfilled):
             spec = handle.params.specs[index]
             meta = spec.empty(handle.shard.new_empty(0, device="meta"))
-            places = handle.params.locations(index)
+            places = handle.params.owned[index].locations
             slots += [
                 _Slot(at.module, at.attribute, spec.name, meta, handle, index, at is places[0])
                 for at in places
@@ -199,9 +193,6 @@ def _tie(slots: Iterable[_Slot]) -> None:
     first: dict[int, _Slot] = {}
     for slot in slots:
         slot.module._buffers[slot.attribute] = first.setdefault(id(slot.meta), slot).held
-
-
-# ---------------------------------------------------------------- after sharding
 
 
 class MetaInit:

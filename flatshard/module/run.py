@@ -78,8 +78,7 @@ def _plan_accumulation(
         return [Sync.INTRA if replicas_only else Sync.NONE] * len(units)
     syncs = [rest] * len(units)
     # Small ones first: for as many bytes kept unsharded, they save the most collectives.
-    sizes = sorted((_gradient_bytes(unit), unit.index) for unit in units)
-    for nbytes, index in sizes:
+    for nbytes, index in sorted((_gradient_bytes(unit), unit.index) for unit in units):
         if nbytes <= max_bytes:
             max_bytes -= nbytes
             syncs[index] = Sync.NONE

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard.comm.ranks import Ranks, read_ranks
 from flatshard.comm.topology import Topology
 from flatshard.options.collectives import (
-    Collectives,
     TransportOptions,
     check_launch_without_group,
 )
@@ -104,11 +103,8 @@ class Settings:
                 f"strategies, got {self.strategy.name}. Pass one group of all ranks, or a HYBRID "
                 "strategy."
             )
-        mode = self.ranks.mode
-        asked = None if mode.wire_dtype is None else "wire_dtype"
-        if mode.collectives is Collectives.SOCKETS:
-            asked = asked or 'collectives="sockets"'
-        if asked is not None and self.device.type != "cpu":
+        asked = self.ranks.mode.needs_gloo
+        if asked and self.device.type != "cpu":
             raise ValueError(
                 f"{asked} is for gloo and parameters in host memory; they are on {self.device}. "
                 "Leave it out, and the backend moves them; MixedPrecision(param_dtype, "

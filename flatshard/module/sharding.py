@@ -110,8 +110,6 @@ class Sharding:
         self.settings = dataclasses.replace(before, strategy=strategy, placement=placement)
         unit.placement = placement
 
-    # ------------------------------------------------------------ descriptions
-
     def summary(self) -> str:
         unit, strategy = self.unit, self.settings.strategy.name
         if len(unit.modules) > 1:
@@ -154,9 +152,6 @@ def _flat_param_row(handle: FlatParamHandle) -> FlatParamRow:
         padding_numel=layout.padding_numel,
         unsharded_bytes=layout.padded_numel * handle.buffer.element_size() if is_sharded else 0,
     )
-
-
-# ---------------------------------------------------------------- all of a model
 
 
 def sharding_of(wrapper: ModuleProxy) -> Sharding:

@@ -164,7 +164,7 @@ class SteppedInBackward(StepObserver):
             self._reduced.remove(unit)
             for handle in unit.handles:
                 used = set(handle.grad_buffer.used_by_rank)
-                handle.publish([index in used for index in range(len(handle.full))])
+                handle.publish([index in used for index in range(len(handle.params.full))])
                 # Publishing cleared it; the other ranks are told at the end of backward.
                 handle.grad_buffer.used_by_rank |= used
             self._stepped.add(unit.index)
@@ -187,7 +187,7 @@ class SteppedInBackward(StepObserver):
         return unit.is_done and all(
             not (handle.is_reducing or handle.grad_buffer.accumulated)
             # Of frozen ones, others may have accumulated gradients before they were frozen.
-            and (not self._has_accumulated or handle.params.num_trainable() == len(handle.full))
+            and (not self._has_accumulated or all(p.requires_grad for p in handle.params.full))
             # Other ranks may be receiving the shard of before.
             and not self._state.pending_sends.is_sending(handle.shard)
             # Users' hooks see gradients when backward is over.

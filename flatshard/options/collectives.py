@@ -32,21 +32,16 @@ class TransportOptions:
         """The settings that must be the same on every rank."""
         return f"collectives={self.collectives.value}, wire_dtype={self.wire_dtype}"
 
-    def check_without_gloo(self, backend: str, rank: int) -> None:
-        """Raise ``ValueError`` for what only process groups of gloo have."""
-        asked = f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""
+    @property
+    def needs_gloo(self) -> str:
+        """What only process groups of gloo have, in the user's words; or ""."""
         if self.collectives is Collectives.SOCKETS:
-            asked = 'collectives="sockets"'
-        if asked:
-            raise ValueError(
-                f"ShardedWrapper, rank {rank}: {asked} is for process groups whose backend is "
-                f"gloo, this one's is {backend}. Leave it out, or make the group with "
-                'backend="gloo".'
-            )
+            return 'collectives="sockets"'
+        return f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""
 
 
+# Default of `coalesce_bytes`: largest sum of parameter bytes of units that are coalesced.
 COALESCE_BYTES = 4 << 20
-"""Default of ``coalesce_bytes``: largest sum of parameter bytes of units that are coalesced."""
 
 
 def as_coalesce_bytes(value: object) -> int:

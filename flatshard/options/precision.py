@@ -11,18 +11,18 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+# The types that `MixedPrecision.overrides` accepts.
 Overrides: TypeAlias = (
     Mapping[str, torch.dtype] | Callable[[nn.Parameter], torch.dtype | None] | None
 )
-"""The types that ``MixedPrecision.overrides`` accepts."""
 
+# The types that this torch has.
 FLOAT8 = tuple(
     getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)
 )
-"""The types that this torch has."""
 
+# Whether a gradient can have another dtype than its parameter.
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
-"""Whether a gradient can have another dtype than its parameter."""
 
 
 class ReduceMode(enum.Enum):

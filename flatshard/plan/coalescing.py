@@ -4,11 +4,6 @@ Small all-gathers are latency-bound. Units that follow one another in a policy's
 after the other: together they need one collective, and a rank holds a little more for it.
 
 Source: DeepSpeed's ``stage3_module_granularity_threshold`` does likewise.
-
-[Note: the root's large parameters]
-The root holds what no unit inside it does: often an embedding, whose gradient comes last, and a
-head, whose gradient comes first. Each has a flat parameter of its own, so that the head's gradient
-is reduced while the units compute.
 """
 
 from __future__ import annotations
@@ -59,6 +54,8 @@ def coalesce(
 
 def is_apart(param: nn.Parameter) -> bool:
     """Whether a parameter of the root is reduced by itself."""
+    # The root often holds an embedding, whose gradient comes last, and a head, whose gradient comes
+    # first. Apart, the head's is reduced while the units compute.
     return param.requires_grad and _nbytes(param) >= LARGE_BYTES
 
 

@@ -180,8 +180,7 @@ class CustomPolicy:
                     f"got {_show(answer)} for module {name!r} ({type(module).__name__})."
                 )
             if answer:
-                overrides = answer if isinstance(answer, dict) else {}
-                chosen[module] = {**root_kwargs, **overrides}
+                chosen[module] = root_kwargs | (answer if isinstance(answer, dict) else {})
         return chosen
 
 
@@ -189,11 +188,8 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
     """Choose the modules below ``root`` that become units of their own, children before parents.
 
     Only modules with parameters, not all of them ignored, can be units; for those that never are,
-    see [Note: modules that are never units] in ``flatshard.plan.module_tree``.
-
-    Raises:
-        TypeError: ``policy`` is not a policy.
-        ValueError: ``policy`` has a bad setting or answer, or is an unknown name.
+    see [Note: modules that are never units] in ``flatshard.plan.module_tree``. Raises TypeError or
+    ValueError for what is no policy, or has a bad setting or answer.
     """
     check_policy(policy)
     tree = ModuleTree(root, ignored)

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-_OWN_DTYPES = "_flatshard_own_dtypes"
+# In a module's `__dict__`: the dtype of its buffers, and by name the one that they had.
+_CAST_BUFFERS = "_flatshard_cast_buffers"
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -119,42 +120,34 @@ def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection
 
     Buffers whose ids are ``left_alone`` stay as they are.
     """
-    for module in wanted:  # before any is cast: some may be the same
+    for module, dtype in wanted.items():  # before any is cast: some may be the same
         own = {
             name: buffer.dtype
             for name, buffer in module._buffers.items()
             if buffer is not None and buffer.is_floating_point() and id(buffer) not in left_alone
         }
         if own:
-            module.__dict__[_OWN_DTYPES] = own
+            module.__dict__[_CAST_BUFFERS] = dtype, own
             # Torch marks the functions that it is given.
             module.register_state_dict_post_hook(partial(_give_own_dtypes))
-    for module, dtype in wanted.items():
-        _cast_to(module, dict.fromkeys(module.__dict__.get(_OWN_DTYPES, ()), dtype))
+    for module in wanted:
+        _cast_again(module)
 
 
-def convert_buffers(
-    modules: Iterable[nn.Module], convert: Callable[[], object], fn: Callable[[Tensor], Tensor]
-) -> None:
-    """Call ``convert``, which applies ``fn`` to buffers, and leave them in the dtype of before."""
-    cast = [module for module in modules if _OWN_DTYPES in module.__dict__]
-    before = [
-        {name: module._buffers[name].dtype for name in module.__dict__[_OWN_DTYPES]}  # type: ignore[union-attr]
-        for module in cast
-    ]
-    convert()
-    for module, dtypes in zip(cast, before, strict=True):
+def convert_buffers(modules: Iterable[nn.Module], fn: Callable[[Tensor], Tensor]) -> None:
+    """After a conversion that applied ``fn`` to buffers, give them their policy's dtype again."""
+    for module in modules:
         # As unsharded parameters do, they compute in the policy's dtype whatever `module.to` says;
         # what changes is their own dtype, which state dicts give.
-        own = module.__dict__[_OWN_DTYPES]
+        _, own = module.__dict__.get(_CAST_BUFFERS, (None, {}))
         for name, dtype in own.items():
             own[name] = fn(torch.empty(0, dtype=dtype)).dtype
-        _cast_to(module, dtypes)
+        _cast_again(module)
 
 
-def _cast_to(module: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    for name, dtype in dtypes.items():
-        buffer = module._buffers[name]
+def _cast_again(module: nn.Module) -> None:
+    dtype, own = module.__dict__.get(_CAST_BUFFERS, (None, {}))
+    for buffer in (module._buffers[name] for name in own):
         if buffer is not None and buffer.dtype != dtype:
             buffer.data = buffer.data.to(dtype)
 
@@ -162,7 +155,8 @@ def _cast_to(module: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
 def _give_own_dtypes(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, _: dict[str, Any]
 ) -> None:
-    for name, dtype in module.__dict__[_OWN_DTYPES].items():
+    _, own = module.__dict__[_CAST_BUFFERS]
+    for name, dtype in own.items():
         value = state_dict.get(prefix + name)
         # With keep_vars=True users want the buffers themselves.
         if isinstance(value, Tensor) and value is not module._buffers.get(name):

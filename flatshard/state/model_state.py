@@ -40,7 +40,8 @@ class UnitStateDict:
         self._unit = unit
         # Torch calls these hooks inside one another: the outermost does the work.
         self._depth = 0
-        for module in {*unit.modules}.union(*(handle.params.modules() for handle in unit.handles)):
+        places = [place for handle in unit.handles for place in handle.params.places]
+        for module in {*unit.modules, *(module for module, _, _ in places)}:
             # Torch marks the functions that it is given, which a bound method does not allow.
             module.register_state_dict_pre_hook(partial(self._enter))
             module.register_state_dict_post_hook(partial(self._after_save))
@@ -171,9 +172,6 @@ def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> d
     if "module" not in children and all(key.startswith(prefix) for key in state_dict):
         return {key.removeprefix(prefix): value for key, value in state_dict.items()}
     return state_dict
-
-
-# ---------------------------------------------------------------- torch's configs
 
 
 def read_options(

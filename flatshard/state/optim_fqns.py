@@ -98,7 +98,7 @@ def _params_of_units(
         fqns = [
             next(
                 prefixes[place.module] + place.attribute
-                for place in handle.params.locations(index)
+                for place in handle.params.owned[index].locations
                 if place.module in prefixes
             )
             for index in range(len(handle.layout.spans))

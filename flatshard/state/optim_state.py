@@ -1,14 +1,6 @@
 """Optimizer state by parameter name: full tensors, whatever the sharding.
 
-[Note: what state looks like]
-State is *per element* (a momentum, say) or *one per parameter* (``step``, text, whatever else). On
-a rank, state per element has one of four forms; in a state dict it is always full:
-
-    full, in the parameter's shape      not yet stepped on since wrapping or loading; or this rank
-                                        holds all of the parameter
-    this rank's part, 1-D               of an optimizer that steps on local ranges
-    ``FlatShardTensor``                 of one that works on sharded parameters
-    as long as the shard, 1-D           with ``use_orig_params=False``
+State is *per element* (a momentum, say) or *one per parameter* (``step``, text, whatever else).
 """
 
 from __future__ import annotations
@@ -128,16 +120,17 @@ def _part(param: OptimParam, key: str, value: Any) -> Tensor | None:
     if handle is None or key in ONE_PER_PARAMETER:
         return None
     if isinstance(value, FlatShardTensor):
-        return value.local
+        return value.local  # of an optimizer that works on sharded parameters
     if isinstance(value, Tensor) and param.is_flat and value.shape == handle.shard.shape:
         return value
     if isinstance(value, Tensor) and not param.is_flat:
         (index,) = param.indices.values()
         spec = handle.params.specs[index]
         if tuple(value.shape) == spec.shape:
+            # Full: not stepped on since wrapping or loading; or this rank holds all of it.
             return spec.slice(value)
         if tuple(value.shape) == (spec.numel,) and not handle.is_whole:
-            return value
+            return value  # of an optimizer that steps on local ranges
     shapes = {tuple(leaf.shape) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
     if shapes - {()} and not handle.is_whole:
         fqn, *_ = param.indices
@@ -184,9 +177,6 @@ def _copied(value: Any, device: torch.device | None = None) -> Any:
     return pytree.tree_map(copied, value)
 
 
-# ---------------------------------------------------------------- loading
-
-
 def state_to_load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -195,9 +185,7 @@ def state_to_load(
     *,
     by_name: bool,
 ) -> StateDict:
-    """This rank's part of full state, for ``optimizer.load_state_dict``.
-
-    See ``ShardedWrapper.optim_state_dict_to_load``.
+    """This rank's part of full state; see ``ShardedWrapper.optim_state_dict_to_load``.
 
     Collective: all ranks that train ``units``, which are those in ``model``.
     """

@@ -1,7 +1,4 @@
-"""Operations on sharded tensors that each rank does alone: element by element, draws, shapes.
-
-On import they enter themselves into ``sharded_tensor``'s table.
-"""
+"""Operations that each rank does alone on its range: element by element, draws, shapes."""
 
 from __future__ import annotations
 

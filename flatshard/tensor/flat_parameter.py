@@ -1,7 +1,4 @@
-"""``FlatParameter``: one rank's shard of a unit's parameters, as one 1-D parameter.
-
-``FlatParameterPart`` stands where an original parameter was.
-"""
+"""``FlatParameter``: one rank's shard of a unit's parameters, as one 1-D parameter."""
 
 from __future__ import annotations
 
@@ -107,14 +104,12 @@ class FlatParameter(nn.Parameter):
 
 
 class FlatParameterPart(FlatShardTensor):
-    """Placeholder in a module for an original parameter that a ``FlatParameter`` holds.
-
-    It is frozen or trained with that, and gets no gradient itself.
-    """
+    """Placeholder in a module for an original parameter that a ``FlatParameter`` holds."""
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatParameterPart:
         differentiable = local.is_floating_point() or local.is_complex()
+        # Frozen or trained with the flat parameter, and without a gradient of its own.
         self = FlatShardTensor.__new__(cls, local, spec, differentiable)
         if differentiable:
             with torch._C.DisableTorchFunctionSubclass():

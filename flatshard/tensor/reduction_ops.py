@@ -1,8 +1,4 @@
-"""Reductions of sharded tensors over all their elements: local part, one collective, result.
-
-Sums, norms, extremes, ``GradScaler``'s search for overflows, and what autograd needs of them. On
-import they enter themselves into ``sharded_tensor``'s tables.
-"""
+"""Reductions of sharded tensors over all their elements: local part, one collective, result."""
 
 from __future__ import annotations
 
@@ -201,9 +197,6 @@ HANDLERS.update(
     _amp_foreach_non_finite_check_and_unscale_=_unscale,
     **dict.fromkeys(("max", "min", "amax", "amin", "any", "all"), _extreme),
 )
-
-
-# ---------------------------------------------------------------- autograd
 
 
 class OutsideUses:

@@ -58,7 +58,7 @@ def test_large_ones_are_not_copied() -> None:
         itemsize=4,
     )
     gradients = {index: torch.rand(shape) for index, shape in enumerate(shapes) if index != 5}
-    whole = ChunkPlan(layout, 400, torch.float32).chunks(gradients)
+    whole = ChunkPlan(layout, 400, torch.float32).chunks(gradients.copy())
     small, large, joined, larger, missing, last = whole.parts
     assert large is gradients[1]
     assert larger is gradients[4]

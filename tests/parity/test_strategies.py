@@ -419,7 +419,7 @@ BAD: dict[str, tuple[Callable[[], Keywords], type[Exception], str]] = {
         ValueError,
         "is for HYBRID strategies, got FULL_SHARD",
     ),
-    "same-twice": (_same_twice, ValueError, "share several ranks"),
+    "same-twice": (_same_twice, ValueError, "share 4 ranks"),
     "three-dims": (lambda: _mesh((2, 2, 1), None), ValueError, "got 3"),
     "both": (
         lambda: {**_mesh((4,), None), "process_group": dist.group.WORLD},
@@ -463,7 +463,7 @@ def test_ranks_with_different_strategies() -> None:
 
 def _different_on_ranks(rank: int, world_size: int) -> None:
     strategy = ["FULL_SHARD", "HYBRID_SHARD"][rank]
-    with pytest.raises(ValueError, match=r"rank 0 has settings .*FULL_SHARD.*rank 1"):
+    with pytest.raises(ValueError, match=r"configuration is .*FULL_SHARD.* on rank 0.* on rank 1"):
         _model_with(sharding_strategy=strategy)
 
 
@@ -492,7 +492,9 @@ def _uneven_nodes(rank: int, world_size: int) -> None:
             "mlp",
             lambda case, keywords=keywords: case.wrap(case.model(), **keywords),
         )
-    with pytest.raises(ValueError, match=r"2 ranks per node.*rank 2 has .*1 ranks per node"):
+    with pytest.raises(
+        ValueError, match=r"2 ranks per node.* on rank 0, .*1 ranks per node.* on rank 2"
+    ):
         _model_with(sharding_strategy="HYBRID_SHARD")
 
 

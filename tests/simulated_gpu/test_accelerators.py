@@ -213,10 +213,10 @@ def _a_gather_on_one_rank_alone_is_found(rank: int) -> None:
     local_loss(model, case, 1, rank, 2).backward()
     assert comm.num_in_order(cpu) > before
     name = comm.members.gather_group.group_name
-    comm.counter.begun[name] += rank  # as if rank 1 had asked for something alone
+    comm.members.counter.begun[name] += rank  # as if rank 1 had asked for something alone
     with pytest.raises(RuntimeError, match="more often than others"):
         local_loss(model, case, 2, rank, 2).backward()
-    comm.counter.begun[name] -= rank
+    comm.members.counter.begun[name] -= rank
     local_loss(model, case, 3, rank, 2).backward()
 
 
@@ -353,8 +353,7 @@ def test_small_gradients_on_an_accelerator_are_copied_at_once() -> None:
         dtypes = GradDtypes(torch.float32, torch.float32, torch.float32)
         return GradientBuffer(layout, dtypes=dtypes, device=torch.device(device), rank=0)
 
-    gradients = buffer_on("cpu")
-    gradients._casts_late = buffer_on("meta")._casts_late  # on this CPU as on a device
+    gradients = buffer_on("cpu")  # where copies are made at the same moments
     # One comes in two parts, and one not at all.
     came = [(i, layout.spans[i]) for i in (0, 1, 2, 2, 4)]
     grads = [torch.full(span.shape, 1.0 + i, dtype=torch.bfloat16) for i, span in came]

@@ -29,14 +29,14 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+# How long a rank has waited before it publishes that.
 FIRST_LOOK_SECONDS = 3.0
-"""How long a rank has waited before it publishes that."""
 
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 8.0
 _ASKED = 16  # peers asked per wait, at most: one in a deadlock is enough
 
+# Collectives that a rank has begun, by group and kind.
 Begun = dict[str, dict[str, int]]
-"""Collectives that a rank has begun, by group and kind."""
 
 
 class WaitCondition(NamedTuple):
@@ -54,8 +54,8 @@ class WaitCondition(NamedTuple):
         return self.number - begun.get(self.group, {}).get(str(self.kind), 0)
 
 
+# Of a wait whose end nobody looks for.
 UNKNOWN = WaitCondition("", "", 0, ())
-"""Of a wait whose end nobody looks for."""
 
 
 class CollectiveCounter:

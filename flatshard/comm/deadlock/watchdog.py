@@ -20,8 +20,8 @@ import torch
 from flatshard.comm.deadlock import detector
 from flatshard.comm.deadlock.detector import UNKNOWN, BlockedWait, Deadlock, WaitCondition
 
+# How long a wait may take before it is logged.
 PATIENCE_SECONDS = 60.0
-"""How long a wait may take before it is logged."""
 
 _REMEDY = (
     "A rank that is slow ends this when it comes. Ranks that are past this place, in a barrier or "
@@ -101,6 +101,7 @@ class Watchdog:
             if not wait.was_logged and now - wait.began >= PATIENCE_SECONDS:
                 wait.was_logged = True
                 _logger.warning("waiting for %d seconds: %s", now - wait.began, self._about(wait))
+        # Of several threads one may begin what other ranks wait for.
         if len(self._users) == 1:
             self._deadlock.look(waits[-1] if waits else None)
 
@@ -125,14 +126,15 @@ atexit.register(_watchdog.stop)
 
 
 class watched:
-    """Log ``describe()`` if the block, which waits for other ranks, is slow.
+    """Log what is waited for if the block, which waits for other ranks, is slow.
 
     ``need`` is what ends the wait; None: nobody looks whether it ever ends.
     """
 
     __slots__ = ("wait",)
 
-    def __init__(self, describe: Callable[[], str], need: WaitCondition | None = None) -> None:
+    def __init__(self, op: str | Callable[[], str], need: WaitCondition | None = None) -> None:
+        describe = (lambda: op) if isinstance(op, str) else op
         self.wait = BlockedWait(describe, UNKNOWN if need is None else need)
 
     def __enter__(self) -> BlockedWait:

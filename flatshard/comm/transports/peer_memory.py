@@ -1,23 +1,15 @@
 """``PeerProcess``: reads the memory of another process on this host, and what it says in a mailbox.
 
 Linux lets a process read another one of the same user by ``process_vm_readv``: one copy, straight
-to where it is wanted, at the speed of memory. Where the kernel or a container forbids it, or the
-ranks are on several hosts, no rank reads: ``meet`` gives the same answer on all of them.
+to where it is wanted, at the speed of memory (Cross Memory Attach, as MPI implementations use it).
+Where the kernel or a container forbids it, or the ranks are on several hosts, no rank reads:
+``meet`` gives the same answer on all of them.
 
-Source: Cross Memory Attach (Linux 3.2), as MPI implementations use it between ranks on one host.
-
-[Note: mailbox]
 Each rank writes what it has to say into its own mailbox, a file in memory that the others map and
 poll: "publication n of this tag is at that address", and "I have taken all other ranks'
 publications n of this tag". What is published must not change, and nothing else be published under
 its tag, until all ranks have taken it. A poll costs less than a microsecond; a message through a
 socket thirty, and the attention of a thread.
-
-[Note: permission]
-Where the Yama security module restricts ``ptrace`` (``kernel.yama.ptrace_scope=1``, the default of
-Ubuntu), a process may be read only by its ancestors and by one process that it names, together with
-that one's descendants. Every rank names the process that launched the ranks, or any process where
-they have several launchers, and no rank reads before all have done so.
 """
 
 from __future__ import annotations
@@ -220,6 +212,9 @@ def meet(
             problem = "the ranks are on several hosts, or in containers apart"
         if problem:
             return [], problem
+        # Where the Yama security module restricts `ptrace` (kernel.yama.ptrace_scope=1), a process
+        # may be read only by its ancestors and by one process that it names, together with that
+        # one's descendants: the launcher of the ranks or, where they have several, any process.
         launchers = {one.launcher for one in addresses}
         # A launcher outside the container has the number 0, which names nobody.
         reader = (launchers.pop() if len(launchers) == 1 else 0) or _ANY

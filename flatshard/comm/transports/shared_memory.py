@@ -3,13 +3,11 @@
 Each rank publishes where its part lies; the others copy it from there, or add it up piece by piece,
 and say that they have. Each byte is copied once.
 
-Large shards are not even copied: ``MappedShards`` shows those of all ranks side by side.
-
-[Note: mapped shards]
-Each rank keeps its shard in a file in memory, and every rank maps all of them, in rank order, onto
-one range of addresses: that is the unsharded buffer. An all-gather only waits until every rank's
-shard is final, and resharding drops the mapped pages. No rank may write its shard before the others
-are done with it, for which ``PendingSends`` waits.
+Large shards are not even copied. Each rank keeps its shard in a file in memory, and every rank maps
+all of them, in rank order, onto one range of addresses: that is the unsharded buffer
+(``MappedShards``). An all-gather only waits until every rank's shard is final, and resharding drops
+the mapped pages. No rank may write its shard before the others are done with it, for which
+``PendingSends`` waits.
 
 The range is mapped privately: what a module writes into its unsharded parameters stays there until
 they are resharded, as in a copy. A rank that cannot have such a file, or cannot map that of
@@ -43,11 +41,10 @@ from flatshard.memory.page_pool import allocate, fills_pages
 from flatshard.options.collectives import TransportOptions
 from flatshard.options.offload import OffloadError
 
+# Added to tags of reduce-scatters: half of a mailbox's records are for these.
 _REDUCING = peer_memory.TAGS // 2
-"""Added to tags of reduce-scatters: half of a mailbox's records are for these."""
-
+# Elements that are read and added at a time: they stay in the cache between.
 _PIECE_NUMEL = 1 << 16
-"""Elements that are read and added at a time: they stay in the cache between."""
 
 
 class SharedMemoryTransport(Transport):
@@ -264,7 +261,7 @@ class MappedShards(BufferMemory):
             found = self._files.mapped(file, self._nbytes)
         finally:
             os.close(file)
-        self.shard = torch.frombuffer(found, dtype=request.dtype)
+        self.shard = torch.frombuffer(found, dtype=request.dtype)  # others see what is written
         self._mapped: set[int] = set()  # the ranks whose shards the buffer shows
         self._num_copied = 0
         self._has_begun = self._is_copy = False

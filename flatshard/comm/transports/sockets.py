@@ -4,12 +4,6 @@ gloo's own ``all_gather`` fills a temporary, its ``reduce_scatter`` is an all-re
 its all-to-all sends before it can receive, so that both directions of a slow link take turns. Sends
 and receives have a tag per flat parameter and match in whatever order ranks begin them.
 
-[Note: receives first]
-A message is sent when its receive was announced, over the same connection as the data. Behind data
-already on their way the announcement comes late, and both directions take turns. So all receives of
-an all-gather or an average are posted before anything is sent.
-
-[Note: who waits]
 gloo's sends and receives complete only in a wait, and a wait cannot be given up. A thread waits for
 those of averages and adds what arrives, piece by piece: so the host can ask whether an average is
 done, and go on without it. Beginning a message can take as long as sending it, since gloo then
@@ -41,18 +35,16 @@ from flatshard.memory.page_pool import PooledBuffer, allocate, fills_pages
 from flatshard.options.collectives import Collectives
 from flatshard.options.offload import OffloadError
 
+# Averages are received and added in pieces of this size, while the next are on their way.
 PIECE_BYTES = 2 << 20
-"""Averages are received and added in pieces of this size, while the next are on their way."""
-
+# From here on a gradient is sent from where autograd made it: copying it costs more than beginning
+# messages of its own.
 SENT_IN_PLACE_BYTES = 1 << 20
-"""From here on a gradient is sent from where autograd made it: copying it costs more than beginning
-messages of its own."""
+# Elements that are added at a time: they stay in the cache, and torch starts no threads for so few,
+# of which a thread like ours would get a pool of its own.
+_ADDED_AT_ONCE = 1 << 14
 
 _logger = logging.getLogger("flatshard")
-
-_ADDED_AT_ONCE = 1 << 14
-"""Elements that are added at a time: they stay in the cache, and torch starts no threads for so
-few, of which a thread like ours would get a pool of its own."""
 
 
 class _Messages:
@@ -172,7 +164,9 @@ class SocketTransport(Transport):
                 out.copy_(arrived)
 
         messages, slots = _Messages(members.gather_group, request.tag), arrived.chunk(members.size)
-        # All before the sends; see the note on receives.
+        # All before the sends: a message is sent when its receive was announced, over the same
+        # connection as the data. Behind data on their way the announcement would come late, and
+        # both directions of a link take turns.
         receives = [messages.receive(slots[peer], peer) for peer in members.peers]
         sends = [messages.send(source, peer) for peer in members.peers]
         self._begin(messages)
@@ -195,7 +189,9 @@ class SocketTransport(Transport):
         messages = _Messages(members.reduce_group, request.tag)
         dtype = self._sent_dtype(chunks.dtype)
         step = max(PIECE_BYTES // dtype.itemsize, 1)
-        average = _Average(members, messages, request, dtype, step)
+        average = _Average(
+            members, messages, request, dtype, step
+        )  # receives before sends here too
         leaving = [_leaving(chunks, peer, out.numel(), dtype, step) for peer in members.peers]
         # To all peers in turn: so all links are used at once.
         for pieces in zip_longest(*leaving):
@@ -315,11 +311,10 @@ class _Average:
 
 
 class _Thread:
-    """Runs one task after another in the background; started by the first one.
+    """Runs one task after another in the background; started by the first one."""
 
-    Not one of ``concurrent.futures``: at its end the program would wait for those, and they perhaps
-    for a rank that is gone.
-    """
+    # Not one of `concurrent.futures`: at its end the program would wait for those, and they perhaps
+    # for a rank that is gone.
 
     def __init__(self, name: str) -> None:
         self._name = name
