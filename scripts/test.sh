@@ -19,6 +19,7 @@ unset PYTHONDONTWRITEBYTECODE
 types=$!
 failed=0
 # A file more at a time than cores, since ranks wait now and then; the longest files begin first.
-"$python" -m pytest -q -n $(($(nproc) + 1)) --dist loadfile --no-loadscope-reorder "$@" || failed=$?
+workers=$(($(nproc) < 8 ? $(nproc) + 1 : 8))
+"$python" -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder "$@" || failed=$?
 wait "$types"
 exit "$failed"

@@ -160,3 +160,16 @@ def assert_same(actual: Any, expected: Any, rtol: float = 1e-9, atol: float = 1e
         assert_same_state(actual, expected, rtol, atol)
     else:
         torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+def assert_same_gradients(
+    sharded: nn.Module, plain: nn.Module, rtol: float = 1e-12, atol: float = 1e-12
+) -> None:
+    """Whole gradients are close, and those that lack, lack on both sides."""
+    for (name, mine), theirs in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+        if theirs.grad is None:
+            assert mine.grad is None, name
+        else:
+            assert mine.grad is not None, name
+            grad = getattr(mine.grad, "full_tensor", mine.grad.detach)()
+            torch.testing.assert_close(grad, theirs.grad, rtol=rtol, atol=atol, msg=name)

@@ -41,17 +41,9 @@ def register(
 ) -> None:
     """Give a hook to every flat parameter of some units; see ``ShardedWrapper``.
 
-    Collective: all ranks that train the model; compares what they register.
-
-    Args:
-        units: outermost first, each with the precision that it was wrapped with.
-        state: passed to the hook.
-        hook: the user's.
-        is_late: whether they are inside a model that has run a forward.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: see ``ShardedWrapper``; on every
-            rank, even if only some ranks have a reason. Then no unit has the hook.
+    Collective: all ranks that train the model. Errors are raised on every rank, even if only some
+    ranks have a reason; then no unit has the hook. ``units`` are outermost first; ``is_late`` if
+    they are inside a model that has run a forward.
     """
     outermost, _ = units[0]
     world = outermost.topology.world
@@ -136,9 +128,6 @@ def _check_can_register(unit: Unit) -> None:
             )
 
 
-# ---------------------------------------------------------------- torch's own hooks
-
-
 def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
     """Whether a hook is one of torch's that average, and its reduce dtype; None: unchanged."""
     # By identity, not by name: ``functools.wraps`` gives names to what does something else.
@@ -176,9 +165,6 @@ def _check_averages_over(world: Communicator, state: Any, hook: Any) -> None:
             f"over {world.size} ranks that the hook means here. Scale the loss instead, or write a "
             "hook of your own."
         )
-
-
-# ---------------------------------------------------------------- hooks that are called
 
 
 def _check_callable_for(unit: Unit, hook: Any) -> None:

@@ -100,14 +100,8 @@ def read_keywords(
 ) -> tuple[dict[str, Any], list[str]]:
     """Translate the keywords ``extra``, which the constructor (that has ``known``) does not name.
 
-    Returns:
-        ``own``, with the values that ``extra`` gives to what is None in it; and one line for each
-        keyword that was set and has no effect.
-
-    Raises:
-        TypeError: a keyword is unknown; names the nearest known one.
-        ValueError: a value that has no meaning here, or contradicts another keyword.
-        NotImplementedError: a keyword that raises.
+    Returns ``own``, with the values that ``extra`` gives to what is None in it; and one line for
+    each keyword that was set and has no effect.
     """
     meant, notes = dict(own), []
     accepted = [*IGNORED, *REFUSED, *OTHER_NAMES]

@@ -32,8 +32,6 @@ from flatshard.memory.page_pool import POOL
 
 
 class Forward:
-    """The forwards of one model."""
-
     def __init__(self, state: StepState, backward: Backward, prefetch: Prefetch) -> None:
         self._state, self._observers = state, state.observers
         self._backward, self._prefetch = backward, prefetch
@@ -47,8 +45,6 @@ class Forward:
         self.saved = SavedTensors(handles, self._backward)
         self._of_several = [unit for unit in units if len(unit.modules) > 1]
         self._crossing = [h for _, h in handles if h.topology.inter_group.size > 1]
-
-    # ------------------------------------------------------------ one unit
 
     def enter(self, unit: Unit) -> Call:
         """Before a module's forward: unshard the unit and wait for it. Collective."""
@@ -116,8 +112,6 @@ class Forward:
         if unit is self._state.root:
             return True
         return self._state.expects_backward and self._prefetch.keeps_for_backward(unit)
-
-    # ------------------------------------------------------------ the outermost one
 
     def _begins_recomputation(self) -> bool:
         """Whether a reentrant checkpoint around the full model computes it again."""

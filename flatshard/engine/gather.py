@@ -166,7 +166,6 @@ class SecondaryShard:
             self._version = version
 
     def end_backward(self) -> None:
-        """Give back what ``cut`` kept."""
         if self._is_temporary:
             self.drop()
 

@@ -92,13 +92,19 @@ class ReducePlan:
             and (topology.replicate.size == 1 or self.adds_replicas)
         )
 
-    def bytes_in_flight(self, chunks: FlatChunks) -> int:
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the unsharded gradients."""
+        return self.layout.padded_numel * self.reduce_dtype.itemsize
+
+    @property
+    def bytes_in_flight(self) -> int:
         """Bytes that a reduction holds until it is finished."""
         # To send and to receive, unless the backend adds up as it receives. An accelerator's then
         # has two units under way, without which its host would be too little ahead of it.
         transport = self.topology.intra_group.transport_for(self.device)
         adds = transport.stream_waits(self.device) and not self.fixed_order
-        return (1 if adds else 2) * chunks.numel * self.reduce_dtype.itemsize
+        return self.full_bytes if adds else 2 * self.full_bytes
 
     def sum_dtype(self, comm: Communicator) -> torch.dtype:
         transport = comm.transport_for(self.device)

@@ -68,7 +68,6 @@ class FlatParamHandle:
 
     @property
     def sharded(self) -> list[nn.Parameter]:
-        """The parameters that users see."""
         return self.params.sharded
 
     # ------------------------------------------------------------ memory
@@ -269,7 +268,6 @@ class FlatParamHandle:
 
     @property
     def is_reducing(self) -> bool:
-        """Whether a reduction has started that is not finished."""
         return self.grad_reduce is not None and not self.grad_reduce.is_finished
 
     def publish(self, used: list[bool]) -> None:

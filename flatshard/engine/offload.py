@@ -66,8 +66,6 @@ def host_memory(*, pinned: bool) -> OffloadTarget:
 
 @dataclass(frozen=True)
 class OffloadTargets:
-    """Where the parts of one unit's flat parameters live."""
-
     shard: OffloadTarget = DEVICE
     gradient: OffloadTarget = DEVICE
     # Makes files for optimizers; None where their state lives with the shard.
@@ -111,8 +109,6 @@ class OffloadTargets:
 
 
 class HostToDevice:
-    """Copies one shard to where its unit computes."""
-
     def __init__(self, device: torch.device, targets: OffloadTargets, link: RunLink) -> None:
         self._device, self._link = device, link
         self._target, self._keeps_copy = targets.shard, targets.keeps_copy
@@ -157,8 +153,6 @@ class HostToDevice:
 
 
 class DeviceToHost:
-    """Copies reduced gradients of one flat parameter to their target."""
-
     def __init__(self, target: OffloadTarget) -> None:
         self.target = target
         self._cache = BufferCache(new=target.new)

@@ -38,7 +38,6 @@ class ParamViews:
     def __init__(
         self, owned: list[ParamInfo], link: RunLink, options: HandleOptions, layout: FlatLayout
     ) -> None:
-        """Describe what this rank holds; ``show_shard`` and ``make_full`` fill it."""
         self.link, self.layout, self.options = link, layout, options
         self.is_whole = options.topology.shard.size == 1
         self.use_orig_params = options.use_orig_params
@@ -259,7 +258,6 @@ class ParamViews:
         self._rebuild_rnns()
 
     def use_sharded_views(self) -> None:
-        """Give the modules the sharded parameters back."""
         if not self.are_full:
             self.show_sharded()
 

@@ -11,8 +11,6 @@ from flatshard.plan.schedule import ExecutionOrder
 
 
 class Prefetch:
-    """Of one model."""
-
     def __init__(
         self, state: StepState, *, forward: bool, backward: BackwardPrefetch | None
     ) -> None:

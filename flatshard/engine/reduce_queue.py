@@ -1,12 +1,10 @@
 """``ReduceQueue``: which reductions of a backward are ready, under way, and over.
 
 [Note: hooks]
-A user's hook waits inside for the other ranks' hooks, and backward waits with it. So all ranks call
-a hook at the same place of the program, or a rank that lacks a gradient of the unit, and does not
-call it there, waits for others in turn. Such places are those where a unit is unsharded for
-backward, for which all ranks are needed anyway: there they tell one another how many units each
-could reduce by now, and call the hooks that all can. Where a rank has come to the end of its
-backward, what is left is left to the end by all.
+A user's hook waits inside for the other ranks' hooks, and backward waits with it: all ranks must
+call it at the same place of the program. Where a unit is unsharded for backward, all ranks are
+needed anyway. There they tell one another how many units each could reduce by now, and call the
+hooks that all can. Once a rank is at the end of its backward, all leave the rest to the end.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ class ReduceBucket:
                 continue
             held = handle.grad_buffer.take_intra_reduced() if sync is Sync.ALL else None
             handle.grad_reduce = GradReduce(plan, chunks, hold=sync is Sync.INTRA, held=held)
-            self.bytes_in_flight += plan.bytes_in_flight(chunks)
+            self.bytes_in_flight += plan.bytes_in_flight
 
     def under_way(self) -> list[GradReduce]:
         reduces = (handle.grad_reduce for handle in self.handles)
@@ -132,13 +130,9 @@ class ReduceQueue:
         units = self._state.units
         # An accelerator's host is far ahead of it: reductions fill whatever they may.
         on_accelerator = any(h.device.type != "cpu" for _, h in self._state.handles)
-        sizes = [
-            sum(
-                2 * h.layout.padded_numel * h.reduce_plan.reduce_dtype.itemsize for h in one.handles
-            )
-            for one in (self.buckets if on_accelerator else units)
-        ]
-        self.max_bytes_in_flight = max(sizes, default=0)
+        together = [one.handles for one in (self.buckets if on_accelerator else units)]
+        sizes = (sum(h.reduce_plan.full_bytes for h in handles) for handles in together)
+        self.max_bytes_in_flight = 2 * max(sizes, default=0)
 
     def begin_backward(self, *, must_wait: bool) -> None:
         self._must_wait = must_wait

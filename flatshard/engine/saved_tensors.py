@@ -36,22 +36,8 @@ class SavedView(NamedTuple):
     offset: int
     version: int
 
-    def restore(self) -> Tensor:
-        """The view, of a unit that is unsharded."""
-        handle = self.handle
-        # Torch's own check is off for what hooks pack.
-        if handle.version != self.version:
-            raise RuntimeError(
-                f"unit {handle.unit_name!r}: its parameters were modified between forward "
-                "and backward (an optimizer step, or an edit in place), and backward needs them "
-                "as they were. Run backward first, or forward again."
-            )
-        return handle.buffer.as_strided(self.size, self.stride, self.offset)
-
 
 class SavedTensors:
-    """The pair of hooks for one tree of units."""
-
     def __init__(self, handles: Iterable[tuple[Unit, FlatParamHandle]], backward: Backward) -> None:
         self._backward = backward
         # By storage: it is the buffer's for life, also while it is resized to nothing.
@@ -122,12 +108,20 @@ class SavedTensors:
             return outer_pack(tensor)
 
         def unpack(packed: Any) -> Tensor:
-            if type(packed) is SavedView:
-                # Resharded since, or the strategy keeps a buffer that the optimizer made stale.
-                if not packed.handle.is_current:
-                    backward.unshard_again(packed.unit)
-                return packed.restore()
-            return outer_unpack(packed)
+            if type(packed) is not SavedView:
+                return outer_unpack(packed)
+            unit, handle, size, stride, offset, version = packed
+            # Resharded since, or the strategy keeps a buffer that the optimizer made stale.
+            if not handle.is_current:
+                backward.unshard_again(unit)
+            # Torch's own check is off for what hooks pack.
+            if handle.version != version:
+                raise RuntimeError(
+                    f"unit {handle.unit_name!r}: its parameters were modified between forward "
+                    "and backward (an optimizer step, or an edit in place), and backward needs "
+                    "them as they were. Run backward first, or forward again."
+                )
+            return handle.buffer.as_strided(size, stride, offset)
 
         return pack, unpack
 

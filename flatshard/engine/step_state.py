@@ -34,7 +34,6 @@ class StepState:
 
     @property
     def handles(self) -> list[tuple[Unit, FlatParamHandle]]:
-        """Every flat parameter, with its unit."""
         return [(unit, handle) for unit in self.units for handle in unit.handles]
 
     @property

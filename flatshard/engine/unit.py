@@ -48,8 +48,6 @@ class Call:
 
 
 class Unit:
-    """A wrapped module, or several, and their flat parameters."""
-
     def __init__(
         self,
         modules: Mapping[nn.Module, UnitCasts],
@@ -113,7 +111,6 @@ class Unit:
             handle.params.rename(strip)
 
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
-        """Own these flat parameters, and no others."""
         self.handles = list(handles)
         self.for_backward = [
             handle
@@ -146,7 +143,6 @@ class Unit:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of its unsharded buffers while they exist."""
         return sum(handle.buffer_bytes for handle in self.handles)
 
     def enter(self, phase: Phase) -> None:
@@ -299,7 +295,6 @@ class Unit:
     # ------------------------------------------------------------ backward
 
     def begin_model_backward(self) -> None:
-        """A backward of the model begins; forget the last one's counts."""
         self._outstanding_inputs.clear()
         self._ends_unseen = False
         for handle in self.handles:

@@ -88,9 +88,6 @@ def index_of(handle: FlatParamHandle, tensor: Tensor) -> int | None:
     return next((index for index, span in spans if (span.start, span.shape) == place), None)
 
 
-# ---------------------------------------------------------------- summon_full_params
-
-
 @dataclass(frozen=True)
 class Request:
     """Arguments of ``summon_full_params``."""
@@ -181,11 +178,8 @@ def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
 def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[None]:
     """Let the modules of ``handles`` hold full plain parameters.
 
-    Collective: all ranks, at entry; one flat parameter at a time.
-
-    Raises:
-        RuntimeError: the request cannot be met (before the first all-gather), or, at the end,
-            something that was written cannot be kept.
+    Collective: all ranks, at entry; one flat parameter at a time. Raises before the first
+    all-gather where the request cannot be met, and at the end what cannot be kept.
     """
     for handle in handles:
         _check_request(handle, request)
@@ -268,13 +262,8 @@ class Summoned:
         self._shows = True
 
     def close(self) -> list[str]:
-        """Give the modules back what they held before, and keep what was written.
-
-        No communication: every rank keeps its own slice of what it wrote itself.
-
-        Returns:
-            Reasons why something that was written is not kept.
-        """
+        """Undo it, and keep what was written; returns reasons why something is not kept."""
+        # No communication: every rank keeps its own slice of what it wrote itself.
         handle, request, outer = self._handle, self.request, self._outer
         # From here on, also where something below raises, the handle is as before this summon.
         handle.summoned = outer

@@ -185,9 +185,7 @@ def state_to_load(
     *,
     by_name: bool,
 ) -> StateDict:
-    """This rank's part of full state, for ``optimizer.load_state_dict``.
-
-    See ``ShardedWrapper.optim_state_dict_to_load``.
+    """This rank's part of full state; see ``ShardedWrapper.optim_state_dict_to_load``.
 
     Collective: all ranks that train ``units``, which are those in ``model``.
     """

@@ -199,9 +199,6 @@ HANDLERS.update(
 )
 
 
-# ---------------------------------------------------------------- autograd
-
-
 class OutsideUses:
     # Differentiable uses of sharded tensors outside of a forward, by all models: an operation on
     # parameters of two would count for the first alone.

@@ -80,7 +80,7 @@ def counting_reads() -> Iterator[list[int]]:
         read(pid, source, destination, nbytes)
 
     with (
-        mock.patch.object(shared_memory, "_PIECE_NUMEL", 7),
+        mock.patch.object(shared_memory, "_PIECE_NUMEL", 19),
         mock.patch.object(peer_memory, "_read", counted),
     ):
         yield sizes

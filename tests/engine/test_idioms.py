@@ -5,7 +5,6 @@ on the sharded one, with this rank's; models and tensors that it returns must ag
 """
 
 import contextlib
-import copy
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +13,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flatshard import ShardedWrapper
 from tests.combinations import usual_and_every
+from tests.engine.several_models import (
+    Net,
+    adversarial,
+    adversarial_with_frozen_critic,
+    averaged_model,
+    chained,
+    chained_in_a_cycle,
+    copies_as_targets,
+    critic_with_gradient_penalty,
+    momentum_encoder,
+    parts_wrapped_one_by_one,
+    perceptual_loss,
+    sgd,
+    step_and_clear,
+    teacher,
+)
 from tests.harness import naming, run_ranks
 from tests.models import Mlp
 from tests.oracle import assert_same, snapshot
@@ -27,16 +41,6 @@ from tests.ways import BASIC, TRUE_SHAPE, WAYS
 pytestmark = pytest.mark.by_turns
 
 Script = Callable[[Side], list[Any]]
-
-
-def _sgd(*models: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    params = [p for model in models for p in model.parameters() if p.requires_grad]
-    return torch.optim.SGD(params, lr=lr, momentum=0.9)
-
-
-def _step(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def _run_both(rank: int, world_size: int, script: Script, ways: list[str]) -> None:
@@ -51,190 +55,6 @@ def _run_both(rank: int, world_size: int, script: Script, ways: list[str]) -> No
 def _run_one(script: Script, side: Side) -> list[Any]:
     torch.manual_seed(3)
     return [snapshot(value) if isinstance(value, nn.Module) else value for value in script(side)]
-
-
-# ---------------------------------------------------------------- several models
-
-
-class Net(nn.Module):
-    """Two layers and a scale that the root owns."""
-
-    def __init__(self, inputs: int = 7, outputs: int = 7) -> None:
-        super().__init__()
-        self.up = nn.Linear(inputs, 9)
-        self.down = nn.Linear(9, outputs)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x))) * self.scale
-
-
-def adversarial(side: Side) -> list[Any]:
-    """The critic learns from detached samples, then passes gradients on to the generator."""
-    generator, critic = side.wrap(Net()), side.wrap(Net(7, 1))
-    optimizers = _sgd(generator), _sgd(critic)
-    for step in range(3):
-        fake = generator(side.draw(step, 7))
-        (
-            F.softplus(critic(fake.detach())) + F.softplus(-critic(side.draw(50 + step, 7)))
-        ).mean().backward()
-        _step(optimizers[1])
-        F.softplus(-critic(fake)).mean().backward()
-        optimizers[0].step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-    return [generator, critic]
-
-
-def adversarial_with_frozen_critic(side: Side) -> list[Any]:
-    """As above; the critic asks for no gradients while the generator learns."""
-    generator, critic = side.wrap(Net()), side.wrap(Net(7, 1))
-    optimizers = _sgd(generator), _sgd(critic)
-    for step in range(3):
-        critic.requires_grad_(True)
-        with torch.no_grad():
-            fake = generator(side.draw(step, 7))
-        (critic(fake) - critic(side.draw(50 + step, 7))).mean().backward()
-        _step(optimizers[1])
-        critic.requires_grad_(False)
-        (-critic(generator(side.draw(step, 7)))).mean().backward()
-        assert all(p.grad is None for p in critic.parameters())
-        _step(optimizers[0])
-    return [generator, critic]
-
-
-def critic_with_gradient_penalty(side: Side) -> list[Any]:
-    """WGAN-GP: samples of one wrapped model, a penalty on the slope of another."""
-    generator, critic = side.wrap(Net()), side.wrap(Net(7, 1))
-    optimizers = _sgd(generator, lr=0.01), _sgd(critic, lr=0.01)
-    for step in range(3):
-        real, fake = side.draw(50 + step, 7), generator(side.draw(step, 7)).detach()
-        mixed = real.lerp(fake, 0.3).requires_grad_()
-        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
-        penalty = (slope.norm(dim=1) - 1).pow(2).mean()
-        (critic(fake).mean() - critic(real).mean() + 10 * penalty).backward()
-        _step(optimizers[1])
-        (-critic(generator(side.draw(step, 7))).mean()).backward()
-        optimizers[0].step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-    return [generator, critic]
-
-
-def chained(side: Side) -> list[Any]:
-    """Two wrapped models, one optimizer, one loss."""
-    first, second = side.wrap(Net()), side.wrap(Net(7, 3))
-    optimizer = _sgd(first, second)
-    for step in range(3):
-        output = second(first(side.draw(step, 7)))
-        F.mse_loss(output, side.draw(50 + step, 3)).backward()
-        _step(optimizer)
-    return [first, second]
-
-
-def chained_in_a_cycle(side: Side) -> list[Any]:
-    """CycleGAN: each model runs before and after the other in one graph."""
-    first, second = side.wrap(Net()), side.wrap(Net())
-    optimizer = _sgd(first, second)
-    for step in range(3):
-        a, b = side.draw(step, 7), side.draw(50 + step, 7)
-        (F.mse_loss(second(first(a)), a) + F.mse_loss(first(second(b)), b)).backward()
-        _step(optimizer)
-    return [first, second]
-
-
-class Roots(nn.Module):
-    """An unwrapped model of wrapped parts, one of which runs twice."""
-
-    def __init__(self, side: Side) -> None:
-        super().__init__()
-        self.encoder = side.wrap(Net())
-        self.heads = nn.ModuleList([side.wrap(Net(7, 3)) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.encoder(self.encoder(x))
-        return self.heads[0](x) + self.heads[1](x)
-
-
-def parts_wrapped_one_by_one(side: Side) -> list[Any]:
-    model = Roots(side)
-    optimizer = _sgd(model)
-    for step in range(3):
-        side.loss(model, step).backward()
-        _step(optimizer)
-    return [model]
-
-
-def teacher(side: Side) -> list[Any]:
-    """A frozen model gives the targets: without gradients, and with useless ones."""
-    student, frozen = side.wrap(Mlp()), side.wrap(Mlp().requires_grad_(False))
-    optimizer = _sgd(student)
-    for step in range(4):
-        x = side.draw(step, 7)
-        with torch.set_grad_enabled(step % 2 == 1):
-            target = frozen(x)
-        F.mse_loss(student(x), target).backward()
-        _step(optimizer)
-    return [student, frozen]
-
-
-def perceptual_loss(side: Side) -> list[Any]:
-    """Gradients pass through a frozen model to the one that learns."""
-    model, frozen = side.wrap(Net()), side.wrap(Mlp().requires_grad_(False))
-    optimizer = _sgd(model)
-    for step in range(3):
-        F.mse_loss(frozen(model(side.draw(step, 7))), side.draw(50 + step, 3)).backward()
-        _step(optimizer)
-    return [model, frozen]
-
-
-def momentum_encoder(side: Side) -> list[Any]:
-    """Another wrapped model follows by hand, between the steps."""
-    online, target = side.wrap(Net()), side.wrap(Net())
-    target.load_state_dict(online.state_dict())
-    target.requires_grad_(False)
-    optimizer = _sgd(online)
-    for step in range(3):
-        x = side.draw(step, 7)
-        with torch.no_grad():
-            wanted = target(x + 0.1)
-        F.mse_loss(online(x), wanted).backward()
-        _step(optimizer)
-        with torch.no_grad():
-            for mine, theirs in zip(target.parameters(), online.parameters(), strict=True):
-                mine.mul_(0.9).add_(theirs, alpha=0.1)
-    return [online, target]
-
-
-def averaged_model(side: Side) -> list[Any]:
-    model = side.wrap(Mlp())
-    averages = [
-        AveragedModel(model),
-        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
-    ]
-    optimizer = _sgd(model)
-    outputs = []
-    for step in range(3):
-        side.loss(model, step).backward()
-        _step(optimizer)
-        for average in averages:
-            average.update_parameters(model)
-            with torch.no_grad():
-                outputs.append(average(torch.ones(1, 7, dtype=torch.float64)))
-    return [model, *[average.module for average in averages], *outputs]
-
-
-def copies_as_targets(side: Side) -> list[Any]:
-    """A copy taken in the middle of training, frozen, in the loss of the original."""
-    model = side.wrap(Mlp())
-    optimizer = _sgd(model)
-    for step in range(4):
-        if step % 2 == 0:
-            old = copy.deepcopy(model).requires_grad_(False)
-        x = side.draw(step, 7)
-        (side.loss(model, step) + F.mse_loss(model(x), old(x + 1))).backward()
-        _step(optimizer)
-    return [model, old]
 
 
 # ---------------------------------------------------------------- several passes
@@ -256,41 +76,41 @@ class TwoHeads(nn.Module):
 def backward_per_head(side: Side) -> list[Any]:
     """One forward, a backward for each output; the trunk's gradient comes twice."""
     model = side.wrap(TwoHeads())
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
     for step in range(3):
         first, second = model(side.draw(step, 7))
         first.pow(2).mean().backward(retain_graph=True)
         second.pow(2).mean().backward()
-        _step(optimizer)
+        step_and_clear(optimizer)
     return [model]
 
 
 def one_head_at_a_time(side: Side) -> list[Any]:
     """The other head's gradient stays None."""
     model = side.wrap(TwoHeads())
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
     for step in range(4):
         model(side.draw(step, 7))[step % 2].pow(2).mean().backward()
         assert all(p.grad is None for p in model.heads[1 - step % 2].parameters())
-        _step(optimizer)
+        step_and_clear(optimizer)
     return [model]
 
 
 def three_backwards_of_one_graph(side: Side) -> list[Any]:
     model = side.wrap(Mlp())
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
     for step in range(2):
         loss = side.loss(model, step)
         loss.backward(retain_graph=True)
         loss.backward(retain_graph=True)
         loss.backward()
-        _step(optimizer)
+        step_and_clear(optimizer)
     return [model]
 
 
 def retained_graph_with_a_forward_between(side: Side) -> list[Any]:
     model = side.wrap(Mlp())
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
     for step in range(2):
         loss = side.loss(model, step)
         loss.backward(retain_graph=True)
@@ -299,14 +119,14 @@ def retained_graph_with_a_forward_between(side: Side) -> list[Any]:
         other = side.loss(model, 50 + step)
         loss.backward()
         other.backward()
-        _step(optimizer)
+        step_and_clear(optimizer)
     return [model]
 
 
 def inference_between_all(side: Side) -> list[Any]:
     """Evaluation before, between forward and backward, and between backward and step."""
     model = side.wrap(Mlp())
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
     outputs = []
 
     def evaluate() -> None:
@@ -319,7 +139,7 @@ def inference_between_all(side: Side) -> list[Any]:
         evaluate()
         loss.backward()
         evaluate()
-        _step(optimizer)
+        step_and_clear(optimizer)
     return [model, *outputs]
 
 
@@ -343,7 +163,7 @@ class Energy(nn.Module):
 def forces(side: Side) -> list[Any]:
     """A force field learns from forces, and is evaluated without a graph."""
     model = side.wrap(Energy(), Net, nn.Linear)
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
     outputs = []
     for step in range(3):
         model.train()
@@ -351,7 +171,7 @@ def forces(side: Side) -> list[Any]:
         (
             F.mse_loss(energy, side.draw(50 + step, 1)) + F.mse_loss(force, side.draw(60 + step, 7))
         ).backward()
-        _step(optimizer)
+        step_and_clear(optimizer)
         model.eval()
         with torch.no_grad():
             outputs += model(torch.ones(2, 7, dtype=torch.float64))
@@ -361,12 +181,12 @@ def forces(side: Side) -> list[Any]:
 def adversarial_inputs(side: Side) -> list[Any]:
     """A gradient of the input, found by a backward that reaches no parameter, changes it."""
     model = side.wrap(Mlp())
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
     for step in range(3):
         x, target = side.draw(step, 7).requires_grad_(), side.draw(50 + step, 3)
         (slope,) = torch.autograd.grad(F.mse_loss(model(x), target), x)
         F.mse_loss(model(x.detach() + 0.1 * slope.sign()), target).backward()
-        _step(optimizer)
+        step_and_clear(optimizer)
     return [model]
 
 
@@ -404,19 +224,19 @@ def norm_penalties(side: Side) -> list[Any]:
 
 def _penalised(side: Side, weights: list[float], *kinds: Callable[[Tensor], Tensor]) -> list[Any]:
     model = side.wrap(Mlp())
-    optimizer = _sgd(model, lr=0.01)
+    optimizer = sgd(model, lr=0.01)
     weight = side.by_rank(weights)
     for step, kind in enumerate(kinds):
         penalty = sum(kind(p) for p in model.parameters())
         (side.loss(model, step) + weight * penalty).backward()
-        _step(optimizer)
+        step_and_clear(optimizer)
     return [model]
 
 
 def penalty_by_itself(side: Side) -> list[Any]:
     """In a backward of its own: before, after, and without the loss's."""
     model = side.wrap(Mlp())
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
 
     def penalty() -> Tensor:
         return 0.1 * sum(p.pow(2).sum() for p in model.parameters())
@@ -428,19 +248,19 @@ def penalty_by_itself(side: Side) -> list[Any]:
             side.loss(model, step).backward()
         if step == 1:
             penalty().backward()
-        _step(optimizer)
+        step_and_clear(optimizer)
     return [model]
 
 
 def penalty_with_accumulation(side: Side) -> list[Any]:
     model = side.wrap(Mlp())
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
     for first in (0, 2):
         with side.no_sync(model):
             side.loss(model, first).backward()
         penalty = 0.1 * sum(p.abs().sum() for p in model.parameters())
         (side.loss(model, first + 1) + penalty).backward()
-        _step(optimizer)
+        step_and_clear(optimizer)
     return [model]
 
 
@@ -457,10 +277,10 @@ def gradient_hooks(side: Side) -> list[Any]:
     model.fc2.weight.register_hook(lambda grad: seen.append(grad.shape))
     late = model.fc3.weight.register_hook(lambda grad: 3 * grad)
     model.double()
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
     for step in range(4):
         side.loss(model, step).backward()
-        _step(optimizer)
+        step_and_clear(optimizer)
         if step == 1:
             gone.remove()
             late.remove()
@@ -480,10 +300,10 @@ def post_accumulate_hooks(side: Side) -> list[Any]:
     handles = [p.register_post_accumulate_grad_hook(halve) for p in plain.fc1.parameters()]
     model = side.wrap(plain)
     handles += [p.register_post_accumulate_grad_hook(halve) for p in model.fc2.parameters()]
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
     for step in range(3):
         side.loss(model, step).backward()
-        _step(optimizer)
+        step_and_clear(optimizer)
         if step == 1:
             for handle in handles:
                 handle.remove()
@@ -495,7 +315,7 @@ def optimizer_in_backward(side: Side) -> list[Any]:
     model = side.wrap(Mlp())
 
     def stepping(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
-        return lambda _: _step(optimizer)
+        return lambda _: step_and_clear(optimizer)
 
     for param in model.parameters():
         optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
@@ -512,7 +332,7 @@ def optimizer_in_backward(side: Side) -> list[Any]:
 def scaler(side: Side) -> list[Any]:
     """Torch's own, on the whole length of it: growth, clipping, an overflow on one rank."""
     model = side.wrap(Mlp())
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
     grad_scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     scales = []
     for step in range(6):
@@ -556,7 +376,7 @@ def _failing(module: nn.Module, in_backward: bool) -> Iterator[None]:
 def error_in_step(side: Side) -> list[Any]:
     """Raised before, within and after the update, by hooks and by a closure."""
     model = side.wrap(Mlp())
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
 
     def fail(*_: Any) -> None:
         raise _Planned
@@ -575,44 +395,44 @@ def error_in_step(side: Side) -> list[Any]:
         handle.remove()
         optimizer.zero_grad()
         side.loss(model, 10 + step).backward()
-        _step(optimizer)
+        step_and_clear(optimizer)
     with pytest.raises(_Planned):
         optimizer.step(closure)
     optimizer.zero_grad()
     side.loss(model, 20).backward()
-    _step(optimizer)
+    step_and_clear(optimizer)
     return [model]
 
 
 def error_in_evaluation(side: Side) -> list[Any]:
     model = side.wrap(Mlp())
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
     for step, mode in enumerate((torch.no_grad, torch.inference_mode)):
         loss = side.loss(model, step)
         with _failing(model.fc2, in_backward=False), mode():
             model(side.draw(70, 7))
         loss.backward()
-        _step(optimizer)
+        step_and_clear(optimizer)
     return [model]
 
 
 def error_between_two_models(side: Side) -> list[Any]:
     """The second model's backward fails, and the first one's never starts; or the first's does."""
     first, second = side.wrap(Net()), side.wrap(Net(7, 3))
-    optimizer = _sgd(first, second)
+    optimizer = sgd(first, second)
     for step, model in enumerate((second, first, first, second)):
         with _failing(model.up, in_backward=step < 2):
             F.mse_loss(second(first(side.draw(step, 7))), side.draw(50, 3)).backward()
         optimizer.zero_grad()
         for good in (10 * step, 10 * step + 1):
             F.mse_loss(second(first(side.draw(good, 7))), side.draw(60, 3)).backward()
-            _step(optimizer)
+            step_and_clear(optimizer)
     return [first, second]
 
 
 def error_in_a_hook_of_a_gradient(side: Side) -> list[Any]:
     model = side.wrap(Mlp())
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
 
     def fail(_: Tensor) -> None:
         raise _Planned
@@ -627,7 +447,7 @@ def error_in_a_hook_of_a_gradient(side: Side) -> list[Any]:
         optimizer.zero_grad()
         for good in (2 * step, 2 * step + 1):
             side.loss(model, good).backward()
-            _step(optimizer)
+            step_and_clear(optimizer)
     return [model]
 
 

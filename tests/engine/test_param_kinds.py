@@ -23,6 +23,7 @@ from tests.models import Case, loss_of, vectors
 from tests.oracle import (
     OPTIMIZERS,
     Trained,
+    assert_same_gradients,
     assert_same_state,
     local_loss,
     snapshot,
@@ -262,14 +263,8 @@ def _accumulate(rank: int, world_size: int, strategy: str) -> None:
 
 
 def _assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
-    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        if expected.grad is None:
-            assert param.grad is None, name
-            continue
-        torch.testing.assert_close(
-            _whole(param.grad), expected.grad, rtol=1e-5, atol=TOLERANCE, msg=name
-        )
-        assert param.grad.stride() == param.stride(), name
+    assert_same_gradients(model, plain, rtol=1e-5, atol=TOLERANCE)
+    assert all(p.grad is None or p.grad.stride() == p.stride() for p in model.parameters())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -19,7 +19,7 @@ from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import diagonal
 from tests.harness import naming, run_ranks
 from tests.models import CASES, loss_of
-from tests.oracle import ROWS
+from tests.oracle import ROWS, assert_same
 
 WIDTH = 6
 NUM_BLOCKS = 5
@@ -69,10 +69,6 @@ def rows(step: int, world_size: int) -> Tensor:
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def assert_same(sharded: nn.Module, plain: nn.Module) -> None:
-    torch.testing.assert_close(dict(sharded.state_dict()), dict(plain.state_dict()))
 
 
 # What runs in which step, on a rank.

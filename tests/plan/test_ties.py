@@ -16,7 +16,7 @@ from flatshard.plan.wrap import Policy, always_wrap_policy, size_based_auto_wrap
 from tests.combinations import every
 from tests.harness import naming, run_ranks
 from tests.models import Case, Mlp, Transformer, tokens, vectors
-from tests.oracle import assert_same_state, snapshot
+from tests.oracle import assert_same, snapshot
 from tests.side import Run
 from tests.ways import BASIC, TRUE_SHAPE, WAYS
 
@@ -287,8 +287,8 @@ def _runs(rank: int, world_size: int, tie: Tie, way: str) -> tuple[Run, Run]:
 
 
 def _assert_same(sharded: nn.Module, plain: nn.Module, tie: Tie) -> None:
+    assert_same(sharded, plain, rtol=0.0)
     state = sharded.state_dict()
-    assert_same_state(state, snapshot(plain), 0.0, 1e-12)
     for first, others in tie.aliases.items():
         for other in others:
             assert torch.equal(state[first], state[other]), f"{first} and {other} differ"

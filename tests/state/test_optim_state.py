@@ -14,63 +14,12 @@ from flatshard import FlatShardTensor, ShardedWrapper
 from flatshard.collectives import record
 from flatshard.optimizer import local_state_guard
 from tests.harness import naming, run_ranks
-from tests.models import CASES, Case, images, loss_of
+from tests.models import CASES, Case
 from tests.oracle import OPTIMIZERS, snapshot, trainable
+from tests.state.everything import CASE, Keywords, StateDict, loss_of_rows, train
 from tests.ways import select
 
 pytestmark = pytest.mark.by_turns
-
-ROWS = 12
-"""Of all ranks together: one, two, three or four of them."""
-
-Keywords = dict[str, Any]
-StateDict = dict[str, Any]
-
-
-class Everything(nn.Module):
-    """One of each kind of parameter: what an optimizer's state may look like."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
-        self.first = nn.Linear(3, 3)
-        self.second = nn.Linear(3, 3)
-        self.second.weight = self.first.weight
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.nothing = nn.Parameter(torch.empty(0, 3))
-        self.phase = nn.Parameter(torch.randn(3, 3, dtype=torch.complex128))
-        self.frozen = nn.Linear(3, 3)
-        self.frozen.bias.requires_grad_(False)
-        self.idle = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.conv(x)).mean(dim=(2, 3))
-        x = torch.tanh(self.first(x)) * self.scale + self.nothing.sum()
-        x = torch.tanh(self.frozen(self.second(x)))
-        return (x.to(torch.complex128) @ self.phase).real
-
-
-CASE = Case("everything", Everything, images, (nn.Conv2d, nn.Linear))
-
-
-def _loss(model: nn.Module, case: Case, step: int, rank: int, world_size: int) -> Tensor:
-    """The loss of this rank's share of a step's rows."""
-    inputs, target = (part.chunk(world_size)[rank] for part in case.batch(step, ROWS))
-    return loss_of(model(inputs), target)
-
-
-def _train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: range,
-    case: Case = CASE,
-    rank: int = 0,
-    world_size: int = 1,
-) -> None:
-    for step in steps:
-        _loss(model, case, step, rank, world_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def _assert_alike(actual: StateDict, expected: StateDict, tolerance: float = 1e-10) -> None:
@@ -138,7 +87,7 @@ def test_goes_on_anywhere(kind: str) -> None:
             else:
                 keywords, world_size, per_node = stage
                 saved = run_ranks(_stage, world_size, kind, number, keywords, per_node, saved)[0]
-            _train(plain, optimizer, range(2 * number, 2 * number + 2))
+            train(plain, optimizer, range(2 * number, 2 * number + 2))
             model_state, optim_state = saved
             torch.testing.assert_close(model_state, snapshot(plain), rtol=0.0, atol=1e-10)
             _assert_alike(optim_state, _by_name(plain, optimizer))
@@ -162,7 +111,7 @@ def _stage(
         optimizer.load_state_dict(state)
         _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), saved[1], 0.0)
     steps = range(2 * number, 2 * number + 2)
-    _train(model, optimizer, steps, CASE, rank, world_size)
+    train(model, optimizer, steps, CASE, rank, world_size)
     result = snapshot(model), ShardedWrapper.optim_state_dict(model, optimizer)
     return result if rank == 0 else None
 
@@ -175,7 +124,7 @@ def _plain_stage(
     optimizer = OPTIMIZERS[kind](trainable(model))
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved[1]))
-    _train(model, optimizer, range(2 * number, 2 * number + 2))
+    train(model, optimizer, range(2 * number, 2 * number + 2))
     return snapshot(model), ShardedWrapper.optim_state_dict(model, optimizer)
 
 
@@ -233,21 +182,21 @@ def _optimizers(rank: int, world_size: int, keywords: Keywords) -> None:
         with naming(kind):
             plain = case.model()
             expected = make(plain.parameters())
-            _train(plain, expected, range(2), case)
+            train(plain, expected, range(2), case)
             model = case.wrap(case.model(), **keywords)
             optimizer = make(model.parameters())
-            _train(model, optimizer, range(2), case, rank, world_size)
+            train(model, optimizer, range(2), case, rank, world_size)
             saved = ShardedWrapper.optim_state_dict(model, optimizer)
             _assert_alike(saved, _by_name(plain, expected), 1e-9)
 
             given = [saved, copy.deepcopy(expected.state_dict())]
-            _train(plain, expected, range(2, 4), case)
+            train(plain, expected, range(2, 4), case)
             for state in given:
                 other = case.wrap(case.model(), **keywords)
                 other.load_state_dict(model.state_dict())
                 again = make(other.parameters())
                 ShardedWrapper.optim_state_dict_to_load(other, again, state, load_directly=True)
-                _train(other, again, range(2, 4), case, rank, world_size)
+                train(other, again, range(2, 4), case, rank, world_size)
                 torch.testing.assert_close(other.state_dict(), snapshot(plain), rtol=0.0, atol=1e-9)
 
 
@@ -269,7 +218,7 @@ def _from_construction(rank: int, world_size: int, keywords: Keywords) -> None:
         for one in both:
             ShardedWrapper.optim_state_dict_to_load(*one, state, load_directly=True)
     for one, ours in zip(both, ((0, 1), (rank, world_size)), strict=True):
-        _train(*one, range(2), CASE, *ours)
+        train(*one, range(2), CASE, *ours)
     torch.testing.assert_close(model.state_dict(), snapshot(plain), rtol=0.0, atol=1e-10)
 
 
@@ -281,12 +230,12 @@ def _made_before_wrapping(rank: int, world_size: int) -> None:
     plain, model = CASE.model(), CASE.model()
     expected, optimizer = (OPTIMIZERS["adamw"](trainable(one)) for one in (plain, model))
     for one, its in ((plain, expected), (model, optimizer)):
-        _train(one, its, range(2))
+        train(one, its, range(2))
     model = CASE.wrap(model)
     with naming("state from before wrapping"):
         _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(plain, expected))
-    _train(plain, expected, range(2, 4))
-    _train(model, optimizer, range(2, 4), CASE, rank, world_size)
+    train(plain, expected, range(2, 4))
+    train(model, optimizer, range(2, 4), CASE, rank, world_size)
     _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(plain, expected))
 
     flat, old = CASE.model(), None
@@ -322,7 +271,7 @@ def _groups(rank: int, world_size: int) -> None:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         ours = (rank, world_size) if one is model else (0, 1)
         for step in range(3):
-            _train(one, optimizer, range(step, step + 1), CASE, *ours)
+            train(one, optimizer, range(step, step + 1), CASE, *ours)
             scheduler.step()
         saved[one] = ShardedWrapper.optim_state_dict(one, optimizer)
     _assert_alike(saved[model], saved[plain])
@@ -387,7 +336,7 @@ def _ignored(rank: int, world_size: int) -> None:
         bare = case.model()
         model = ShardedWrapper(bare, ignored_modules=[bare.fc2], use_orig_params=not flat)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
-        _train(model, optimizer, range(2), case, rank, world_size)
+        train(model, optimizer, range(2), case, rank, world_size)
         saved = ShardedWrapper.optim_state_dict(model, optimizer)
         own = optimizer.state[bare.fc2.weight]["exp_avg"]
         assert torch.equal(saved["state"]["fc2.weight"]["exp_avg"], own)
@@ -408,7 +357,7 @@ def _names_for_positions(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     plain = case.model()
     named = torch.optim.AdamW(reversed(list(plain.named_parameters())))
-    _train(plain, named, range(2), case)
+    train(plain, named, range(2), case)
     expected = _by_name(plain, named)
     for group in expected["param_groups"]:
         del group["param_names"]
@@ -445,7 +394,7 @@ def _without_state(rank: int, world_size: int) -> None:
     case = CASES["unused"]
     plain = case.model()
     expected = OPTIMIZERS["adamw"](plain.parameters())
-    _train(plain, expected, range(2), case)
+    train(plain, expected, range(2), case)
     saved = _by_name(plain, expected)
     unused = {"idle.weight", "idle.bias", "fc3.idle"}
     assert set(saved["state"]) == {name for name, _ in plain.named_parameters()} - unused
@@ -470,7 +419,7 @@ def _whole_and_apart(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model())
     optimizer = torch.optim.AdamW(model.parameters())
-    _train(model, optimizer, range(2), case, rank, world_size)
+    train(model, optimizer, range(2), case, rank, world_size)
     with record() as events:
         saved = ShardedWrapper.optim_state_dict(model, optimizer)
     gathers = [event.unit_fqn for event in events if event.kind == "gather"]
@@ -486,7 +435,7 @@ def _whole_and_apart(rank: int, world_size: int) -> None:
     _assert_alike(torch.load(file, weights_only=True), saved, 0.0)
 
     with naming("between forward and backward"):
-        loss = _loss(model, case, 0, rank, world_size)
+        loss = loss_of_rows(model, case, 0, rank, world_size)
         _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), saved, 0.0)
         loss.backward()
         optimizer.zero_grad()
@@ -494,7 +443,7 @@ def _whole_and_apart(rank: int, world_size: int) -> None:
     # Nothing shares memory: not what was saved, nor what was loaded.
     before = ShardedWrapper.optim_state_dict(model, optimizer)
     ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
-    _train(model, optimizer, range(2, 3), case, rank, world_size)
+    train(model, optimizer, range(2, 3), case, rank, world_size)
     _assert_alike(saved, before, 0.0)
     with pytest.raises(AssertionError):
         _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), before)
@@ -512,7 +461,7 @@ def _dtypes(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     plain = case.model()
     expected = torch.optim.AdamW(plain.parameters())
-    _train(plain, expected, range(2), case)
+    train(plain, expected, range(2), case)
     saved = _by_name(plain, expected)
     other = case.model(torch.bfloat16).bfloat16()
     cast = torch.optim.AdamW(other.parameters())
@@ -533,7 +482,7 @@ def _sharded_state(rank: int, world_size: int) -> None:
     model = case.wrap(case.model())
     for make, kind in ((Signed, FlatShardTensor), (torch.optim.RMSprop, Tensor)):
         optimizer = make(model.parameters())
-        _train(model, optimizer, range(1), case, rank, world_size)
+        train(model, optimizer, range(1), case, rank, world_size)
         saved = ShardedWrapper.optim_state_dict(model, optimizer)
         loaded = ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved)
         key = "average" if make is Signed else "square_avg"
@@ -551,7 +500,7 @@ def _errors(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model())
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    _train(model, optimizer, range(2), case, rank, world_size)
+    train(model, optimizer, range(2), case, rank, world_size)
     save, load = ShardedWrapper.optim_state_dict, ShardedWrapper.optim_state_dict_to_load
     saved = save(model, optimizer)
 
@@ -600,66 +549,12 @@ def _errors(rank: int, world_size: int) -> None:
         with pytest.raises(RuntimeError, match="under summon_full_params"):
             save(model, optimizer)
     _assert_alike(save(model, optimizer), saved, 0.0)
-    _train(model, optimizer, range(2, 3), case, rank, world_size)
+    train(model, optimizer, range(2, 3), case, rank, world_size)
 
 
 def _plain_state(case: Case) -> StateDict:
     """The state of a plain optimizer, by position."""
     plain = case.model()
     optimizer = OPTIMIZERS["adamw"](plain.parameters())
-    _train(plain, optimizer, range(1), case)
+    train(plain, optimizer, range(1), case)
     return optimizer.state_dict()
-
-
-# ---------------------------------------------------------------- optimizer.state_dict() itself
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["", "flat"])
-def test_one_ranks_state(use_orig_params: bool) -> None:
-    states = run_ranks(_one_ranks_state, 2, use_orig_params, None)
-    run_ranks(_one_ranks_state, 2, use_orig_params, states)
-    run_ranks(_other_layout, 3, use_orig_params, states)
-
-
-def _one_ranks_state(
-    rank: int, world_size: int, use_orig_params: bool, states: list[StateDict] | None
-) -> StateDict:
-    """Goes into the same place; elsewhere the first step at the latest refuses it."""
-    case = CASES["mlp"]
-    model = case.wrap(case.model(), use_orig_params=use_orig_params)
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    if states is not None:
-        with pytest.raises(ValueError, match="one rank's parts alone"):
-            ShardedWrapper.optim_state_dict_to_load(model, optimizer, states[rank])
-        optimizer.load_state_dict(states[rank])
-    _train(model, optimizer, range(2), case, rank, world_size)
-    if states is not None:
-        with pytest.raises(RuntimeError, match=r"rank \d of 2.*rank \d of 2.*optim_state_dict"):
-            optimizer.load_state_dict(states[1 - rank])
-        assert local_state_guard.parts(optimizer)["state"][0]["step"] == 4
-        assert all("flatshard" not in group for group in optimizer.param_groups)
-    if rank > 0:
-        return optimizer.state_dict()
-    with pytest.warns(UserWarning, match="holds this rank's parts .* alone"):
-        return optimizer.state_dict()
-
-
-def _other_layout(
-    rank: int, world_size: int, use_orig_params: bool, states: list[StateDict]
-) -> None:
-    case = CASES["mlp"]
-    model = case.wrap(case.model(), use_orig_params=use_orig_params)
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    optimizer.load_state_dict(states[0])  # nothing of ours sees this yet
-    _loss(model, case, 0, rank, world_size).backward()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"rank 0 of 2.*rank \d of 3.*optim_state_dict"):
-            optimizer.step()
-    if not use_orig_params:
-        return  # torch sees that the number of parameters is another
-    plain = case.model()
-    other = OPTIMIZERS["adamw"](plain.parameters())
-    other.load_state_dict(states[0])
-    _loss(plain, case, 0, 0, 1).backward()
-    with pytest.raises(RuntimeError, match=r"rank 0 of 2.*not sharded"):
-        other.step()

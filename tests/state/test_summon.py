@@ -1,10 +1,8 @@
 """``summon_full_params``: whole tensors for a while, right for every strategy or refused."""
 
 import contextlib
-import copy
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,30 +13,16 @@ from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper, collectiv
 from flatshard.comm.communicator import Communicator
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import naming, run_ranks
+from tests.harness import run_ranks
 from tests.models import CASES
-from tests.oracle import assert_same, assert_same_state, snapshot
+from tests.oracle import assert_same, assert_same_gradients, assert_same_state, snapshot
 from tests.side import Run, pair
-from tests.ways import BASIC, WAYS
+from tests.state.summoning import assert_trains_alike, each_way, summon
+from tests.ways import WAYS
 
 pytestmark = pytest.mark.by_turns
 
-summon = ShardedWrapper.summon_full_params
 both_sizes = pytest.mark.parametrize("world_size", [2, 3])
-
-
-def _each_way(rank: int, world_size: int, script: Callable[..., None], *args: Any) -> None:
-    """One launch for all strategies; a failure says which."""
-    for way in BASIC:
-        with naming(way):
-            script(rank, world_size, way, *args)
-
-
-def _assert_trains_alike(sharded: Run, plain: Run) -> None:
-    assert_same(sharded.model, plain.model)
-    for run in (sharded, plain):
-        run.train(5, 7)
-    assert_same(sharded.model, plain.model)
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
@@ -52,7 +36,7 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
 def test_shows_the_unwrapped_model(world_size: int) -> None:
     names = ("mlp", "tied-across-units", "lstm", "odd-shapes", "mixed-types")
     for name in every(2, names, start=world_size):
-        run_ranks(_each_way, world_size, _shows, name)
+        run_ranks(each_way, world_size, _shows, name)
 
 
 def _shows(rank: int, world_size: int, way: str, name: str) -> None:
@@ -71,12 +55,12 @@ def _shows(rank: int, world_size: int, way: str, name: str) -> None:
         after = list(sharded.model.named_parameters())
         assert [n for n, _ in after] == [n for n, _ in before]
         assert all(new is old for (_, new), (_, old) in zip(after, before, strict=True))
-    _assert_trains_alike(sharded, plain)
+    assert_trains_alike(sharded, plain)
 
 
 @pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
 def test_container_of_units(kind: type[nn.Module]) -> None:
-    run_ranks(_each_way, 2, _container, kind is nn.Sequential)
+    run_ranks(each_way, 2, _container, kind is nn.Sequential)
 
 
 def _container(rank: int, world_size: int, way: str, sequential: bool) -> None:
@@ -95,7 +79,7 @@ def _container(rank: int, world_size: int, way: str, sequential: bool) -> None:
 
 
 def test_without_recursion() -> None:
-    run_ranks(_each_way, 2, _without_recursion)
+    run_ranks(each_way, 2, _without_recursion)
 
 
 def _without_recursion(rank: int, world_size: int, way: str) -> None:
@@ -109,7 +93,7 @@ def _without_recursion(rank: int, world_size: int, way: str) -> None:
             run.submodule("head").weight.fill_(0.5)
         inner = sharded.submodule("outer").shift
         assert isinstance(inner, nn.Parameter if way == "no_shard" else FlatShardTensor)
-    _assert_trains_alike(sharded, plain)
+    assert_trains_alike(sharded, plain)
 
 
 @contextlib.contextmanager
@@ -126,7 +110,7 @@ def collectives_of(kind: str) -> Iterator[list[str]]:
 
 @both_sizes
 def test_edits(world_size: int) -> None:
-    run_ranks(_each_way, world_size, _edits)
+    run_ranks(each_way, world_size, _edits)
 
 
 def _edits(rank: int, world_size: int, way: str) -> None:
@@ -145,7 +129,7 @@ def _edits(rank: int, world_size: int, way: str) -> None:
         run.train()
     with summon(sharded.model, writeback=False):
         edit(sharded)
-    _assert_trains_alike(sharded, plain)
+    assert_trains_alike(sharded, plain)
     if not WAYS[way].is_true_shape:
         with (
             pytest.raises(RuntimeError, match=r"'fc3.bias'.*use_orig_params"),
@@ -161,7 +145,7 @@ def _edits(rank: int, world_size: int, way: str) -> None:
     ]
     for run in (sharded, plain):
         run.submodule("fc3").bias.requires_grad_(True)
-    _assert_trains_alike(sharded, plain)
+    assert_trains_alike(sharded, plain)
 
 
 def _generator() -> torch.Generator:
@@ -169,7 +153,7 @@ def _generator() -> torch.Generator:
 
 
 def test_edits_in_mixed_precision() -> None:
-    run_ranks(_each_way, 2, _mixed_precision)
+    run_ranks(each_way, 2, _mixed_precision)
 
 
 def _mixed_precision(rank: int, world_size: int, way: str) -> None:
@@ -198,7 +182,7 @@ def _mixed_precision(rank: int, world_size: int, way: str) -> None:
 
 @pytest.mark.uncoalesced  # one unit after another
 def test_each_rank_keeps_its_slice() -> None:
-    run_ranks(_each_way, 2, _slices)
+    run_ranks(each_way, 2, _slices)
 
 
 def _slices(rank: int, world_size: int, way: str) -> None:
@@ -212,7 +196,7 @@ def _slices(rank: int, world_size: int, way: str) -> None:
 
 
 def test_exception_in_the_body() -> None:
-    run_ranks(_each_way, 2, _exception)
+    run_ranks(each_way, 2, _exception)
 
 
 def _exception(rank: int, world_size: int, way: str) -> None:
@@ -237,11 +221,11 @@ def _exception(rank: int, world_size: int, way: str) -> None:
         with pytest.raises(KeyError):
             fail_after(change, name)
     zero(plain.model.fc1)
-    _assert_trains_alike(sharded, plain)
+    assert_trains_alike(sharded, plain)
 
 
 def test_nested() -> None:
-    run_ranks(_each_way, 2, _nested)
+    run_ranks(each_way, 2, _nested)
 
 
 def _nested(rank: int, world_size: int, way: str) -> None:
@@ -265,7 +249,7 @@ def _nested(rank: int, world_size: int, way: str) -> None:
     with torch.no_grad():
         for value, name in enumerate(("fc1", "fc2", "fc3"), start=2):
             plain.submodule(name).weight.fill_(value)
-    _assert_trains_alike(sharded, plain)
+    assert_trains_alike(sharded, plain)
 
 
 # ---------------------------------------------------------------- rank 0 only
@@ -273,7 +257,7 @@ def _nested(rank: int, world_size: int, way: str) -> None:
 
 @both_sizes
 def test_rank0_only(world_size: int) -> None:
-    run_ranks(_each_way, world_size, _rank0_only)
+    run_ranks(each_way, world_size, _rank0_only)
 
 
 def _rank0_only(rank: int, world_size: int, way: str) -> None:
@@ -303,7 +287,7 @@ def _rank0_only(rank: int, world_size: int, way: str) -> None:
             pass
     for run in (sharded, plain):
         run.step()
-    _assert_trains_alike(sharded, plain)
+    assert_trains_alike(sharded, plain)
 
 
 def test_rank0_only_with_writeback() -> None:
@@ -373,7 +357,7 @@ def _memory(rank: int, world_size: int) -> None:
 @both_sizes
 @pytest.mark.parametrize("name", ["mlp", "unused", "frozen-one-unit"])
 def test_gradients(name: str, world_size: int) -> None:
-    run_ranks(_each_way, world_size, _gradients, name)
+    run_ranks(each_way, world_size, _gradients, name)
 
 
 def _gradients(rank: int, world_size: int, way: str, name: str) -> None:
@@ -387,7 +371,7 @@ def _gradients(rank: int, world_size: int, way: str, name: str) -> None:
         run.loss(0).backward()
     for writeback in (False, True):
         with summon(sharded.model, writeback=writeback, with_grads=True):
-            _assert_same_grads(sharded.model, plain.model)
+            assert_same_gradients(sharded.model, plain.model)
             for param in sharded.model.parameters():
                 if param.grad is not None:
                     param.grad.mul_(3).add_(param.detach())
@@ -397,22 +381,14 @@ def _gradients(rank: int, world_size: int, way: str, name: str) -> None:
         if param.grad is not None:
             param.grad.mul_(3).add_(param.detach())
     with summon(sharded.model, writeback=False, with_grads=True):
-        _assert_same_grads(sharded.model, plain.model)
+        assert_same_gradients(sharded.model, plain.model)
     for run in (sharded, plain):
         run.step()
-    _assert_trains_alike(sharded, plain)
-
-
-def _assert_same_grads(sharded: nn.Module, plain: nn.Module) -> None:
-    for (name, mine), theirs in zip(sharded.named_parameters(), plain.parameters(), strict=True):
-        if theirs.grad is None:
-            assert mine.grad is None, name
-        else:
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+    assert_trains_alike(sharded, plain)
 
 
 def test_gradients_dropped_and_added() -> None:
-    run_ranks(_each_way, 2, _dropped_and_added)
+    run_ranks(each_way, 2, _dropped_and_added)
 
 
 def _dropped_and_added(rank: int, world_size: int, way: str) -> None:
@@ -444,11 +420,11 @@ def _dropped_and_added(rank: int, world_size: int, way: str) -> None:
     add(plain)
     for run in (sharded, plain):
         run.step()
-    _assert_trains_alike(sharded, plain)
+    assert_trains_alike(sharded, plain)
 
 
 def test_gradients_that_are_not_reduced() -> None:
-    run_ranks(_each_way, 2, _unreduced)
+    run_ranks(each_way, 2, _unreduced)
 
 
 def _unreduced(rank: int, world_size: int, way: str) -> None:
@@ -467,10 +443,10 @@ def _unreduced(rank: int, world_size: int, way: str) -> None:
         pass
     sharded.loss(2).backward()
     with summon(sharded.model, with_grads=True):
-        _assert_same_grads(sharded.model, plain.model)
+        assert_same_gradients(sharded.model, plain.model)
     for run in (sharded, plain):
         run.step()
-    _assert_trains_alike(sharded, plain)
+    assert_trains_alike(sharded, plain)
 
 
 @pytest.mark.parametrize("way", ["full", "no_shard"])
@@ -489,147 +465,3 @@ def _some_ranks(rank: int, world_size: int, way: str) -> None:
         summon(sharded.model, with_grads=True),
     ):
         pass
-
-
-# ---------------------------------------------------------------- what is refused
-
-
-def test_refused_inside() -> None:
-    run_ranks(_each_way, 2, _refused_inside)
-
-
-def _refused_inside(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = pair(rank, world_size, way)
-    attempts: list[Callable[[], object]] = [
-        sharded.evaluate,
-        lambda: copy.deepcopy(sharded.model),
-        lambda: sharded.model.float(),
-    ]
-    with summon(sharded.model), sharded.no_sync():
-        for attempt in attempts:
-            with pytest.raises(RuntimeError, match=r"unit .*summon_full_params"):
-                attempt()
-    _assert_trains_alike(sharded, plain)
-
-
-def test_refused_in_forward_and_backward() -> None:
-    run_ranks(_each_way, 2, _while_running)
-
-
-def _while_running(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = pair(rank, world_size, way)
-
-    def ask(*_: Any) -> None:
-        summon(sharded.model).__enter__()
-
-    removable = sharded.submodule("fc2").register_forward_hook(ask)
-    with pytest.raises(RuntimeError, match="between steps"):
-        sharded.loss(0)
-    removable.remove()
-    output = sharded.model(sharded.inputs(0))
-    output.register_hook(ask)
-    with pytest.raises(RuntimeError, match="between steps"):
-        output.sum().backward()
-    _assert_trains_alike(sharded, plain)
-
-
-def test_what_cannot_be_kept() -> None:
-    run_ranks(_each_way, 2, _cannot_be_kept)
-
-
-def _cannot_be_kept(rank: int, world_size: int, way: str) -> None:
-    """A named error at the end, and the model is what it was; nothing of that unit is kept."""
-    sharded, plain = pair(rank, world_size, way)
-    sharded.loss(0).backward()
-    sharded.optimizer.zero_grad()
-
-    def replace(module: nn.Module) -> None:
-        module.weight = nn.Parameter(torch.zeros_like(module.weight))
-
-    def reshape(module: nn.Module) -> None:
-        module.weight.data = module.weight.data.t().contiguous()
-
-    def retype(module: nn.Module) -> None:
-        module.weight.data = module.weight.data.float()
-
-    def assign_grad(module: nn.Module) -> None:
-        module.weight.grad = torch.ones_like(module.weight)
-
-    cases = {
-        replace: "replaced",
-        reshape: "expected data of shape",
-        retype: "expected data of shape",
-        assign_grad: "with_grads=True",
-    }
-    for change, match in cases.items():
-        if way == "no_shard" and change in (reshape, retype, assign_grad):
-            continue  # shown as they are: what is done to them is done
-        with pytest.raises(RuntimeError, match=rf"'fc2.weight'.*{match}"), summon(sharded.model):
-            change(sharded.submodule("fc2"))
-        with summon(sharded.model, writeback=False):
-            change(sharded.submodule("fc2"))
-    _assert_trains_alike(sharded, plain)
-
-
-def test_step_inside() -> None:
-    run_ranks(_each_way, 2, _step_inside)
-
-
-def _step_inside(rank: int, world_size: int, way: str) -> None:
-    """A step under writeback was lost at the end; without writeback it stays."""
-    sharded, plain = pair(rank, world_size, way)
-    for run in (sharded, plain):
-        run.loss(0).backward()
-    with summon(sharded.model, writeback=False):
-        sharded.step()
-    plain.step()
-    assert_same(sharded.model, plain.model)
-    for run in (sharded, plain):
-        run.loss(1).backward()
-    refused = pytest.raises(RuntimeError, match="an optimizer step")
-    with contextlib.nullcontext() if way == "no_shard" else refused, summon(sharded.model):
-        sharded.step()
-    plain.step()
-    _assert_trains_alike(sharded, plain)
-
-
-@pytest.mark.parametrize("way", ["full", "full-flat"])
-def test_part_of_a_unit(way: str) -> None:
-    run_ranks(_part, 2, way)
-
-
-def _part(rank: int, world_size: int, way: str) -> None:
-    """It did nothing, and left the parameters sharded."""
-    sharded, _ = pair(rank, world_size, way, "mlp-one-unit")
-    with pytest.raises(RuntimeError, match=r"'fc1.weight' belongs to unit ''"):
-        summon(sharded.model.fc1).__enter__()
-
-
-@pytest.mark.parametrize("way", ["full", "full-flat"])
-def test_replaced_before(way: str) -> None:
-    run_ranks(_replaced_before, 2, way)
-
-
-def _replaced_before(rank: int, world_size: int, way: str) -> None:
-    """The new parameter was overwritten without a word."""
-    sharded, _ = pair(rank, world_size, way)
-    sharded.submodule("fc1").weight = nn.Parameter(torch.zeros(5, 7, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match=r"'fc1.weight'.*replaced after wrapping"):
-        summon(sharded.model).__enter__()
-
-
-def test_in_inference_mode() -> None:
-    run_ranks(_each_way, 2, _inference)
-
-
-def _inference(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = pair(rank, world_size, way)
-    with torch.inference_mode(), summon(sharded.model):
-        sharded.submodule("fc2").weight.mul_(2)
-    plain.model.fc2.weight.data.mul_(2)
-    with torch.inference_mode(), summon(sharded.model, writeback=False):
-        sharded.submodule("fc2").weight.mul_(2)
-    assert not isinstance(sharded.submodule("fc2")._parameters["weight"], FlatShardTensor) or (
-        WAYS[way].is_true_shape
-    )
-    _assert_trains_alike(sharded, plain)

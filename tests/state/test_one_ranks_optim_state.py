@@ -1,0 +1,63 @@
+"""``optimizer.state_dict()`` itself: the state of one rank alone."""
+
+import pytest
+
+from flatshard import ShardedWrapper
+from flatshard.optimizer import local_state_guard
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.oracle import OPTIMIZERS
+from tests.state.everything import StateDict, loss_of_rows, train
+
+pytestmark = pytest.mark.by_turns
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["", "flat"])
+def test_one_ranks_state(use_orig_params: bool) -> None:
+    states = run_ranks(_one_ranks_state, 2, use_orig_params, None)
+    run_ranks(_one_ranks_state, 2, use_orig_params, states)
+    run_ranks(_other_layout, 3, use_orig_params, states)
+
+
+def _one_ranks_state(
+    rank: int, world_size: int, use_orig_params: bool, states: list[StateDict] | None
+) -> StateDict:
+    """Goes into the same place; elsewhere the first step at the latest refuses it."""
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), use_orig_params=use_orig_params)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    if states is not None:
+        with pytest.raises(ValueError, match="one rank's parts alone"):
+            ShardedWrapper.optim_state_dict_to_load(model, optimizer, states[rank])
+        optimizer.load_state_dict(states[rank])
+    train(model, optimizer, range(2), case, rank, world_size)
+    if states is not None:
+        with pytest.raises(RuntimeError, match=r"rank \d of 2.*rank \d of 2.*optim_state_dict"):
+            optimizer.load_state_dict(states[1 - rank])
+        assert local_state_guard.parts(optimizer)["state"][0]["step"] == 4
+        assert all("flatshard" not in group for group in optimizer.param_groups)
+    if rank > 0:
+        return optimizer.state_dict()
+    with pytest.warns(UserWarning, match="holds this rank's parts .* alone"):
+        return optimizer.state_dict()
+
+
+def _other_layout(
+    rank: int, world_size: int, use_orig_params: bool, states: list[StateDict]
+) -> None:
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), use_orig_params=use_orig_params)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    optimizer.load_state_dict(states[0])  # nothing of ours sees this yet
+    loss_of_rows(model, case, 0, rank, world_size).backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"rank 0 of 2.*rank \d of 3.*optim_state_dict"):
+            optimizer.step()
+    if not use_orig_params:
+        return  # torch sees that the number of parameters is another
+    plain = case.model()
+    other = OPTIMIZERS["adamw"](plain.parameters())
+    other.load_state_dict(states[0])
+    loss_of_rows(plain, case, 0, 0, 1).backward()
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2.*not sharded"):
+        other.step()
