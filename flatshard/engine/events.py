@@ -24,23 +24,26 @@ _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 class Kind(enum.Enum):
     """What a range of time was spent on. Values name tracks of a trace."""
 
-    # From the beginning of the outermost forward, or the first gradient of an output, to the end.
     FORWARD_PASS = "forward pass"
+    """From the beginning of the outermost forward to its end."""
     BACKWARD_PASS = "backward pass"
-    # The thread is in a unit's forward, and in no nested unit's.
+    """From the first gradient of an output to the end of backward."""
     FORWARD = "compute forward"
-    # A unit's backward has begun last of those that are not over; recomputation included.
+    """The thread is in a unit's forward, and in no nested unit's."""
     BACKWARD = "compute backward"
-    # The thread prepares and starts a unit's all-gather or reduction.
+    """A unit's backward has begun last of those that are not over; recomputation included."""
     STARTING = "starting collectives"
-    # It waits for a unit's parameters or gradients, or reads, and adds, other ranks' from memory.
+    """The thread prepares and starts a unit's all-gather or reduction."""
     GATHER_WAIT = "waiting for all-gathers"
+    """The thread waits for a unit's parameters, or reads them from other ranks' memory."""
     REDUCE_WAIT = "waiting for reductions"
-    # It waits for what concerns no single unit: see `StepReport.ranks_wait_seconds`.
+    """It waits for a unit's gradients, or reads and adds other ranks'."""
     RANKS_WAIT = "waiting for all ranks"
-    # From the start of a unit's all-gather or reduction until the thread has the result.
+    """It waits for what concerns no single unit: see ``StepReport.ranks_wait_seconds``."""
     GATHER = "all-gather in flight"
+    """From the start of a unit's all-gather until the thread has the result."""
     REDUCE = "reduction in flight"
+    """From the start of a unit's reduction until the thread has the result."""
 
 
 class StepObserver:

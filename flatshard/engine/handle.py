@@ -32,11 +32,18 @@ from flatshard.tensor.flat_parameter import view_of
 
 
 class ShardState(enum.Enum):
-    """Whether the unsharded buffer exists."""
+    """Whether the unsharded buffer exists. Moves only in ``FlatParamHandle._move_to``."""
 
     SHARDED = "SHARDED"
     UNSHARDING = "UNSHARDING"
     UNSHARDED = "UNSHARDED"
+
+
+_MOVES = {
+    ShardState.SHARDED: {ShardState.UNSHARDING},
+    ShardState.UNSHARDING: {ShardState.UNSHARDED, ShardState.SHARDED},  # SHARDED: it failed
+    ShardState.UNSHARDED: {ShardState.UNSHARDING, ShardState.SHARDED},  # UNSHARDING: it was stale
+}
 
 
 class FlatParamHandle:
@@ -123,7 +130,9 @@ class FlatParamHandle:
                 "the context first: units unshard what they need by themselves."
             )
         if self._aliased:
-            self.state = ShardState.UNSHARDED  # at once: there is nothing to all-gather
+            if self.state is ShardState.SHARDED:
+                self._move_to(ShardState.UNSHARDING)
+                self._move_to(ShardState.UNSHARDED)  # at once: there is nothing to all-gather
             return
         self.absorb_replaced()
         if self.state is not ShardState.SHARDED:
@@ -138,7 +147,7 @@ class FlatParamHandle:
             self.gather.start(self.shard.detach(), self.version, self.memory, purpose)
             # Not before: where memory for it lacks, a stale buffer must not pass for a current one.
             self._unsharded_version = self.version
-        self.state = ShardState.UNSHARDING
+        self._move_to(ShardState.UNSHARDING)
 
     def wait_unshard(self) -> None:
         """UNSHARDING -> UNSHARDED: finish the all-gather. Raises CollectiveError."""
@@ -149,21 +158,25 @@ class FlatParamHandle:
             with _unsafe_preserve_version_counter(self.buffer):
                 self.gather.finish(self.buffer)
         except Exception:
-            self.state = ShardState.SHARDED
+            self._move_to(ShardState.SHARDED)
             self._free_buffer()
             raise
         self.params.set_accessible(True)
-        self.state = ShardState.UNSHARDED
+        self._move_to(ShardState.UNSHARDED)
 
     def reshard(self) -> None:
         """UNSHARDED -> SHARDED: free the unsharded buffer, if there is one. No communication."""
         if self.state is ShardState.SHARDED:
             return
         self.wait_unshard()  # memory that an all-gather is still writing must not be freed
-        self.state = ShardState.SHARDED
+        self._move_to(ShardState.SHARDED)
         if not self._aliased:
             self._free_buffer()
         self.page_out()
+
+    def _move_to(self, state: ShardState) -> None:
+        assert state in _MOVES[self.state], f"{self.unit_name}: {self.state} to {state}"
+        self.state = state
 
     def _free_buffer(self) -> None:
         # Whoever still holds a raw view now gets autograd's error instead of freed memory.

@@ -39,6 +39,15 @@ class Phase(enum.Enum):
     BACKWARD = "BACKWARD"
 
 
+_MOVES = {
+    Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD},
+    # BACKWARD: one that runs inside a forward, for forces say.
+    Phase.FORWARD: {Phase.IDLE, Phase.BACKWARD},
+    # No FORWARD: one that runs inside a backward is a recomputation, and stays in this phase.
+    Phase.BACKWARD: {Phase.IDLE},
+}
+
+
 @dataclass(eq=False, slots=True)
 class Call:
     """One call of a unit's module, which a backward belongs to."""
@@ -146,8 +155,8 @@ class Unit:
         return sum(handle.buffer_bytes for handle in self.handles)
 
     def enter(self, phase: Phase) -> None:
-        # FORWARD to BACKWARD: one that runs inside a forward, for forces say.
-        assert (self.phase, phase) != (Phase.BACKWARD, Phase.FORWARD), "that is a recomputation"
+        moves = phase is self.phase or phase in _MOVES[self.phase]
+        assert moves, f"unit {self.name!r}: {self.phase.name} to {phase.name}"
         self.phase = phase
         if phase is not Phase.IDLE:
             self.count_trainable()
