@@ -107,7 +107,7 @@ def test_a_main_stream_that_lags_behind_changes_nothing(gpu: Gpu) -> None:
 SITES: dict[str, tuple[str, str]] = {
     # What lags behind, and the case.
     "every": ("SIDE", OFFLOADED),
-    "AsyncWork._wait_for": ("SIDE", OFFLOADED),  # of compute for a collective
+    "AsyncWork._have": ("SIDE", OFFLOADED),  # of compute for a collective
     "HostToDevice.wait_on_stream": ("SIDE", "NO_SHARD,fp32,offload"),  # of compute for a copy
     "DeviceToHost.wait": ("SIDE", OFFLOADED),  # of the host for a copy
     "_beside": ("MAIN", OFFLOADED),  # of a copy for what is computed

@@ -82,7 +82,7 @@ def _without_wait(rank: int, world_size: int) -> None:
     with mock.patch.object(slow, "thread", _Never()):
 
         def without_waits() -> list[torch.Tensor]:
-            with mock.patch.object(AsyncWork, "_wait_for", return_value=[]):
+            with mock.patch.object(AsyncWork, "_have"):
                 return train(slow)
 
         apart = streams.distance(reference, without_waits)
