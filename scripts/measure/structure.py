@@ -73,6 +73,7 @@ class Figures:
     lines: int = 0
     code_lines: int = 0
     comment_lines: int = 0
+    trailing_comments: int = 0
     core_lines: int = 0
     core_files: list[str] = field(default_factory=list)
     exempt_imports: int = 0
@@ -106,8 +107,8 @@ def docstring_lines(tree: ast.Module) -> set[int]:
     }
 
 
-def code_and_comment_lines(source: Source) -> tuple[int, int]:
-    """Lines with code; lines with nothing but a comment."""
+def code_and_comment_lines(source: Source) -> tuple[int, int, int]:
+    """Lines with code; lines with nothing but a comment; comments behind code."""
     code: set[int] = set()
     comments: set[int] = set()
     blank = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
@@ -117,7 +118,7 @@ def code_and_comment_lines(source: Source) -> tuple[int, int]:
         elif token.type not in blank:
             code.update(range(token.start[0], token.end[0] + 1))
     code -= docstring_lines(source.tree)
-    return len(code), len(comments - code)
+    return len(code), len(comments - code), len(comments & code)
 
 
 def is_core(source: Source, flat: bool) -> bool:
@@ -293,8 +294,9 @@ def measure(repo: Path) -> Figures:
     return Figures(
         modules=len(sources),
         lines=sum(count_lines(source) for source in sources),
-        code_lines=sum(code for code, _ in sizes),
-        comment_lines=sum(comments for _, comments in sizes),
+        code_lines=sum(code for code, _, _ in sizes),
+        comment_lines=sum(comments for _, comments, _ in sizes),
+        trailing_comments=sum(trailing for _, _, trailing in sizes),
         core_lines=sum(count_lines(source) for source in core),
         core_files=[f"{source.name} {count_lines(source)}" for source in core],
         exempt_imports=named_exceptions(repo) if flat else against_the_order(sources),
@@ -317,6 +319,8 @@ def show(figures: Figures) -> None:
         "code lines": figures.code_lines,
         "comment lines": f"{figures.comment_lines} "
         f"({100 * figures.comment_lines / figures.lines:.1f} %)",
+        "comments behind code": f"{figures.trailing_comments}; with comment lines, one for "
+        f"{figures.code_lines / (figures.comment_lines + figures.trailing_comments):.1f} lines",
         "core path, lines": f"{figures.core_lines} in {len(figures.core_files)} files",
         "imports exempt from the order": figures.exempt_imports,
         "reads of another module's privates": figures.private_of_module,
