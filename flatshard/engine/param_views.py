@@ -28,6 +28,7 @@ from flatshard.tensor.flat_parameter import FlatParameter, FlatParameterPart, vi
 from flatshard.tensor.param_swap import SwappableParam
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.tensor_notes import STATE_DISKS
 
 GradHook = Callable[[int], Callable[[Tensor], None]]
 
@@ -111,9 +112,11 @@ class ParamViews:
                 else:
                     # Hooks and attributes stay where they are: only the memory moves.
                     owned.param.data = view_of(shard, span)
-        for param in self.sharded:
-            if not isinstance(param, FlatShardTensor):
-                param.state_disk = self.flat_spec.state_disk  # type: ignore[attr-defined]  # read by optimizer/offload
+        disk = self.flat_spec.state_disk
+        if disk is not None:
+            for param in self.sharded:
+                if not isinstance(param, FlatShardTensor):  # those have it in their spec
+                    STATE_DISKS[param] = disk
         return shard
 
     def _show_flat(self, shard: Tensor, requires_grad: bool) -> Tensor:

@@ -15,6 +15,7 @@ from flatshard.engine.param_views import ParamViews
 from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import view_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
+from flatshard.tensor.tensor_notes import UNREDUCED
 
 
 class UnreducedGrads:
@@ -44,7 +45,7 @@ class UnreducedGrads:
                     set_grad(param, self._view(index, part))
                 # An earlier, reduced gradient is marked too: a step would lack what waits here.
                 grad: Any = param.grad
-                grad.unreduced_of = params.link.unit_name
+                UNREDUCED[grad] = params.link.unit_name
                 self._shown[index] = grad, local_range(grad)._version, is_view
 
     def _view(self, index: int, part: Tensor | None) -> Tensor:
@@ -81,7 +82,7 @@ class UnreducedGrads:
         params = self._params
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for index, (shown, version, is_view) in self._shown.items():
-                del shown.unreduced_of  # as an ordinary gradient, a step must accept it
+                UNREDUCED.pop(shown, None)  # as an ordinary gradient, a step must accept it
                 param, local = params.sharded[index], local_range(shown)
                 is_dropped = param.grad is None
                 is_replaced = not is_dropped and param.grad is not shown

@@ -19,6 +19,7 @@ from flatshard.memory import disk
 from flatshard.memory.disk import DiskMemory
 from flatshard.optimizer.consumed_grad import ConsumedGrad
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
+from flatshard.tensor.tensor_notes import STATE_DISKS
 
 TORCHS_OWN = frozenset(
     inspect.unwrap(getattr(torch.optim, name).step)
@@ -44,7 +45,7 @@ def _state_disk(param: Any) -> DiskMemory | None:
     """The files that keep a parameter's state; None: it is in memory."""
     if isinstance(param, FlatShardTensor):
         return param.spec.state_disk
-    return getattr(param, "state_disk", None)
+    return STATE_DISKS.get(param) if STATE_DISKS else None  # asked for each parameter, often
 
 
 def _has_grad(param: Any) -> bool:

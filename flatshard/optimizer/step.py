@@ -38,6 +38,7 @@ from flatshard.optimizer.offload import StepPart
 from flatshard.precision.casts import check_dtype
 from flatshard.tensor.param_swap import FlattenedParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
+from flatshard.tensor.tensor_notes import UNREDUCED
 
 _ELEMENTWISE: set[Any] = set(offload.TORCHS_OWN)
 
@@ -125,7 +126,7 @@ def _check_params(optimizer: torch.optim.Optimizer) -> None:
                 if grad.dtype is not param.dtype:
                     check_dtype(optimizer, group, param, _name_of(param))
                 # An earlier, reduced gradient is marked too while more waits for its reduction.
-                unit = getattr(grad, "unreduced_of", None)
+                unit = UNREDUCED.get(grad) if UNREDUCED else None
                 if unit is not None:
                     raise RuntimeError(
                         f"unit {unit!r}: step() on gradients that were accumulated under no_sync "

@@ -21,6 +21,7 @@ from flatshard.tensor.sharded_tensor import (
     tensors_in,
     wrote,
 )
+from flatshard.tensor.tensor_notes import UNREDUCED
 
 aten = torch.ops.aten
 
@@ -28,7 +29,7 @@ aten = torch.ops.aten
 def _part(tensor: FlatShardTensor, *, with_padding: bool) -> Tensor:
     """This rank's part; a copy if there is padding to leave out."""
     spec = tensor.spec
-    unit = getattr(tensor, "unreduced_of", None)
+    unit = UNREDUCED.get(tensor)
     if unit is not None:
         raise RuntimeError(
             f"unit {unit!r}, {spec.name!r}, rank {spec.comm.rank}: a norm or sum of a gradient "
