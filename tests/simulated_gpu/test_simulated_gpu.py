@@ -111,6 +111,7 @@ SITES: dict[str, tuple[str, str]] = {
     "HostToDevice.wait_on_stream": ("SIDE", "NO_SHARD,fp32,offload"),  # of compute for a copy
     "DeviceToHost.wait": ("SIDE", OFFLOADED),  # of the host for a copy
     "_beside": ("MAIN", OFFLOADED),  # of a copy for what is computed
+    "_side_stream": ("MAIN", "NO_SHARD,fp32,plain"),  # of a reduction for the gradients
 }
 
 

@@ -189,9 +189,8 @@ class SocketTransport(Transport):
         messages = _Messages(members.reduce_group, request.tag)
         dtype = self._sent_dtype(chunks.dtype)
         step = max(PIECE_BYTES // dtype.itemsize, 1)
-        average = _Average(
-            members, messages, request, dtype, step
-        )  # receives before sends here too
+        # Receives before sends here too.
+        average = _Average(members, messages, request, dtype, step)
         leaving = [_leaving(chunks, peer, out.numel(), dtype, step) for peer in members.peers]
         # To all peers in turn: so all links are used at once.
         for pieces in zip_longest(*leaving):
