@@ -24,7 +24,8 @@ CASE: dict[str, Any] = {
 @pytest.mark.slow
 def test_a_hundred_cases() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "scripts/fuzz.py", "--cases", "100", "--seed", "20", "--without", "reassigned"]
+    command = [sys.executable, "scripts/fuzz.py", "--cases", "100", "--seed", "20"]
+    command += ["--without", "reassigned"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "right" in run.stdout
