@@ -114,6 +114,11 @@ class Construction:
             found.append(
                 "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded"
             )
+        if ignored.is_elsewhere:
+            found.append(
+                "ignored_modules, ignored_states: nothing of them is in the "
+                f"{type(module).__name__} that is wrapped, so they have no effect there"
+            )
         if isinstance(module, ModuleProxy):
             found.append(
                 "ShardedWrapper: the module is a ShardedWrapper already; the outer one adds nothing"
