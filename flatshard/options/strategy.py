@@ -56,7 +56,7 @@ class ShardingStrategy(_SameAsTorchs):
     """``FULL_SHARD`` within each node, replicated over nodes."""
     HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
     """``SHARD_GRAD_OP`` within each node, replicated over nodes."""
-    _HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"  # noqa: PIE796 (an alias)
+    _HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
     """The same, as torch spells it."""
     HYBRID_SHARD_OP = "HYBRID_SHARD_OP"
     """As ``HYBRID_SHARD``, with gradients and optimizer state sharded over all ranks: parameters
