@@ -6,7 +6,7 @@ Like every ``ModuleProxy`` it shows the attributes of the module inside. Its own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, Self
 
@@ -36,6 +36,7 @@ from flatshard.module.summon import summon
 from flatshard.optimizer import grad_norm, in_backward
 from flatshard.optimizer.in_backward import StepInBackward
 from flatshard.options.collectives import as_coalesce_bytes, as_transport
+from flatshard.options.flags import as_flags
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_backward_prefetch
@@ -72,7 +73,7 @@ class ShardedWrapper(ModuleProxy):
             ``BackwardPrefetch``; None: when the unit needs it.
         mixed_precision: see ``MixedPrecision``.
         device_mesh: instead of ``process_group``: a 1-D mesh, or a 2-D one for HYBRID strategies,
-            (replicate, shard) unless the names of its dimensions say the opposite.
+            (replicate, shard), in either order if its dimensions are named so.
         reshard_after_forward: None: as the strategy says. True or False: reshard parameters between
             forward and backward, or keep them unsharded. An int k, a divisor of the shard group's
             size: keep a secondary shard of 1/k, so that backward all-gathers from k ranks only.
@@ -165,6 +166,13 @@ class ShardedWrapper(ModuleProxy):
             raise TypeError(
                 f"param_init_fn: expected a function of a module, got {param_init_fn!r}"
             )
+        flags = as_flags(
+            sync_module_states=given["sync_module_states"],
+            broadcast_buffers=given["broadcast_buffers"],
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+        )
         model = UnwrappedModel.read(module, auto_wrap_policy, ignored_modules, ignored_states)
         transport = as_transport(collectives, wire_dtype)
         ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
@@ -176,15 +184,15 @@ class ShardedWrapper(ModuleProxy):
             precision=as_mixed_precision(mixed_precision),
             offload=as_cpu_offload(cpu_offload),
             backward_prefetch=as_backward_prefetch(backward_prefetch),
-            forward_prefetch=forward_prefetch is not False,
-            use_orig_params=use_orig_params,
+            forward_prefetch=flags["forward_prefetch"] is not False,
+            use_orig_params=flags["use_orig_params"] is not False,
             coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
-            broadcast_buffers=given["broadcast_buffers"] is not False,
+            broadcast_buffers=flags["broadcast_buffers"] is not False,
             device=model.find_device(given["device_id"], ranks.world.group),
         )
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
         construction = Construction(model, settings, param_init_fn)
-        construction.wrap(self, ShardedWrapper, given["sync_module_states"], notes)
+        construction.wrap(self, ShardedWrapper, flags["sync_module_states"], notes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; RuntimeError if a flat parameter was replaced. Collective."""
@@ -475,8 +483,12 @@ class ShardedWrapper(ModuleProxy):
 
         Raises:
             RuntimeError: keys or shapes do not fit.
+            TypeError: no dict.
             ValueError: ``assign=True``.
         """
+        if not isinstance(state_dict, Mapping):
+            got = type(state_dict).__name__
+            raise TypeError(f"load_state_dict: expected a model's state dict, got {got}")
         self._sharding.context.recover()
         children = [name for name, _ in self.module.named_children()]
         own = model_state.without_ddp_prefix(dict(state_dict), children)
