@@ -273,8 +273,7 @@ class Unit:
         self._backward_follows = backward_follows
         self._num_calls += 1
         self._calls_to_come -= 1
-        is_last = len(self.casts) == 1 or self._calls_to_come <= 0
-        return is_last and not self.may_diverge
+        return not self.may_diverge and (len(self.casts) == 1 or self._calls_to_come <= 0)
 
     def end_forward(self, *, is_needed_soon: bool) -> None:
         """FORWARD -> IDLE: reshard what the strategy reshards, as no call is to come."""
