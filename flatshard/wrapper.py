@@ -110,7 +110,8 @@ class ShardedWrapper(ModuleProxy):
             Ranks on one host then use sockets too. None: nothing is rounded.
         ignored_modules: modules whose parameters and buffers are neither sharded nor moved,
             compared or synchronised between ranks; their gradients are this rank's own. A
-            parameter that another module shares is ignored there too. So are the tensors that
+            parameter that another module shares is ignored there too. One list may serve several
+            wrappers: what is not in ``module`` has no effect. Ignored too are the tensors that
             DistributedDataParallel's attribute ``_ddp_params_and_buffers_to_ignore`` names (under
             all their names).
         ignored_states: the same for parameters or modules; not together with ``ignored_modules``.
@@ -121,7 +122,7 @@ class ShardedWrapper(ModuleProxy):
         TypeError: an argument of the wrong type, or an unknown keyword.
         ValueError: parameters on several devices, ranks that build different models, an
             ``auto_wrap_policy`` over a model that already contains units, a module or parameter
-            to ignore that is not in the model or is sharded already.
+            to ignore that is sharded already.
         RuntimeError: several ranks were started, but there is no process group.
         OffloadError: on all ranks, before anything is changed: the disk of ``cpu_offload`` is full.
     """

@@ -114,6 +114,11 @@ class Construction:
             found.append(
                 "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded"
             )
+        if ignored.is_elsewhere:
+            found.append(
+                "ignored_modules, ignored_states: nothing of them is in the "
+                f"{type(module).__name__} that is wrapped, so they have no effect there"
+            )
         if isinstance(module, ModuleProxy):
             found.append(
                 f"ShardedWrapper: the module, a {module.module.__class__.__name__}, is in a "
