@@ -46,6 +46,7 @@ from flatshard.plan.wrap import Policy
 from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
 from flatshard.state.model_state import as_torch, read_options
+from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
 
 
 class ShardedWrapper(ModuleProxy):
@@ -696,6 +697,13 @@ class ShardedWrapper(ModuleProxy):
                 return torch_names.DDP_ATTRIBUTES[name](self._sharding)
             reason = torch_names.why_missing(name)
             raise (error if reason is None else AttributeError(reason)) from None
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As of the unwrapped module; the wrapper shares the name of what it wraps."""
+        # DistributedDataParallel and the like list the model's modules before they change anything.
+        # They would give all ranks the first one's shards, or shard shards.
+        refuse_foreign_wrapper(ModuleProxy.named_modules.__code__)
+        return super().named_modules(*args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # `.to()`, `.double()` and the like.

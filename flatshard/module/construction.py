@@ -129,7 +129,9 @@ class Construction:
             )
         if isinstance(module, ModuleProxy):
             found.append(
-                "ShardedWrapper: the module is a ShardedWrapper already; the outer one adds nothing"
+                f"ShardedWrapper: the module, a {module.module.__class__.__name__}, is in a "
+                "ShardedWrapper already, and the outer one adds nothing. Wrap it once, with all "
+                "settings"
             )
         if settings.offload.is_on and not settings.offload.path and settings.device.type == "cpu":
             found.append("cpu_offload: the parameters are on the CPU already; nothing changes")
