@@ -17,7 +17,7 @@ from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffer_cache import prepare_allocator
 from flatshard.module import meta_init
-from flatshard.module.sharding import Sharding, handles_in, sharding_of, shardings_in
+from flatshard.module.sharding import Sharding, buffers_apart, handles_in, sharding_of, shardings_in
 from flatshard.optimizer import step
 from flatshard.options.flags import as_flags
 from flatshard.plan.module_proxy import ModuleProxy
@@ -108,9 +108,9 @@ class _ForwardChecks(StepObserver):
     def synced_buffers(self) -> Iterable[Tensor]:
         if not self._root.settings.broadcast_buffers:
             return ()
-        ignored = self._root.ignored.ids()
-        buffers = self._root.wrapper.module.buffers()
-        return [buffer for buffer in buffers if id(buffer) not in ignored]
+        module, world = self._root.wrapper.module, self._root.settings.ranks.world
+        own = self._root.ignored.ids() | buffers_apart(module, world.size)
+        return [buffer for buffer in module.buffers() if id(buffer) not in own]
 
     def recover(self) -> None:
         # An exception may have interrupted an optimizer's step, which has plain tensors.
@@ -153,15 +153,16 @@ class _ForwardChecks(StepObserver):
 
 
 def _check_ranks(units: Sequence[Unit]) -> None:
-    """Raise if units train on other ranks than the root, or shard over them the other way round."""
+    """Raise if units train on ranks without the root, or shard over them the other way round."""
     expected = units[-1].topology.world.ranks
     grids = []
     for unit in units:
         topology = unit.topology
-        if topology.world.ranks != expected:
+        if not set(topology.world.ranks) <= set(expected):
             raise ValueError(
                 f"ShardedWrapper: unit {unit.name!r} trains on ranks {topology.world.ranks}, the "
-                f"module around it on {expected}. Pass both the same ranks."
+                f"module around it on {expected}. Pass both the same ranks, or the unit some of "
+                "them."
             )
         if topology.intra_group.size > 1 and topology.across.size > 1:
             grids.append((unit, topology.intra_group.ranks, topology.across.ranks))
