@@ -120,6 +120,8 @@ def _sound(case: Json) -> Json:
         case["regather"] = None
     if SKIPPING & kinds_in(case["tree"]):
         case["orig"] = True  # a flat parameter is stepped in one piece, without gradients too
+    if "reader" in kinds_in(case["tree"]):
+        case["orig"] = True  # the parameters of a unit are a flat one
     if not case["orig"]:
         case["in_backward"] = False
     if case["in_backward"]:

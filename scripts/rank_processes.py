@@ -68,7 +68,10 @@ class Ranks:
             self._start()
         store = f"{self._folder.name}/store-{self._num_calls}"
         ranks = self._ranks[:world]
-        name = (Path(sys.modules[function.__module__].__file__ or "").stem, function.__qualname__)
+        module = function.__module__
+        if module == "__main__":
+            module = Path(sys.modules[module].__file__ or "").stem
+        name = (module, function.__qualname__)
         for rank, (_, pipe) in enumerate(ranks):
             pipe.send((name, arguments, rank, world, store, seconds))
         said = self._collect(ranks, time.monotonic() + seconds)
