@@ -108,29 +108,26 @@ def run_table(
     idioms: list[Idiom], implementations: list[str], world: int, seconds: float
 ) -> dict[str, dict[str, Cell]]:
     """The cells by idiom and implementation. DistributedDataParallel runs in any case."""
-    ranks = Ranks(world, preload=PRELOAD)
     table: dict[str, dict[str, Cell]] = {idiom.name: {} for idiom in idioms}
     expected: dict[str, list[Said]] = {}
+    with Ranks(world, preload=PRELOAD) as ranks:
 
-    def run(idiom: Idiom, implementation: str) -> list[Said]:
-        limit = seconds * (SLOW_FACTOR if idiom.slow else 1)
-        return ranks.run(run_cell, world, idiom.name, implementation, seconds=limit)
+        def run(idiom: Idiom, implementation: str) -> list[Said]:
+            limit = seconds * (SLOW_FACTOR if idiom.slow else 1)
+            return ranks.run(run_cell, world, idiom.name, implementation, seconds=limit)
 
-    try:
-        # One after the other: what is warm for an implementation stays so.
         for idiom in _progress(idioms, "oracles"):
             theirs = run(idiom, "ddp")
             expected[idiom.name] = theirs
             if idiom.is_by_hand or any(one.outcome != "returned" for one in theirs):
                 expected[idiom.name] = run(idiom, "by hand")
             table[idiom.name]["ddp"] = judge(theirs, expected[idiom.name])
+        # One implementation after the other: what is warm for it stays so.
         for implementation in implementations:
             if implementation not in ORACLES:
                 for idiom in _progress(idioms, implementation):
                     cell = judge(run(idiom, implementation), expected[idiom.name])
                     table[idiom.name][implementation] = cell
-    finally:
-        ranks.stop()
     return table
 
 

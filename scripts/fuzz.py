@@ -308,12 +308,18 @@ def main() -> int:
     parser.add_argument("--database", help="folder that keeps failing cases")
     parser.add_argument("--case", help="run this one case")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    ranks = Ranks(max(options.worlds) if options.case is None else 4, preload=["fuzz"])
-    if options.case is not None:
-        verdict, why = judge(json.loads(options.case), run(ranks, json.loads(options.case)))
-        print(verdict, why)
-        return 0 if verdict == "right" else 1
+    with warnings.catch_warnings(), Ranks(max(options.worlds), preload=["fuzz"]) as ranks:
+        warnings.simplefilter("ignore")
+        if options.case is None:
+            return search(ranks, options)
+        case = json.loads(options.case)
+        verdict, why = judge(case, run(ranks, case))
+    print(verdict, why)
+    return int(verdict != "right")
+
+
+def search(ranks: Ranks, options: argparse.Namespace) -> int:
+    """Run random cases; shrink and print the first that fails."""
     counts: collections.Counter[str] = collections.Counter()
     raised: collections.Counter[str] = collections.Counter()
     first: dict[str, str] = {}
@@ -346,8 +352,6 @@ def main() -> int:
     except AssertionError as error:
         failed = True
         print(error)
-    finally:
-        ranks.stop()
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
     for kind, count in raised.most_common():
         print(f"  {count} x {kind}\n      {first[kind]}")

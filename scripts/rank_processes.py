@@ -113,8 +113,15 @@ class Ranks:
         time.sleep(0.5)
         return Path(f"{self._folder.name}/stack-{rank}").read_text()[-2000:]
 
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._folder.cleanup()
+
     def stop(self) -> None:
-        """End all ranks."""
+        """End all ranks; the next call starts others."""
         for process, _ in self._ranks:
             process.kill()
         for process, pipe in self._ranks:
@@ -130,6 +137,9 @@ def _serve(pipe: Any, stacks: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    silent = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(silent, descriptor)
     warnings.simplefilter("ignore")  # of checkpoints without gradients, and of slow settings
     with open(stacks, "w") as file, contextlib.suppress(EOFError, ConnectionError):
         faulthandler.register(signal.SIGUSR1, file)
