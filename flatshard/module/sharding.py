@@ -102,6 +102,8 @@ class Sharding:
             "reshard_after_forward": placement.reshard_after_forward,
             "reshard_after_backward": placement.reshard_after_backward,
         }
+        if before.placement.may_diverge:
+            placement = placement.diverging()
         if placement != dataclasses.replace(before.placement, **when):
             raise ValueError(
                 f"unit {unit.name!r}: {strategy.name} places parameters differently from "
@@ -186,6 +188,8 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
 
 def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
     """The units of a model, after a check that no step or summon is running."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{caller}: expected a model first, got {type(module).__name__}")
     for one in shardings_in(module):
         one.check_between_steps(caller)
     for one in outermost_shardings(module):
