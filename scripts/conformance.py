@@ -8,8 +8,8 @@ Each idiom (`scripts/conformance_idioms/`) runs in processes of its own, on gloo
 nothing. What it returns on each rank (losses, gradients, the state dict at the end) has to be what
 DistributedDataParallel returns on that rank; where that raises or is known to be wrong, an
 unwrapped model whose gradients are averaged after each backward takes its place. A cell of the
-table is *right*, *raises* (an error on some rank), *wrong* (other numbers, or a crash) or *hangs*
-(no end within the limit).
+table is *right*, *raises* (an error on some rank), *wrong* (other numbers, and no error), *crashes*
+(the process ends without a Python error) or *hangs* (no end within the limit).
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ SECTIONS = {
     "states": "State, copies, conversions",
 }
 FLATSHARD = (*(f"flatshard {name}" for name in STRATEGIES), AUTO)
+VERDICTS = ("right", "raises", "wrong", "crashes", "hangs")
+GOOD = {"right", "raises"}
 SLOW_FACTOR = 6
 PRELOAD = ("conformance_idioms", "torch.distributed.fsdp", "torch.distributed.checkpoint")
 
 
 class Cell(NamedTuple):
-    """A verdict, and why it is not "right"."""
+    """A verdict of `VERDICTS`, and why it is not "right"."""
 
     verdict: str
     why: str = ""
@@ -60,7 +62,7 @@ def judge(said: list[Said], expected: list[Said]) -> Cell:
     """What became of an idiom, given what the oracle's ranks returned."""
     for rank, one in enumerate(said):
         if one.outcome == "died":
-            return Cell("wrong", f"rank {rank} dies with exit code {one.what}")
+            return Cell("crashes", f"rank {rank} ends with exit code {one.what}")
     errors = [one.what for one in said if one.outcome == "raised"]
     text = f"{errors[0].kind}: {errors[0].message}" if errors else ""
     if any(one.outcome == "hangs" for one in said):
@@ -221,12 +223,11 @@ def markdown(table: dict[str, dict[str, Cell]], world: int, command: str) -> str
 
 
 def _summary(table: dict[str, dict[str, Cell]], present: Iterable[str]) -> list[str]:
-    verdicts = ("right", "raises", "wrong", "hangs")
-    lines = [f"| {len(table)} idioms | {' | '.join(verdicts)} |", "|---" * 5 + "|"]
+    lines = [f"| {len(table)} idioms | {' | '.join(VERDICTS)} |", "|---" * 6 + "|"]
     for implementation in present:
         counts = collections.Counter(cells[implementation].verdict for cells in table.values())
         name = implementation.upper() if " " not in implementation else implementation
-        lines.append(f"| {name} | {' | '.join(str(counts[verdict]) for verdict in verdicts)} |")
+        lines.append(f"| {name} | {' | '.join(str(counts[verdict]) for verdict in VERDICTS)} |")
     return lines
 
 
@@ -252,9 +253,8 @@ def main() -> int:
     table = run_table(idioms, options.impl, options.world_size, options.timeout)
     command = " ".join(["python scripts/conformance.py", *sys.argv[1:]])
     print(markdown(table, options.world_size, command))
-    bad = {"wrong", "hangs"}
     ours = (cells.get(name, Cell("right")) for cells in table.values() for name in FLATSHARD)
-    return int(any(cell.verdict in bad for cell in ours))
+    return int(any(cell.verdict not in GOOD for cell in ours))
 
 
 if __name__ == "__main__":

@@ -151,7 +151,12 @@ def skipped_experts(side: Side) -> Any:
     return _experts(side, skips=True)
 
 
-def _experts(side: Side, skips: bool) -> Any:
+@idiom("the same, which flatshard is told by `allow_divergence`", unused=True)
+def skipped_experts_declared(side: Side) -> Any:
+    return _experts(side, skips=True, divergent=True)
+
+
+def _experts(side: Side, skips: bool, divergent: bool = False) -> Any:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -168,4 +173,4 @@ def _experts(side: Side, skips: bool) -> Any:
                     out = out.index_add(0, rows, expert(x[rows]) * weights[rows, index, None])
             return out
 
-    return side.fit(side.wrap(Experts()))
+    return side.fit(side.wrap(Experts(), divergent=divergent))

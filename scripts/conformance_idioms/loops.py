@@ -188,8 +188,8 @@ class TwoHeads(nn.Module):
         return self.first(x) if which == 0 else self.second(x)
 
 
-def _heads(side: Side, by_rank: bool) -> Any:
-    model = side.wrap(TwoHeads())
+def _heads(side: Side, by_rank: bool, divergent: bool = False) -> Any:
+    model = side.wrap(TwoHeads(), divergent=divergent)
 
     def loss_of(m: nn.Module, step: int) -> Tensor:
         which = (step + by_rank * side.rank) % 2
@@ -206,6 +206,11 @@ def unused_alike(side: Side) -> Any:
 @idiom("unused parameters, others on each rank", unused=True)
 def unused_by_rank(side: Side) -> Any:
     return _heads(side, by_rank=True)
+
+
+@idiom("the same, which flatshard is told by `allow_divergence`", unused=True)
+def unused_by_rank_declared(side: Side) -> Any:
+    return _heads(side, by_rank=True, divergent=True)
 
 
 @idiom("a parameter that is never used", unused=True)
@@ -231,8 +236,8 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def _skipping(side: Side, by_rank: bool) -> Any:
-    model = side.wrap(Stack())
+def _skipping(side: Side, by_rank: bool, divergent: bool = False) -> Any:
+    model = side.wrap(Stack(), divergent=divergent)
 
     def loss_of(m: nn.Module, step: int) -> Tensor:
         seed = 10 * step + by_rank * side.rank
@@ -249,6 +254,11 @@ def layer_drop(side: Side) -> Any:
 @idiom("layers dropped at random by each rank", unused=True)
 def layer_drop_by_rank(side: Side) -> Any:
     return _skipping(side, by_rank=True)
+
+
+@idiom("the same, which flatshard is told by `allow_divergence`", unused=True)
+def layer_drop_by_rank_declared(side: Side) -> Any:
+    return _skipping(side, by_rank=True, divergent=True)
 
 
 # ---------------------------------------------------------------- errors, and going on

@@ -105,14 +105,17 @@ class Side:
 
     # -------------------------------------------------- what wrappers spell differently
 
-    def wrap(self, module: nn.Module, *units: type[nn.Module]) -> Any:
-        """The module, wrapped; ``units`` (linear layers) are sharded by themselves."""
+    def wrap(self, module: nn.Module, *units: type[nn.Module], divergent: bool = False) -> Any:
+        """The module, wrapped; ``units`` (linear layers) are sharded by themselves.
+
+        ``divergent`` declares to flatshard that some ranks skip units.
+        """
         kind, _, strategy = self.implementation.partition(" ")
         classes = units or (nn.Linear,)
         if kind == "ddp":
             return nn.parallel.DistributedDataParallel(module, find_unused_parameters=self.unused)
         if kind == "flatshard":
-            return self._flatshard(module, strategy, classes)
+            return self._flatshard(module, strategy, classes, divergent)
         if kind == "fsdp1":
             from torch.distributed.fsdp import FullyShardedDataParallel
             from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -132,12 +135,14 @@ class Side:
             return fully_shard(module, mesh=mesh)
         return ByHand(module)
 
-    def _flatshard(self, module: nn.Module, strategy: str, units: Any) -> nn.Module:
+    def _flatshard(
+        self, module: nn.Module, strategy: str, units: Any, divergent: bool
+    ) -> nn.Module:
         from flatshard import ShardedWrapper
         from flatshard.wrap import ModuleWrapPolicy
 
         if strategy == "auto":
-            return ShardedWrapper(module, auto_wrap_policy="auto")
+            return ShardedWrapper(module, auto_wrap_policy="auto", allow_divergence=divergent)
         if strategy.startswith("HYBRID"):  # two nodes
             os.environ["LOCAL_WORLD_SIZE"] = str(max(1, self.world // 2))
         return ShardedWrapper(
@@ -145,6 +150,7 @@ class Side:
             auto_wrap_policy=ModuleWrapPolicy(units),
             sharding_strategy=strategy,
             coalesce_bytes=0,  # toy units would be one
+            allow_divergence=divergent,
         )
 
     def inner(self, model: nn.Module) -> Any:

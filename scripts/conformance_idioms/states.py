@@ -130,8 +130,8 @@ def walked(side: Side) -> Any:
     losses = side.fit(model)[:-1]
     names = [name for name, _ in side.inner(model).named_parameters()]
     sizes = [list(p.shape) for p in side.inner(model).parameters()]
-    linear = sum(type(module) is nn.Linear for module in model.modules())
-    return [*losses, names, sizes, linear, side.inner(model).get_submodule("0").in_features]
+    linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    return [*losses, names, sizes, len(linear), side.inner(model).get_submodule("0").in_features]
 
 
 @idiom("a model wrapped, dropped, and wrapped again")
