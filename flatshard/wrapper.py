@@ -6,7 +6,7 @@ Like every ``ModuleProxy`` it shows the attributes of the module inside. Its own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, Self
 
@@ -37,6 +37,7 @@ from flatshard.module.summon import summon
 from flatshard.optimizer import grad_norm, in_backward
 from flatshard.optimizer.in_backward import StepInBackward
 from flatshard.options.collectives import as_coalesce_bytes, as_transport
+from flatshard.options.flags import as_flags
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_backward_prefetch
@@ -45,6 +46,7 @@ from flatshard.plan.wrap import Policy
 from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
 from flatshard.state.model_state import as_torch, read_options
+from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
 
 
 class ShardedWrapper(ModuleProxy):
@@ -73,7 +75,7 @@ class ShardedWrapper(ModuleProxy):
             ``BackwardPrefetch``; None: when the unit needs it.
         mixed_precision: see ``MixedPrecision``.
         device_mesh: instead of ``process_group``: a 1-D mesh, or a 2-D one for HYBRID strategies,
-            (replicate, shard) unless the names of its dimensions say the opposite.
+            (replicate, shard), in either order if its dimensions are named so.
         reshard_after_forward: None: as the strategy says. True or False: reshard parameters between
             forward and backward, or keep them unsharded. An int k, a divisor of the shard group's
             size: keep a secondary shard of 1/k, so that backward all-gathers from k ranks only.
@@ -111,7 +113,8 @@ class ShardedWrapper(ModuleProxy):
             Ranks on one host then use sockets too. None: nothing is rounded.
         ignored_modules: modules whose parameters and buffers are neither sharded nor moved,
             compared or synchronised between ranks; their gradients are this rank's own. A
-            parameter that another module shares is ignored there too. So are the tensors that
+            parameter that another module shares is ignored there too. One list may serve several
+            wrappers: what is not in ``module`` has no effect. Ignored too are the tensors that
             DistributedDataParallel's attribute ``_ddp_params_and_buffers_to_ignore`` names (under
             all their names).
         ignored_states: the same for parameters or modules; not together with ``ignored_modules``.
@@ -122,7 +125,7 @@ class ShardedWrapper(ModuleProxy):
         TypeError: an argument of the wrong type, or an unknown keyword.
         ValueError: parameters on several devices, ranks that build different models, an
             ``auto_wrap_policy`` over a model that already contains units, a module or parameter
-            to ignore that is not in the model or is sharded already.
+            to ignore that is sharded already.
         RuntimeError: several ranks were started, but there is no process group.
         OffloadError: on all ranks, before anything is changed: the disk of ``cpu_offload`` is full.
     """
@@ -167,6 +170,13 @@ class ShardedWrapper(ModuleProxy):
             raise TypeError(
                 f"param_init_fn: expected a function of a module, got {param_init_fn!r}"
             )
+        flags = as_flags(
+            sync_module_states=given["sync_module_states"],
+            broadcast_buffers=given["broadcast_buffers"],
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+        )
         model = UnwrappedModel.read(module, auto_wrap_policy, ignored_modules, ignored_states)
         transport = as_transport(collectives, wire_dtype)
         ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
@@ -178,15 +188,15 @@ class ShardedWrapper(ModuleProxy):
             precision=as_mixed_precision(mixed_precision),
             offload=as_cpu_offload(cpu_offload),
             backward_prefetch=as_backward_prefetch(backward_prefetch),
-            forward_prefetch=forward_prefetch is not False,
-            use_orig_params=use_orig_params,
+            forward_prefetch=flags["forward_prefetch"] is not False,
+            use_orig_params=flags["use_orig_params"] is not False,
             coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
-            broadcast_buffers=given["broadcast_buffers"] is not False,
+            broadcast_buffers=flags["broadcast_buffers"] is not False,
             device=model.find_device(given["device_id"], ranks.world.group),
         )
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
         construction = Construction(model, settings, param_init_fn)
-        construction.wrap(self, ShardedWrapper, given["sync_module_states"], notes)
+        construction.wrap(self, ShardedWrapper, flags["sync_module_states"], notes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; RuntimeError if a flat parameter was replaced. Collective."""
@@ -477,8 +487,12 @@ class ShardedWrapper(ModuleProxy):
 
         Raises:
             RuntimeError: keys or shapes do not fit.
+            TypeError: no dict.
             ValueError: ``assign=True``.
         """
+        if not isinstance(state_dict, Mapping):
+            got = type(state_dict).__name__
+            raise TypeError(f"load_state_dict: expected a model's state dict, got {got}")
         self._sharding.context.recover()
         children = [name for name, _ in self.module.named_children()]
         own = model_state.without_ddp_prefix(dict(state_dict), children)
@@ -675,6 +689,13 @@ class ShardedWrapper(ModuleProxy):
                 return torch_names.DDP_ATTRIBUTES[name](self._sharding)
             reason = torch_names.why_missing(name)
             raise (error if reason is None else AttributeError(reason)) from None
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As of the unwrapped module; the wrapper shares the name of what it wraps."""
+        # DistributedDataParallel and the like list the model's modules before they change anything.
+        # They would give all ranks the first one's shards, or shard shards.
+        refuse_foreign_wrapper(ModuleProxy.named_modules.__code__)
+        return super().named_modules(*args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # `.to()`, `.double()` and the like.

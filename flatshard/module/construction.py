@@ -114,9 +114,16 @@ class Construction:
             found.append(
                 "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded"
             )
+        if ignored.is_elsewhere:
+            found.append(
+                "ignored_modules, ignored_states: nothing of them is in the "
+                f"{type(module).__name__} that is wrapped, so they have no effect there"
+            )
         if isinstance(module, ModuleProxy):
             found.append(
-                "ShardedWrapper: the module is a ShardedWrapper already; the outer one adds nothing"
+                f"ShardedWrapper: the module, a {module.module.__class__.__name__}, is in a "
+                "ShardedWrapper already, and the outer one adds nothing. Wrap it once, with all "
+                "settings"
             )
         if settings.offload.is_on and not settings.offload.path and settings.device.type == "cpu":
             found.append("cpu_offload: the parameters are on the CPU already; nothing changes")

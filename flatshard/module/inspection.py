@@ -128,9 +128,13 @@ def _check_module(module: nn.Module, policy: Policy | None) -> None:
             "step_in_backward() on the outermost wrapper, once it is made."
         )
     if inside and policy is not None:
+        first = inside[0]
+        name = next(name for name, one in module.named_modules() if one is first.wrapper)
+        where = f"contains, at {name!r}," if name else "is"
         raise ValueError(
-            f"ShardedWrapper: auto_wrap_policy over a model that already contains {len(inside)} "
-            "units. Wrap it without a policy, or pass the unwrapped model."
+            f"ShardedWrapper: auto_wrap_policy over a module that {where} a ShardedWrapper "
+            f"already (of a {first.wrapper.__class__.__name__}, {len(inside)} in all). Leave the "
+            "policy out, and it wraps what is left; or wrap the model once, with the policy."
         )
 
 

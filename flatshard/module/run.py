@@ -16,6 +16,7 @@ from flatshard.memory.buffer_cache import prepare_allocator
 from flatshard.module import meta_init
 from flatshard.module.sharding import Sharding, handles_in, sharding_of, shardings_in
 from flatshard.optimizer import step
+from flatshard.options.flags import as_flags
 from flatshard.plan.module_proxy import ModuleProxy
 
 
@@ -56,6 +57,7 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
 def accumulating(
     sharding: Sharding, max_bytes: int | None, *, replicas_only: bool
 ) -> Iterator[None]:
+    as_flags(replicas_only=replicas_only)
     context = sharding.check_between_steps("no_sync()")
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}")

@@ -186,6 +186,8 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
 
 def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
     """The units of a model, after a check that no step or summon is running."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{caller}: expected a model first, got {type(module).__name__}")
     for one in shardings_in(module):
         one.check_between_steps(caller)
     for one in outermost_shardings(module):

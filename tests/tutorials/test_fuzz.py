@@ -22,9 +22,10 @@ CASE: dict[str, Any] = {
 
 
 @pytest.mark.slow
-def test_a_few_cases() -> None:
+def test_a_hundred_cases() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "scripts/fuzz.py", "--cases", "5", "--worlds", "1", "2"]
+    command = [sys.executable, "scripts/fuzz.py", "--cases", "100", "--seed", "20"]
+    command += ["--without", "reassigned"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "right" in run.stdout
@@ -32,13 +33,17 @@ def test_a_few_cases() -> None:
 
 def test_verdicts() -> None:
     import fuzz
+    from rank_processes import Raised, Said
 
     losses, state = fuzz.expected(CASE)
-    assert fuzz.judge(CASE, [("returned", (losses, state))]) == ("right", "")
-    verdict, why = fuzz.judge(CASE, [("returned", ([losses[0] + 1e-6, *losses[1:]], state))])
+    assert fuzz.judge(CASE, [Said("returned", (losses, state))]) == ("right", "")
+    verdict, why = fuzz.judge(CASE, [Said("returned", ([losses[0] + 1e-6, *losses[1:]], state))])
     assert verdict == "wrong"
     assert "loss 0" in why
     moved = {name: value + 1e-6 for name, value in state.items()}
-    assert fuzz.judge(CASE, [("returned", (losses, moved))])[0] == "wrong"
-    assert fuzz.judge(CASE, [("hangs", "")])[0] == "hangs"
-    assert fuzz.judge(CASE, [("raised", ("ValueError", "no", ""))])[0] == "raises"
+    assert fuzz.judge(CASE, [Said("returned", (losses, moved))])[0] == "wrong"
+    assert fuzz.judge(CASE, [Said("hangs", "")])[0] == "hangs"
+    raised = Said("raised", Raised("ValueError", "no", ""))
+    assert fuzz.judge(CASE, [raised])[0] == "raises"
+    two = {**CASE, "world": 2}
+    assert fuzz.judge(two, [raised, Said("returned", (losses, state))])[0] == "wrong"
