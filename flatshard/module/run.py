@@ -106,7 +106,10 @@ class _ForwardChecks(StepObserver):
         """The buffers that modules have now, each once, without those that are ignored."""
         # In every step, so not by torch's functions, which make all names.
         ignored = self._root.ignored
-        seen = {id(None), *(id(one) for module in ignored.modules for one in module._buffers.values())}
+        seen = {
+            id(None),
+            *(id(one) for module in ignored.modules for one in module._buffers.values()),
+        }
         seen.update(id(module._buffers.get(attribute)) for module, attribute in ignored.places)
         found: Buffers = {}
         for module in self._modules:

@@ -36,7 +36,9 @@ def _models() -> tuple[ShardedWrapper, DistributedDataParallel]:
     for one in (model, plain):
         one[2]._ddp_params_and_buffers_to_ignore = ["own"]
         one._ddp_params_and_buffers_to_ignore = ["2.own"]
-    return ShardedWrapper(model, auto_wrap_policy=always_wrap_policy), DistributedDataParallel(plain)
+    return ShardedWrapper(model, auto_wrap_policy=always_wrap_policy), DistributedDataParallel(
+        plain
+    )
 
 
 def test_as_ddp() -> None:
