@@ -41,6 +41,7 @@ from flatshard.options.flags import as_flags
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_backward_prefetch
+from flatshard.plan.divergence import Divergence
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.wrap import Policy
 from flatshard.state import model_state, optim_state
@@ -118,6 +119,12 @@ class ShardedWrapper(ModuleProxy):
             DistributedDataParallel's attribute ``_ddp_params_and_buffers_to_ignore`` names (under
             all their names).
         ignored_states: the same for parameters or modules; not together with ``ignored_modules``.
+        allow_divergence: units that some ranks skip in a step, or run in another order: experts
+            that a rank chooses, layers that are dropped at random, a tower for images that not
+            every batch has. A list of classes, of names in the unwrapped model, or of modules: the
+            units that these are or contain; True: all units. They stay unsharded from
+            the beginning of the outermost forward until backward is over, and every rank needs
+            that memory.
         extra: other keywords of DistributedDataParallel: accepted if they have a meaning here,
             otherwise ignored with one warning, or they raise; see docs/migration.md.
 
@@ -156,6 +163,7 @@ class ShardedWrapper(ModuleProxy):
         wire_dtype: torch.dtype | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
+        allow_divergence: Divergence = False,
         **extra: Any,
     ) -> None:
         super().__init__()
@@ -177,7 +185,9 @@ class ShardedWrapper(ModuleProxy):
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
         )
-        model = UnwrappedModel.read(module, auto_wrap_policy, ignored_modules, ignored_states)
+        model = UnwrappedModel.read(
+            module, auto_wrap_policy, ignored_modules, ignored_states, allow_divergence
+        )
         transport = as_transport(collectives, wire_dtype)
         ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)

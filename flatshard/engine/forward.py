@@ -61,7 +61,8 @@ class Forward:
             return call
         unit.outstanding_backwards += state.expects_backward
         if unit.phase is not Phase.FORWARD or not unit.is_current:
-            self._prefetch.order.record(unit.index)
+            if not unit.may_diverge:  # nor would a prediction be the same on all ranks
+                self._prefetch.order.record(unit.index)
             with self._observers.starting("forward", unit):
                 unit.unshard("forward")
             with self._observers.waiting(Kind.GATHER_WAIT, unit):
@@ -117,8 +118,6 @@ class Forward:
 
     def _begin(self) -> None:
         state = self._state
-        if state.device is not None:
-            _check_not_captured(state.device)
         self.recover()
         self._observers.begin_forward()
         state.has_run = True  # after the observers: some look at the first forward alone
@@ -137,6 +136,7 @@ class Forward:
                 handle.gather.begin_refresh(handle.shard.detach(), handle.version)
 
     def _end(self, failed: bool) -> None:
+        self._observers.end_computing(failed)
         for unit in self._of_several:
             unit.end_forward(is_needed_soon=self._is_needed_soon(unit))
         # Where all ran as recorded, an all-gather under way is backward's first.
@@ -171,16 +171,3 @@ class Forward:
         for _, handle in self._state.handles:
             handle.reduce_plan.give_back()
         POOL.give_back()
-
-
-def _check_not_captured(device: torch.device) -> None:
-    """Raise RuntimeError while a CUDA graph captures the current stream."""
-    # What the host does in a step would run once, at the capture, and never again. Asked of
-    # another device than the current one, torch would begin to use that.
-    is_current = device.type == "cuda" and torch.cuda.current_device() == device.index
-    if is_current and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "ShardedWrapper: the forward of a sharded model cannot be captured in a CUDA graph: "
-            "replays would neither unshard parameters nor reduce gradients. Train without the "
-            "graph; torch.compile(block) before wrapping makes a block's kernels fewer."
-        )

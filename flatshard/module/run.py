@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from flatshard.diagnostics import late_modules
 from flatshard.diagnostics.forward_edits import ForwardEdits
 from flatshard.engine.buffer_sync import Buffers, BufferSync
 from flatshard.engine.context import RunContext
+from flatshard.engine.divergence import DivergentUnits
 from flatshard.engine.events import StepObserver
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
@@ -49,6 +52,8 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     if settings.broadcast_buffers:
         context.observers.add(BufferSync(context.state, checks.synced_buffers))
     context.observers.add(ForwardEdits())
+    if divergent := [unit for unit in units if unit.may_diverge]:
+        context.observers.add(DivergentUnits(context.state, divergent))
     for one in shardings_in(root.wrapper):
         one.context = context
 
@@ -125,6 +130,8 @@ class _ForwardChecks(StepObserver):
 
     def begin_forward(self) -> None:
         root = self._root
+        if root.context.state.device is not None:
+            _check_not_captured(root.context.state.device)
         is_first = not root.context.state.has_run
         # Looking at all modules takes long, so only when something was assigned to one.
         if is_first or self._num_registered != late_modules.count():
@@ -180,3 +187,16 @@ def _check_ranks(units: Sequence[Unit]) -> None:
                 f"{replicate}, {outermost.name or 'the module around it'!r} the other way round. "
                 "Pass both the same pair of groups (shard group, replicate group)."
             )
+
+
+def _check_not_captured(device: torch.device) -> None:
+    """Raise RuntimeError while a CUDA graph captures the current stream."""
+    # What the host does in a step would run once, at the capture, and never again. Asked of
+    # another device than the current one, torch would begin to use that.
+    is_current = device.type == "cuda" and torch.cuda.current_device() == device.index
+    if is_current and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "ShardedWrapper: the forward of a sharded model cannot be captured in a CUDA graph: "
+            "replays would neither unshard parameters nor reduce gradients. Train without the "
+            "graph; torch.compile(block) before wrapping makes a block's kernels fewer."
+        )
