@@ -111,15 +111,12 @@ class _ForwardChecks(StepObserver):
         """The buffers that modules have now, each once, without those that are ignored."""
         # In every step, so not by torch's functions, which make all names.
         ignored = self._root.ignored
-        seen = {
-            id(None),
-            *(id(one) for module in ignored.modules for one in module._buffers.values()),
-        }
+        seen = {id(buffer) for module in ignored.modules for buffer in module._buffers.values()}
         seen.update(id(module._buffers.get(attribute)) for module, attribute in ignored.places)
         found: Buffers = {}
         for module in self._modules:
             for attribute, buffer in module._buffers.items():
-                if id(buffer) not in seen:
+                if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
                     found[module, attribute] = buffer
         return found
