@@ -19,6 +19,7 @@ from flatshard.compat import comm_hook, torch_names
 from flatshard.diagnostics import recording
 from flatshard.diagnostics.non_finite import watch_non_finite
 from flatshard.diagnostics.step_report import StepReport
+from flatshard.engine.buffer_sync import BufferSync
 from flatshard.module.construction import Construction
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.inspection import UnwrappedModel
@@ -102,8 +103,10 @@ class ShardedWrapper(ModuleProxy):
         coalesce_bytes: coalesce neighbours among a policy's units while their parameters together
             have at most this many bytes: small collectives are latency-bound. 0: never, as always
             with ``use_orig_params=False``. None: 4 MiB.
-        broadcast_buffers: give all ranks rank 0's buffers before each forward, as
-            DistributedDataParallel does.
+        broadcast_buffers: give all ranks rank 0's buffers before a forward, as
+            DistributedDataParallel does: before the first one, and before every one that follows
+            a forward with gradients outside of ``no_sync``. Buffers whose shapes differ between
+            ranks are left alone.
         collectives: the transport. ``"auto"``: the best one for the backend; ``"sockets"``: on
             gloo, send and receive even if ranks on one host could read each other's memory;
             ``"native"``: one collective of the backend per unit and purpose, for comparison.
@@ -682,9 +685,8 @@ class ShardedWrapper(ModuleProxy):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a forward that begins now broadcasts rank 0's buffers."""
-        settings, context = self._sharding.settings, self._sharding.context
-        has_buffers = any(True for _ in self.module.buffers())
-        return settings.broadcast_buffers and not context.state.is_accumulating and has_buffers
+        sync = self._sharding.context.observers.find(BufferSync)
+        return sync is not None and sync.is_due and any(True for _ in self.module.buffers())
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from flatshard.diagnostics import late_modules
 from flatshard.diagnostics.forward_edits import ForwardEdits
+from flatshard.engine.buffer_sync import Buffers, BufferSync
 from flatshard.engine.context import RunContext
 from flatshard.engine.divergence import DivergentUnits
 from flatshard.engine.events import StepObserver
@@ -17,7 +17,7 @@ from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffer_cache import prepare_allocator
 from flatshard.module import meta_init
-from flatshard.module.sharding import Sharding, buffers_apart, handles_in, sharding_of, shardings_in
+from flatshard.module.sharding import Sharding, handles_in, sharding_of, shardings_in
 from flatshard.optimizer import step
 from flatshard.options.flags import as_flags
 from flatshard.plan.module_proxy import ModuleProxy
@@ -44,12 +44,13 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     context = RunContext(
         [hooks[unit] for unit in units],
         settings.ranks.world,
-        buffers=checks.synced_buffers,
         number=settings.ranks.world.new_model() if number is None else number,
         forward_prefetch=settings.forward_prefetch,
         backward_prefetch=settings.backward_prefetch,
     )
     context.observers.add(checks)
+    if settings.broadcast_buffers:
+        context.observers.add(BufferSync(context.state, checks.synced_buffers))
     context.observers.add(ForwardEdits())
     if divergent := [unit for unit in units if unit.may_diverge]:
         context.observers.add(DivergentUnits(context.state, divergent))
@@ -104,13 +105,21 @@ class _ForwardChecks(StepObserver):
     def __init__(self, root: Sharding) -> None:
         self._root = root
         self._num_registered = 0  # modules and parameters assigned until the last check
+        self._modules = list(root.wrapper.modules())
 
-    def synced_buffers(self) -> Iterable[Tensor]:
-        if not self._root.settings.broadcast_buffers:
-            return ()
-        module, world = self._root.wrapper.module, self._root.settings.ranks.world
-        own = self._root.ignored.ids() | buffers_apart(module, world.size)
-        return [buffer for buffer in module.buffers() if id(buffer) not in own]
+    def synced_buffers(self) -> Buffers:
+        """The buffers that modules have now, each once, without those that are ignored."""
+        # In every step, so not by torch's functions, which make all names.
+        ignored = self._root.ignored
+        seen = {id(buffer) for module in ignored.modules for buffer in module._buffers.values()}
+        seen.update(id(module._buffers.get(attribute)) for module, attribute in ignored.places)
+        found: Buffers = {}
+        for module in self._modules:
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    found[module, attribute] = buffer
+        return found
 
     def recover(self) -> None:
         # An exception may have interrupted an optimizer's step, which has plain tensors.
@@ -135,7 +144,8 @@ class _ForwardChecks(StepObserver):
         """Raise if modules were added since wrapping: nothing would average their gradients."""
         root, handles = self._root, handles_in(self._root.wrapper)
         # Modules that were assigned since the last check are watched from now on, too.
-        late_modules.watch(root.wrapper.modules())
+        self._modules = list(root.wrapper.modules())
+        late_modules.watch(self._modules)
         is_summoned = any(handle.summoned is not None for handle in handles)
         if root.settings.ranks.world.size == 1 or is_summoned:
             return
