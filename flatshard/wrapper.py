@@ -19,6 +19,7 @@ from flatshard.compat import comm_hook, torch_names
 from flatshard.diagnostics import recording
 from flatshard.diagnostics.non_finite import watch_non_finite
 from flatshard.diagnostics.step_report import StepReport
+from flatshard.engine.buffer_sync import BufferSync
 from flatshard.module.construction import Construction
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.inspection import UnwrappedModel
@@ -40,6 +41,7 @@ from flatshard.options.flags import as_flags
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_backward_prefetch
+from flatshard.plan.divergence import Divergence
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.wrap import Policy
 from flatshard.state import model_state, optim_state
@@ -99,8 +101,10 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         coalesce_bytes: coalesce neighbours among a policy's units while their parameters together
             have at most this many bytes: small collectives are latency-bound. 0: never, as always
             with ``use_orig_params=False``. None: 4 MiB.
-        broadcast_buffers: give all ranks rank 0's buffers before each forward, as
-            DistributedDataParallel does.
+        broadcast_buffers: give all ranks rank 0's buffers before a forward, as
+            DistributedDataParallel does: before the first one, and before every one that follows
+            a forward with gradients outside of ``no_sync``. Buffers whose shapes differ between
+            ranks are left alone.
         collectives: the transport. ``"auto"``: the best one for the backend; ``"sockets"``: on
             gloo, send and receive even if ranks on one host could read each other's memory;
             ``"native"``: one collective of the backend per unit and purpose, for comparison.
@@ -115,6 +119,12 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             DistributedDataParallel's attribute ``_ddp_params_and_buffers_to_ignore`` names (under
             all their names).
         ignored_states: the same for parameters or modules; not together with ``ignored_modules``.
+        allow_divergence: units that some ranks skip in a step, or run in another order: experts
+            that a rank chooses, layers that are dropped at random, a tower for images that not
+            every batch has. A list of classes, of names in the unwrapped model, or of modules: the
+            units that these are or contain; True: all units. They stay unsharded from
+            the beginning of the outermost forward until backward is over, and every rank needs
+            that memory.
         extra: other keywords of DistributedDataParallel: accepted if they have a meaning here,
             otherwise ignored with one warning, or they raise; see docs/migration.md.
 
@@ -153,6 +163,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         wire_dtype: torch.dtype | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
+        allow_divergence: Divergence = False,
         **extra: Any,
     ) -> None:
         super().__init__()
@@ -174,7 +185,9 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
         )
-        model = UnwrappedModel.read(module, auto_wrap_policy, ignored_modules, ignored_states)
+        model = UnwrappedModel.read(
+            module, auto_wrap_policy, ignored_modules, ignored_states, allow_divergence
+        )
         transport = as_transport(collectives, wire_dtype)
         ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
@@ -668,9 +681,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a forward that begins now broadcasts rank 0's buffers."""
-        settings, context = self._sharding.settings, self._sharding.context
-        has_buffers = any(True for _ in self.module.buffers())
-        return settings.broadcast_buffers and not context.state.is_accumulating and has_buffers
+        sync = self._sharding.context.observers.find(BufferSync)
+        return sync is not None and sync.is_due and any(True for _ in self.module.buffers())
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:

@@ -111,7 +111,8 @@ def _check_program(name: str, maxima: Sequence[int]) -> None:
             "asked for a norm or a sum, more often than others, and what they got may be of "
             "other parameters. With this backend all ranks must run the same units, forwards "
             "and backwards, and call state_dict(), summon_full_params() and the like "
-            "together, not under `if rank == 0:`. Start again from a checkpoint."
+            "together, not under `if rank == 0:`. Units that some ranks skip need "
+            "allow_divergence (docs/recipes.md). Start again from a checkpoint."
         )
     if loads:
         raise RuntimeError(

@@ -21,7 +21,7 @@ from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.run import start_run
 from flatshard.module.settings import Settings
-from flatshard.module.sharding import Sharding, sharding_of, units_in
+from flatshard.module.sharding import Sharding, sharding_of, shardings_in, units_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options.offload import OffloadError
 from flatshard.plan.module_proxy import ModuleProxy, put_in_place
@@ -114,6 +114,14 @@ class Construction:
             found.append(
                 "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded"
             )
+        units = [one.module for one in self._plan.chosen]
+        units += [one.wrapper.module for one in shardings_in(module)]
+        divergent = self._model.divergent
+        if divergent and module not in divergent and divergent.isdisjoint(units):
+            found.append(
+                "allow_divergence has no effect: none of these modules is in a unit of its own, so "
+                "their parameters are all-gathered with the module around them"
+            )
         if ignored.is_elsewhere:
             found.append(
                 "ignored_modules, ignored_states: nothing of them is in the "
@@ -173,6 +181,9 @@ class Construction:
             for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
                 unit.topology.connect(self._settings.device, fixed_order=fixed_order)
         self._plan.precision.install()
+        for one in shardings_in(root):
+            if one.wrapper.module in self._model.divergent:  # also those that were wrapped before
+                one.unit.placement = one.unit.placement.diverging()
         start_run(sharding_of(root))
 
     def _make_unit(

@@ -102,6 +102,8 @@ class Sharding:
             "reshard_after_forward": placement.reshard_after_forward,
             "reshard_after_backward": placement.reshard_after_backward,
         }
+        if before.placement.may_diverge:
+            placement = placement.diverging()
         if placement != dataclasses.replace(before.placement, **when):
             raise ValueError(
                 f"unit {unit.name!r}: {strategy.name} places parameters differently from "

@@ -46,13 +46,26 @@ class ModuleProxy(nn.Module):
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the wrapper's own; raises RuntimeError for modules and parameters."""
+        """Set what the wrapper has for itself, or else the module's; RuntimeError for modules."""
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
             raise RuntimeError(
                 f"{name!r} is the wrapper's then, and the wrapped module would not see it. Change "
                 "the module before wrapping it (this one is .module)."
             )
-        super().__setattr__(name, value)
+        module = self.__dict__.get("_modules", {}).get("module")
+        is_own = module is None or self._has(name) or hasattr(type(self), name)
+        if is_own:
+            super().__setattr__(name, value)
+        # The module's forward reads its own.
+        if not is_own or (name == "training" and module is not None):
+            setattr(module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name) if self._has(name) else delattr(self.module, name)
+
+    def _has(self, name: str) -> bool:
+        own = self.__dict__
+        return any(name in names for names in (own, own["_modules"], own["_buffers"]))
 
     # Python looks operators up on the class, so `__getattr__` does not pass them on.
 
