@@ -22,7 +22,7 @@ from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.run import start_run
 from flatshard.module.settings import Settings
-from flatshard.module.sharding import Sharding, buffers_apart, sharding_of, shardings_in, units_in
+from flatshard.module.sharding import Sharding, modules_apart, sharding_of, shardings_in, units_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options.offload import OffloadError
 from flatshard.plan.module_proxy import ModuleProxy, put_in_place
@@ -40,8 +40,9 @@ class Construction:
         init_fn: meta_init.InitFn | None,
     ) -> None:
         settings.check()
-        apart = buffers_apart(model.module, settings.ranks.world.size)
-        model = dataclasses.replace(model, left_alone={*model.left_alone, *apart})
+        apart = modules_apart(model.module, settings.ranks.world.size)
+        own = {id(buffer) for module in apart for buffer in module.buffers(recurse=False)}
+        model = dataclasses.replace(model, left_alone=own.union(model.left_alone))
         is_sharded = settings.ranks.world.size > 1 and settings.placement.sharded
         model.check_params(drops_gradients=is_sharded)
         self._model, self._settings, self._init_fn = model, settings, init_fn

@@ -17,7 +17,7 @@ from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffer_cache import prepare_allocator
 from flatshard.module import meta_init
-from flatshard.module.sharding import Sharding, handles_in, sharding_of, shardings_in
+from flatshard.module.sharding import Sharding, handles_in, modules_apart, sharding_of, shardings_in
 from flatshard.optimizer import step
 from flatshard.options.flags import as_flags
 from flatshard.plan.module_proxy import ModuleProxy
@@ -104,6 +104,7 @@ def _gradient_bytes(unit: Unit) -> int:
 class _ForwardChecks(StepObserver):
     def __init__(self, root: Sharding) -> None:
         self._root = root
+        self._apart = modules_apart(root.wrapper, root.settings.ranks.world.size)
         self._num_registered = 0  # modules and parameters assigned until the last check
         self._modules = list(root.wrapper.modules())
 
@@ -111,7 +112,8 @@ class _ForwardChecks(StepObserver):
         """The buffers that modules have now, each once, without those that are ignored."""
         # In every step, so not by torch's functions, which make all names.
         ignored = self._root.ignored
-        seen = {id(buffer) for module in ignored.modules for buffer in module._buffers.values()}
+        own = ignored.modules.union(self._apart)
+        seen = {id(buffer) for module in own for buffer in module._buffers.values()}
         seen.update(id(module._buffers.get(attribute)) for module, attribute in ignored.places)
         found: Buffers = {}
         for module in self._modules:

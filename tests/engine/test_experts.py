@@ -71,7 +71,11 @@ def _training(rank: int, world_size: int, size: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         with naming(strategy):
-            assert_same(sharded, plain[number])
+            states = [
+                {n: v for n, v in one.state_dict().items() if size == 1 or "1." not in n}
+                for one in (sharded, plain[number])
+            ]  # without the statistics of the other rank's rows
+            assert_same(*states)
         with pytest.raises(RuntimeError, match="where a unit trains on ranks"):
             sharded.clip_grad_norm_(1.0)
 
