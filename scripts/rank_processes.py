@@ -48,6 +48,8 @@ class Ranks:
 
     def __init__(self, number: int, preload: Sequence[str] = ()) -> None:
         self._number = number
+        # Python 3.11's fork server does not take over sys.path before it preloads.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(sys.path)))
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch._dynamo", "flatshard.wrap", *preload])
         self._folder = tempfile.TemporaryDirectory(prefix="flatshard-ranks-")
