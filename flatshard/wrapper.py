@@ -50,7 +50,7 @@ from flatshard.state.model_state import as_torch, read_options
 from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
 
 
-class ShardedWrapper(ModuleProxy):
+class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
     Parameters are unsharded (all-gathered) unit by unit just before they are needed, and resharded
@@ -695,8 +695,8 @@ class ShardedWrapper(ModuleProxy):
             return super().__getattr__(name)
         except AttributeError as error:
             # Without `_sharding` the wrapper is still being built or copied.
-            if name in torch_names.DDP_ATTRIBUTES and "_sharding" in self.__dict__:
-                return torch_names.DDP_ATTRIBUTES[name](self._sharding)
+            if name in torch_names.ATTRIBUTES and "_sharding" in self.__dict__:
+                return torch_names.ATTRIBUTES[name](self._sharding)
             reason = torch_names.why_missing(name)
             raise (error if reason is None else AttributeError(reason)) from None
 

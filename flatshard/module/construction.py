@@ -24,7 +24,7 @@ from flatshard.module.settings import Settings
 from flatshard.module.sharding import Sharding, sharding_of, shardings_in, units_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options.offload import OffloadError
-from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.plan.module_proxy import ModuleProxy, put_in_place
 from flatshard.plan.wrap import explain_no_match
 from flatshard.state.model_state import UnitStateDict
 
@@ -224,8 +224,7 @@ class Construction:
         flat = [] if settings.use_orig_params else [h.sharded[0] for h in unit.handles]
         for plan in planned.members:
             module, wrapper = plan.module, wrappers[plan.module]
-            wrapper.module = module
-            wrapper.training = module.training
+            put_in_place(wrapper, module)
             ignored = self._model.ignored.within(module)
             wrapper.__dict__["_sharding"] = Sharding(
                 wrapper, unit, hooks, state_dict, settings, ignored, plan.reason
