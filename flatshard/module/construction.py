@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -21,7 +22,7 @@ from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.run import start_run
 from flatshard.module.settings import Settings
-from flatshard.module.sharding import Sharding, sharding_of, shardings_in, units_in
+from flatshard.module.sharding import Sharding, buffers_apart, sharding_of, shardings_in, units_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options.offload import OffloadError
 from flatshard.plan.module_proxy import ModuleProxy, put_in_place
@@ -39,6 +40,8 @@ class Construction:
         init_fn: meta_init.InitFn | None,
     ) -> None:
         settings.check()
+        apart = buffers_apart(model.module, settings.ranks.world.size)
+        model = dataclasses.replace(model, left_alone={*model.left_alone, *apart})
         is_sharded = settings.ranks.world.size > 1 and settings.placement.sharded
         model.check_params(drops_gradients=is_sharded)
         self._model, self._settings, self._init_fn = model, settings, init_fn
@@ -72,6 +75,8 @@ class Construction:
         if ranks.world.size > 1:
             described = f"{settings.describe()}{plan.precision.describe()}"
             units = [f"{p.name}: {plan.settings_of[p.module].describe()}" for p in plan.chosen]
+            # Other ranks may have other experts there, but as large ones.
+            units += [one.summary() for one in shardings_in(model.module)]
             consistency.check_same_model(named, described, units, model.ignored.names, ranks.world)
         # Creating process groups is collective, so only after all ranks agree on the strategies.
         for one in plan.settings_of.values():

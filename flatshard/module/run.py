@@ -163,15 +163,16 @@ class _ForwardChecks(StepObserver):
 
 
 def _check_ranks(units: Sequence[Unit]) -> None:
-    """Raise if units train on other ranks than the root, or shard over them the other way round."""
+    """Raise if units train on ranks without the root, or shard over them the other way round."""
     expected = units[-1].topology.world.ranks
     grids = []
     for unit in units:
         topology = unit.topology
-        if topology.world.ranks != expected:
+        if not set(topology.world.ranks) <= set(expected):
             raise ValueError(
                 f"ShardedWrapper: unit {unit.name!r} trains on ranks {topology.world.ranks}, the "
-                f"module around it on {expected}. Pass both the same ranks."
+                f"module around it on {expected}. Pass both the same ranks, or the unit some of "
+                "them."
             )
         if topology.intra_group.size > 1 and topology.across.size > 1:
             grids.append((unit, topology.intra_group.ranks, topology.across.ranks))

@@ -186,6 +186,12 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
     return [handle for unit in units_in(module) for handle in unit.handles]
 
 
+def buffers_apart(module: nn.Module, world_size: int) -> set[int]:
+    """Ids of buffers in units that train on fewer ranks: each group has its own."""
+    apart = [one for one in shardings_in(module) if one.settings.ranks.world.size < world_size]
+    return {id(buffer) for one in apart for buffer in one.wrapper.buffers()}
+
+
 def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
     """The units of a model, after a check that no step or summon is running."""
     if not isinstance(module, nn.Module):
