@@ -102,6 +102,8 @@ class Sharding:
             "reshard_after_forward": placement.reshard_after_forward,
             "reshard_after_backward": placement.reshard_after_backward,
         }
+        if before.placement.may_diverge:
+            placement = placement.diverging()
         if placement != dataclasses.replace(before.placement, **when):
             raise ValueError(
                 f"unit {unit.name!r}: {strategy.name} places parameters differently from "
@@ -184,8 +186,16 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
     return [handle for unit in units_in(module) for handle in unit.handles]
 
 
+def modules_apart(module: nn.Module, world_size: int) -> set[nn.Module]:
+    """The modules of units that train on fewer ranks: each group has buffers of its own."""
+    apart = [one for one in shardings_in(module) if one.settings.ranks.world.size < world_size]
+    return {inner for one in apart for inner in one.wrapper.modules()}
+
+
 def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
     """The units of a model, after a check that no step or summon is running."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{caller}: expected a model first, got {type(module).__name__}")
     for one in shardings_in(module):
         one.check_between_steps(caller)
     for one in outermost_shardings(module):
