@@ -38,7 +38,7 @@ def come_to_rest(groups: Iterable[dist.ProcessGroup]) -> None:
     # neither. So what did nothing meanwhile waits for something else.
     while time.monotonic() < deadline:
         now = _what_threads_did()
-        if not now or now == before and all("State:\tS (sleeping)" in one for one in now):
+        if not now or (now == before and all("State:\tS (sleeping)" in one for one in now)):
             return
         before = now
         time.sleep(_REST_SECONDS)
