@@ -68,7 +68,10 @@ class Ranks:
             self._start()
         store = f"{self._folder.name}/store-{self._num_calls}"
         ranks = self._ranks[:world]
-        name = (Path(sys.modules[function.__module__].__file__ or "").stem, function.__qualname__)
+        module = function.__module__
+        if module == "__main__":
+            module = Path(sys.modules[module].__file__ or "").stem
+        name = (module, function.__qualname__)
         for rank, (_, pipe) in enumerate(ranks):
             pipe.send((name, arguments, rank, world, store, seconds))
         said = self._collect(ranks, time.monotonic() + seconds)
@@ -110,8 +113,15 @@ class Ranks:
         time.sleep(0.5)
         return Path(f"{self._folder.name}/stack-{rank}").read_text()[-2000:]
 
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._folder.cleanup()
+
     def stop(self) -> None:
-        """End all ranks."""
+        """End all ranks; the next call starts others."""
         for process, _ in self._ranks:
             process.kill()
         for process, pipe in self._ranks:
@@ -127,6 +137,9 @@ def _serve(pipe: Any, stacks: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    silent = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(silent, descriptor)
     warnings.simplefilter("ignore")  # of checkpoints without gradients, and of slow settings
     with open(stacks, "w") as file, contextlib.suppress(EOFError, ConnectionError):
         faulthandler.register(signal.SIGUSR1, file)
