@@ -50,7 +50,7 @@ from flatshard.state.model_state import as_torch, read_options
 from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
 
 
-class ShardedWrapper(ModuleProxy):
+class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
     Parameters are unsharded (all-gathered) unit by unit just before they are needed, and resharded
@@ -64,8 +64,10 @@ class ShardedWrapper(ModuleProxy):
     Args:
         module: any module; it is changed in place and stays available as ``.module``.
         process_group: the ranks that train this model, or for HYBRID strategies a pair (shard
-            group, replicate group). None: the default group; without one, and with no other rank
-            started, the wrapper runs like the unwrapped module and warns once.
+            group, replicate group). A module inside that was wrapped by hand with some of these
+            ranks is trained on those alone, as an expert of theirs; every rank needs a group of the
+            same size for it. None: the default group; without one, and with no other rank started,
+            the wrapper runs like the unwrapped module and warns once.
         sharding_strategy: see ``ShardingStrategy``; torch's enum and names are accepted. None:
             ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. HYBRID
             without either shards within each node, as ``LOCAL_WORLD_SIZE`` says.
@@ -412,11 +414,13 @@ class ShardedWrapper(ModuleProxy):
 
         Raises:
             RuntimeError: gradients accumulated under ``no_sync`` are not reduced yet; the norm is
-                not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward.
+                not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward; a
+                unit inside trains on fewer ranks.
         """
         context, world = self._sharding.context, self._sharding.settings.topology.world
         in_backward.refuse(context, "clip_grad_norm_()")
         handles = handles_in(self)
+        grad_norm.check_alike(handles, world)
         grad_norm.check_reduced(handles, world, is_reducing=context.is_reducing)
         return grad_norm.clip_grad_norm_(
             list(self.parameters()), handles, max_norm, norm_type, error_if_nonfinite, foreach
@@ -698,8 +702,8 @@ class ShardedWrapper(ModuleProxy):
             return super().__getattr__(name)
         except AttributeError as error:
             # Without `_sharding` the wrapper is still being built or copied.
-            if name in torch_names.DDP_ATTRIBUTES and "_sharding" in self.__dict__:
-                return torch_names.DDP_ATTRIBUTES[name](self._sharding)
+            if name in torch_names.ATTRIBUTES and "_sharding" in self.__dict__:
+                return torch_names.ATTRIBUTES[name](self._sharding)
             reason = torch_names.why_missing(name)
             raise (error if reason is None else AttributeError(reason)) from None
 

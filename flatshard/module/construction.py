@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -21,10 +22,17 @@ from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.run import start_run
 from flatshard.module.settings import Settings
-from flatshard.module.sharding import Sharding, initialising, sharding_of, shardings_in, units_in
+from flatshard.module.sharding import (
+    Sharding,
+    initialising,
+    modules_apart,
+    sharding_of,
+    shardings_in,
+    units_in,
+)
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options.offload import OffloadError
-from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.plan.module_proxy import ModuleProxy, put_in_place
 from flatshard.plan.wrap import explain_no_match
 from flatshard.state.model_state import UnitStateDict
 
@@ -39,6 +47,9 @@ class Construction:
         init_fn: meta_init.InitFn | None,
     ) -> None:
         settings.check()
+        apart = modules_apart(model.module, settings.ranks.world.size)
+        own = {id(buffer) for module in apart for buffer in module.buffers(recurse=False)}
+        model = dataclasses.replace(model, left_alone=own.union(model.left_alone))
         is_sharded = settings.ranks.world.size > 1 and settings.placement.sharded
         model.check_params(drops_gradients=is_sharded)
         self._model, self._settings, self._init_fn = model, settings, init_fn
@@ -72,6 +83,8 @@ class Construction:
         if ranks.world.size > 1:
             described = f"{settings.describe()}{plan.precision.describe()}"
             units = [f"{p.name}: {plan.settings_of[p.module].describe()}" for p in plan.chosen]
+            # Other ranks may have other experts there, but as large ones.
+            units += [one.summary() for one in shardings_in(model.module)]
             consistency.check_same_model(named, described, units, model.ignored.names, ranks.world)
         # Creating process groups is collective, so only after all ranks agree on the strategies.
         for one in plan.settings_of.values():
@@ -224,8 +237,7 @@ class Construction:
         flat = [] if settings.use_orig_params else [h.sharded[0] for h in unit.handles]
         for plan in planned.members:
             module, wrapper = plan.module, wrappers[plan.module]
-            wrapper.module = module
-            wrapper.training = module.training
+            put_in_place(wrapper, module)
             ignored = self._model.ignored.within(module)
             wrapper.__dict__["_sharding"] = Sharding(
                 wrapper, unit, hooks, state_dict, settings, ignored, plan.reason

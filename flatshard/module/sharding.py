@@ -203,6 +203,12 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
     return [handle for unit in units_in(module) for handle in unit.handles]
 
 
+def modules_apart(module: nn.Module, world_size: int) -> set[nn.Module]:
+    """The modules of units that train on fewer ranks: each group has buffers of its own."""
+    apart = [one for one in shardings_in(module) if one.settings.ranks.world.size < world_size]
+    return {inner for one in apart for inner in one.wrapper.modules()}
+
+
 def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
     """The units of a model, after a check that no step or summon is running."""
     if not isinstance(module, nn.Module):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -108,3 +111,19 @@ class ModuleProxy(nn.Module):
             hook.remove()  # it closes over this load's lists
 
         hook = self.register_load_state_dict_post_hook(clean)
+
+
+def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
+    """Let ``proxy`` wrap ``module``: call it, and have its signature."""
+    proxy.module, proxy.training = module, module.training
+
+    def forward(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
+        return type(self).forward(self, *args, **kwargs)
+
+    with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
+        own = inspect.signature(module.forward)
+        # Trainers read there what a model takes. Python omits the first one, which is bound.
+        bound = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
+        own = own.replace(parameters=[bound, *own.parameters.values()])
+        forward.__signature__ = own  # type: ignore[attr-defined]
+        proxy.__dict__["forward"] = MethodType(forward, proxy)
