@@ -65,8 +65,10 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     Args:
         module: any module; it is changed in place and stays available as ``.module``.
         process_group: the ranks that train this model, or for HYBRID strategies a pair (shard
-            group, replicate group). None: the default group; without one, and with no other rank
-            started, the wrapper runs like the unwrapped module and warns once.
+            group, replicate group). A module inside that was wrapped by hand with some of these
+            ranks is trained on those alone, as an expert of theirs; every rank needs a group of the
+            same size for it. None: the default group; without one, and with no other rank started,
+            the wrapper runs like the unwrapped module and warns once.
         sharding_strategy: see ``ShardingStrategy``; torch's enum and names are accepted. None:
             ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. HYBRID
             without either shards within each node, as ``LOCAL_WORLD_SIZE`` says.
@@ -87,9 +89,10 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         param_init_fn: gives modules on the meta device memory and values. It is called with every
             module of a unit that has tensors there, from the unit's root down, and initialises the
             module's own parameters and buffers (``module.to_empty(device=..., recurse=False)``,
-            then values). Or ``flatshard.leave_empty``. None: modules' ``reset_parameters()``,
-            in the order in which constructors call it. Either way, at most one unit has full
-            parameters at any time.
+            then values); never with ignored modules. Or ``flatshard.leave_empty``. None: modules'
+            ``reset_parameters()``, in the order in which constructors call it, then what a module
+            around them has as ``_init_weights(module)`` (transformers). Either way, at most one
+            unit has full parameters at any time.
         sync_module_states: whether all ranks take rank 0's weights; then the other ranks' may be
             on the meta device, and rank 0 sends each its part. None: if they differ, with a
             warning. False: never, with a warning if they differ.
@@ -413,11 +416,13 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
         Raises:
             RuntimeError: gradients accumulated under ``no_sync`` are not reduced yet; the norm is
-                not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward.
+                not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward; a
+                unit inside trains on fewer ranks.
         """
         context, world = self._sharding.context, self._sharding.settings.topology.world
         in_backward.refuse(context, "clip_grad_norm_()")
         handles = handles_in(self)
+        grad_norm.check_alike(handles, world)
         grad_norm.check_reduced(handles, world, is_reducing=context.is_reducing)
         return grad_norm.clip_grad_norm_(
             list(self.parameters()), handles, max_norm, norm_type, error_if_nonfinite, foreach
@@ -476,6 +481,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         Raises:
             RuntimeError: as ``summon_full_params``.
         """
+        if self._sharding.is_initialising:
+            return self
         has_flat = any(one.wrapper._parameters for one in shardings_in(self))
         with summon(self, Request(), recurse=has_flat):
             self.module.apply(fn)
@@ -711,6 +718,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # `.to()`, `.double()` and the like.
+        if self._sharding.is_initialising:
+            return self
         apply = super()._apply
         convert(self._sharding, fn, lambda: apply(fn, recurse), recurse=recurse)
         return self

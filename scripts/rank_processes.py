@@ -22,6 +22,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 CALLS_PER_PROCESS = 200
 OTHERS_SECONDS = 12.0
@@ -103,7 +104,10 @@ class Ranks:
         ours, theirs = self._context.Pipe()
         stacks = f"{self._folder.name}/stack-{len(self._ranks)}"
         process = self._context.Process(target=_serve, args=(theirs, stacks), daemon=True)
-        process.start()
+        # Python 3.11's fork server does not take over sys.path before it preloads.
+        path = os.pathsep.join(filter(None, sys.path))
+        with mock.patch.dict(os.environ, PYTHONPATH=path):
+            process.start()
         theirs.close()
         self._ranks.append((process, ours))
 

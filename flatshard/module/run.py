@@ -17,7 +17,7 @@ from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffer_cache import prepare_allocator
 from flatshard.module import meta_init
-from flatshard.module.sharding import Sharding, handles_in, sharding_of, shardings_in
+from flatshard.module.sharding import Sharding, handles_in, modules_apart, sharding_of, shardings_in
 from flatshard.optimizer import step
 from flatshard.options.flags import as_flags
 from flatshard.plan.module_proxy import ModuleProxy
@@ -104,6 +104,7 @@ def _gradient_bytes(unit: Unit) -> int:
 class _ForwardChecks(StepObserver):
     def __init__(self, root: Sharding) -> None:
         self._root = root
+        self._apart = modules_apart(root.wrapper, root.settings.ranks.world.size)
         self._num_registered = 0  # modules and parameters assigned until the last check
         self._modules = list(root.wrapper.modules())
 
@@ -111,7 +112,8 @@ class _ForwardChecks(StepObserver):
         """The buffers that modules have now, each once, without those that are ignored."""
         # In every step, so not by torch's functions, which make all names.
         ignored = self._root.ignored
-        seen = {id(buffer) for module in ignored.modules for buffer in module._buffers.values()}
+        own = ignored.modules.union(self._apart)
+        seen = {id(buffer) for module in own for buffer in module._buffers.values()}
         seen.update(id(module._buffers.get(attribute)) for module, attribute in ignored.places)
         found: Buffers = {}
         for module in self._modules:
@@ -163,15 +165,16 @@ class _ForwardChecks(StepObserver):
 
 
 def _check_ranks(units: Sequence[Unit]) -> None:
-    """Raise if units train on other ranks than the root, or shard over them the other way round."""
+    """Raise if units train on ranks without the root, or shard over them the other way round."""
     expected = units[-1].topology.world.ranks
     grids = []
     for unit in units:
         topology = unit.topology
-        if topology.world.ranks != expected:
+        if not set(topology.world.ranks) <= set(expected):
             raise ValueError(
                 f"ShardedWrapper: unit {unit.name!r} trains on ranks {topology.world.ranks}, the "
-                f"module around it on {expected}. Pass both the same ranks."
+                f"module around it on {expected}. Pass both the same ranks, or the unit some of "
+                "them."
             )
         if topology.intra_group.size > 1 and topology.across.size > 1:
             grids.append((unit, topology.intra_group.ranks, topology.across.ranks))
