@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.compat import comm_hook, torch_names
+from flatshard.compat.framework_precision import FrameworkPrecision
 from flatshard.diagnostics import recording
 from flatshard.diagnostics.non_finite import watch_non_finite
 from flatshard.diagnostics.step_report import StepReport
@@ -89,9 +90,10 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         param_init_fn: gives modules on the meta device memory and values. It is called with every
             module of a unit that has tensors there, from the unit's root down, and initialises the
             module's own parameters and buffers (``module.to_empty(device=..., recurse=False)``,
-            then values). Or ``flatshard.leave_empty``. None: modules' ``reset_parameters()``,
-            in the order in which constructors call it. Either way, at most one unit has full
-            parameters at any time.
+            then values); never with ignored modules. Or ``flatshard.leave_empty``. None: modules'
+            ``reset_parameters()``, in the order in which constructors call it, then what a module
+            around them has as ``_init_weights(module)`` (transformers). Either way, at most one
+            unit has full parameters at any time.
         sync_module_states: whether all ranks take rank 0's weights; then the other ranks' may be
             on the meta device, and rank 0 sends each its part. None: if they differ, with a
             warning. False: never, with a warning if they differ.
@@ -210,6 +212,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
         construction = Construction(model, settings, param_init_fn)
         construction.wrap(self, ShardedWrapper, flags["sync_module_states"], notes)
+        self._sharding.context.observers.add(FrameworkPrecision(self._sharding))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; RuntimeError if a flat parameter was replaced. Collective."""
@@ -522,6 +525,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         Raises:
             RuntimeError: as ``summon_full_params``.
         """
+        if self._sharding.is_initialising:
+            return self
         has_flat = any(one.wrapper._parameters for one in shardings_in(self))
         with summon(self, Request(), recurse=has_flat):
             self.module.apply(fn)
@@ -757,6 +762,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # `.to()`, `.double()` and the like.
+        if self._sharding.is_initialising:
+            return self
         apply = super()._apply
         convert(self._sharding, fn, lambda: apply(fn, recurse), recurse=recurse)
         return self

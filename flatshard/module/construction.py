@@ -22,7 +22,14 @@ from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.run import start_run
 from flatshard.module.settings import Settings
-from flatshard.module.sharding import Sharding, modules_apart, sharding_of, shardings_in, units_in
+from flatshard.module.sharding import (
+    Sharding,
+    initialising,
+    modules_apart,
+    sharding_of,
+    shardings_in,
+    units_in,
+)
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options.offload import OffloadError
 from flatshard.plan.module_proxy import ModuleProxy, put_in_place
@@ -85,7 +92,7 @@ class Construction:
         self._reserve_offload()
         initial_values = compare_values(named, sync, ranks.world)
         if initial_values.any_missing:
-            meta_init.check_resets(model, initial_values, self._init_fn)
+            self._resets = meta_init.find_resets(model, initial_values, self._init_fn)
         model.move_buffers(settings.device)
         meta_init.broadcast_buffers(model, initial_values, settings.device)
         return initial_values
@@ -246,8 +253,11 @@ class Construction:
         """Initialise what was on the meta device, and fill replicas. Collective."""
         device = self._settings.device
         if initial_values.any_missing:
-            init = meta_init.MetaInit(root, handles, initial_values, self._init_fn, device)
-            sharding_of(root).is_left_empty = init.run()
+            init = meta_init.MetaInit(
+                root, handles, initial_values, self._resets, self._init_fn, device
+            )
+            with initialising(root):
+                sharding_of(root).is_left_empty = init.run()
         # Replicas copy a shard, so only once every tensor in it has its value.
         for handle in handles:
             source = initial_values.source(handle.topology)

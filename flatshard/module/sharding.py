@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,8 @@ class Sharding:
     ignored: Ignored
     reason: str = ""  # why a policy made it a unit; empty if none did
     is_left_empty: bool = False  # whether `leave_empty` left values to be loaded
+    # Whether a `param_init_fn` runs, which is called for the modules of each unit by themselves.
+    is_initialising: bool = False
     context: RunContext = dataclasses.field(init=False)  # shared by a model; see `run.start_run`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
@@ -164,6 +168,19 @@ def sharding_of(wrapper: ModuleProxy) -> Sharding:
 def shardings_in(module: nn.Module) -> list[Sharding]:
     """The shardings in a model, outermost first; none in an unwrapped model."""
     return [sharding_of(found) for found in module.modules() if isinstance(found, ModuleProxy)]
+
+
+@contextlib.contextmanager
+def initialising(module: nn.Module) -> Iterator[None]:
+    """Let ``apply()`` and ``to_empty()`` in a ``param_init_fn`` end at the wrappers of units."""
+    shardings = shardings_in(module)
+    try:
+        for one in shardings:
+            one.is_initialising = True
+        yield
+    finally:
+        for one in shardings:
+            one.is_initialising = False
 
 
 def outermost_shardings(module: nn.Module) -> list[Sharding]:
