@@ -251,13 +251,11 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     ) -> AbstractContextManager[None]:
         """Train on inputs that end sooner on some ranks, as DistributedDataParallel's ``join``.
 
-        Put it around the loop over batches. A rank that leaves the loop follows those still in it,
-        with gradients of zero, until all have left: forward, backward, ``clip_grad_norm_`` of this
-        wrapper, and steps of element-wise optimizers, at the others' learning rates. So all ranks
-        end with the same model and optimizer state. Buffers come from the highest rank that has
-        input. Whatever else is collective, and edits of gradients or parameters that nobody can
-        follow, raise inside while some rank has no input. Each forward costs one small exchange,
-        and each all-gather one more as soon as a rank has no input.
+        A rank that leaves the loop inside follows those still in it, with gradients of zero: their
+        forwards, backwards, ``model.clip_grad_norm_`` and steps of element-wise optimizers, at
+        their learning rates. So all ranks end with one model and optimizer state. Buffers are the
+        highest rank's that has input. What cannot be followed raises. Each forward costs a small
+        exchange, and each all-gather one more once a rank has no input.
 
         Collective: all ranks, at entry and at the end; on the outermost wrapper.
 
@@ -272,17 +270,12 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         Raises:
             NotImplementedError: units with ``allow_divergence``, a process group of their own, a
                 communication hook or secondary shards.
-            RuntimeError: not the outermost wrapper, or an optimizer steps in backward. Inside: see
-                above, and ranks that have input and do different things.
+            RuntimeError: this is not the outermost wrapper, or an optimizer steps in backward.
         """
         if not enable:
             return nullcontext()
-        return join.joining(
-            self._sharding,
-            optimizers,
-            by_initial_size=divide_by_initial_world_size,
-            throws=throw_on_early_termination,
-        )
+        how = divide_by_initial_world_size, throw_on_early_termination
+        return join.joining(self._sharding, optimizers, *how)
 
     def free_buffers(self) -> None:
         """Release memory cached for the next step: pages of unsharded parameters, gradient buffers.
@@ -468,7 +461,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         handles = handles_in(self)
         grad_norm.check_alike(handles, world)
         limits = max_norm, norm_type, error_if_nonfinite, foreach
-        with join.following(self._sharding, *limits):
+        with join.clipping(self._sharding, *limits):
             grad_norm.check_reduced(handles, world, is_reducing=context.is_reducing)
             return grad_norm.clip_grad_norm_(list(self.parameters()), handles, *limits)
 
