@@ -32,7 +32,7 @@ import prerequisites  # noqa: F401  (first: it may end this)
 # isort: split
 import torch
 import torch.distributed as dist
-from fuzz_models import BOXES, LEAVES, SKIPPING, STATEFUL, WIDTH, Box, Json, Leaf, build, kinds_in
+from fuzz_models import BOXES, LEAVES, SKIPPING, WIDTH, Box, Json, Leaf, build, kinds_in
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
@@ -113,10 +113,10 @@ def _sound(case: Json) -> Json:
     case["per_node"] = min(case["per_node"], case["world"])
     while case["world"] % case["per_node"]:
         case["per_node"] -= 1
-    if STATEFUL & kinds_in(case["tree"]):
-        case["accumulate"] = 1  # under no_sync every rank's buffers go their own way
     if "by_rank" in kinds_in(case["tree"]):
         case["divergence"] = True
+        if "reader" in kinds_in(case["tree"]):
+            case["collectives"] = "auto"  # a collective on some ranks: found at once there
     if case["regather"] == 2 and case["world"] not in (2, 4):
         case["regather"] = None
     if case["strategy"] != "FULL_SHARD":
@@ -163,25 +163,23 @@ def expected(case: Json) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and state dict of the unwrapped model, rank by rank in one process."""
     model = build(case)
     optimizer = optimizer_of(case, model.parameters())
+    buffers = [_buffers(model) for _ in range(case["world"])]
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
         for part in range(case["accumulate"]):
-            before = [buffer.clone() for buffer in model.buffers()]
-            after = before
+            if part == 0:  # else the forward before was in no_sync
+                buffers = [buffers[0] for _ in buffers]
             for rank in range(case["world"]):
-                for buffer, value in zip(model.buffers(), before, strict=True):
-                    buffer.copy_(value)
+                _set_buffers(model, buffers[rank])
                 x, y = batches(case, rank, step * 3 + part)
                 set_step(model, step, rank)
                 loss = (model(x) - y).square().mean() / case["world"]
                 loss.backward()
                 total += loss.item()
-                if rank == 0:
-                    after = [buffer.clone() for buffer in model.buffers()]
-            for buffer, value in zip(model.buffers(), after, strict=True):
-                buffer.copy_(value)
+                buffers[rank] = _buffers(model)
+        _set_buffers(model, buffers[0])
         if case["clip"]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -189,6 +187,15 @@ def expected(case: Json) -> tuple[list[float], dict[str, Tensor]]:
         if case["eval"]:
             losses.append(_evaluate(model, case))
     return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _buffers(model: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def _set_buffers(model: nn.Module, values: list[Tensor]) -> None:
+    for buffer, value in zip(model.buffers(), values, strict=True):
+        buffer.copy_(value)
 
 
 def _evaluate(model: nn.Module, case: Json) -> float:
