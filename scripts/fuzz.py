@@ -24,6 +24,7 @@ import json
 import os
 import re
 import sys
+import time
 import warnings
 from typing import Any
 
@@ -319,6 +320,7 @@ def main() -> int:
     parser.add_argument("--no-raises", action="store_true", help="errors of flatshard's fail, too")
     parser.add_argument("--database", help="folder that keeps failing cases")
     parser.add_argument("--case", help="run this one case")
+    parser.add_argument("--verbose", action="store_true", help="print every case")
     options = parser.parse_args()
     with warnings.catch_warnings(), Ranks(max(options.worlds), preload=["fuzz"]) as ranks:
         warnings.simplefilter("ignore")
@@ -350,8 +352,11 @@ def search(ranks: Ranks, options: argparse.Namespace) -> int:
     )
     @given(cases(options.worlds, set(options.without)))
     def check(case: Json) -> None:
+        begin = time.monotonic()
         verdict, why = judge(case, run(ranks, case))
         counts[verdict] += 1
+        if options.verbose:
+            print(f"{time.monotonic() - begin:.1f} s, {verdict}: {json.dumps(case)}", flush=True)
         if verdict == "raises":
             kind = re.sub(r"'[^']*'|\d+", "_", why.split("\n")[0])[:150]
             raised[kind] += 1
