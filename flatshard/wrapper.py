@@ -528,6 +528,10 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the unwrapped module's names, on every rank.
 
+        What is written into them in place reaches the model, at its next use or when they are
+        dropped, as in an unwrapped model; not where ``set_state_dict_type`` asks for CPU memory or
+        rank 0 alone. RuntimeError then if the model had changed since.
+
         See ``set_state_dict_type`` for rank 0 alone, or in CPU memory. Collective: all ranks, also
         those that get nothing.
         """
