@@ -56,6 +56,8 @@ class UnwrappedModel:
     def check_params(self, *, drops_gradients: bool) -> None:
         """Raise if parameters cannot be flattened or are on several devices, or have gradients."""
         first: tuple[str, torch.device] | None = None
+        for name, buffer in self.buffers():
+            _check_memory(f"buffer {name!r}", buffer)
         for name, param in self.params():
             if isinstance(param, nn.parameter.UninitializedParameter):
                 raise ValueError(
@@ -68,6 +70,7 @@ class UnwrappedModel:
                     f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}; only "
                     "plain tensors can be flattened"
                 )
+            _check_memory(f"parameter {name!r}", param)
             if drops_gradients and param.grad is not None and bool(param.grad.any()):
                 raise ValueError(
                     f"ShardedWrapper: parameter {name!r} has a gradient, which would be lost. Wrap "
@@ -108,6 +111,29 @@ class UnwrappedModel:
         for _, buffer in self.buffers():
             if not buffer.is_meta and buffer.device != device:
                 buffer.data = buffer.data.to(device)
+
+
+def _check_memory(where: str, tensor: Tensor) -> None:
+    """Raise TypeError unless a tensor has strides, and memory for all of its elements."""
+    kind = None
+    if tensor.is_nested or tensor.is_quantized:
+        kind = "is nested" if tensor.is_nested else "is quantized"
+    elif tensor.layout is not torch.strided:
+        kind = f"has the layout {tensor.layout}"
+    elif tensor.is_conj() or tensor._is_zerotensor():
+        kind = "is a conjugate view" if tensor.is_conj() else "has no memory"
+    elif type(tensor.data) is Tensor and tensor.numel() and not tensor.is_meta:
+        places = zip(tensor.shape, tensor.stride(), strict=True)
+        numel = tensor.storage_offset() + sum((size - 1) * step for size, step in places) + 1
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes < numel * tensor.element_size():  # to read it would end the process
+            kind = f"has {nbytes} bytes of memory for {numel} elements"
+    if kind is not None:
+        raise TypeError(
+            f"ShardedWrapper: {where} {kind}; only dense tensors with memory of their own can be "
+            "sharded or synchronised. Convert it (to_dense(), dequantize(), resolve_conj()), or "
+            "pass its module in ignored_modules."
+        )
 
 
 def _check_module(module: nn.Module, policy: Policy | None) -> None:
