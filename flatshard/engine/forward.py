@@ -123,8 +123,7 @@ class Forward:
 
     def _begin(self, outermost: Unit) -> None:
         state = self._state
-        if state.device is not None:
-            _check_not_captured(state.device)
+        state.check_not_captured()
         self.recover()
         self._observers.begin_forward()
         state.has_run = True  # after the observers: some look at the first forward alone
@@ -181,16 +180,3 @@ class Forward:
         for _, handle in self._state.handles:
             handle.reduce_plan.give_back()
         POOL.give_back()
-
-
-def _check_not_captured(device: torch.device) -> None:
-    """Raise RuntimeError while a CUDA graph captures the current stream."""
-    # What the host does in a step would run once, at the capture, and never again. Asked of
-    # another device than the current one, torch would begin to use that.
-    is_current = device.type == "cuda" and torch.cuda.current_device() == device.index
-    if is_current and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "ShardedWrapper: the forward of a sharded model cannot be captured in a CUDA graph: "
-            "replays would neither unshard parameters nor reduce gradients. Train without the "
-            "graph; torch.compile(block) before wrapping makes a block's kernels fewer."
-        )

@@ -115,19 +115,18 @@ class UnwrappedModel:
 
 def _check_memory(where: str, tensor: Tensor) -> None:
     """Raise TypeError unless a tensor has strides, and memory for all of its elements."""
-    kind = None
-    if tensor.is_nested or tensor.is_quantized:
-        kind = "is nested" if tensor.is_nested else "is quantized"
-    elif tensor.layout is not torch.strided:
-        kind = f"has the layout {tensor.layout}"
-    elif tensor.is_conj() or tensor._is_zerotensor():
-        kind = "is a conjugate view" if tensor.is_conj() else "has no memory"
-    elif type(tensor.data) is Tensor and tensor.numel() and not tensor.is_meta:
+    kinds = {
+        "is nested": tensor.is_nested,
+        "is quantized": tensor.is_quantized,
+        f"has the layout {tensor.layout}": tensor.layout is not torch.strided,
+        "is a conjugate view": tensor.is_conj(),
+    }
+    kind = next((kind for kind, is_so in kinds.items() if is_so), None)
+    if kind is None and type(tensor.data) is Tensor and tensor.numel() and not tensor.is_meta:
         places = zip(tensor.shape, tensor.stride(), strict=True)
         numel = tensor.storage_offset() + sum((size - 1) * step for size, step in places) + 1
-        nbytes = tensor.untyped_storage().nbytes()
-        if nbytes < numel * tensor.element_size():  # to read it would end the process
-            kind = f"has {nbytes} bytes of memory for {numel} elements"
+        if tensor.untyped_storage().nbytes() < numel * tensor.element_size():
+            kind = "has been freed"  # to read it would end the process
     if kind is not None:
         raise TypeError(
             f"ShardedWrapper: {where} {kind}; only dense tensors with memory of their own can be "
