@@ -7,7 +7,7 @@ Like every ``ModuleProxy`` it shows the attributes of the module inside. Its own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, Self
 
 import torch
@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.compat import comm_hook, torch_names
+from flatshard.compat.framework_precision import FrameworkPrecision
 from flatshard.diagnostics import recording
 from flatshard.diagnostics.non_finite import watch_non_finite
 from flatshard.diagnostics.step_report import StepReport
+from flatshard.engine.buffer_sync import BufferSync
+from flatshard.module import join
 from flatshard.module.construction import Construction
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.inspection import UnwrappedModel
@@ -40,14 +43,16 @@ from flatshard.options.flags import as_flags
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_backward_prefetch
+from flatshard.plan.divergence import Divergence
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.wrap import Policy
 from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
 from flatshard.state.model_state import as_torch, read_options
+from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
 
 
-class ShardedWrapper(ModuleProxy):
+class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
     Parameters are unsharded (all-gathered) unit by unit just before they are needed, and resharded
@@ -61,8 +66,10 @@ class ShardedWrapper(ModuleProxy):
     Args:
         module: any module; it is changed in place and stays available as ``.module``.
         process_group: the ranks that train this model, or for HYBRID strategies a pair (shard
-            group, replicate group). None: the default group; without one, and with no other rank
-            started, the wrapper runs like the unwrapped module and warns once.
+            group, replicate group). A module inside that was wrapped by hand with some of these
+            ranks is trained on those alone, as an expert of theirs; every rank needs a group of the
+            same size for it. None: the default group; without one, and with no other rank started,
+            the wrapper runs like the unwrapped module and warns once.
         sharding_strategy: see ``ShardingStrategy``; torch's enum and names are accepted. None:
             ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. HYBRID
             without either shards within each node, as ``LOCAL_WORLD_SIZE`` says.
@@ -83,9 +90,10 @@ class ShardedWrapper(ModuleProxy):
         param_init_fn: gives modules on the meta device memory and values. It is called with every
             module of a unit that has tensors there, from the unit's root down, and initialises the
             module's own parameters and buffers (``module.to_empty(device=..., recurse=False)``,
-            then values). Or ``flatshard.leave_empty``. None: modules' ``reset_parameters()``,
-            in the order in which constructors call it. Either way, at most one unit has full
-            parameters at any time.
+            then values); never with ignored modules. Or ``flatshard.leave_empty``. None: modules'
+            ``reset_parameters()``, in the order in which constructors call it, then what a module
+            around them has as ``_init_weights(module)`` (transformers). Either way, at most one
+            unit has full parameters at any time.
         sync_module_states: whether all ranks take rank 0's weights; then the other ranks' may be
             on the meta device, and rank 0 sends each its part. None: if they differ, with a
             warning. False: never, with a warning if they differ.
@@ -98,8 +106,10 @@ class ShardedWrapper(ModuleProxy):
         coalesce_bytes: coalesce neighbours among a policy's units while their parameters together
             have at most this many bytes: small collectives are latency-bound. 0: never, as always
             with ``use_orig_params=False``. None: 4 MiB.
-        broadcast_buffers: give all ranks rank 0's buffers before each forward, as
-            DistributedDataParallel does.
+        broadcast_buffers: give all ranks rank 0's buffers before a forward, as
+            DistributedDataParallel does: before the first one, and before every one that follows
+            a forward with gradients outside of ``no_sync``. Buffers whose shapes differ between
+            ranks are left alone.
         collectives: the transport. ``"auto"``: the best one for the backend; ``"sockets"``: on
             gloo, send and receive even if ranks on one host could read each other's memory;
             ``"native"``: one collective of the backend per unit and purpose, for comparison.
@@ -114,6 +124,12 @@ class ShardedWrapper(ModuleProxy):
             DistributedDataParallel's attribute ``_ddp_params_and_buffers_to_ignore`` names (under
             all their names).
         ignored_states: the same for parameters or modules; not together with ``ignored_modules``.
+        allow_divergence: units that some ranks skip in a step, or run in another order: experts
+            that a rank chooses, layers that are dropped at random, a tower for images that not
+            every batch has. A list of classes, of names in the unwrapped model, or of modules: the
+            units that these are or contain; True: all units. They stay unsharded from
+            the beginning of the outermost forward until backward is over, and every rank needs
+            that memory.
         extra: other keywords of DistributedDataParallel: accepted if they have a meaning here,
             otherwise ignored with one warning, or they raise; see docs/migration.md.
 
@@ -152,6 +168,7 @@ class ShardedWrapper(ModuleProxy):
         wire_dtype: torch.dtype | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
+        allow_divergence: Divergence = False,
         **extra: Any,
     ) -> None:
         super().__init__()
@@ -173,7 +190,9 @@ class ShardedWrapper(ModuleProxy):
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
         )
-        model = UnwrappedModel.read(module, auto_wrap_policy, ignored_modules, ignored_states)
+        model = UnwrappedModel.read(
+            module, auto_wrap_policy, ignored_modules, ignored_states, allow_divergence
+        )
         transport = as_transport(collectives, wire_dtype)
         ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
@@ -193,6 +212,7 @@ class ShardedWrapper(ModuleProxy):
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
         construction = Construction(model, settings, param_init_fn)
         construction.wrap(self, ShardedWrapper, flags["sync_module_states"], notes)
+        self._sharding.context.observers.add(FrameworkPrecision(self._sharding))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; RuntimeError if a flat parameter was replaced. Collective."""
@@ -220,6 +240,42 @@ class ShardedWrapper(ModuleProxy):
             ValueError: ``max_bytes`` is negative.
         """
         return accumulating(self._sharding, max_bytes, replicas_only=replicas_only)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+    ) -> AbstractContextManager[None]:
+        """Train on inputs that end sooner on some ranks, as DistributedDataParallel's ``join``.
+
+        A rank that leaves the loop inside follows those still in it, with gradients of zero: their
+        forwards, backwards, ``model.clip_grad_norm_`` and steps of element-wise optimizers, at
+        their learning rates. So all ranks end with one model and optimizer state. Buffers are the
+        highest rank's that has input. What cannot be followed raises. Each forward costs a small
+        exchange, and each all-gather one more once a rank has no input.
+
+        Collective: all ranks, at entry and at the end; on the outermost wrapper.
+
+        Args:
+            divide_by_initial_world_size: average gradients over all ranks. False: over those that
+                have input.
+            enable: False: do nothing.
+            throw_on_early_termination: raise on all ranks once some rank has no input.
+            optimizers: those that step inside, for a rank that may have no input at all; others it
+                knows once they have stepped.
+
+        Raises:
+            NotImplementedError: units with ``allow_divergence``, a process group of their own, a
+                communication hook or secondary shards.
+            RuntimeError: this is not the outermost wrapper, or an optimizer steps in backward.
+        """
+        if not enable:
+            return nullcontext()
+        how = divide_by_initial_world_size, throw_on_early_termination
+        return join.joining(self._sharding, optimizers, *how)
 
     def free_buffers(self) -> None:
         """Release memory cached for the next step: pages of unsharded parameters, gradient buffers.
@@ -397,15 +453,17 @@ class ShardedWrapper(ModuleProxy):
 
         Raises:
             RuntimeError: gradients accumulated under ``no_sync`` are not reduced yet; the norm is
-                not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward.
+                not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward; a
+                unit inside trains on fewer ranks.
         """
         context, world = self._sharding.context, self._sharding.settings.topology.world
         in_backward.refuse(context, "clip_grad_norm_()")
         handles = handles_in(self)
-        grad_norm.check_reduced(handles, world, is_reducing=context.is_reducing)
-        return grad_norm.clip_grad_norm_(
-            list(self.parameters()), handles, max_norm, norm_type, error_if_nonfinite, foreach
-        )
+        grad_norm.check_alike(handles, world)
+        limits = max_norm, norm_type, error_if_nonfinite, foreach
+        with join.clipping(self._sharding, *limits):
+            grad_norm.check_reduced(handles, world, is_reducing=context.is_reducing)
+            return grad_norm.clip_grad_norm_(list(self.parameters()), handles, *limits)
 
     @staticmethod
     def summon_full_params(
@@ -460,6 +518,8 @@ class ShardedWrapper(ModuleProxy):
         Raises:
             RuntimeError: as ``summon_full_params``.
         """
+        if self._sharding.is_initialising:
+            return self
         has_flat = any(one.wrapper._parameters for one in shardings_in(self))
         with summon(self, Request(), recurse=has_flat):
             self.module.apply(fn)
@@ -467,6 +527,10 @@ class ShardedWrapper(ModuleProxy):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the unwrapped module's names, on every rank.
+
+        What is written into them in place reaches the model, at its next use or when they are
+        dropped, as in an unwrapped model; not where ``set_state_dict_type`` asks for CPU memory or
+        rank 0 alone. RuntimeError then if the model had changed since.
 
         See ``set_state_dict_type`` for rank 0 alone, or in CPU memory. Collective: all ranks, also
         those that get nothing.
@@ -667,9 +731,8 @@ class ShardedWrapper(ModuleProxy):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a forward that begins now broadcasts rank 0's buffers."""
-        settings, context = self._sharding.settings, self._sharding.context
-        has_buffers = any(True for _ in self.module.buffers())
-        return settings.broadcast_buffers and not context.state.is_accumulating and has_buffers
+        sync = self._sharding.context.observers.find(BufferSync)
+        return sync is not None and sync.is_due and any(True for _ in self.module.buffers())
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:
@@ -682,13 +745,22 @@ class ShardedWrapper(ModuleProxy):
             return super().__getattr__(name)
         except AttributeError as error:
             # Without `_sharding` the wrapper is still being built or copied.
-            if name in torch_names.DDP_ATTRIBUTES and "_sharding" in self.__dict__:
-                return torch_names.DDP_ATTRIBUTES[name](self._sharding)
+            if name in torch_names.ATTRIBUTES and "_sharding" in self.__dict__:
+                return torch_names.ATTRIBUTES[name](self._sharding)
             reason = torch_names.why_missing(name)
             raise (error if reason is None else AttributeError(reason)) from None
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As of the unwrapped module; the wrapper shares the name of what it wraps."""
+        # DistributedDataParallel and the like list the model's modules before they change anything.
+        # They would give all ranks the first one's shards, or shard shards.
+        refuse_foreign_wrapper(ModuleProxy.named_modules.__code__)
+        return super().named_modules(*args, **kwargs)
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # `.to()`, `.double()` and the like.
+        if self._sharding.is_initialising:
+            return self
         apply = super()._apply
         convert(self._sharding, fn, lambda: apply(fn, recurse), recurse=recurse)
         return self

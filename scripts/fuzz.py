@@ -102,6 +102,7 @@ def cases(worlds: list[int], without: set[str]) -> st.SearchStrategy[Json]:
             "eval": st.booleans(),
             "input_grad": st.booleans(),
             "offload": st.sampled_from([False, False, True]),
+            "divergence": st.sampled_from([False, False, True]),
         }
     ).map(_sound)
 
@@ -114,12 +115,16 @@ def _sound(case: Json) -> Json:
         case["per_node"] -= 1
     if STATEFUL & kinds_in(case["tree"]):
         case["accumulate"] = 1  # under no_sync every rank's buffers go their own way
+    if "by_rank" in kinds_in(case["tree"]):
+        case["divergence"] = True
     if case["regather"] == 2 and case["world"] not in (2, 4):
         case["regather"] = None
     if case["strategy"] != "FULL_SHARD":
         case["regather"] = None
     if SKIPPING & kinds_in(case["tree"]):
         case["orig"] = True  # a flat parameter is stepped in one piece, without gradients too
+    if "reader" in kinds_in(case["tree"]):
+        case["orig"] = True  # the parameters of a unit are a flat one
     if not case["orig"]:
         case["in_backward"] = False
     if case["in_backward"]:
@@ -148,10 +153,10 @@ def optimizer_of(case: Json, params: Any) -> torch.optim.Optimizer:
 STEPS = 3
 
 
-def set_step(model: nn.Module, step: int) -> None:
+def set_step(model: nn.Module, step: int, rank: int) -> None:
     for module in model.modules():
-        if isinstance(module, Box):
-            module.step = step
+        if type(module) is Box:
+            module.step, module.rank = step, rank
 
 
 def expected(case: Json) -> tuple[list[float], dict[str, Tensor]]:
@@ -160,7 +165,6 @@ def expected(case: Json) -> tuple[list[float], dict[str, Tensor]]:
     optimizer = optimizer_of(case, model.parameters())
     losses = []
     for step in range(STEPS):
-        set_step(model, step)
         optimizer.zero_grad()
         total = 0.0
         for part in range(case["accumulate"]):
@@ -170,6 +174,7 @@ def expected(case: Json) -> tuple[list[float], dict[str, Tensor]]:
                 for buffer, value in zip(model.buffers(), before, strict=True):
                     buffer.copy_(value)
                 x, y = batches(case, rank, step * 3 + part)
+                set_step(model, step, rank)
                 loss = (model(x) - y).square().mean() / case["world"]
                 loss.backward()
                 total += loss.item()
@@ -188,6 +193,7 @@ def expected(case: Json) -> tuple[list[float], dict[str, Tensor]]:
 
 def _evaluate(model: nn.Module, case: Json) -> float:
     model.eval()
+    set_step(model, 0, 0)
     with torch.no_grad():
         x, y = batches(case, 0, 999)
         loss = (model(x) - y).square().mean().item()
@@ -219,6 +225,7 @@ def wrap(case: Json, model: nn.Module) -> nn.Module:
         backward_prefetch=case["backward_prefetch"],
         forward_prefetch=case["forward_prefetch"],
         collectives=case["collectives"],
+        allow_divergence=case["divergence"],
         cpu_offload=CPUOffload(offload_params=True) if case["offload"] else None,
     )
 
@@ -232,7 +239,7 @@ def train(case: Json) -> tuple[list[float], dict[str, Tensor]]:
         model.step_in_backward(optimizer)
     losses = []
     for step in range(STEPS):
-        set_step(model, step)
+        set_step(model, step, rank)
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for part in range(case["accumulate"]):
@@ -306,12 +313,18 @@ def main() -> int:
     parser.add_argument("--database", help="folder that keeps failing cases")
     parser.add_argument("--case", help="run this one case")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    ranks = Ranks(max(options.worlds) if options.case is None else 4, preload=["fuzz"])
-    if options.case is not None:
-        verdict, why = judge(json.loads(options.case), run(ranks, json.loads(options.case)))
-        print(verdict, why)
-        return 0 if verdict == "right" else 1
+    with warnings.catch_warnings(), Ranks(max(options.worlds), preload=["fuzz"]) as ranks:
+        warnings.simplefilter("ignore")
+        if options.case is None:
+            return search(ranks, options)
+        case = json.loads(options.case)
+        verdict, why = judge(case, run(ranks, case))
+    print(verdict, why)
+    return int(verdict != "right")
+
+
+def search(ranks: Ranks, options: argparse.Namespace) -> int:
+    """Run random cases; shrink and print the first that fails."""
     counts: collections.Counter[str] = collections.Counter()
     raised: collections.Counter[str] = collections.Counter()
     first: dict[str, str] = {}
@@ -344,8 +357,6 @@ def main() -> int:
     except AssertionError as error:
         failed = True
         print(error)
-    finally:
-        ranks.stop()
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
     for kind, count in raised.most_common():
         print(f"  {count} x {kind}\n      {first[kind]}")

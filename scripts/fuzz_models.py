@@ -94,7 +94,7 @@ LEAVES = ("linear", "biasless", "low_rank", "scalar", "empty", "odd", "norm", "b
 LEAVES += ("lookup", "recurrent", "attention", "running", "reassigned", "lora")
 STATEFUL = {"batch_norm", "running", "reassigned"}
 """Kinds of leaves whose buffers change in forward."""
-SKIPPING = {"no_grad", "sometimes", "unused", "reentrant"}
+SKIPPING = {"no_grad", "sometimes", "unused", "reentrant", "by_rank"}
 """Kinds of boxes in which a parameter may have no gradient."""
 
 
@@ -103,7 +103,8 @@ class Box(nn.Module):
 
     def __init__(self, kind: str, body: list[nn.Module], every: int) -> None:
         super().__init__()
-        self.kind, self.body, self.every, self.step = kind, nn.ModuleList(body), every, 0
+        self.kind, self.body, self.every = kind, nn.ModuleList(body), every
+        self.step, self.rank = 0, 0
 
     def run(self, x: Tensor) -> Tensor:
         for module in self.body:
@@ -123,6 +124,8 @@ class Box(nn.Module):
             return {"used": self.body[0](x), "unused": self.run(x)}["used"]
         if self.kind == "sometimes":
             return self.run(x) if self.step % self.every == 0 else x
+        if self.kind == "by_rank":
+            return self.run(x) if (self.step + self.rank) % self.every == 0 else x
         if self.kind == "narrow":
             return self.run(x.float()).to(x.dtype)
         if self.kind == "no_grad":
@@ -138,7 +141,7 @@ class Box(nn.Module):
 
 
 BOXES = ("sequence", "residual", "twice", "reentrant", "checkpoint", "unused", "sometimes")
-BOXES += ("narrow", "frozen", "no_grad", "needs_grad", "reader")
+BOXES += ("narrow", "frozen", "no_grad", "needs_grad", "reader", "by_rank")
 
 
 def build(case: Json) -> nn.Module:

@@ -22,10 +22,11 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 CALLS_PER_PROCESS = 200
 OTHERS_SECONDS = 12.0
-"""After a rank has raised or died, the others must have noticed."""
+"""After a rank has raised, it ends, as its program would; after as long again, so have others."""
 
 
 class Said(NamedTuple):
@@ -68,20 +69,31 @@ class Ranks:
             self._start()
         store = f"{self._folder.name}/store-{self._num_calls}"
         ranks = self._ranks[:world]
-        name = (Path(sys.modules[function.__module__].__file__ or "").stem, function.__qualname__)
+        module = function.__module__
+        if module == "__main__":
+            module = Path(sys.modules[module].__file__ or "").stem
+        name = (module, function.__qualname__)
         for rank, (_, pipe) in enumerate(ranks):
             pipe.send((name, arguments, rank, world, store, seconds))
         said = self._collect(ranks, time.monotonic() + seconds)
         with contextlib.suppress(OSError):
             os.remove(store)
         # What is left of a failure must not meet the next call.
-        if any(one.outcome in ("hangs", "died") for one in said):
+        if any(one.outcome != "returned" for one in said):
             self.stop()
         return said
 
     def _collect(self, ranks: list[tuple[Any, Any]], end: float) -> list[Said]:
         said: dict[int, Said] = {}
-        while len(said) < len(ranks) and time.monotonic() < end:
+        last = end
+        while len(said) < len(ranks):
+            if time.monotonic() >= end:
+                if end == last:
+                    break
+                end = last
+                for rank, one in said.items():
+                    if one.outcome == "raised":
+                        ranks[rank][0].kill()
             pipes = {pipe: rank for rank, (_, pipe) in enumerate(ranks) if rank not in said}
             for pipe in wait(list(pipes), timeout=1.0):
                 rank = pipes[pipe]  # type: ignore[index]
@@ -92,6 +104,7 @@ class Ranks:
                     said[rank] = Said("died", ranks[rank][0].exitcode)
                 if said[rank].outcome != "returned":
                     end = min(end, time.monotonic() + OTHERS_SECONDS)
+                    last = min(last, end + OTHERS_SECONDS)
         for rank in set(range(len(ranks))) - set(said):
             said[rank] = Said("hangs", self._stack_of(rank))
         return [said[rank] for rank in range(len(ranks))]
@@ -100,7 +113,10 @@ class Ranks:
         ours, theirs = self._context.Pipe()
         stacks = f"{self._folder.name}/stack-{len(self._ranks)}"
         process = self._context.Process(target=_serve, args=(theirs, stacks), daemon=True)
-        process.start()
+        # Python 3.11's fork server does not take over sys.path before it preloads.
+        path = os.pathsep.join(filter(None, sys.path))
+        with mock.patch.dict(os.environ, PYTHONPATH=path):
+            process.start()
         theirs.close()
         self._ranks.append((process, ours))
 
@@ -110,8 +126,15 @@ class Ranks:
         time.sleep(0.5)
         return Path(f"{self._folder.name}/stack-{rank}").read_text()[-2000:]
 
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._folder.cleanup()
+
     def stop(self) -> None:
-        """End all ranks."""
+        """End all ranks; the next call starts others."""
         for process, _ in self._ranks:
             process.kill()
         for process, pipe in self._ranks:
@@ -127,6 +150,9 @@ def _serve(pipe: Any, stacks: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    silent = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(silent, descriptor)
     warnings.simplefilter("ignore")  # of checkpoints without gradients, and of slow settings
     with open(stacks, "w") as file, contextlib.suppress(EOFError, ConnectionError):
         faulthandler.register(signal.SIGUSR1, file)

@@ -29,6 +29,7 @@ class StepState:
         # Whether forwards that begin now only accumulate, wherever that is; whether the last
         # forward with gradients began so.
         self.under_no_sync = self.accumulates = False
+        self.lacks_ranks = False  # some rank computes no gradients (`join`)
         self.depth = 0  # how many units' forwards are under way, inside one another
         self.expects_backward = False  # the outermost forward began with gradients enabled
 
@@ -40,21 +41,6 @@ class StepState:
     def is_accumulating(self) -> bool:
         """Whether forwards that begin now are under ``no_sync``."""
         return any(sync is not Sync.ALL for sync in self.syncs)
-
-    def check_not_captured(self) -> None:
-        """Raise RuntimeError while a CUDA graph captures the current stream."""
-        # What the host does in a step would run once, at the capture, and never again. Asked of
-        # another device than the current one, torch would begin to use that.
-        device = self.device
-        if device is None or device.type != "cuda" or torch.cuda.current_device() != device.index:
-            return
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "ShardedWrapper: the forward of a sharded model cannot be captured in a CUDA "
-                "graph: replays would neither unshard parameters nor reduce gradients. Train "
-                "without the graph; torch.compile(block) before wrapping makes a block's kernels "
-                "fewer."
-            )
 
     def plan_syncs(self) -> None:
         """A forward with gradients begins: decide what its backward does with them."""

@@ -27,6 +27,15 @@ class Placement:
     # After forward each rank keeps one part in so many of the parameters, which backward
     # all-gathers, from as many ranks only. None: backward does as forward.
     regather_size: int | None = None
+    # Ranks may skip the unit in a step, or run it in another order: it stays unsharded from the
+    # beginning of the outermost forward on.
+    may_diverge: bool = False
+
+    def diverging(self) -> Placement:
+        """The same for a unit that ranks may skip."""
+        return dataclasses.replace(
+            self, reshard_after_forward=False, regather_size=None, may_diverge=True
+        )
 
 
 class _SameAsTorchs(enum.Enum):

@@ -1,14 +1,12 @@
 """The fuzzer runs, finds nothing in a few cases, and can tell wrong from right."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
+import fuzz
 import pytest
+from rank_processes import Raised, Said
 
-ROOT = Path(__file__).resolve().parents[2]
 CASE: dict[str, Any] = {
     "seed": 3,
     "world": 1,
@@ -21,20 +19,18 @@ CASE: dict[str, Any] = {
 }
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
-def test_a_hundred_cases() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "scripts/fuzz.py", "--cases", "100", "--seed", "20"]
-    command += ["--without", "reassigned"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "right" in run.stdout
+def test_a_hundred_cases(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--cases", "100", "--seed", "20", "--without", "reassigned"]
+    monkeypatch.setattr(sys, "argv", ["fuzz.py", *arguments])
+    failed = fuzz.main()
+    assert not failed, capsys.readouterr().out
 
 
 def test_verdicts() -> None:
-    import fuzz
-    from rank_processes import Raised, Said
-
     losses, state = fuzz.expected(CASE)
     assert fuzz.judge(CASE, [Said("returned", (losses, state))]) == ("right", "")
     verdict, why = fuzz.judge(CASE, [Said("returned", ([losses[0] + 1e-6, *losses[1:]], state))])
