@@ -16,8 +16,8 @@ from flatshard.engine.forward import Forward
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.handle_making import copied
-from flatshard.engine.saved_tensors import tensors_in
 from flatshard.engine.unit import Call, Unit
+from flatshard.precision.casts import tensors_in
 
 
 class UnitHooks:
@@ -96,16 +96,13 @@ class UnitHooks:
 
     def _hook_inputs(self, value: Any, call: Call) -> None:
         """Hear when the gradients of what ``value`` holds have come."""
-        this = weakref.ref(call)
+        receive, this = self._backward.receive_of_input, weakref.ref(call)
         for tensor in tensors_in(value):
             # Gradients of parameters come at the end, long after the unit's backward.
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 call.num_inputs += 1
-                hook = tensor.register_hook(
-                    lambda _: self._backward.receive_of_input(self.unit, this())
-                )
-                # A leaf outlives the graph, and would get one more hook in every step.
-                if tensor.grad_fn is None:
+                hook = tensor.register_hook(lambda _: receive(self.unit, this()))
+                if tensor.grad_fn is None:  # a leaf outlives the graph, and must not collect hooks
                     weakref.finalize(call, hook.remove).atexit = False
 
     def _grad_hook(self, handle: FlatParamHandle, index: int) -> Callable[[Tensor], None]:

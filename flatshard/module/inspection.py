@@ -119,23 +119,19 @@ class UnwrappedModel:
 
 def _check_memory(where: str, tensor: Tensor) -> None:
     """Raise TypeError unless a tensor has strides, and memory for all of its elements."""
-    kinds = {
-        "is nested": tensor.is_nested,
-        "is quantized": tensor.is_quantized,
-        f"has the layout {tensor.layout}": tensor.layout is not torch.strided,
-        "is a conjugate view": tensor.is_conj(),
-    }
-    kind = next((kind for kind, is_so in kinds.items() if is_so), None)
-    if kind is None and type(tensor.data) is Tensor and tensor.numel() and not tensor.is_meta:
+    kind = next((kind for kind in ("nested", "quantized") if getattr(tensor, f"is_{kind}")), None)
+    if kind is None and tensor.layout is not torch.strided:
+        kind = f"of layout {tensor.layout}"
+    elif kind is None and type(tensor.data) is Tensor and tensor.numel() and not tensor.is_meta:
         places = zip(tensor.shape, tensor.stride(), strict=True)
         numel = tensor.storage_offset() + sum((size - 1) * step for size, step in places) + 1
         if tensor.untyped_storage().nbytes() < numel * tensor.element_size():
-            kind = "has been freed"  # to read it would end the process
+            kind = "freed"  # to read it would end the process
     if kind is not None:
         raise TypeError(
-            f"ShardedWrapper: {where} {kind}; only dense tensors with memory of their own can be "
-            "sharded or synchronised. Convert it (to_dense(), dequantize(), resolve_conj()), or "
-            "pass its module in ignored_modules."
+            f"ShardedWrapper: {where} is {kind}; only dense tensors with memory can be sharded or "
+            "synchronised. Convert it (to_dense(), dequantize()), or pass its module in "
+            "ignored_modules."
         )
 
 

@@ -73,13 +73,12 @@ def _freed() -> torch.Tensor:
 def test_tensors_without_plain_memory() -> None:
     """The checksum of the constructor ended the process, or raised an error of torch's."""
     kinds = {
-        "is quantized": torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8),
-        "has the layout torch.sparse_coo": torch.eye(4).to_sparse(),
-        "has the layout torch.sparse_csr": torch.eye(4).to_sparse_csr(),
-        "has the layout torch._mkldnn": torch.ones(4, 4).to_mkldnn(),
-        "is nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-        "is a conjugate view": torch.ones(4, 4, dtype=torch.complex64).conj(),
-        "has been freed": _freed(),
+        "quantized": torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8),
+        "of layout torch.sparse_coo": torch.eye(4).to_sparse(),
+        "of layout torch.sparse_csr": torch.eye(4).to_sparse_csr(),
+        "of layout torch._mkldnn": torch.ones(4, 4).to_mkldnn(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "freed": _freed(),
     }
     for kind, tensor in kinds.items():
         for sync in (None, True):
@@ -87,7 +86,7 @@ def test_tensors_without_plain_memory() -> None:
             with_buffer.register_buffer("odd", tensor)
             with_param.odd = nn.Parameter(tensor, requires_grad=False)
             for model, what in ((with_buffer, "buffer"), (with_param, "parameter")):
-                found = re.escape(f"ShardedWrapper: {what} 'odd' {kind}")
+                found = re.escape(f"ShardedWrapper: {what} 'odd' is {kind}")
                 with pytest.raises(TypeError, match=f"{found}; only dense tensors"):
                     ShardedWrapper(model, sync_module_states=sync)
 
