@@ -175,14 +175,14 @@ class FlatParamHandle:
     def reshard(self, *, though_held: bool = True) -> None:
         """UNSHARDED -> SHARDED: free the unsharded buffer, if there is one. No communication.
 
-        Unless ``though_held``, memory of which somebody has views lingers until the next call:
-        recomputed forwards save some, and not through our hooks. Ranks may differ in that.
+        Unless ``though_held``, memory of which somebody has views lingers until the next call.
         """
         if self.state is not ShardState.SHARDED:
             self.wait_unshard()  # memory that an all-gather is still writing must not be freed
             self._move_to(ShardState.SHARDED)
             self.lingers = not self._aliased
             self.page_out()
+        # Recomputed forwards save views, and not through our hooks. Ranks may differ in that.
         if self.lingers and (though_held or num_uses(self.buffer) <= self._num_uses):
             self._free_buffer()
 
@@ -248,9 +248,8 @@ class FlatParamHandle:
     @property
     def unsharded_bytes(self) -> int:
         """Bytes now of the unsharded buffer, besides all ranks' shards, and of a secondary one."""
-        has_buffer = self.lingers or self.state is not ShardState.SHARDED
-        held = self.memory.held_bytes if has_buffer else 0
-        return held + self.gather.secondary.nbytes
+        is_freed = self.state is ShardState.SHARDED and not self.lingers
+        return (0 if is_freed else self.memory.held_bytes) + self.gather.secondary.nbytes
 
     # ------------------------------------------------------------ gradients
 
