@@ -80,11 +80,13 @@ class Leaf(nn.Module):
         if self.kind == "running":
             if self.training:
                 self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-            return (x - self.mean) * self.weight
+            # What tanh saves makes a checkpoint compute this again, and update the mean again.
+            # It would not for weights alone, which flatshard all-gathers instead.
+            return ((x - self.mean) * self.weight).tanh()
         if self.kind == "reassigned":
             if self.training:
                 self.mean = self.mean * 0.9 + x.detach().to(self.mean.dtype).mean(0) * 0.1
-            return (x - self.mean) * self.weight
+            return ((x - self.mean) * self.weight).tanh()
         if self.kind == "lora":
             return (x @ self.weight.T + x @ self.down.T @ self.up.T).tanh()
         return self.inner(x)
