@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
+from flatshard.comm.deadlock.history import History
 from flatshard.comm.event_log import note
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.comm.process_groups import Tags, backend_for, control_of, is_fake, new_group
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
-from flatshard.comm.transports import TRANSPORTS, LocalTransport, Members, Transport, native
+from flatshard.comm.transports import TRANSPORTS, LocalTransport, Members, Transport
+from flatshard.comm.transports.announced import gather_objects
 from flatshard.comm.work import AsyncWork, named
 from flatshard.memory.buffers import BufferMemory
 from flatshard.options.collectives import Collectives, TransportOptions
@@ -117,14 +119,10 @@ class Communicator(Tags):
         # needs not know the size.
         return next(one for one in self.transports if one.accepts(device, tag))
 
-    def num_in_order(self, device: torch.device) -> int:
-        """Number of collectives begun that match the others' by order; 0 if they match by tag.
-
-        Equal on all ranks at the same place of the program, unless collectives were mismatched.
-        """
-        if not self.transport_for(device).is_ordered:
-            return 0
-        return self.members.counter.begun.get(self.members.gather_group.group_name, 0)
+    @property
+    def history(self) -> History:
+        """All-gathers that match the others' by order: alike on all ranks at the same place."""
+        return self.members.counter.histories[self.members.gather_group.group_name]
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         """Memory for an unsharded buffer."""
@@ -191,10 +189,11 @@ class Communicator(Tags):
         on_host = tensor.device.type == "cpu"
         return self._control_group if on_host else self.members.gather_group
 
-    def _begin(self, group: dist.ProcessGroup) -> WaitCondition | None:
+    def _begin(self, group: dist.ProcessGroup, op_name: str) -> WaitCondition | None:
         # On a stream it is not the host that waits.
         is_control = group is self._control_group and dist.is_gloo_available()
-        return self.members.begin(group, on_host=self.members.is_gloo or is_control)
+        what = op_name if self.transport_for().is_ordered else ""
+        return self.members.begin(group, what=what, on_host=self.members.is_gloo or is_control)
 
     def reduce_scalars(self, values: Tensor, op: str, *, op_name: str) -> Tensor:
         """Combine a few numbers over the ranks, in place, and wait; ``op`` as in ``ReduceOp``.
@@ -206,7 +205,7 @@ class Communicator(Tags):
         note("scalars", op_name, values.nbytes, self.ranks)
         group = self._group_for(values)
         action = f"combining values over ranks {self._rank_list}"
-        with named(f"{op_name!r}, rank {self.global_rank}: {action}", self._begin(group)):
+        with named(f"{op_name!r}, rank {self.global_rank}: {action}", self._begin(group, op_name)):
             dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=group)
         return values
 
@@ -219,7 +218,7 @@ class Communicator(Tags):
             return
         note("broadcast", op_name, tensor.nbytes, self.ranks)
         src, group = self.ranks[source], self._group_for(tensor)
-        need = self._begin(group)
+        need = self._begin(group, op_name)
         if need is not None:
             # It needs not every rank: receivers need the source, and the source, in gloo's
             # broadcast, the ranks a power of two behind.
@@ -256,8 +255,10 @@ class Communicator(Tags):
         """
         if self.size == 1:
             return [value]
-        with named(f"{op_name}, rank {self.global_rank}", self._begin(self._control_group)):
-            return native.gather_objects(value, self._control_group, self.control_device)
+        with named(
+            f"{op_name}, rank {self.global_rank}", self._begin(self._control_group, op_name)
+        ):
+            return gather_objects(value, self._control_group, self.control_device)
 
 
 # The group of one.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from flatshard.comm.communicator import ALONE, AUTO, Communicator
 from flatshard.comm.process_groups import control_of, new_group
 from flatshard.comm.topology import Topology
-from flatshard.comm.transports import native
+from flatshard.comm.transports.announced import gather_objects
 from flatshard.comm.work import named
 from flatshard.options.collectives import TransportOptions
 from flatshard.options.strategy import Placement
@@ -240,7 +240,7 @@ def _through(groups: Sequence[dist.ProcessGroup], value: Any) -> list[Any]:
     for group in groups:
         if group.size() > 1:
             with named(f"ShardedWrapper: comparing process groups, rank {dist.get_rank()}"):
-                gathered = native.gather_objects(values, *control_of(group))
+                gathered = gather_objects(values, *control_of(group))
             values = list(chain.from_iterable(gathered))
     return values
 

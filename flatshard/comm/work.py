@@ -12,10 +12,7 @@ from torch import Tensor
 
 from flatshard.comm.deadlock.detector import WaitCondition, explain
 from flatshard.comm.deadlock.watchdog import watched
-
-
-class CollectiveError(RuntimeError):
-    """A collective failed: a peer died, ran other units, or did not come within the timeout."""
+from flatshard.comm.errors import CollectiveError
 
 
 class named(watched):
@@ -31,7 +28,8 @@ class named(watched):
         super().__exit__(*raised)
         error = raised[1]
         # No other rank has to do with a lack of memory, and who catches that knows it by its class.
-        if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        known = torch.OutOfMemoryError | CollectiveError
+        if not isinstance(error, RuntimeError) or isinstance(error, known):
             return
         # Of a rank that found a deadlock and left, the backend sees a closed connection only.
         failed, reason = f"{self.wait.describe()} failed", explain(self.wait)

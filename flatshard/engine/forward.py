@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.work import CollectiveError
+from flatshard.comm.errors import CollectiveError
 from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import broadcast_buffers
 from flatshard.engine.events import Kind

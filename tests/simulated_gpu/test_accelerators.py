@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatshard import MixedPrecision
 from flatshard.comm.deadlock import watchdog
 from flatshard.comm.deadlock.watchdog import watched
+from flatshard.comm.errors import CollectiveError
 from flatshard.comm.ranks import communicator
 from flatshard.comm.transports import LocalTransport, native
-from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, named
+from flatshard.comm.work import AsyncWork, PendingSends, named
 from flatshard.engine import grad_reduce, offload, reduce_queue
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer

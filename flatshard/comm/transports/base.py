@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatshard.comm.deadlock import farewell
 from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
 from flatshard.comm.flat_chunks import sum_dtype
 from flatshard.comm.process_groups import abort
@@ -36,6 +37,9 @@ class Members:
     is_fake: bool  # there are no other ranks (torch's "fake" backend)
     gather_objects: Callable[[Any], list[Any]]  # every rank's picklable value. Collective
 
+    def __post_init__(self) -> None:
+        farewell.install()  # from now on others wait for this rank
+
     @property
     def size(self) -> int:
         return len(self.ranks)
@@ -46,16 +50,22 @@ class Members:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def begin(
-        self, group: dist.ProcessGroup, kind: Hashable = None, *, on_host: bool | None = None
+        self,
+        group: dist.ProcessGroup,
+        kind: Hashable = None,
+        *,
+        what: str = "",
+        on_host: bool | None = None,
     ) -> WaitCondition | None:
         """Count a collective that this rank begins now; returns what ends the host's wait for it.
 
-        ``kind``: what it matches on other ranks; None: their next one on the group. ``on_host``:
-        whether the host waits for it; None: as the group's backend does.
+        ``kind``: what it matches on other ranks; None: their next one on the group, ``what``, alike
+        on all. ``on_host``: whether the host waits for it; None: as the group's backend does.
         """
         on_host = self.is_gloo if on_host is None else on_host
         need = self.counter.begin(
             group.group_name if kind is None else kind,
+            what,
             abort=partial(abort, group) if on_host else None,
         )
         return need if on_host else None

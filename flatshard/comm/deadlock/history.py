@@ -1,0 +1,62 @@
+"""``History``: what this rank has begun on one group, whose ranks match it by order alone."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+REMEDY = (
+    "All ranks must call what is collective, in the same order: forward (in evaluation too), "
+    "backward, state_dict(), optim_state_dict(), summon_full_params(), clip_grad_norm_(), and "
+    "norms and sums of parameters and gradients."
+)
+
+_KEPT = 64  # collectives that can be named
+
+
+class Begun(NamedTuple):
+    """A collective that was begun: the how manieth of its group, and which one, in words."""
+
+    number: int
+    what: str
+
+
+class History:
+    """The last collectives, and a digest of all."""
+
+    def __init__(self) -> None:
+        self.digest = 0
+        self.unchecked_since = 0.0  # when the first was added that nobody compared; 0: none
+        self._recent: deque[Begun] = deque(maxlen=_KEPT)
+
+    def add(self, number: int, what: str) -> None:
+        self.digest = zlib.crc32(what.encode(), self.digest)
+        self._recent.append(Begun(number, what))
+        self.unchecked_since = self.unchecked_since or time.monotonic()
+
+    def to_compare(self) -> bytes:
+        """The digest; the caller compares it with the other ranks'."""
+        self.unchecked_since = 0.0
+        return self.digest.to_bytes(4, "big")
+
+    def recent(self) -> list[Begun]:
+        return list(self._recent.copy())  # another thread may add meanwhile
+
+
+def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
+    """Where ranks first began different collectives, in words; None: nowhere that is known."""
+    begun = {rank: {one[0]: one[1] for one in mine} for rank, mine in recent.items()}
+    for number in sorted(set.intersection(*map(set, begun.values()))):
+        ranks_of: dict[str, list[int]] = {}
+        for rank in sorted(begun):
+            ranks_of.setdefault(begun[rank][number], []).append(rank)
+        if len(ranks_of) > 1:
+            alike = [
+                f"rank {', '.join(map(str, ranks))} began [{what}]"
+                for what, ranks in ranks_of.items()
+            ]
+            return f"the first difference: {'; '.join(alike)}"
+    return None
