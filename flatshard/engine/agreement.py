@@ -5,23 +5,21 @@ By then ranks may differ: one used a parameter that another did not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, compress, islice
 from zlib import crc32
 
 import torch
 
-from flatshard.comm.communicator import Communicator
-from flatshard.comm.deadlock.history import Begun, first_difference
 from flatshard.engine.events import Kind
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.order_check import differ, with_complements
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Unit
 
 _SYNCS = list(Sync)
-_UNKNOWN = "Where they parted is longer ago than what was noted"
 
 
 @dataclass
@@ -51,10 +49,10 @@ def agree(
         RuntimeError: the ranks do not run the same program; on all of them.
     """
     voters = state.observers.voters
-    handles, groups = state.handles, _ordered_groups(state)
+    handles = state.handles
     own: list[list[int]] = [
         _program(state),
-        _orders(state.world, groups),
+        state.order_check.votes(state.device),
         # Two votes on what is uneven, one for each kind of rank.
         [index not in rest for index in range(num_buckets)],
         [index in rest for index in range(num_buckets)],
@@ -67,17 +65,31 @@ def agree(
     program, orders, started, waiting, edited, left_over, used = maxima[: len(own)]
     where = f"backward of {state.root.name or 'the model'!r}"
     _check_program(where, program)
-    _check_orders(state, where, groups, orders)
+    state.order_check.check(where, orders)
     # All ranks have the same observers, in the same order.
     for voter, their_maxima in zip(voters, maxima[len(own) :], strict=True):
         voter.tally(their_maxima)
     flags = map(bool, used)
+    used_by = {handle: list(islice(flags, len(handle.params.full))) for _, handle in handles}
+    for unit, handle in handles:
+        # The others have another module there, an expert of theirs.
+        if unit.topology.world.size < state.world.size:
+            used_by[handle] = _used_within(unit, handle)
     return Agreement(
-        used={handle: list(islice(flags, len(handle.params.full))) for _, handle in handles},
+        used=used_by,
         left_over=list(compress(handles, left_over)),
         uneven=[i for i, both in enumerate(zip(started, waiting, strict=True)) if all(both)],
         edited=list(compress(state.units, edited)),
     )
+
+
+def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
+    """Which parameters any rank of the unit's own used. Collective: these ranks."""
+    world, used = unit.topology.world, handle.grad_buffer.used_by_rank
+    flags = [index in used for index in range(len(handle.params.full))]
+    marks = torch.tensor(flags, dtype=torch.uint8, device=world.control_device)
+    world.reduce_scalars(marks, "MAX", op_name=f"used parameters of unit {unit.name!r}")
+    return [bool(mark) for mark in marks.tolist()]
 
 
 def _maxima(state: StepState, ballots: list[list[int]]) -> list[list[int]]:
@@ -97,26 +109,12 @@ def _maxima(state: StepState, ballots: list[list[int]]) -> list[list[int]]:
 def _program(state: StepState) -> list[int]:
     """What is the same on all ranks that run the same program; each with its complement."""
     num_loads = sum(unit.num_loads for unit in state.units)
-    reduced = bytes(
-        _SYNCS.index(unit.sync) * bool(unit.num_trainable[handle]) for unit, handle in state.handles
-    )
-    return _with_complements([state.number, num_loads % 256, *crc32(reduced).to_bytes(4, "big")])
-
-
-def _with_complements(numbers: Iterable[int]) -> list[int]:
-    return [value for number in numbers for value in (number, 255 - number)]
-
-
-def _differ(maxima: Sequence[int]) -> list[bool]:
-    # The largest number and the largest complement add up to 255 where all are equal. There are
-    # none, and so 0 and 0, where no rank has a number.
-    return [
-        one + other not in (0, 255) for one, other in zip(maxima[::2], maxima[1::2], strict=True)
-    ]
+    reduced = bytes(_SYNCS.index(u.sync) * bool(u.num_trainable[h]) for u, h in state.handles)
+    return with_complements([state.number, num_loads % 256, *crc32(reduced).to_bytes(4, "big")])
 
 
 def _check_program(where: str, maxima: Sequence[int]) -> None:
-    model, loads, *reduced = _differ(maxima)
+    model, loads, *reduced = differ(maxima)
     if model:
         raise RuntimeError(
             f"{where}: another rank is at the end of the backward of another model. Where one "
@@ -134,46 +132,3 @@ def _check_program(where: str, maxima: Sequence[int]) -> None:
             f"{where}: ranks reduce the gradients of different parameters. requires_grad and "
             "no_sync() must be the same on every rank."
         )
-
-
-def _ordered_groups(state: StepState) -> list[Communicator]:
-    """Groups over which all-gathers match by order alone, so that ranks may mix up parameters."""
-    world, device = state.world, state.device
-    if world.size == 1 or device is None or not world.transport_for(device).is_ordered:
-        return []
-    topologies = [unit.handles[0].topology for unit in state.units if unit.handles]
-    found = [(one.intra_group, one.inter_group, one.regather or world) for one in topologies]
-    return [group for group in dict.fromkeys([world, *chain(*found)]) if group.size > 1]
-
-
-def _orders(world: Communicator, groups: Sequence[Communicator]) -> list[int]:
-    """Digests of what was all-gathered; of the groups that divide the ranks, each has its place."""
-    votes: list[int] = []
-    for group in groups:
-        digest = _with_complements(group.history.to_compare())
-        places = [[0] * len(digest)] * (world.size if group is not world else 1)
-        places[world.ranks.index(group.ranks[0])] = digest
-        votes += chain(*places)
-    return votes
-
-
-def _check_orders(
-    state: StepState, where: str, groups: Sequence[Communicator], maxima: Sequence[int]
-) -> None:
-    if not any(_differ(maxima)):
-        return
-    # All ranks have seen it, so all come here.
-    own = [(tuple(group.ranks), group.history.recent()) for group in groups]
-    everyone = state.world.gather_objects(own, op_name="all-gathers of all ranks")
-    recent: dict[tuple[int, ...], dict[int, list[Begun]]] = {}
-    for rank, groups_of_rank in zip(state.world.ranks, everyone, strict=True):
-        for ranks, begun in groups_of_rank:
-            recent.setdefault(ranks, {})[rank] = begun
-    known = filter(None, map(first_difference, recent.values()))
-    raise RuntimeError(
-        f"{where}: ranks have all-gathered different units, or asked for different norms and sums, "
-        f"and what they got may be of other parameters. {next(known, _UNKNOWN)}. With this backend "
-        "all ranks must run the same units in the same order, forwards and backwards, and call "
-        "state_dict(), summon_full_params() and the like together, not under `if rank == 0:`. "
-        "Start again from a checkpoint."
-    )

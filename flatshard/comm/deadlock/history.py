@@ -11,7 +11,8 @@ from typing import NamedTuple
 REMEDY = (
     "All ranks must call what is collective, in the same order: forward (in evaluation too), "
     "backward, state_dict(), optim_state_dict(), summon_full_params(), clip_grad_norm_(), and "
-    "norms and sums of parameters and gradients."
+    "norms and sums of parameters and gradients. Units that some ranks skip, or run in another "
+    "order, such as experts and dropped layers, need allow_divergence (docs/recipes.md)."
 )
 
 _KEPT = 64  # collectives that can be named
