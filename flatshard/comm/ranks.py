@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from flatshard.comm.communicator import ALONE, AUTO, Communicator
-from flatshard.comm.process_groups import control_of, new_group
+from flatshard.comm.end_of_program import come_to_rest
+from flatshard.comm.process_groups import control_of, made_here, new_group
 from flatshard.comm.topology import Topology
 from flatshard.comm.transports.announced import gather_objects
 from flatshard.comm.work import named
@@ -316,6 +318,15 @@ def forget_destroyed() -> None:
             dist.get_process_group_ranks(group)
         except (KeyError, RuntimeError, ValueError):
             del _communicators[group, mode]
+
+
+@atexit.register
+def _end() -> None:
+    groups = made_here()
+    for one in _communicators.values():
+        if one.size > 1 and one.members.reduce_group in groups:
+            groups.add(one.members.gather_group)  # which may be the user's
+    come_to_rest(groups)
 
 
 def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
