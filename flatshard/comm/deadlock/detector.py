@@ -42,11 +42,8 @@ FIRST_LOOK_SECONDS = 3.0
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 8.0
 _ASKED = 16  # peers asked per wait, at most: one in a deadlock is enough
 
-# Collectives that a rank has begun, by group and kind.
-Counts = dict[str, dict[str, int]]
-
-# The last of those that match by order.
-Recent = dict[str, dict[str, list[Begun]]]
+# How many collectives a rank has begun, by group and kind, and the last of those in order.
+AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
 
 
 class WaitCondition(NamedTuple):
@@ -59,9 +56,9 @@ class WaitCondition(NamedTuple):
     # Makes the wait fail, where it does not call `watchdog.check` itself.
     abort: Callable[[], None] | None = None
 
-    def missing(self, begun: Counts) -> int:
+    def missing(self, begun: AllBegun) -> int:
         """How many more of its kind a rank has to begin that has begun these."""
-        return self.number - begun.get(self.group, {}).get(str(self.kind), 0)
+        return self.number - begun.get(self.group, {}).get(str(self.kind), (0,))[0]
 
 
 # Of a wait whose end nobody looks for.
@@ -96,6 +93,11 @@ class CollectiveCounter:
         if what:
             self.histories[kind].add(number, what)
         return WaitCondition(self.name, kind, number, self.others, abort)
+
+    def all_begun(self) -> dict[str, tuple[int, list[Begun]]]:
+        begun = self.begun.copy().items()  # another thread may begin more meanwhile
+        known = {kind: history.recent() for kind, history in self.histories.copy().items()}
+        return {str(kind): (number, known.get(kind, [])) for kind, number in begun}
 
     def reach(self, kind: Hashable, number: int) -> None:
         """Record that this rank has begun ``number`` of a kind."""
@@ -141,8 +143,7 @@ class _Report(NamedTuple):
     time: float  # of the publication, by `time.monotonic`
     text: str  # what is waited for, in words
     need: WaitCondition
-    begun: Counts
-    recent: Recent
+    begun: AllBegun
     verdict: _Verdict | None  # what the rank found out before it gave up waiting, or ended
 
     def to_json(self) -> str:
@@ -152,10 +153,10 @@ class _Report(NamedTuple):
     @classmethod
     def from_json(cls, text: bytes) -> _Report:
         # Not pickled: whoever reaches the store could run code in every rank.
-        wait, count, words, need, begun, recent, verdict = json.loads(text)
+        wait, count, words, need, begun, verdict = json.loads(text)
         if verdict is not None:
             verdict = _Verdict(verdict[0], {int(rank): one for rank, one in verdict[1].items()})
-        return cls(wait, count, words, WaitCondition(*need), begun, recent, verdict)
+        return cls(wait, count, words, WaitCondition(*need), begun, verdict)
 
 
 _Reports = dict[int, _Report]  # by rank
@@ -210,14 +211,14 @@ class Deadlock:
         self._store, self._world = _own_store(), weakref.ref(dist.group.WORLD)
 
     def _compare(self, now: float) -> None:
-        """Compare what nobody compares otherwise, as in evaluation: where streams wait, say."""
+        """Compare what no backward does: in evaluation ranks may wait for nothing."""
         for counter in _known_counters():
             for kind, history in counter.histories.copy().items():
                 if now - (history.unchecked_since or now) <= FIRST_LOOK_SECONDS:
                     continue
                 history.unchecked_since = 0.0
                 self._connect()
-                _publish(self._store, _Report(0, now, "", UNKNOWN, {}, _recent(), None))
+                _publish(self._store, _Report(0, now, "", UNKNOWN, _all_begun(), None))
                 need = counter.needs(kind, counter.begun[kind])
                 if reason := _reason(need, _reports_for(need, self._store)):
                     _logger.error("%s", reason)
@@ -239,12 +240,11 @@ class Deadlock:
             return
         if self._world() is dist.group.WORLD:  # the store of an older one is not there any more
             with contextlib.suppress(Exception):  # the store may end before this process
-                _publish(self._store, _Report(0, 0, "", UNKNOWN, {}, {}, None))
+                _publish(self._store, _Report(0, 0, "", UNKNOWN, {}, None))
 
     def _publish(self, wait: BlockedWait, verdict: _Verdict | None = None) -> None:
-        begun = _begun(), _recent()
         now = time.monotonic()
-        report = _Report(wait.number, now, wait.describe(), wait.need, *begun, verdict)
+        report = _Report(wait.number, now, wait.describe(), wait.need, _all_begun(), verdict)
         _publish(self._store, report)
 
     def _stuck(self, rank: int) -> _Reports:
@@ -318,28 +318,18 @@ def _reason(need: WaitCondition, reports: _Reports) -> str | None:
     for report in reports.values():
         if report.wait == _ENDED and report.verdict and need.missing(report.begun) > 0:
             return report.verdict.text
-    mine = _recent().get(need.group, {})
+    mine = _all_begun().get(need.group, {})
     for kind, rank in product(mine, reports):
-        theirs = reports[rank].recent.get(need.group, {}).get(kind, ())
-        differ = first_difference({dist.get_rank(): mine[kind], rank: theirs})
+        _, theirs = reports[rank].begun.get(need.group, {}).get(kind, (0, []))
+        differ = first_difference({dist.get_rank(): mine[kind][1], rank: theirs})
         if differ is not None:
             return f"ranks began different collectives, {differ}. {REMEDY}"
     return None
 
 
-def _begun() -> Counts:
+def _all_begun() -> AllBegun:
     """What this rank has begun."""
-    return {
-        counter.name: {str(kind): number for kind, number in counter.begun.copy().items()}
-        for counter in _known_counters()
-    }
-
-
-def _recent() -> Recent:
-    return {
-        counter.name: {str(kind): one.recent() for kind, one in counter.histories.copy().items()}
-        for counter in _known_counters()
-    }
+    return {one.name: one.all_begun() for one in _known_counters()}
 
 
 def tell_end(how: str) -> None:
@@ -348,7 +338,7 @@ def tell_end(how: str) -> None:
     last = _read(store, rank)
     if last is None or last.verdict is None:  # which says why, too
         verdict = _Verdict(f"rank {rank} ended by {how}", {})
-        _publish(store, _Report(_ENDED, 0, "", UNKNOWN, _begun(), _recent(), verdict))
+        _publish(store, _Report(_ENDED, 0, "", UNKNOWN, _all_begun(), verdict))
 
 
 def _is_about(wait: BlockedWait, verdict: _Verdict) -> bool:
