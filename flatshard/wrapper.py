@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.compat import comm_hook, torch_names
+from flatshard.compat.framework_precision import FrameworkPrecision
 from flatshard.diagnostics import recording
 from flatshard.diagnostics.non_finite import watch_non_finite
 from flatshard.diagnostics.step_report import StepReport
@@ -210,6 +211,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
         construction = Construction(model, settings, param_init_fn)
         construction.wrap(self, ShardedWrapper, flags["sync_module_states"], notes)
+        self._sharding.context.observers.add(FrameworkPrecision(self._sharding))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; RuntimeError if a flat parameter was replaced. Collective."""
