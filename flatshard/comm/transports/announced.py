@@ -32,7 +32,7 @@ def announce(what: str, number: int, group: dist.ProcessGroup, device: torch.dev
     """
     text = what.encode()[: 8 * (_WORDS - 1)].ljust(8 * (_WORDS - 1))
     mine = torch.frombuffer(bytearray(number.to_bytes(8, "little") + text), dtype=torch.int64)
-    everyone = torch.empty(group.size() * _WORDS, dtype=torch.int64, device=device)
+    everyone = torch.zeros(group.size() * _WORDS, dtype=torch.int64, device=device)
     all_gather_single(everyone, mine.to(device), group=group)
     rows = everyone.cpu().view(-1, _WORDS)
     texts = [_bytes(row[1:]).decode(errors="replace").rstrip() for row in rows]
@@ -55,7 +55,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -
     longest = max(lengths)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
-    everything = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
+    everything = torch.zeros(group.size() * longest, dtype=torch.uint8, device=device)
     all_gather_single(everything, padded, group=group)
     rows = everything.cpu().view(group.size(), longest)
     return [pickle.loads(_bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
