@@ -19,10 +19,8 @@ def with_complements(numbers: Iterable[int]) -> list[int]:
 
 def differ(maxima: Sequence[int]) -> list[bool]:
     """Which numbers of ``with_complements`` differ between the ranks that have them."""
-    # The largest number and the largest complement add up to 255 where all are equal, and to 0
-    # where no rank has any.
-    pairs = zip(maxima[::2], maxima[1::2], strict=True)
-    return [number + complement not in (0, 255) for number, complement in pairs]
+    # Numbers and complements that are equal add up to 255, and to 0 where no rank has any.
+    return [sum(pair) not in (0, 255) for pair in zip(maxima[::2], maxima[1::2], strict=True)]
 
 
 class OrderCheck:

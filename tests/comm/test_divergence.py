@@ -1,6 +1,7 @@
 """Ranks that do different things where collectives match by order: all raise, and say where."""
 
 import contextlib
+import io
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard import CollectiveError, ShardedWrapper
-from flatshard.comm.deadlock import detector, farewell
+from flatshard.comm.deadlock import detector, watchdog
 from flatshard.comm.deadlock.history import History, first_difference
 from flatshard.comm.transports import native
 from flatshard.wrap import ModuleWrapPolicy
@@ -159,7 +160,7 @@ def _ends(rank: int, world_size: int, collectives: str) -> None:
     model = _wrapped(*EQUAL, collectives=collectives)
     if rank == 1:
         error = ValueError("a bad batch")
-        with mock.patch.object(farewell.install.__globals__["sys"], "stderr"):
+        with contextlib.redirect_stderr(io.StringIO()):
             sys.excepthook(ValueError, error, None)
         time.sleep(60)  # what else the program does
     with _raises("rank 1 ended by ValueError: a bad batch"):
@@ -170,8 +171,8 @@ def test_what_was_in_the_hook_is_called() -> None:
     called: list[str] = []
     before: Callable[..., None] = lambda kind, error, trace: called.append(str(error))  # noqa: E731
     with mock.patch.object(sys, "excepthook", before):
-        farewell.install()
-        farewell.install()  # once is enough
+        watchdog.tell_of_exceptions()
+        watchdog.tell_of_exceptions()  # once is enough
         sys.excepthook(ValueError, ValueError("one"), None)
     assert called == ["one"]
 

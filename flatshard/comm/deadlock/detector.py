@@ -82,10 +82,8 @@ class CollectiveCounter:
     ) -> WaitCondition:
         """Count one more; returns the condition of its end: that all other ranks begin it.
 
-        ``what``: which one it is, in words, alike on all ranks; "": that is not compared.
-
-        Raises:
-            CollectiveError: earlier ones were mixed up.
+        ``what``: which one, in words alike on all ranks; "": not compared. Raises CollectiveError
+        where earlier ones were mixed up.
         """
         if self.problem:
             raise CollectiveError(self.problem)
@@ -95,9 +93,8 @@ class CollectiveCounter:
         return WaitCondition(self.name, kind, number, self.others, abort)
 
     def all_begun(self) -> dict[str, tuple[int, list[Begun]]]:
-        begun = self.begun.copy().items()  # another thread may begin more meanwhile
-        known = {kind: history.recent() for kind, history in self.histories.copy().items()}
-        return {str(kind): (number, known.get(kind, [])) for kind, number in begun}
+        begun, known = self.begun.copy(), self.histories.copy()  # more may come meanwhile
+        return {str(kind): (begun[kind], known[kind].recent()) for kind in begun}
 
     def reach(self, kind: Hashable, number: int) -> None:
         """Record that this rank has begun ``number`` of a kind."""
@@ -188,7 +185,8 @@ class Deadlock:
             return
         self._next = now + LONGEST_LOOK_SECONDS  # if the store fails
         if not wait.number:
-            self._connect()
+            # A connection of its own: another thread may hold up the default group's.
+            self._store, self._world = _own_store(), weakref.ref(dist.group.WORLD)
             wait.number = int.from_bytes(os.urandom(6), "big") + 1
         self._publish(wait)
         stuck = self._stuck(dist.get_rank())
@@ -206,23 +204,19 @@ class Deadlock:
         self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, LONGEST_LOOK_SECONDS)
         self._next = now + self._pause
 
-    def _connect(self) -> None:
-        # A connection of its own: another thread may hold up the default group's.
-        self._store, self._world = _own_store(), weakref.ref(dist.group.WORLD)
-
-    def _compare(self, now: float) -> None:
+    @staticmethod
+    def _compare(now: float) -> None:
         """Compare what no backward does: in evaluation ranks may wait for nothing."""
         for counter in _known_counters():
             for kind, history in counter.histories.copy().items():
                 if now - (history.unchecked_since or now) <= FIRST_LOOK_SECONDS:
                     continue
                 history.unchecked_since = 0.0
-                self._connect()
-                _publish(self._store, _Report(0, now, "", UNKNOWN, _all_begun(), None))
-                need = counter.needs(kind, counter.begun[kind])
-                if reason := _reason(need, _reports_for(need, self._store)):
-                    _logger.error("%s", reason)
-                    counter.problem = reason
+                store, need = _own_store(), counter.needs(kind, counter.begun[kind])
+                _publish(store, _Report(0, now, "", UNKNOWN, _all_begun(), None))
+                counter.problem = _reason(need, _reports_for(need, store)) or ""
+                if counter.problem:
+                    _logger.error("%s", counter.problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
         """Ranks that a published wait is for and that publish none of their own."""

@@ -6,7 +6,6 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 REMEDY = (
     "All ranks must call what is collective, in the same order: forward (in evaluation too), "
@@ -17,12 +16,7 @@ REMEDY = (
 
 _KEPT = 64  # collectives that can be named
 
-
-class Begun(NamedTuple):
-    """A collective that was begun: the how manieth of its group, and which one, in words."""
-
-    number: int
-    what: str
+Begun = tuple[int, str]  # the number of a collective in its group, and which one it is, in words
 
 
 class History:
@@ -35,7 +29,7 @@ class History:
 
     def add(self, number: int, what: str) -> None:
         self.digest = zlib.crc32(what.encode(), self.digest)
-        self._recent.append(Begun(number, what))
+        self._recent.append((number, what))
         self.unchecked_since = self.unchecked_since or time.monotonic()
 
     def to_compare(self) -> bytes:
@@ -49,15 +43,12 @@ class History:
 
 def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
     """Where ranks first began different collectives, in words; None: nowhere that is known."""
-    begun = {rank: {one[0]: one[1] for one in mine} for rank, mine in recent.items()}
+    begun = {rank: dict(recent[rank]) for rank in sorted(recent)}
     for number in sorted(set.intersection(*map(set, begun.values()))):
-        ranks_of: dict[str, list[int]] = {}
-        for rank in sorted(begun):
-            ranks_of.setdefault(begun[rank][number], []).append(rank)
+        ranks_of: dict[str, list[str]] = {}
+        for rank, mine in begun.items():
+            ranks_of.setdefault(mine[number], []).append(str(rank))
         if len(ranks_of) > 1:
-            alike = [
-                f"rank {', '.join(map(str, ranks))} began [{what}]"
-                for what, ranks in ranks_of.items()
-            ]
+            alike = [f"rank {', '.join(ranks)} began [{what}]" for what, ranks in ranks_of.items()]
             return f"the first difference: {'; '.join(alike)}"
     return None

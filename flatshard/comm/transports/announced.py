@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flatshard.comm.deadlock.history import REMEDY, Begun, first_difference
+from flatshard.comm.deadlock.history import REMEDY, first_difference
 from flatshard.comm.errors import CollectiveError
 
 # Newer names of the same collectives; some versions warn of the older ones.
@@ -37,7 +37,7 @@ def announce(what: str, number: int, group: dist.ProcessGroup, device: torch.dev
     rows = everyone.cpu().view(-1, _WORDS)
     texts = [_bytes(row[1:]).decode(errors="replace").rstrip() for row in rows]
     ranks = dist.get_process_group_ranks(group)
-    differ = first_difference({r: [Begun(0, t)] for r, t in zip(ranks, texts, strict=True)})
+    differ = first_difference({r: [(0, text)] for r, text in zip(ranks, texts, strict=True)})
     if differ is not None:
         raise CollectiveError(f"the ranks are in different collectives, {differ}. {REMEDY}")
     return rows[:, 0].tolist()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.deadlock import farewell
+from flatshard.comm.deadlock import watchdog
 from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
 from flatshard.comm.flat_chunks import sum_dtype
 from flatshard.comm.process_groups import abort
@@ -38,7 +38,7 @@ class Members:
     gather_objects: Callable[[Any], list[Any]]  # every rank's picklable value. Collective
 
     def __post_init__(self) -> None:
-        farewell.install()  # from now on others wait for this rank
+        watchdog.tell_of_exceptions()  # from now on others wait for this rank
 
     @property
     def size(self) -> int:
