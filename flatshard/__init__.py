@@ -1,6 +1,6 @@
 """Flat-parameter fully sharded data parallel training for PyTorch."""
 
-from flatshard.comm.errors import CollectiveError
+from flatshard.comm.work import CollectiveError
 from flatshard.module.meta_init import leave_empty
 from flatshard.optimizer.step import declare_elementwise
 from flatshard.options.offload import CPUOffload

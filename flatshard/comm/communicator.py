@@ -10,7 +10,7 @@ order, or of gradients narrower than fp32, is such a reduce-scatter and an all-g
 from __future__ import annotations
 
 from collections import deque
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
-from flatshard.comm.deadlock.history import History
+from flatshard.comm.deadlock.history import check_same
 from flatshard.comm.event_log import note
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.comm.process_groups import Tags, backend_for, control_of, is_fake, new_group
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
-from flatshard.comm.transports import TRANSPORTS, LocalTransport, Members, Transport
-from flatshard.comm.transports.announced import gather_objects
+from flatshard.comm.transports import TRANSPORTS, LocalTransport, Members, Transport, native
 from flatshard.comm.work import AsyncWork, named
 from flatshard.memory.buffers import BufferMemory
 from flatshard.options.collectives import Collectives, TransportOptions
@@ -91,7 +90,7 @@ class Communicator(Tags):
             self.options,
             is_gloo,
             is_fake(group),
-            lambda value: self.gather_objects(value, op_name="meeting on one host"),
+            partial(self.gather_objects, op_name="meeting on one host"),
         )
         # Every rank asks every class, in the same order: ``connect`` may communicate.
         found = [kind.connect(self.members) for kind in TRANSPORTS]
@@ -118,11 +117,6 @@ class Communicator(Tags):
         # None is better for small tensors and worse for large ones (1 MB: 0.4 ms by any), so this
         # needs not know the size.
         return next(one for one in self.transports if one.accepts(device, tag))
-
-    @property
-    def history(self) -> History:
-        """All-gathers that match the others' by order: alike on all ranks at the same place."""
-        return self.members.counter.histories[self.members.gather_group.group_name]
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         """Memory for an unsharded buffer."""
@@ -251,14 +245,15 @@ class Communicator(Tags):
     def gather_objects(self, value: Any, *, op_name: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order, on every rank.
 
-        Collective: all ranks of the group, in the same order of calls.
+        Collective: all ranks of the group, in the same order of calls; else all raise.
         """
         if self.size == 1:
             return [value]
-        with named(
-            f"{op_name}, rank {self.global_rank}", self._begin(self._control_group, op_name)
-        ):
-            return gather_objects(value, self._control_group, self.control_device)
+        need, device = self._begin(self._control_group, op_name), self.control_device
+        with named(f"{op_name}, rank {self.global_rank}", need):
+            said = native.gather_objects((op_name, value), self._control_group, device)
+            check_same({rank: name for rank, (name, _) in zip(self.ranks, said, strict=True)})
+        return [value for _, value in said]
 
 
 # The group of one.

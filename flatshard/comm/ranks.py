@@ -16,7 +16,7 @@ from flatshard.comm.communicator import ALONE, AUTO, Communicator
 from flatshard.comm.end_of_program import come_to_rest
 from flatshard.comm.process_groups import control_of, made_here, new_group
 from flatshard.comm.topology import Topology
-from flatshard.comm.transports.announced import gather_objects
+from flatshard.comm.transports import native
 from flatshard.comm.work import named
 from flatshard.options.collectives import TransportOptions
 from flatshard.options.strategy import Placement
@@ -258,7 +258,7 @@ def _through(groups: Sequence[dist.ProcessGroup], value: Any) -> list[Any]:
     for group in groups:
         if group.size() > 1:
             with named(f"ShardedWrapper: comparing process groups, rank {dist.get_rank()}"):
-                gathered = gather_objects(values, *control_of(group))
+                gathered = native.gather_objects(values, *control_of(group))
             values = list(chain.from_iterable(gathered))
     return values
 

@@ -26,8 +26,10 @@ class Gather(NamedTuple):
 
     @property
     def what(self) -> str:
-        """Which one it is, alike on all ranks."""
+        """Which one it is, alike on all ranks; "": they may begin it in another order."""
         # Without the purpose: what ranks gather for different ones is the same.
+        if self.reduced:
+            return ""
         return f"all-gather of {self.unit_fqn or 'the root unit'!r}, flat parameter {self.tag}"
 
 

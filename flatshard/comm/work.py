@@ -12,7 +12,10 @@ from torch import Tensor
 
 from flatshard.comm.deadlock.detector import WaitCondition, explain
 from flatshard.comm.deadlock.watchdog import watched
-from flatshard.comm.errors import CollectiveError
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: a peer died, ran other units, or did not come within the timeout."""
 
 
 class named(watched):
@@ -28,8 +31,7 @@ class named(watched):
         super().__exit__(*raised)
         error = raised[1]
         # No other rank has to do with a lack of memory, and who catches that knows it by its class.
-        known = torch.OutOfMemoryError | CollectiveError
-        if not isinstance(error, RuntimeError) or isinstance(error, known):
+        if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
             return
         # Of a rank that found a deadlock and left, the backend sees a closed connection only.
         failed, reason = f"{self.wait.describe()} failed", explain(self.wait)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from flatshard.comm.errors import CollectiveError
+from flatshard.comm.work import CollectiveError
 from flatshard.engine.backward import Backward
 from flatshard.engine.events import Kind
 from flatshard.engine.prefetch import Prefetch

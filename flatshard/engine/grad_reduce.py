@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.errors import CollectiveError
 from flatshard.comm.flat_chunks import FlatChunks
 from flatshard.comm.requests import Gather, ReduceScatter
 from flatshard.comm.topology import Topology
-from flatshard.comm.work import AsyncWork
+from flatshard.comm.work import AsyncWork, CollectiveError
 from flatshard.engine.grad_buffer import zero
 from flatshard.engine.run_link import RunLink
 from flatshard.memory.buffer_cache import BufferCache

@@ -16,7 +16,7 @@ from torch import nn
 from flatshard import CollectiveError, ShardedWrapper
 from flatshard.comm.deadlock import detector, watchdog
 from flatshard.comm.deadlock.history import History, first_difference
-from flatshard.comm.transports import native
+from flatshard.comm.transports import Members
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
 
@@ -111,7 +111,7 @@ def test_before_the_optimizer_can_step() -> None:
 
 
 def _after(rank: int, world_size: int) -> None:
-    with mock.patch.object(native, "announce"):
+    with mock.patch.object(Members, "announce"):
         for order in ([0, 2, 1], [rank]):
             model = _wrapped(*EQUAL)
             if rank == 1 or order == [rank]:
@@ -137,11 +137,14 @@ def test_within_a_node() -> None:
 
 
 def _within_a_node(rank: int, world_size: int) -> None:
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"), mock.patch.object(native, "announce"):
+    with (
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
+        mock.patch.object(Members, "announce"),
+    ):
         model = _wrapped(*EQUAL, strategy="HYBRID_SHARD")
     model.module.order = [0, 2, 1] if rank == 3 else [0, 1, 2]
     with (
-        mock.patch.object(native, "announce"),
+        mock.patch.object(Members, "announce"),
         _raises(r"rank 2 began \[.*'layers.\d'.*; rank 3 began", RuntimeError),
     ):
         _step(model)

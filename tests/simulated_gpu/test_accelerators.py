@@ -13,13 +13,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from flatshard.comm.errors import CollectiveError
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import MixedPrecision
 from flatshard.comm.deadlock import watchdog
 from flatshard.comm.deadlock.watchdog import watched
-from flatshard.comm.errors import CollectiveError
 from flatshard.comm.ranks import communicator
 from flatshard.comm.transports import LocalTransport, native
 from flatshard.comm.work import AsyncWork, PendingSends, named
@@ -124,7 +124,7 @@ def _collectives(late: bool) -> Iterator[None]:
         return AsyncWork([work], op_name, kept, **more)
 
     with (
-        mock.patch.object(native, "all_gather_single", gather),
+        mock.patch.object(native, "_all_gather_single", gather),
         mock.patch.object(native, "_reduce_scatter_single", reduce),
         mock.patch.object(dist, "all_reduce", all_reduce),
         mock.patch.object(dist, "all_to_all_single", exchange),
@@ -209,14 +209,14 @@ def _a_gather_on_one_rank_alone_is_found(rank: int) -> None:
     model = case.wrap(case.model(), collectives="native")
     comm = model._sharding.settings.ranks.world
     local_loss(model, case, 0, rank, 2).backward()
-    before = comm.history.digest
-    assert communicator(dist.group.WORLD).history.digest == 0, "those have tags"
+    before = comm.members.history.digest
+    assert communicator(dist.group.WORLD).members.history.digest == 0, "those have tags"
     local_loss(model, case, 1, rank, 2).backward()
-    assert comm.history.digest != before
-    comm.history.digest ^= rank  # as if rank 1 had asked for something alone
+    assert comm.members.history.digest != before
+    comm.members.history.digest ^= rank  # as if rank 1 had asked for something alone
     with pytest.raises(RuntimeError, match="all-gathered different units"):
         local_loss(model, case, 2, rank, 2).backward()
-    comm.history.digest = 0  # on both again
+    comm.members.history.digest = 0  # on both again
     local_loss(model, case, 3, rank, 2).backward()
 
 
@@ -241,7 +241,7 @@ def _reductions_are_connected_at_construction() -> None:
         stack.enter_context(waits)
         for owner, name in (
             (native, "_reduce_scatter_single"),
-            (native, "all_gather_single"),
+            (native, "_all_gather_single"),
             (dist, "all_reduce"),
             (dist, "all_to_all_single"),
         ):
@@ -254,7 +254,7 @@ def _reductions_are_connected_at_construction() -> None:
             (
                 "NO_SHARD",
                 "fixed_order",
-                [("all_to_all_single", 1 << 20), ("all_gather_single", 1 << 20)],
+                [("all_to_all_single", 1 << 20), ("_all_gather_single", 1 << 20)],
             ),
         ):
             for _ in range(2):

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from flatshard.comm.deadlock.history import REMEDY, Begun, History, first_difference
-from flatshard.comm.errors import CollectiveError
 
 _logger = logging.getLogger("flatshard")
 
@@ -77,16 +76,14 @@ class CollectiveCounter:
         self.problem = ""  # why nothing more may begin
         _counters[name] = self
 
-    def begin(
-        self, kind: Hashable, what: str = "", *, abort: Callable[[], None] | None = None
-    ) -> WaitCondition:
+    def begin(self, kind: Hashable, what: str, abort: Callable[[], None] | None) -> WaitCondition:
         """Count one more; returns the condition of its end: that all other ranks begin it.
 
-        ``what``: which one, in words alike on all ranks; "": not compared. Raises CollectiveError
-        where earlier ones were mixed up.
+        ``what`` says which one, alike on all ranks; "": not compared. Raises RuntimeError where
+        earlier ones were mixed up.
         """
         if self.problem:
-            raise CollectiveError(self.problem)
+            raise RuntimeError(self.problem)
         number = self.begun[kind] = self.begun.get(kind, 0) + 1
         if what:
             self.histories[kind].add(number, what)

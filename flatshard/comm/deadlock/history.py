@@ -52,3 +52,9 @@ def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
             alike = [f"rank {', '.join(ranks)} began [{what}]" for what, ranks in ranks_of.items()]
             return f"the first difference: {'; '.join(alike)}"
     return None
+
+
+def check_same(what: Mapping[int, str]) -> None:
+    """Raise RuntimeError where the words of some ranks differ."""
+    if differ := first_difference({rank: [(0, words)] for rank, words in what.items()}):
+        raise RuntimeError(f"the ranks are in different collectives, {differ}. {REMEDY}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import pickle
 from functools import partial
 from typing import Any
 
@@ -12,11 +14,11 @@ from torch import Tensor
 from flatshard.comm.flat_chunks import as_bytes, as_real, average
 from flatshard.comm.process_groups import backend_for
 from flatshard.comm.requests import Gather, ReduceScatter
-from flatshard.comm.transports.announced import all_gather_single, announce
 from flatshard.comm.transports.base import Members, Transport
-from flatshard.comm.work import AsyncWork, named
+from flatshard.comm.work import AsyncWork
 
-# The newer name of the same; some versions warn of the older one.
+# Newer names of the same collectives; some versions warn of the older ones.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Elements of a reduction for which no backend uses its algorithm for small ones.
@@ -49,14 +51,12 @@ class NativeTransport(Transport):
 
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
         shard, out = request.shard, request.out
-        members = self._members
-        group = members.reduce_group if request.reduced else members.gather_group
-        need = members.begin(group, what="" if request.reduced else request.what)
-        if not request.reduced and self._is_gloo(shard.device) and members.is_gloo:
-            with named(op_name, need):
-                announce(request.what, 0, group, torch.device("cpu"))
+        group = self._members.reduce_group if request.reduced else self._members.gather_group
+        if self._is_gloo(request.shard.device):
+            self._members.announce(request.what)
+        need = self._members.begin(group, what=request.what)
         # As bytes: not every backend knows every dtype.
-        work = all_gather_single(as_bytes(out), as_bytes(shard), group=group, async_op=True)
+        work = _all_gather_single(as_bytes(out), as_bytes(shard), group=group, async_op=True)
         reports_end = not (request.reduced and self._is_gloo(shard.device))
         return self._under_way(work, op_name, shard, out, need=need, reports_end=reports_end)
 
@@ -108,6 +108,28 @@ class NativeTransport(Transport):
             elif not replicas:
                 _reduce_scatter_single(part, full, op=op, group=group)
             if fixed_order and replicas:
-                all_gather_single(full, part, group=group)
+                _all_gather_single(full, part, group=group)
             elif replicas:
                 dist.all_reduce(full, op=op, group=group)
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """Every rank's ``value`` (picklable), in rank order; the backend moves tensors on ``device``.
+
+    Collective: all ranks of ``group``.
+    """
+    # Not torch's: that needs numpy. Two collectives: all ranks must send equally many bytes, and do
+    # not know the longest.
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    _all_gather_single(lengths, torch.tensor([data.numel()], device=device), group=group)
+    longest = int(lengths.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    everything = torch.zeros(group.size() * longest, dtype=torch.uint8, device=device)
+    _all_gather_single(everything, padded, group=group)
+    rows = everything.cpu().view(group.size(), longest)
+    return [
+        pickle.loads(ctypes.string_at(row.data_ptr(), length))
+        for row, length in zip(rows, lengths.tolist(), strict=True)
+    ]
