@@ -191,3 +191,13 @@ def _refused(rank: int, world_size: int) -> None:
     warns = pytest.warns(UserWarning, match="allow_divergence has no effect")
     with warns if rank == 0 else contextlib.nullcontext():
         ShardedWrapper(_MIXTURE.model(), allow_divergence=["experts"])
+
+
+def test_groups_of_units_that_may_all_diverge() -> None:
+    """Rank 0 alone asked for the groups of the settings, which no unit had."""
+    run_ranks(_all_diverge, 4, group_timeout=10)
+
+
+def _all_diverge(rank: int, world_size: int) -> None:
+    model = _MIXTURE.wrap(_MIXTURE.model(), allow_divergence=True, reshard_after_forward=2)
+    model(_MIXTURE.batch(0, ROWS)[0], [rank]).sum().backward()
