@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from flatshard.comm.errors import CollectiveError
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,7 +21,7 @@ from flatshard.comm.deadlock import watchdog
 from flatshard.comm.deadlock.watchdog import watched
 from flatshard.comm.ranks import communicator
 from flatshard.comm.transports import LocalTransport, native
-from flatshard.comm.work import AsyncWork, PendingSends, named
+from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, named
 from flatshard.engine import grad_reduce, offload, reduce_queue
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_buffer import GradientBuffer
@@ -254,7 +253,7 @@ def _reductions_are_connected_at_construction() -> None:
             (
                 "NO_SHARD",
                 "fixed_order",
-                [("all_to_all_single", 1 << 20), ("_all_gather_single", 1 << 20)],
+                [("all_to_all_single", 1 << 20), ("all_gather_single", 1 << 20)],
             ),
         ):
             for _ in range(2):
