@@ -48,8 +48,9 @@ def agree(
     Raises:
         RuntimeError: the ranks do not run the same program; on all of them.
     """
-    voters = state.observers.voters
-    handles = state.handles
+    voters, handles = state.observers.voters, state.handles
+    # First, since some say something to the other ranks here.
+    theirs = [one.votes() for one in voters]
     own: list[list[int]] = [
         _program(state),
         state.order_check.votes(state.device),
@@ -61,7 +62,7 @@ def agree(
         [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in handles],
         [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.params.full))],
     ]
-    maxima = _maxima(state, [*own, *(one.votes() for one in voters)])
+    maxima = _maxima(state, [*own, *theirs])
     program, orders, started, waiting, edited, left_over, used = maxima[: len(own)]
     where = f"backward of {state.root.name or 'the model'!r}"
     _check_program(where, program)
@@ -124,8 +125,9 @@ def _check_program(where: str, maxima: Sequence[int]) -> None:
     if loads:
         raise RuntimeError(
             f"{where}: load_state_dict() was called on some ranks and not on others, or more "
-            "often, so that the model is a mixture of parts. Call it on every rank with the same "
-            "state: torch.load(path, mmap=True) reads what is needed alone."
+            "often, or tensors of a state_dict() were written there, so that the model is a "
+            "mixture of parts. Call it on every rank with the same state: torch.load(path, "
+            "mmap=True) reads what is needed alone."
         )
     if any(reduced):
         raise RuntimeError(

@@ -148,7 +148,8 @@ class Construction:
             )
         if settings.offload.is_on and not settings.offload.path and settings.device.type == "cpu":
             found.append("cpu_offload: the parameters are on the CPU already; nothing changes")
-        if settings.topology.shard.size > 1:
+        # Not `settings.topology`: where all units may diverge, no other rank makes its groups.
+        if self._plan.units[-1].settings.topology.shard.size > 1:
             found.extend(self._lint())
         return found
 

@@ -65,6 +65,11 @@ def declare_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
     _ELEMENTWISE.add(inspect.unwrap(optimizer_class.step))
 
 
+def stepped() -> list[torch.optim.Optimizer]:
+    """The optimizers that have stepped sharded parameters as buckets."""
+    return list(_buckets)
+
+
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return inspect.unwrap(type(optimizer).step) in _ELEMENTWISE
 
