@@ -186,7 +186,7 @@ class Communicator(Tags):
     def _begin(self, group: dist.ProcessGroup, op_name: str) -> WaitCondition | None:
         # On a stream it is not the host that waits.
         is_control = group is self._control_group and dist.is_gloo_available()
-        what = op_name if self.transport_for().is_ordered else ""
+        what = _alike(op_name) if self.transport_for().is_ordered else ""
         return self.members.begin(group, what=what, on_host=self.members.is_gloo or is_control)
 
     def reduce_scalars(self, values: Tensor, op: str, *, op_name: str) -> Tensor:
@@ -251,9 +251,13 @@ class Communicator(Tags):
             return [value]
         need, device = self._begin(self._control_group, op_name), self.control_device
         with named(f"{op_name}, rank {self.global_rank}", need):
-            said = native.gather_objects((op_name, value), self._control_group, device)
+            said = native.gather_objects((_alike(op_name), value), self._control_group, device)
             check_same({rank: name for rank, (name, _) in zip(self.ranks, said, strict=True)})
         return [value for _, value in said]
+
+
+def _alike(op_name: str) -> str:
+    return op_name.partition(": ")[0]  # behind it may be what this rank alone has to say
 
 
 # The group of one.

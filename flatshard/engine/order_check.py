@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -42,6 +43,18 @@ class OrderCheck:
         digests = {str(group.ranks): group.members.history.to_compare() for group in groups}
         found = (digests.get(str(ranks)) for ranks in self._places)
         return [vote for one in found for vote in (with_complements(one) if one else [0] * 8)]
+
+    @contextlib.contextmanager
+    def unannounced(self) -> Iterator[None]:
+        """Inside, no rank waits for others before it begins an all-gather; alike on all."""
+        counters = [group.members.counter for group in self._groups()]
+        for counter in counters:
+            counter.announces = False
+        try:
+            yield
+        finally:
+            for counter in counters:
+                counter.announces = True
 
     def _groups(self) -> list[Communicator]:
         found = [self._world]

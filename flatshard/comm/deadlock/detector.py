@@ -73,6 +73,7 @@ class CollectiveCounter:
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}
         self.histories: defaultdict[Hashable, History] = defaultdict(History)
+        self.announces = True  # whether ranks meet before what gloo would match blindly
         self.problem = ""  # why nothing more may begin
         _counters[name] = self
 
