@@ -172,9 +172,7 @@ class Awaited:
                 now = time.monotonic()
                 if now - began > timeout:
                     process.given_up = now
-                    raise RuntimeError(
-                        f"nothing from {process.name} in {process.timeout:g} s"
-                    )
+                    raise RuntimeError(f"nothing from {process.name} in {process.timeout:g} s")
                 if now - asked > _ALIVE_SECONDS:
                     asked = now
                     self._ask()
