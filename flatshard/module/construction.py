@@ -52,6 +52,7 @@ class Construction:
         model = dataclasses.replace(model, left_alone=own.union(model.left_alone))
         is_sharded = settings.ranks.world.size > 1 and settings.placement.sharded
         model.check_params(drops_gradients=is_sharded)
+        model.check_apart()
         self._model, self._settings, self._init_fn = model, settings, init_fn
         self._plan = ModelPlan(model, settings)
         self._offload = OffloadTargets()

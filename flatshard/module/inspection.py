@@ -60,6 +60,8 @@ class UnwrappedModel:
     def check_params(self, *, drops_gradients: bool) -> None:
         """Raise if parameters cannot be flattened or are on several devices, or have gradients."""
         first: tuple[str, torch.device] | None = None
+        for name, buffer in self.buffers():
+            _check_memory(f"buffer {name!r}", buffer)
         for name, param in self.params():
             if isinstance(param, nn.parameter.UninitializedParameter):
                 raise ValueError(
@@ -72,6 +74,7 @@ class UnwrappedModel:
                     f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}; only "
                     "plain tensors can be flattened"
                 )
+            _check_memory(f"parameter {name!r}", param)
             if drops_gradients and param.grad is not None and bool(param.grad.any()):
                 raise ValueError(
                     f"ShardedWrapper: parameter {name!r} has a gradient, which would be lost. Wrap "
@@ -85,6 +88,27 @@ class UnwrappedModel:
                     f"ShardedWrapper: parameter {name!r} is on {str(param.device)!r}, {first[0]!r} "
                     f"on {str(first[1])!r}. Move the module to one device before wrapping."
                 )
+
+    def check_apart(self) -> None:
+        """Raise ValueError if a trained parameter shares memory with another one."""
+        placed = []
+        for name, param in self.params():
+            if not (param.is_meta or param.numel() == 0 or param.layout is not torch.strided):
+                last = sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True))
+                start = param.data_ptr()
+                placed.append((start, start + (last + 1) * param.element_size(), name, param))
+        placed.sort(key=lambda one: one[:2])
+        for number, (_, end, name, param) in enumerate(placed):
+            for start, _, other_name, other in placed[number + 1 :]:
+                if start >= end:
+                    break
+                is_trained = param.requires_grad or other.requires_grad
+                if is_trained and _share_elements(param, other):
+                    raise ValueError(
+                        f"ShardedWrapper: parameters {name!r} and {other_name!r} share memory, as "
+                        "views of one tensor, which shards of them cannot. Let both places have "
+                        "the same nn.Parameter, if they are equal, or give one a clone()."
+                    )
 
     def find_device(
         self, device_id: int | str | torch.device | None, group: dist.ProcessGroup | None
@@ -112,6 +136,38 @@ class UnwrappedModel:
         for _, buffer in self.buffers():
             if not buffer.is_meta and buffer.device != device:
                 buffer.data = buffer.data.to(device)
+
+
+def _check_memory(where: str, tensor: Tensor) -> None:
+    """Raise TypeError unless a tensor has strides, and memory for all of its elements."""
+    kind = next((kind for kind in ("nested", "quantized") if getattr(tensor, f"is_{kind}")), None)
+    if kind is None and tensor.layout is not torch.strided:
+        kind = f"of layout {tensor.layout}"
+    elif kind is None and type(tensor.data) is Tensor and tensor.numel() and not tensor.is_meta:
+        places = zip(tensor.shape, tensor.stride(), strict=True)
+        numel = tensor.storage_offset() + sum((size - 1) * step for size, step in places) + 1
+        if tensor.untyped_storage().nbytes() < numel * tensor.element_size():
+            kind = "freed"  # to read it would end the process
+    if kind is not None:
+        raise TypeError(
+            f"ShardedWrapper: {where} is {kind}; only dense tensors with memory can be sharded or "
+            "synchronised. Convert it (to_dense(), dequantize()), or pass its module in "
+            "ignored_modules."
+        )
+
+
+def _share_elements(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, whose memory is interleaved at least, have an element in common."""
+    unit = min(one.element_size(), other.element_size())
+    start = min(one.data_ptr(), other.data_ptr())
+
+    def places(tensor: Tensor) -> Tensor:
+        size = tensor.element_size() // unit
+        shape, stride = (*tensor.shape, size), (*(size * s for s in tensor.stride()), 1)
+        count = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        return torch.arange(count).as_strided(shape, stride) + (tensor.data_ptr() - start) // unit
+
+    return bool(torch.isin(places(one), places(other)).any())
 
 
 def _check_module(module: nn.Module, policy: Policy | None) -> None:
