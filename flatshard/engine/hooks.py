@@ -66,6 +66,10 @@ class UnitHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         unit = self.unit
+        if unit.is_summoned:  # modules hold full plain parameters, or this rank has none
+            for handle in unit.handles:
+                handle.check_not_summoned(unless_shown=True)
+            return None
         call = self._forward.enter(unit)
         changed = unit.casts[module].cast_inputs(args, kwargs, is_root=unit.is_root)
         if torch.is_grad_enabled():

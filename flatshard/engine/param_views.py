@@ -161,13 +161,17 @@ class ParamViews:
                     self.owned[index].move_hooks(full)
 
     def _hook_grad(self, index: int) -> None:
-        full = self.full[index]
-        if self._grad_hook is not None and (full.is_floating_point() or full.is_complex()):
-            is_trained = full.requires_grad
-            # A frozen tensor refuses hooks; it may be unfrozen later.
-            full.requires_grad_(True)
-            full.register_post_accumulate_grad_hook(self._grad_hook(index))
-            full.requires_grad_(is_trained)
+        watched = [self.full[index]]
+        if self.are_originals and not self.are_full:
+            # Plain ones may be used outside of forward, and those gradients are averaged, too.
+            watched.append(self.sharded[index])
+        for param in watched:
+            if self._grad_hook is not None and (param.is_floating_point() or param.is_complex()):
+                is_trained = param.requires_grad
+                # A frozen tensor refuses hooks; it may be unfrozen later.
+                param.requires_grad_(True)
+                param.register_post_accumulate_grad_hook(self._grad_hook(index))
+                param.requires_grad_(is_trained)
 
     def connect(
         self,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -30,10 +30,10 @@ from flatshard.engine.forward import Forward
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Phase, Unit
 from flatshard.tensor.gathered import as_views, gathered
+from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, tensors_in
 
 Call: TypeAlias = Callable[[dict[int, Any]], Any]
-Units: TypeAlias = dict[Unit, None]
 
 
 class Touch(StepObserver):
@@ -74,28 +74,25 @@ class Touch(StepObserver):
         # Gradients and optimizer state are nobody's business here, nor are other models.
         if _writes(func, args) or not all(t.is_alike and t.spec in self._units for t in sharded):
             return NotImplemented
-        units = dict.fromkeys(self._units[t.spec] for t in sharded)
+        name = torch.overrides.resolve_name(func) or func.__name__
 
         def call(full_of: dict[int, Tensor]) -> Any:
             before = [full._version for full in full_of.values()]
             args, kwargs = pytree.tree_unflatten([full_of.get(id(t), t) for t in leaves], tree)
             result = func(*args, **kwargs)
             if before != [full._version for full in full_of.values()]:
-                sharded[0].spec.refuse(f"{func.__name__}(), which writes to it,")
+                sharded[0].spec.refuse(f"{name}, which writes to it,")
             return result
 
-        if torch.is_grad_enabled() or self._is_in_forward:
-            result = self._run_unsharded(call, sharded, units)
-        else:
-            result = self._run_alone(call, sharded, units)
+        is_alone = not (torch.is_grad_enabled() or self._is_in_forward)
+        result = (self._run_alone if is_alone else self._run_unsharded)(call, sharded)
         # Last: where warnings are errors, the other ranks have nothing to wait for.
-        for unit in units:
-            if unit not in self._warned:
-                self._warned.add(unit)
-                self._warn(unit, sharded[0], func)
+        for tensor in sharded:
+            self._warn(tensor.spec, name)
         return result
 
-    def _run_unsharded(self, call: Call, sharded: list[FlatShardTensor], units: Units) -> Any:
+    def _run_unsharded(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
+        units = dict.fromkeys(self._units[t.spec] for t in sharded if t.is_parameter)
         with self._unsharded(units) as is_outermost:
             apart = {id(t): gathered(t) for t in sharded if not t.is_parameter}
             params = {id(t): t.spec.full for t in sharded if t.is_parameter}
@@ -103,21 +100,21 @@ class Touch(StepObserver):
             # The memory of the parameters is freed now, or after the forward around.
             return as_views(result, params.values(), copies=True) if is_outermost else result
 
-    def _run_alone(self, call: Call, sharded: list[FlatShardTensor], units: Units) -> Any:
+    def _run_alone(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
         if not self._state.has_run:  # what the first forward checks
             self._forward.begin(None)
             self._forward.end(failed=False)
-        for unit in units:
-            unit.check_not_summoned()
+        for handle in {h for t in sharded for h in self._units[t.spec].handles}:
+            handle.check_not_summoned()
+        copies = {}
         with torch.inference_mode(False), torch.no_grad():
-            # In the dtype and on the device that compute.
-            copies = {
-                id(t): t.full_tensor().to(t.spec.full if t.is_parameter else t) for t in sharded
-            }
+            for t in sharded:
+                like = t.spec.full if t.is_parameter else t  # has the dtype and device that compute
+                copies[id(t)] = t.full_tensor().to(like.device, like.dtype)
         return as_views(call(copies), copies.values())
 
     @contextlib.contextmanager
-    def _unsharded(self, units: Units) -> Iterator[bool]:
+    def _unsharded(self, units: Iterable[Unit]) -> Iterator[bool]:
         """Unsharded units; yields whether they are resharded at the end. Collective."""
         state, forward = self._state, self._forward
         is_outermost = not (self._is_in_forward or forward.begins_recomputation())
@@ -168,16 +165,19 @@ class Touch(StepObserver):
             unit.backward_follows = self._state.expects_backward
             unit.end_forward(is_needed_soon=self._forward.is_needed_soon(unit))
 
-    def _warn(self, unit: Unit, sharded: FlatShardTensor, func: Any) -> None:
-        if unit.topology.world.rank == 0:
-            warnings.warn(
-                f"unit {unit.name!r}: {func.__name__}() needs parameter {sharded.spec.name!r} outside "
-                "of the unit's forward, so it is all-gathered there, and again in backward. This is "
-                "right, and slow; all ranks must do it. Faster: let the module around it be a unit instead (auto_wrap_policy), or compute it in "
-                "forward; many forwards of parts (generate) under "
-                "ShardedWrapper.summon_full_params(model, writeback=False). This is said once for each unit.",
-                stacklevel=5,
-            )
+    def _warn(self, spec: ShardSpec, name: str) -> None:
+        unit = self._units[spec]
+        if unit in self._warned or unit.topology.world.rank != 0:
+            return
+        self._warned.add(unit)
+        warnings.warn(
+            f"unit {unit.name!r}: {name} uses parameter {spec.name!r} outside of the unit's "
+            "forward, and all-gathers it for that. This is right, but takes time, and all ranks "
+            "must do it. Let the module that uses it be the unit (auto_wrap_policy), or call the "
+            "unit's module; for calls of parts of a model, such as generate(), use "
+            "summon_full_params(model, writeback=False). Said once for this unit.",
+            stacklevel=5,
+        )
 
 
 def _writes(func: Any, args: tuple[Any, ...]) -> bool:

@@ -76,7 +76,7 @@ class Unit:
         self.num_trainable: dict[FlatParamHandle, int] = {}
         self.index, self.phase = -1, Phase.IDLE
         self.placement, self.topology = placement, topology
-        self.is_root = True
+        self.is_root, self.is_summoned = True, False
         self.num_loads = 0  # of state dicts; alike on all ranks
         self.sync = Sync.ALL  # what the backward of the forward begun last does with gradients
         self.running: list[Call] = []  # the innermost last
@@ -99,10 +99,6 @@ class Unit:
         twin.names = list(self.names)
         twin.phase, twin.index, twin._sticky_version = Phase.IDLE, -1, -1
         twin.running, twin._outstanding_inputs = [], {}
-
-    def check_not_summoned(self) -> None:
-        for handle in self.handles:
-            handle.check_not_summoned()
 
     def refuse_to_part(self) -> NoReturn:
         raise RuntimeError(

@@ -233,7 +233,7 @@ class MetaInit:
             inner = [] if begins else None if is_unit else group
             if inner is not None and by_unit and not is_unit:
                 inner.append(module)
-            for child in module.children():
+            for child in [module.module] if is_unit else module.children():
                 visit(child, inner)
             if inner is not None and not by_unit and needs_values:
                 inner.append(module)

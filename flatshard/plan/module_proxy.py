@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Self
 
 from torch import nn
 
@@ -65,6 +65,22 @@ class ModuleProxy(nn.Module):
     def __bool__(self) -> bool:
         # Also where the wrapped one has a length of zero.
         return True
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Those of the wrapped module: who descends a model meets the two as one module."""
+        return self.module.named_children()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set it for the wrapped module, and for the wrapper itself."""
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse=False)
+        if recurse:
+            self.module._apply(fn)
+        return self
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

@@ -52,9 +52,11 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if in_place and not isinstance(args[0], FlatShardTensor):
         spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
     is_alike = all(map(_is_alike, (*args, *kwargs.values())))
-    if not (in_place or is_alike) and like.is_alike and spec.in_forward():
+    if like.is_alike and not in_place and spec.in_forward():
         # Each rank has a batch of its own, so the ranges of the result would not belong together.
-        spec.refuse(f"{func._schema.name} with a plain tensor in forward")
+        # And where the unit computes in another dtype, this does, too.
+        if not is_alike or (spec.full is not None and spec.full.dtype is not like.dtype):
+            spec.refuse(f"{func._schema.name} in forward")
     _check_memory_format(func, like, kwargs.get("memory_format"))
     # The local range is 1-D: formats of more dimensions mean nothing to it.
     kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}

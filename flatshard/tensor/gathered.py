@@ -19,18 +19,22 @@ class GatheredView(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        views = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, GatheredView)]
+        leaves, tree = pytree.tree_flatten((args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            before = [view._version for view in views]
-            result = func(*args, **kwargs)
-            if before != [view._version for view in views]:
-                raise RuntimeError(
-                    f"{getattr(func, '__name__', func)}() writes to a part of a sharded parameter "
-                    "that was read outside of forward, which is a copy: the edit would be lost. "
-                    "Edit under ShardedWrapper.summon_full_params(model)."
-                )
-            return as_views(result, views)
+            if func.__name__ == "__set__":  # of `requires_grad`, say
+                return func(*args)
+            # They share the version counter, and sharded tensors beside them are heard.
+            plain = {id(t): t.as_subclass(Tensor) for t in leaves if isinstance(t, GatheredView)}
+        before = [tensor._version for tensor in plain.values()]
+        args, kwargs = pytree.tree_unflatten([plain.get(id(t), t) for t in leaves], tree)
+        result = func(*args, **kwargs)
+        if before != [tensor._version for tensor in plain.values()]:
+            raise RuntimeError(
+                f"{torch.overrides.resolve_name(func)} writes to a part of a sharded parameter that "
+                "was read outside of forward, which is a copy: the edit would be lost. Edit under "
+                "ShardedWrapper.summon_full_params(model)."
+            )
+        return as_views(result, plain.values())
 
 
 def as_views(result: Any, of: Collection[Tensor], *, copies: bool = False) -> Any:
