@@ -6,7 +6,7 @@ Like every ``ModuleProxy`` it shows the attributes of the module inside. Its own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, Self
 
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.compat import comm_hook, torch_names
+from flatshard.compat.framework_precision import FrameworkPrecision
 from flatshard.diagnostics import recording
 from flatshard.diagnostics.non_finite import watch_non_finite
 from flatshard.diagnostics.step_report import StepReport
+from flatshard.engine.buffer_sync import BufferSync
 from flatshard.module.construction import Construction
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.inspection import UnwrappedModel
@@ -36,17 +38,20 @@ from flatshard.module.summon import summon
 from flatshard.optimizer import grad_norm, in_backward
 from flatshard.optimizer.in_backward import StepInBackward
 from flatshard.options.collectives import as_coalesce_bytes, as_transport
+from flatshard.options.flags import as_flags
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_backward_prefetch
+from flatshard.plan.divergence import Divergence
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.wrap import Policy
 from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
 from flatshard.state.model_state import as_torch, read_options
+from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
 
 
-class ShardedWrapper(ModuleProxy):
+class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
     Parameters are unsharded (all-gathered) unit by unit just before they are needed, and resharded
@@ -60,8 +65,10 @@ class ShardedWrapper(ModuleProxy):
     Args:
         module: any module; it is changed in place and stays available as ``.module``.
         process_group: the ranks that train this model, or for HYBRID strategies a pair (shard
-            group, replicate group). None: the default group; without one, and with no other rank
-            started, the wrapper runs like the unwrapped module and warns once.
+            group, replicate group). A module inside that was wrapped by hand with some of these
+            ranks is trained on those alone, as an expert of theirs; every rank needs a group of the
+            same size for it. None: the default group; without one, and with no other rank started,
+            the wrapper runs like the unwrapped module and warns once.
         sharding_strategy: see ``ShardingStrategy``; torch's enum and names are accepted. None:
             ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. HYBRID
             without either shards within each node, as ``LOCAL_WORLD_SIZE`` says.
@@ -72,7 +79,7 @@ class ShardedWrapper(ModuleProxy):
             ``BackwardPrefetch``; None: when the unit needs it.
         mixed_precision: see ``MixedPrecision``.
         device_mesh: instead of ``process_group``: a 1-D mesh, or a 2-D one for HYBRID strategies,
-            (replicate, shard) unless the names of its dimensions say the opposite.
+            (replicate, shard), in either order if its dimensions are named so.
         reshard_after_forward: None: as the strategy says. True or False: reshard parameters between
             forward and backward, or keep them unsharded. An int k, a divisor of the shard group's
             size: keep a secondary shard of 1/k, so that backward all-gathers from k ranks only.
@@ -82,9 +89,10 @@ class ShardedWrapper(ModuleProxy):
         param_init_fn: gives modules on the meta device memory and values. It is called with every
             module of a unit that has tensors there, from the unit's root down, and initialises the
             module's own parameters and buffers (``module.to_empty(device=..., recurse=False)``,
-            then values). Or ``flatshard.leave_empty``. None: modules' ``reset_parameters()``,
-            in the order in which constructors call it. Either way, at most one unit has full
-            parameters at any time.
+            then values); never with ignored modules. Or ``flatshard.leave_empty``. None: modules'
+            ``reset_parameters()``, in the order in which constructors call it, then what a module
+            around them has as ``_init_weights(module)`` (transformers). Either way, at most one
+            unit has full parameters at any time.
         sync_module_states: whether all ranks take rank 0's weights; then the other ranks' may be
             on the meta device, and rank 0 sends each its part. None: if they differ, with a
             warning. False: never, with a warning if they differ.
@@ -97,8 +105,10 @@ class ShardedWrapper(ModuleProxy):
         coalesce_bytes: coalesce neighbours among a policy's units while their parameters together
             have at most this many bytes: small collectives are latency-bound. 0: never, as always
             with ``use_orig_params=False``. None: 4 MiB.
-        broadcast_buffers: give all ranks rank 0's buffers before each forward, as
-            DistributedDataParallel does.
+        broadcast_buffers: give all ranks rank 0's buffers before a forward, as
+            DistributedDataParallel does: before the first one, and before every one that follows
+            a forward with gradients outside of ``no_sync``. Buffers whose shapes differ between
+            ranks are left alone.
         collectives: the transport. ``"auto"``: the best one for the backend; ``"sockets"``: on
             gloo, send and receive even if ranks on one host could read each other's memory;
             ``"native"``: one collective of the backend per unit and purpose, for comparison.
@@ -108,10 +118,17 @@ class ShardedWrapper(ModuleProxy):
             Ranks on one host then use sockets too. None: nothing is rounded.
         ignored_modules: modules whose parameters and buffers are neither sharded nor moved,
             compared or synchronised between ranks; their gradients are this rank's own. A
-            parameter that another module shares is ignored there too. So are the tensors that
+            parameter that another module shares is ignored there too. One list may serve several
+            wrappers: what is not in ``module`` has no effect. Ignored too are the tensors that
             DistributedDataParallel's attribute ``_ddp_params_and_buffers_to_ignore`` names (under
             all their names).
         ignored_states: the same for parameters or modules; not together with ``ignored_modules``.
+        allow_divergence: units that some ranks skip in a step, or run in another order: experts
+            that a rank chooses, layers that are dropped at random, a tower for images that not
+            every batch has. A list of classes, of names in the unwrapped model, or of modules: the
+            units that these are or contain; True: all units. They stay unsharded from
+            the beginning of the outermost forward until backward is over, and every rank needs
+            that memory.
         extra: other keywords of DistributedDataParallel: accepted if they have a meaning here,
             otherwise ignored with one warning, or they raise; see docs/migration.md.
 
@@ -119,7 +136,7 @@ class ShardedWrapper(ModuleProxy):
         TypeError: an argument of the wrong type, or an unknown keyword.
         ValueError: parameters on several devices, ranks that build different models, an
             ``auto_wrap_policy`` over a model that already contains units, a module or parameter
-            to ignore that is not in the model or is sharded already.
+            to ignore that is sharded already.
         RuntimeError: several ranks were started, but there is no process group.
         OffloadError: on all ranks, before anything is changed: the disk of ``cpu_offload`` is full.
     """
@@ -150,6 +167,7 @@ class ShardedWrapper(ModuleProxy):
         wire_dtype: torch.dtype | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
+        allow_divergence: Divergence = False,
         **extra: Any,
     ) -> None:
         super().__init__()
@@ -164,7 +182,16 @@ class ShardedWrapper(ModuleProxy):
             raise TypeError(
                 f"param_init_fn: expected a function of a module, got {param_init_fn!r}"
             )
-        model = UnwrappedModel.read(module, auto_wrap_policy, ignored_modules, ignored_states)
+        flags = as_flags(
+            sync_module_states=given["sync_module_states"],
+            broadcast_buffers=given["broadcast_buffers"],
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+        )
+        model = UnwrappedModel.read(
+            module, auto_wrap_policy, ignored_modules, ignored_states, allow_divergence
+        )
         transport = as_transport(collectives, wire_dtype)
         ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
@@ -175,15 +202,16 @@ class ShardedWrapper(ModuleProxy):
             precision=as_mixed_precision(mixed_precision),
             offload=as_cpu_offload(cpu_offload),
             backward_prefetch=as_backward_prefetch(backward_prefetch),
-            forward_prefetch=forward_prefetch is not False,
-            use_orig_params=use_orig_params,
+            forward_prefetch=flags["forward_prefetch"] is not False,
+            use_orig_params=flags["use_orig_params"] is not False,
             coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
-            broadcast_buffers=given["broadcast_buffers"] is not False,
+            broadcast_buffers=flags["broadcast_buffers"] is not False,
             device=model.find_device(given["device_id"], ranks.world.group),
         )
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
         construction = Construction(model, settings, param_init_fn)
-        construction.wrap(self, ShardedWrapper, given["sync_module_states"], notes)
+        construction.wrap(self, ShardedWrapper, flags["sync_module_states"], notes)
+        self._sharding.context.observers.add(FrameworkPrecision(self._sharding))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; RuntimeError if a flat parameter was replaced. Collective."""
@@ -388,11 +416,13 @@ class ShardedWrapper(ModuleProxy):
 
         Raises:
             RuntimeError: gradients accumulated under ``no_sync`` are not reduced yet; the norm is
-                not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward.
+                not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward; a
+                unit inside trains on fewer ranks.
         """
         context, world = self._sharding.context, self._sharding.settings.topology.world
         in_backward.refuse(context, "clip_grad_norm_()")
         handles = handles_in(self)
+        grad_norm.check_alike(handles, world)
         grad_norm.check_reduced(handles, world, is_reducing=context.is_reducing)
         return grad_norm.clip_grad_norm_(
             list(self.parameters()), handles, max_norm, norm_type, error_if_nonfinite, foreach
@@ -451,6 +481,8 @@ class ShardedWrapper(ModuleProxy):
         Raises:
             RuntimeError: as ``summon_full_params``.
         """
+        if self._sharding.is_initialising:
+            return self
         has_flat = any(one.wrapper._parameters for one in shardings_in(self))
         with summon(self, Request(), recurse=has_flat):
             self.module.apply(fn)
@@ -474,8 +506,12 @@ class ShardedWrapper(ModuleProxy):
 
         Raises:
             RuntimeError: keys or shapes do not fit.
+            TypeError: no dict.
             ValueError: ``assign=True``.
         """
+        if not isinstance(state_dict, Mapping):
+            got = type(state_dict).__name__
+            raise TypeError(f"load_state_dict: expected a model's state dict, got {got}")
         self._sharding.context.recover()
         children = [name for name, _ in self.module.named_children()]
         own = model_state.without_ddp_prefix(dict(state_dict), children)
@@ -654,9 +690,8 @@ class ShardedWrapper(ModuleProxy):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a forward that begins now broadcasts rank 0's buffers."""
-        settings, context = self._sharding.settings, self._sharding.context
-        has_buffers = any(True for _ in self.module.buffers())
-        return settings.broadcast_buffers and not context.state.is_accumulating and has_buffers
+        sync = self._sharding.context.observers.find(BufferSync)
+        return sync is not None and sync.is_due and any(True for _ in self.module.buffers())
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:
@@ -669,13 +704,22 @@ class ShardedWrapper(ModuleProxy):
             return super().__getattr__(name)
         except AttributeError as error:
             # Without `_sharding` the wrapper is still being built or copied.
-            if name in torch_names.DDP_ATTRIBUTES and "_sharding" in self.__dict__:
-                return torch_names.DDP_ATTRIBUTES[name](self._sharding)
+            if name in torch_names.ATTRIBUTES and "_sharding" in self.__dict__:
+                return torch_names.ATTRIBUTES[name](self._sharding)
             reason = torch_names.why_missing(name)
             raise (error if reason is None else AttributeError(reason)) from None
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As of the unwrapped module; the wrapper shares the name of what it wraps."""
+        # DistributedDataParallel and the like list the model's modules before they change anything.
+        # They would give all ranks the first one's shards, or shard shards.
+        refuse_foreign_wrapper(ModuleProxy.named_modules.__code__)
+        return super().named_modules(*args, **kwargs)
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # `.to()`, `.double()` and the like.
+        if self._sharding.is_initialising:
+            return self
         apply = super()._apply
         convert(self._sharding, fn, lambda: apply(fn, recurse), recurse=recurse)
         return self

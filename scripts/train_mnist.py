@@ -15,7 +15,6 @@ import contextlib
 import functools
 import itertools
 import json
-import os
 import resource
 import sys
 import time
@@ -34,7 +33,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
-from training_job import at_least, held_bytes, output_file, positive_number, replacing, say, stop
+from training_job import (
+    at_least,
+    directory,
+    held_bytes,
+    output_file,
+    positive_number,
+    replacing,
+    say,
+    stop,
+)
 
 try:
     from rich import print as rich_print
@@ -48,12 +56,6 @@ from flatshard import CPUOffload, ShardedWrapper, ShardingStrategy
 from flatshard.wrap import size_based_auto_wrap_policy
 
 # ---------------------------------------------------------------------------------------- settings
-
-
-def directory(text: str) -> Path:
-    if not os.path.isdir(text):
-        raise argparse.ArgumentTypeError(f"not a directory: {text}")
-    return Path(text)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -466,7 +468,7 @@ def run_job(args: argparse.Namespace, device: torch.device) -> None:
     optimizer = torch.optim.Adadelta(model.parameters(), lr=args.lr)
     training = Training(model, optimizer, data, args, device)
     if state:
-        training_job.resume(model, optimizer, state)
+        training_job.resume(args.resume, model, optimizer, state)
         training.done = Progress(state["epoch"], state["step"])
         say(f"Resumed after {training.done}")
     about = {

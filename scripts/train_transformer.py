@@ -275,7 +275,11 @@ def sample(model: nn.Module, args: argparse.Namespace, device: torch.device) -> 
 def build_resumed(args: argparse.Namespace) -> tuple[Transformer, dict[str, Any]]:
     """Returns the model of a checkpoint, whose sizes override the options, and the checkpoint."""
     state = training_job.read_checkpoint(args.resume, "step", "sizes")
-    vars(args).update(state["sizes"])
+    sizes = state["sizes"]
+    are_sizes = sizes.keys() == set(SIZES) and all(type(n) is int and n > 0 for n in sizes.values())
+    if not are_sizes or sizes["width"] % sizes["heads"]:
+        raise training_job.Refused(f"--resume: {args.resume}: not the sizes of a model: {sizes}")
+    vars(args).update(sizes)
     plain = build(args)
     training_job.check_fits(args.resume, state, plain)
     return plain, state
@@ -295,7 +299,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     model = wrap_model(plain, args, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     if state:
-        training_job.resume(model, optimizer, state)
+        training_job.resume(args.resume, model, optimizer, state)
     how = "DDP" if args.ddp else f"{args.strategy}{', bf16' if args.bf16 else ''}"
     say(f"{numel:,} parameters, {args.world_size} ranks, {device.type}, {how}")
     if first:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import ShardedWrapper, ShardingStrategy
@@ -60,18 +60,31 @@ def input_file(text: str) -> Path:
 
 def output_file(text: str) -> Path:
     """A path that can be written, which is tried now rather than after hours of training."""
-    path = Path(text)
-    if os.path.isdir(path) or not os.path.isdir(path.parent):
+    path = Path(os.path.realpath(text))  # of a link: what it leads to, which is then replaced
+    if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"not a file in an existing directory: {text}")
-    part = part_of(path)
+    if path.exists() and not path.is_file():  # a device, a pipe
+        raise argparse.ArgumentTypeError(f"not a regular file: {text}")
     try:
-        part.touch()
-        part.unlink(missing_ok=True)  # another rank may have tried it too
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
         if path.exists():
             path.open("ab").close()
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot write {text}: {error.strerror}") from None
     return path
+
+
+def directory(text: str) -> Path:
+    """A directory in which temporary files can be made."""
+    if not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"not a directory: {text}")
+    try:
+        with tempfile.TemporaryFile(dir=text) as file:
+            os.posix_fallocate(file.fileno(), 0, 1)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write in {text}: {error.strerror}") from None
+    return Path(text)
 
 
 def stop(message: str) -> NoReturn:
@@ -189,18 +202,30 @@ def held_bytes(tensors: Iterable[Any]) -> int:
 # -------------------------------------------------------------------------------- files of a job
 
 
-def part_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.part")
-
-
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path to write to, which takes the place of `path` when all went well."""
-    part = part_of(path)
+    """Yields a path to write to, which takes the place of the regular file `path` at the end.
+
+    It does so when all went well. Whenever the process is killed, nothing else is left.
+    """
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)
     try:
-        yield part
+        # Without a name until all is written.
+        file = os.open(path.parent, os.O_RDWR | os.O_TMPFILE, 0o666)
+    except (AttributeError, OSError):  # not every system has that, nor every file system
+        file = None
+    try:
+        if file is None:
+            yield part
+        else:
+            nameless = Path(f"/proc/self/fd/{file}")
+            yield nameless
+            os.link(nameless, part, follow_symlinks=True)
         os.replace(part, path)
     finally:
+        if file is not None:
+            os.close(file)
         part.unlink(missing_ok=True)
 
 
@@ -220,7 +245,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def save(path: Path, model: nn.Module, optimizer: Any, **progress: Any) -> None:
-    """Writes full tensors by name, so that any world size can resume. Collective."""
+    """Writes full tensors by name, so that any world size can resume. Collective.
+
+    Where it cannot be written, this ends all ranks.
+    """
     plain = unwrapped(model)
     weights = plain.state_dict()
     state = {
@@ -228,9 +256,16 @@ def save(path: Path, model: nn.Module, optimizer: Any, **progress: Any) -> None:
         "optimizer": ShardedWrapper.optim_state_dict(plain, optimizer),
         **progress,
     }
-    if dist.get_rank() == 0:
-        with replacing(path) as part:
-            torch.save(state, part)
+
+    def write() -> None:
+        if dist.get_rank() == 0:
+            try:
+                with replacing(path) as part:
+                    torch.save(state, part)
+            except (OSError, RuntimeError) as error:  # torch's own, where the disk is full
+                raise Refused(f"--save: cannot write {path}: {error}") from error
+
+    on_all_ranks(write)
 
 
 def read_checkpoint(path: Path, *progress: str) -> dict[str, Any]:
@@ -247,6 +282,12 @@ def read_checkpoint(path: Path, *progress: str) -> dict[str, Any]:
     missing = [key for key in needed if not isinstance(state, dict) or key not in state]
     if missing:
         raise Refused(f"--resume: {path} is no checkpoint of this script: it has no {missing[0]!r}")
+    for key, kind in {"model": dict, "optimizer": dict, "sizes": dict}.items():
+        if not isinstance(state.get(key, {}), kind):
+            raise Refused(f"--resume: {path} is no checkpoint of this script: {key!r} is no dict")
+    for key in progress:
+        if key != "sizes" and not (type(state[key]) is int and state[key] >= 0):
+            raise Refused(f"--resume: {path}: {key!r} is no number of steps: {state[key]!r}")
     return state
 
 
@@ -257,7 +298,10 @@ def check_fits(path: Path, state: dict[str, Any], plain: nn.Module) -> None:
         Refused: it is another model's.
     """
     there, here = (
-        {name: list(getattr(value, "shape", ())) for name, value in dict(tensors).items()}
+        {
+            name: list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            for name, value in tensors.items()
+        }
         for tensors in (state["model"], plain.state_dict())
     )
     for name in (*here, *there):
@@ -266,13 +310,24 @@ def check_fits(path: Path, state: dict[str, Any], plain: nn.Module) -> None:
             raise Refused(f"--resume: {path} is of another model: {shapes}")
 
 
-def resume(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
-    """Gives every rank its part of a checkpoint. Collective."""
+def resume(path: Path, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+    """Gives every rank its part of a checkpoint. Collective.
+
+    Where it is not this optimizer's, this ends all ranks.
+    """
     plain = unwrapped(model)
     plain.load_state_dict(state["model"])
-    ShardedWrapper.optim_state_dict_to_load(
-        plain, optimizer, state["optimizer"], load_directly=True
-    )
+
+    def load() -> None:
+        try:
+            ShardedWrapper.optim_state_dict_to_load(
+                plain, optimizer, state["optimizer"], load_directly=True
+            )
+        # All ranks have read the same, and refuse the same.
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise Refused(f"--resume: {path} is of another optimizer: {error!r}") from error
+
+    on_all_ranks(load)
 
 
 # ------------------------------------------------------------------------------------------ launch

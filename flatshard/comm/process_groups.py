@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -19,11 +20,23 @@ _NO_TAG = (1 << 31) - 1  # nothing is ever sent under it
 
 def abort(group: dist.ProcessGroup) -> None:
     """Make all sends, receives and collectives of a gloo group fail, on all ranks."""
+    if backend_for(group, "cpu") != "gloo":
+        return
     nothing = torch.empty(1, dtype=torch.uint8)
-    peer = (group.rank() + 1) % group.size()
-    # A receive that times out does that, as nothing else does.
-    with contextlib.suppress(RuntimeError):
-        group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+    # A receive that times out does that, as nothing else does. From a rank that has left it fails
+    # before, and leaves the connections to others as they are.
+    for peer in set(range(group.size())) - {group.rank()}:
+        with contextlib.suppress(RuntimeError):
+            group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+
+
+# Those that ``new_group`` made, and in which process: a fork has its parent's, without threads.
+_made_in: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def made_here() -> set[dist.ProcessGroup]:
+    """The groups that ``new_group`` made in this process and that are still there."""
+    return {group for group, pid in list(_made_in.items()) if pid == os.getpid()}
 
 
 def new_group(
@@ -57,6 +70,7 @@ def new_group(
         if bound is not None:
             world.bound_device_id = bound
     assert isinstance(group, dist.ProcessGroup), "this rank is a member of the new group"
+    _made_in[group] = os.getpid()
     return group
 
 

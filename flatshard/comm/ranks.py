@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from flatshard.comm.communicator import ALONE, AUTO, Communicator
-from flatshard.comm.process_groups import control_of, new_group
+from flatshard.comm.end_of_program import come_to_rest
+from flatshard.comm.process_groups import control_of, made_here, new_group
 from flatshard.comm.topology import Topology
 from flatshard.comm.transports import native
 from flatshard.comm.work import named
@@ -132,8 +134,8 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
 
     Args:
         process_group: a group, a pair (shard group, replicate group), or None.
-        device_mesh: a 1-D mesh; a 2-D mesh (replicate, shard), in the other order if its
-            dimensions' names say so; or None.
+        device_mesh: a 1-D mesh; a 2-D mesh (replicate, shard), in either order if its dimensions
+            are named so; or None.
         mode: how to move tensors.
 
     Raises:
@@ -158,6 +160,14 @@ def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
     """None, one group, or a pair."""
     if process_group is None:
         return ()
+    outside = dist.GroupMember.NON_GROUP_MEMBER  # what `new_group` gives ranks that are not in it
+    if process_group is outside or outside in (
+        process_group if isinstance(process_group, tuple | list) else ()
+    ):
+        raise ValueError(
+            f"process_group: rank {dist.get_rank()} is not in this group. Only ranks that are in "
+            "it wrap the model and train it."
+        )
     if not isinstance(process_group, tuple | list):
         if not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(f"process_group: expected a ProcessGroup, got {process_group!r}")
@@ -183,10 +193,18 @@ def _groups_of_mesh(mesh: Any) -> Any:
             "Pass the part of it over which this model's data are split, such as "
             'mesh["replicate", "shard"].'
         )
-    names = mesh.mesh_dim_names or ("", "")
-    # The order of torch's FSDP unless the names say the opposite.
-    reverse = ("shard" in names[0] and "shard" not in names[1]) or "replica" in names[1]
-    shard_dim = 0 if reverse else 1
+    # Without names the order of torch's FSDP. Any other dimension (of tensor parallelism, say) has
+    # ranks that hold other parameters, or compute on the same inputs.
+    names = mesh.mesh_dim_names or ("replicate", "shard")
+    kinds = [[kind for kind in ("replica", "shard") if kind in name] for name in names]
+    if kinds not in ([["replica"], ["shard"]], [["shard"], ["replica"]]):
+        raise ValueError(
+            f"device_mesh: its dimensions are named {names}, and not replicate and shard (nor "
+            'such as "dp_replicate" and "dp_shard"). Pass the part of it over which this '
+            'model\'s data are split, such as mesh["dp"], or process_group=(shard_group, '
+            "replicate_group)."
+        )
+    shard_dim = kinds.index(["shard"])
     return mesh.get_group(shard_dim), mesh.get_group(1 - shard_dim)
 
 
@@ -300,6 +318,15 @@ def forget_destroyed() -> None:
             dist.get_process_group_ranks(group)
         except (KeyError, RuntimeError, ValueError):
             del _communicators[group, mode]
+
+
+@atexit.register
+def _end() -> None:
+    groups = made_here()
+    for one in _communicators.values():
+        if one.size > 1 and one.members.reduce_group in groups:
+            groups.add(one.members.gather_group)  # which may be the user's
+    come_to_rest(groups)
 
 
 def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:

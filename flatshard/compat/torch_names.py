@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from flatshard.module.sharding import Sharding
 
@@ -71,10 +71,13 @@ MISSING_METHODS = {
     "shard_full_optim_state_dict": "use `optim_state_dict_to_load`",
     "flatten_sharded_optim_state_dict": "use `optim_state_dict_to_load`",
     "rekey_optim_state_dict": "names are those of the unwrapped model",
+    "_fsdp_wrapped_module": "use `.module`",
+    "params": "use `parameters()`",
+    "training_state": "use `step_report()`",
 }
 
-# DistributedDataParallel's attributes, read-only here.
-DDP_ATTRIBUTES: dict[str, Callable[[Sharding], Any]] = {
+# Attributes of both, read-only here.
+ATTRIBUTES: dict[str, Callable[[Sharding], Any]] = {
     "require_backward_grad_sync": lambda one: not one.context.state.is_accumulating,
     "device": lambda one: one.settings.device,
     "device_type": lambda one: one.settings.device.type,
@@ -86,7 +89,23 @@ DDP_ATTRIBUTES: dict[str, Callable[[Sharding], Any]] = {
     "static_graph": lambda _: False,
     "broadcast_buffers": lambda one: one.settings.broadcast_buffers,
     "dim": lambda _: 0,
+    "rank": lambda one: one.settings.ranks.world.rank,
+    "world_size": lambda one: one.settings.ranks.world.size,
+    "compute_device": lambda one: one.settings.device,
+    "mixed_precision": lambda one: one.settings.precision,
+    "cpu_offload": lambda one: one.settings.offload,
+    "backward_prefetch": lambda one: one.settings.backward_prefetch,
+    "forward_prefetch": lambda one: one.settings.forward_prefetch,
+    "limit_all_gathers": lambda _: True,
 }
+
+
+class NamesMissing(type):
+    """Of a class that lacks names of torch's: says why, also where they are called on it."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        reason = why_missing(name)
+        raise AttributeError(reason or f"type object {cls.__name__!r} has no attribute {name!r}")
 
 
 def why_missing(name: str) -> str | None:

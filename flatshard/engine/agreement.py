@@ -62,12 +62,26 @@ def agree(
     for voter, their_maxima in zip(voters, maxima[len(own) :], strict=True):
         voter.tally(their_maxima)
     flags = map(bool, used)
+    used_by = {handle: list(islice(flags, len(handle.params.full))) for _, handle in handles}
+    for unit, handle in handles:
+        # The others have another module there, an expert of theirs.
+        if unit.topology.world.size < state.world.size:
+            used_by[handle] = _used_within(unit, handle)
     return Agreement(
-        used={handle: list(islice(flags, len(handle.params.full))) for _, handle in handles},
+        used=used_by,
         left_over=list(compress(handles, left_over)),
         uneven=[i for i, both in enumerate(zip(started, waiting, strict=True)) if all(both)],
         edited=list(compress(state.units, edited)),
     )
+
+
+def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
+    """Which parameters any rank of the unit's own used. Collective: these ranks."""
+    world, used = unit.topology.world, handle.grad_buffer.used_by_rank
+    flags = [index in used for index in range(len(handle.params.full))]
+    marks = torch.tensor(flags, dtype=torch.uint8, device=world.control_device)
+    world.reduce_scalars(marks, "MAX", op_name=f"used parameters of unit {unit.name!r}")
+    return [bool(mark) for mark in marks.tolist()]
 
 
 def _maxima(state: StepState, ballots: list[list[int]]) -> list[list[int]]:
@@ -111,7 +125,8 @@ def _check_program(name: str, maxima: Sequence[int]) -> None:
             "asked for a norm or a sum, more often than others, and what they got may be of "
             "other parameters. With this backend all ranks must run the same units, forwards "
             "and backwards, and call state_dict(), summon_full_params() and the like "
-            "together, not under `if rank == 0:`. Start again from a checkpoint."
+            "together, not under `if rank == 0:`. Units that some ranks skip need "
+            "allow_divergence (docs/recipes.md). Start again from a checkpoint."
         )
     if loads:
         raise RuntimeError(

@@ -114,7 +114,7 @@ class Backward:
             return
         if unit.for_backward:
             # All ranks come here, so hooks can reduce what all ranks have.
-            if self.begin():
+            if self.begin() and not unit.may_diverge:
                 self.queue.call_hooks()
             self._unshard_now(unit)
         unit.enter(Phase.BACKWARD)

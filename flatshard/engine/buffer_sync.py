@@ -1,20 +1,91 @@
-"""``broadcast_buffers``: every rank gets rank 0's module buffers before a forward."""
+"""``BufferSync``: every rank gets rank 0's module buffers before a forward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.comm.communicator import Communicator
+from flatshard.engine.events import Kind, StepObserver
+from flatshard.engine.step_state import StepState
+from flatshard.engine.unit import Unit
+
+# By module and attribute.
+Buffers = dict[tuple[nn.Module, str], Tensor]
+
+
+class BufferSync(StepObserver):
+    """Broadcasts what DistributedDataParallel does, before the same forwards.
+
+    [Note: buffers that are replaced]
+    Those of now are broadcast, also where a forward or a user put other tensors in place. Ranks
+    must know the size of the message without asking each other in every forward. So each backward's
+    exchange tells whether the ranks have buffers of the same shapes, and until then the message
+    holds those that they had at the last one where they did: a table that each rank makes as long
+    as its batches need, say, stays its own.
+    """
+
+    def __init__(self, state: StepState, buffers: Callable[[], Buffers]) -> None:
+        """``buffers`` lists those that modules have now."""
+        self._state, self._buffers = state, buffers
+        self.is_due = True
+        self._alike = buffers()  # of the same kinds on all ranks
+        self._voted, self._voted_kinds, self._digest = self._alike, _kinds(self._alike), b""
+        self._has_run = False  # a forward, since ranks asked each other
+
+    def enter_forward(self, unit: Unit, recomputes: bool) -> None:
+        state = self._state
+        if state.depth or unit is not state.root:
+            return
+        if self.is_due and not recomputes and state.world.size > 1:
+            with state.observers.waiting(Kind.RANKS_WAIT):
+                self._broadcast(f"{unit.name or 'the model'}'s buffers")
+        self._has_run = True
+        # As in DistributedDataParallel: after a forward whose backward leaves ranks' parameters as
+        # they are, the next one does not start from rank 0's buffers either.
+        self.is_due = torch.is_grad_enabled() and not state.under_no_sync
+
+    def _broadcast(self, op_name: str) -> None:
+        world, present = self._state.world, self._buffers()
+        if not self._has_run and _kinds(present) != self._voted_kinds:
+            # Replaced by the program between steps, which all ranks do alike.
+            votes = torch.tensor(self.votes(), dtype=torch.uint8, device=world.control_device)
+            self.tally(world.reduce_scalars(votes, "MAX", op_name=op_name).tolist())
+        sent = []
+        for place, before in self._alike.items():
+            buffer = present.get(place)
+            sent.append(before if buffer is None or _kind(buffer) != _kind(before) else buffer)
+        broadcast_buffers(sent, world, op_name)
+
+    def votes(self) -> list[int]:
+        """What tells whether the buffers are of the same kinds on all ranks."""
+        self._voted = self._buffers()
+        kinds = _kinds(self._voted)
+        if kinds != self._voted_kinds or not self._digest:
+            self._voted_kinds, self._digest = kinds, zlib.crc32(repr(kinds).encode()).to_bytes(4)
+        return [*self._digest, *(255 - byte for byte in self._digest)]
+
+    def tally(self, maxima: list[int]) -> None:
+        if all(a + b == 255 for a, b in zip(maxima[:4], maxima[4:], strict=True)):
+            self._alike = self._voted
+        self._has_run = False
+
+
+def _kind(buffer: Tensor) -> Any:
+    return buffer.dtype, buffer.shape, buffer.device.type
+
+
+def _kinds(buffers: Buffers) -> list[Any]:
+    return [_kind(buffer) for buffer in buffers.values()]
 
 
 def broadcast_buffers(buffers: Sequence[Tensor], world: Communicator, op_name: str) -> None:
     """Give every rank rank 0's, in one message per dtype and device. Collective."""
-    if world.size == 1:
-        return
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in buffers:
         kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-
-from torch import Tensor
+from collections.abc import Sequence
 
 from flatshard.comm.communicator import Communicator
 from flatshard.engine.backward import Backward
@@ -25,22 +23,19 @@ class RunContext:
         hooks: Sequence[UnitHooks],
         world: Communicator,
         *,
-        buffers: Callable[[], Iterable[Tensor]],
         number: int,
         forward_prefetch: bool,
         backward_prefetch: BackwardPrefetch | None,
     ) -> None:
         """Run these units, the root last, from now on.
 
-        ``buffers`` lists what rank 0 broadcasts before a forward. ``number``, below 256 and alike
-        on all ranks, tells models apart.
+        ``number``, below 256 and alike on all ranks, tells models apart.
         """
         self.state = state = StepState([one.unit for one in hooks], world, number)
         self.units, self.root, self.number = state.units, state.root, number
         self.observers = state.observers
         self.is_converting = False  # modules are under way to another dtype or device
         self.last_report: object = None  # what `diagnostics.recording` keeps of the last step
-        self._buffers = buffers
         for index, unit in enumerate(state.units):
             unit.index = index
         for _, handle in state.handles:
@@ -56,7 +51,7 @@ class RunContext:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look at the units and the modules' buffers again, after they were made anew."""
+        """Look at the units again, after their buffers were made anew."""
         # Where one rank has everything, and nothing is cast, there is nothing to communicate.
         is_alone = self.state.world.size == 1
         devices = (h.device for _, h in self.state.handles if h.buffer_bytes or not is_alone)
@@ -64,7 +59,7 @@ class RunContext:
         # Prefetch and backward look at sizes, forward at storages that saved tensors lie in.
         self._prefetch.refresh()
         self._backward.queue.refresh()
-        self._forward.refresh(list(self._buffers()))
+        self._forward.refresh()
 
     @property
     def is_running(self) -> bool:

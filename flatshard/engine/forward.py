@@ -15,14 +15,11 @@ checkpoint computes the full model again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flatshard.comm.work import CollectiveError
 from flatshard.engine.backward import Backward
-from flatshard.engine.buffer_sync import broadcast_buffers
 from flatshard.engine.events import Kind
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.saved_tensors import SavedTensors
@@ -36,12 +33,9 @@ class Forward:
         self._state, self._observers = state, state.observers
         self._backward, self._prefetch = backward, prefetch
 
-    def refresh(self, buffers: Sequence[Tensor]) -> None:
-        """Look at the units again, after their buffers, and the modules', were made anew."""
+    def refresh(self) -> None:
+        """Look at the units again, after their buffers were made anew."""
         units, handles = self._state.units, self._state.handles
-        # The objects of now, as in DistributedDataParallel: a buffer that some forward replaces may
-        # then have another size on each rank.
-        self._buffers = buffers
         self.saved = SavedTensors(handles, self._backward)
         self._of_several = [unit for unit in units if len(unit.modules) > 1]
         self._crossing = [h for _, h in handles if h.topology.inter_group.size > 1]
@@ -53,7 +47,7 @@ class Forward:
             # A recomputation of the full model begins its backward here.
             self._prefetch.recomputes_whole = self.begins_recomputation()
             if not self._prefetch.recomputes_whole:
-                self.begin(unit)
+                self.begin()
         recomputes = backward.is_running
         self._observers.enter_forward(unit, recomputes)
         self.saved.push()
@@ -67,7 +61,8 @@ class Forward:
             return call
         unit.outstanding_backwards += state.expects_backward
         if unit.phase is not Phase.FORWARD or not unit.is_current:
-            self._prefetch.order.record(unit.index)
+            if not unit.may_diverge:  # nor would a prediction be the same on all ranks
+                self._prefetch.order.record(unit.index)
             self.unshard(unit)
             if len(unit.running) == 1:
                 self._observers.unsharded(unit)
@@ -125,11 +120,9 @@ class Forward:
         self._state.plan_syncs()
         return self._backward.begin()
 
-    def begin(self, outermost: Unit | None) -> None:
-        """An outermost forward begins; None: of no unit's module. Collective."""
+    def begin(self) -> None:
+        """The outermost forward begins. Collective."""
         state = self._state
-        if state.device is not None:
-            _check_not_captured(state.device)
         self.recover()
         self._observers.begin_forward()
         state.has_run = True  # after the observers: some look at the first forward alone
@@ -142,17 +135,14 @@ class Forward:
         else:
             # Evaluation makes no gradients, and its batches are often larger.
             self.give_back()
-        if outermost is state.root and not state.is_accumulating:
-            with self._observers.waiting(Kind.RANKS_WAIT):
-                name = f"{state.root.name or 'the model'}'s buffers"
-                broadcast_buffers(self._buffers, state.world, name)
         # All-gathers across nodes are slow: all units' overlap the forward.
         with self._observers.starting("forward", None):
             for handle in self._crossing:
                 handle.gather.begin_refresh(handle.shard.detach(), handle.version)
 
     def end(self, failed: bool) -> None:
-        """The outermost forward is over."""
+        """It is over."""
+        self._observers.end_computing(failed)
         for unit in self._of_several:
             unit.end_forward(is_needed_soon=self.is_needed_soon(unit))
         # Where all ran as recorded, an all-gather under way is backward's first.
@@ -187,16 +177,3 @@ class Forward:
         for _, handle in self._state.handles:
             handle.reduce_plan.give_back()
         POOL.give_back()
-
-
-def _check_not_captured(device: torch.device) -> None:
-    """Raise RuntimeError while a CUDA graph captures the current stream."""
-    # What the host does in a step would run once, at the capture, and never again. Asked of
-    # another device than the current one, torch would begin to use that.
-    is_current = device.type == "cuda" and torch.cuda.current_device() == device.index
-    if is_current and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "ShardedWrapper: the forward of a sharded model cannot be captured in a CUDA graph: "
-            "replays would neither unshard parameters nor reduce gradients. Train without the "
-            "graph; torch.compile(block) before wrapping makes a block's kernels fewer."
-        )

@@ -120,19 +120,12 @@ class FlatParamHandle:
         """Nobody reads or writes the shard for a while: on a disk it need not be in memory."""
         self._targets.shard.page_out(self.shard)
 
-    def check_not_summoned(self, *, unless_shown: bool = False) -> None:
-        if self.summoned is not None and not (unless_shown and self.summoned.shown):
-            raise RuntimeError(
-                f"unit {self.unit_name!r}, rank {self.topology.world.global_rank}: its sharded "
-                "parameters were used under summon_full_params(). Use those that the modules hold "
-                "inside, with rank0_only=True on rank 0 alone, or leave the context first."
-            )
-
     # ------------------------------------------------------------ unshard and reshard
 
     def unshard(self, purpose: str) -> None:
         """SHARDED -> UNSHARDING: start to all-gather. Collective: all ranks of the shard group."""
-        self.check_not_summoned()
+        if self.summoned is not None:
+            self.summoned.refuse()
         if self._aliased:
             if self.state is ShardState.SHARDED:
                 self._move_to(ShardState.UNSHARDING)

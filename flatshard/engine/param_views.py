@@ -173,28 +173,15 @@ class ParamViews:
                 param.register_post_accumulate_grad_hook(self._grad_hook(index))
                 param.requires_grad_(is_trained)
 
-    def connect(
-        self,
-        grad_hook: GradHook,
-        on_outside_grad: Callable[[], object],
-        bring_back: Callable[[], bool] | None,
-    ) -> None:
-        """Say what autograd calls, which must not keep the unit alive.
+    def connect(self, grad_hook: GradHook) -> None:
+        """Let ``grad_hook`` make what a full parameter, given by its index, calls with a gradient.
 
-        Args:
-            grad_hook: makes what a full parameter, given by its index, calls with its ``.grad``.
-            on_outside_grad: called before a use outside of forward adds to a sharded ``.grad``.
-            bring_back: unshards full parameters that are used after they were resharded, and
-                returns whether they are there then; None: nothing does.
+        Autograd holds what it makes, which must not keep the unit alive.
         """
         self._grad_hook = grad_hook
         with torch.inference_mode(False):
             for index in range(len(self.full)):
                 self._hook_grad(index)
-        for spec in self.specs:
-            spec.on_outside_grad = on_outside_grad
-            if bring_back is not None:
-                spec.bring_back = bring_back
 
     def set_accessible(self, may_read: bool) -> None:
         """Say whether the full parameters have memory, unless they compute themselves."""

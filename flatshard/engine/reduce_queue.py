@@ -117,6 +117,7 @@ class ReduceQueue:
         self.buckets = split(state.units)
         self.bucket_of = {handle: one for one in self.buckets for handle in one.handles}
         self._order = ReduceOrder(len(self.buckets))
+        self._adopt(self._order.sequence)
         self._is_order_agreed = False
         self._uneven = UnevenUnits()
         self._in_flight: list[ReduceBucket] = []
@@ -164,7 +165,9 @@ class ReduceQueue:
                 self._start(self.buckets[index])
 
     def _allows(self, index: int) -> bool:
-        return self._order.num_taken < self._num_agreed or not self.buckets[index].unit.calls_hook
+        unit = self.buckets[index].unit
+        is_agreed = self._order.num_taken < self._num_agreed or not unit.calls_hook
+        return is_agreed and not unit.may_diverge
 
     def _agree_on_hooks(self, *, at_end: bool = False) -> None:
         """Tell the other ranks how far this one is; see the note. Collective."""
@@ -263,8 +266,12 @@ class ReduceQueue:
         order = torch.tensor(self._order.suggested(), device=world.control_device)
         with self._observers.waiting(Kind.RANKS_WAIT):
             world.broadcast(order, op_name="order of reductions")
-        self._order.adopt(order.tolist())
+        self._adopt(order.tolist())
         self._is_order_agreed = True
+
+    def _adopt(self, sequence: list[int]) -> None:
+        # What some ranks skip is reduced at the end, and holds up nothing.
+        self._order.adopt(sorted(sequence, key=lambda i: self.buckets[i].unit.may_diverge))
 
     def drop(self) -> None:
         """End what is under way, after a backward that failed. Collective."""

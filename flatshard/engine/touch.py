@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from flatshard.engine.backward import Backward
 from flatshard.engine.events import StepObserver
 from flatshard.engine.forward import Forward
+from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Phase, Unit
 from flatshard.tensor.gathered import as_views, gathered
@@ -44,8 +45,12 @@ class Touch(StepObserver):
         # Units that are unsharded for operations, and in a forward of which depth; innermost last.
         self._held: list[tuple[int, Unit]] = []
         self._warned: set[Unit] = set()
+        for unit, handle in state.handles:
+            self._connect(unit, handle)
+
+    def _connect(self, unit: Unit, handle: FlatParamHandle) -> None:
         # Weakly: autograd holds parameters, and Python's collector does not see what it holds.
-        this = weakref.ref(self)
+        this, of_unit = weakref.ref(self), weakref.ref(unit)
 
         def run_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             touch = this()
@@ -55,8 +60,21 @@ class Touch(StepObserver):
             touch = this()
             return touch is not None and touch._is_in_forward
 
-        for spec in self._units:
+        def on_outside_grad() -> bool:
+            touch = this()
+            return touch is not None and touch._backward.begin()
+
+        def bring_back() -> bool:
+            touch, unit = this(), of_unit()
+            if touch is None or unit is None or handle_is_needed:
+                return False
+            return touch._backward.bring_back(unit)
+
+        # What only lookups use, backward does without, unless it is used otherwise, too.
+        handle_is_needed = handle in unit.for_backward
+        for spec in handle.params.specs:
             spec.run_full, spec.in_forward = run_full, in_forward
+            spec.on_outside_grad, spec.bring_back = on_outside_grad, bring_back
 
     @property
     def _is_in_forward(self) -> bool:
@@ -95,21 +113,23 @@ class Touch(StepObserver):
         units = dict.fromkeys(self._units[t.spec] for t in sharded if t.is_parameter)
         with self._unsharded(units) as is_outermost:
             apart = {id(t): gathered(t) for t in sharded if not t.is_parameter}
-            params = {id(t): t.spec.full for t in sharded if t.is_parameter}
+            params: dict[int, Any] = {id(t): t.spec.full for t in sharded if t.is_parameter}
             result = as_views(call({**apart, **params}), apart.values())
             # The memory of the parameters is freed now, or after the forward around.
             return as_views(result, params.values(), copies=True) if is_outermost else result
 
     def _run_alone(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
         if not self._state.has_run:  # what the first forward checks
-            self._forward.begin(None)
+            self._forward.begin()
             self._forward.end(failed=False)
         for handle in {h for t in sharded for h in self._units[t.spec].handles}:
-            handle.check_not_summoned()
+            if handle.summoned is not None:
+                handle.summoned.refuse()
         copies = {}
         with torch.inference_mode(False), torch.no_grad():
             for t in sharded:
-                like = t.spec.full if t.is_parameter else t  # has the dtype and device that compute
+                # Of a parameter, where and in which dtype it computes.
+                like = t.spec.full if t.is_parameter and t.spec.full is not None else t
                 copies[id(t)] = t.full_tensor().to(like.device, like.dtype)
         return as_views(call(copies), copies.values())
 
@@ -119,7 +139,7 @@ class Touch(StepObserver):
         state, forward = self._state, self._forward
         is_outermost = not (self._is_in_forward or forward.begins_recomputation())
         if is_outermost:
-            forward.begin(None)
+            forward.begin()
             state.depth += 1
         forward.saved.push()
         failed = True
@@ -144,7 +164,9 @@ class Touch(StepObserver):
         elif unit.phase is not Phase.FORWARD or not unit.is_current:
             if not unit.running:
                 self._held.append((state.depth, unit))
-                if state.observers.find(Touch) is None:  # models of which nothing comes here pay nothing
+                if (
+                    state.observers.find(Touch) is None
+                ):  # models of which nothing comes here pay nothing
                     state.observers.add(self)
             self._forward.unshard(unit)
             state.observers.unsharded(unit)

@@ -143,6 +143,11 @@ class Unit:
         self.sync = wanted
 
     @property
+    def may_diverge(self) -> bool:
+        """Whether ranks may skip it, or run it in another order."""
+        return self.placement.may_diverge and not self.is_root
+
+    @property
     def calls_hook(self) -> bool:
         """Whether a user's function reduces the unit's gradients in this backward."""
         return self.sync is Sync.ALL and any(
@@ -270,7 +275,7 @@ class Unit:
         self.backward_follows = backward_follows
         self._num_calls += 1
         self._calls_to_come -= 1
-        return len(self.casts) == 1 or self._calls_to_come <= 0
+        return not self.may_diverge and (len(self.casts) == 1 or self._calls_to_come <= 0)
 
     def end_forward(self, *, is_needed_soon: bool) -> None:
         """FORWARD -> IDLE: reshard what the strategy reshards, as no call is to come."""
@@ -333,6 +338,7 @@ class Unit:
         """Whether nothing of the backward under way can need the parameters any more."""
         return (
             self.phase is Phase.BACKWARD
+            and not self.may_diverge
             and not self._outstanding_inputs
             and all(len(h.grad_buffer.arrived) >= n for h, n in self.num_trainable.items())
         )

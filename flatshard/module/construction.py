@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -21,10 +22,17 @@ from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.run import start_run
 from flatshard.module.settings import Settings
-from flatshard.module.sharding import Sharding, sharding_of, units_in
+from flatshard.module.sharding import (
+    Sharding,
+    initialising,
+    modules_apart,
+    sharding_of,
+    shardings_in,
+    units_in,
+)
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options.offload import OffloadError
-from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.plan.module_proxy import ModuleProxy, put_in_place
 from flatshard.plan.wrap import explain_no_match
 from flatshard.state.model_state import UnitStateDict
 
@@ -39,6 +47,9 @@ class Construction:
         init_fn: meta_init.InitFn | None,
     ) -> None:
         settings.check()
+        apart = modules_apart(model.module, settings.ranks.world.size)
+        own = {id(buffer) for module in apart for buffer in module.buffers(recurse=False)}
+        model = dataclasses.replace(model, left_alone=own.union(model.left_alone))
         is_sharded = settings.ranks.world.size > 1 and settings.placement.sharded
         model.check_params(drops_gradients=is_sharded)
         self._model, self._settings, self._init_fn = model, settings, init_fn
@@ -72,6 +83,8 @@ class Construction:
         if ranks.world.size > 1:
             described = f"{settings.describe()}{plan.precision.describe()}"
             units = [f"{p.name}: {plan.settings_of[p.module].describe()}" for p in plan.chosen]
+            # Other ranks may have other experts there, but as large ones.
+            units += [one.summary() for one in shardings_in(model.module)]
             consistency.check_same_model(named, described, units, model.ignored.names, ranks.world)
         # Creating process groups is collective, so only after all ranks agree on the strategies.
         for one in plan.settings_of.values():
@@ -79,7 +92,7 @@ class Construction:
         self._reserve_offload()
         initial_values = compare_values(named, sync, ranks.world)
         if initial_values.any_missing:
-            meta_init.check_resets(model, initial_values, self._init_fn)
+            self._resets = meta_init.find_resets(model, initial_values, self._init_fn)
         model.move_buffers(settings.device)
         meta_init.broadcast_buffers(model, initial_values, settings.device)
         return initial_values
@@ -114,9 +127,24 @@ class Construction:
             found.append(
                 "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded"
             )
+        units = [one.module for one in self._plan.chosen]
+        units += [one.wrapper.module for one in shardings_in(module)]
+        divergent = self._model.divergent
+        if divergent and module not in divergent and divergent.isdisjoint(units):
+            found.append(
+                "allow_divergence has no effect: none of these modules is in a unit of its own, so "
+                "their parameters are all-gathered with the module around them"
+            )
+        if ignored.is_elsewhere:
+            found.append(
+                "ignored_modules, ignored_states: nothing of them is in the "
+                f"{type(module).__name__} that is wrapped, so they have no effect there"
+            )
         if isinstance(module, ModuleProxy):
             found.append(
-                "ShardedWrapper: the module is a ShardedWrapper already; the outer one adds nothing"
+                f"ShardedWrapper: the module, a {module.module.__class__.__name__}, is in a "
+                "ShardedWrapper already, and the outer one adds nothing. Wrap it once, with all "
+                "settings"
             )
         if settings.offload.is_on and not settings.offload.path and settings.device.type == "cpu":
             found.append("cpu_offload: the parameters are on the CPU already; nothing changes")
@@ -166,6 +194,9 @@ class Construction:
             for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
                 unit.topology.connect(self._settings.device, fixed_order=fixed_order)
         self._plan.precision.install()
+        for one in shardings_in(root):
+            if one.wrapper.module in self._model.divergent:  # also those that were wrapped before
+                one.unit.placement = one.unit.placement.diverging()
         start_run(sharding_of(root))
 
     def _make_unit(
@@ -206,8 +237,7 @@ class Construction:
         flat = [] if settings.use_orig_params else [h.sharded[0] for h in unit.handles]
         for plan in planned.members:
             module, wrapper = plan.module, wrappers[plan.module]
-            wrapper.module = module
-            wrapper.training = module.training
+            put_in_place(wrapper, module)
             ignored = self._model.ignored.within(module)
             wrapper.__dict__["_sharding"] = Sharding(
                 wrapper, unit, hooks, state_dict, settings, ignored, plan.reason
@@ -223,8 +253,11 @@ class Construction:
         """Initialise what was on the meta device, and fill replicas. Collective."""
         device = self._settings.device
         if initial_values.any_missing:
-            init = meta_init.MetaInit(root, handles, initial_values, self._init_fn, device)
-            sharding_of(root).is_left_empty = init.run()
+            init = meta_init.MetaInit(
+                root, handles, initial_values, self._resets, self._init_fn, device
+            )
+            with initialising(root):
+                sharding_of(root).is_left_empty = init.run()
         # Replicas copy a shard, so only once every tensor in it has its value.
         for handle in handles:
             source = initial_values.source(handle.topology)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flatshard.comm.process_groups import current_cuda
 from flatshard.module.sharding import handles_in, shardings_in
 from flatshard.optimizer import in_backward
+from flatshard.plan.divergence import Divergence, find_divergent
 from flatshard.plan.ignored import NOTHING, Ignored, find_ignored
 from flatshard.plan.wrap import Policy, check_policy
 from flatshard.tensor.flat_parameter import FlatParameter
@@ -25,6 +26,7 @@ class UnwrappedModel:
     policy: Policy | None
     ignored: Ignored = NOTHING
     left_alone: Collection[int] = ()  # ids of tensors that are ignored, or sharded already
+    divergent: Set[nn.Module] = frozenset()  # that ranks may skip
 
     @classmethod
     def read(
@@ -33,15 +35,17 @@ class UnwrappedModel:
         policy: Policy | None,
         ignored_modules: Iterable[nn.Module] | None,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None,
+        allow_divergence: Divergence,
     ) -> UnwrappedModel:
-        """See what is to be ignored. Raises if the module cannot be wrapped with this policy."""
+        """See what is ignored and may diverge. Raises if the module cannot be wrapped so."""
         _check_module(module, policy)
         nested: dict[nn.Module, Ignored] = {s.wrapper: s.ignored for s in shardings_in(module)}
         owned = {id(param) for handle in handles_in(module) for param in handle.sharded}
         ignored = find_ignored(
             module, ignored_modules, ignored_states, nested=nested, sharded=owned
         )
-        return cls(module, policy, ignored, owned | ignored.ids())
+        divergent = find_divergent(module, allow_divergence)
+        return cls(module, policy, ignored, owned | ignored.ids(), divergent)
 
     def params(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters to shard, by name."""
@@ -128,9 +132,13 @@ def _check_module(module: nn.Module, policy: Policy | None) -> None:
             "step_in_backward() on the outermost wrapper, once it is made."
         )
     if inside and policy is not None:
+        first = inside[0]
+        name = next(name for name, one in module.named_modules() if one is first.wrapper)
+        where = f"contains, at {name!r}," if name else "is"
         raise ValueError(
-            f"ShardedWrapper: auto_wrap_policy over a model that already contains {len(inside)} "
-            "units. Wrap it without a policy, or pass the unwrapped model."
+            f"ShardedWrapper: auto_wrap_policy over a module that {where} a ShardedWrapper "
+            f"already (of a {first.wrapper.__class__.__name__}, {len(inside)} in all). Leave the "
+            "policy out, and it wraps what is left; or wrap the model once, with the policy."
         )
 
 

@@ -11,6 +11,7 @@ and ``load_state_dict`` did not load it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,8 @@ from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.tensor.sharded_tensor import attributes_of
 
 InitFn = Callable[[nn.Module], Any]
+# Per module, what gives it values where no `param_init_fn` does: the names of functions, and those.
+Resets = dict[nn.Module, dict[str, Callable[[], Any]]]
 
 _PATTERN = 0xCB
 _PIECE_BYTES = 1 << 16
@@ -44,21 +47,51 @@ def leave_empty(module: nn.Module) -> None:
     module.__dict__[_LEFT_EMPTY] = True
 
 
-def check_resets(model: UnwrappedModel, start: InitialValues, init_fn: InitFn | None) -> None:
-    """Raise ValueError, on every rank, if one must initialise tensors and cannot. Collective."""
+def find_resets(model: UnwrappedModel, start: InitialValues, init_fn: InitFn | None) -> Resets:
+    """What gives modules values. Raises ValueError, on every rank, if one lacks it. Collective."""
+    resets: Resets = {}
+
+    def visit(module: nn.Module, owner: Callable[[nn.Module], Any] | None) -> None:
+        if module in resets or module in model.ignored.modules:
+            return
+        owner = _init_weights_of(module) or owner
+        found = resets[module] = {}
+        reset = _reset_of(module)
+        if reset is not None and any(id(one) in start.missing for one in _own(module)):
+            found["reset_parameters()"] = reset
+        # It may set tensors of modules below it, too: none of those may have values already.
+        below = [*module.parameters(), *module.buffers()]
+        if owner is not None and below and all(id(one) in start.missing for one in below):
+            found["_init_weights()"] = partial(owner, module)
+        for child in module.children():
+            visit(child, owner)
+
+    visit(model.module, None)
     needs_resets = start.initialises and init_fn is None
-    problem = _uninitialisable(model, start) if needs_resets else None
+    problem = _uninitialisable(model, start, resets) if needs_resets else None
     raise_everywhere(ValueError(problem) if problem else None, start.world)
+    return resets
 
 
-def _uninitialisable(model: UnwrappedModel, start: InitialValues) -> str | None:
+def _own(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
+    # The habit of transformers and others, whose constructors end with `apply(_init_weights)`.
+    found = getattr(module, "_init_weights", None)
+    takes_module = inspect.ismethod(found) and len(inspect.signature(found).parameters) == 1
+    return found if takes_module else None
+
+
+def _uninitialisable(model: UnwrappedModel, start: InitialValues, resets: Resets) -> str | None:
     unknown, mixed = [], []
     for name, module in model.module.named_modules():
         own = {**module._parameters, **module._buffers}
         missing = [one for one, tensor in own.items() if id(tensor) in start.missing]
         if module in model.ignored.modules or not missing:
             continue
-        if _reset_of(module) is None:
+        if not resets[module]:
             prefix = f"{name}." if name else ""
             unknown += [f"{prefix}{one} ({type(module).__name__})" for one in missing]
         elif any(one not in missing and p is not None for one, p in module._parameters.items()):
@@ -203,10 +236,12 @@ class MetaInit:
         root: nn.Module,
         handles: Iterable[FlatParamHandle],
         start: InitialValues,
+        resets: Resets,
         init_fn: InitFn | None,
         device: torch.device,
     ) -> None:
         self._start, self._init_fn, self._device = start, init_fn, device
+        self._resets = resets
         self._names = {module: name for name, module in root.named_modules()}
         self._buffers = _buffer_slots(root, lambda buffer: id(buffer) in start.missing)
         self._slots: dict[nn.Module, list[_Slot]] = {}
@@ -219,8 +254,10 @@ class MetaInit:
         # The order of constructors: children first, in registration order, whatever the units. So
         # the same seed gives the values of a model built on its device. A module may initialise
         # parameters of those below it, as torch's attention does, hence groups. A `param_init_fn`
-        # is called from a unit's root down, as by FullyShardedDataParallel.
-        by_unit = self._init_fn is not None
+        # is called from a unit's root down, as by FullyShardedDataParallel; `_init_weights` in the
+        # order of `apply`, where a module may set what is anywhere below it.
+        root_first = self._init_fn is not None
+        by_unit = root_first or any("_init_weights()" in one for one in self._resets.values())
         groups: list[list[nn.Module]] = []
         visited: set[nn.Module] = set()
 
@@ -231,11 +268,12 @@ class MetaInit:
             is_unit, needs_values = isinstance(module, ModuleProxy), module in self._slots
             begins = is_unit if by_unit else needs_values and group is None
             inner = [] if begins else None if is_unit else group
-            if inner is not None and by_unit and not is_unit:
+            is_called = needs_values or (by_unit and module in self._resets and not is_unit)
+            if inner is not None and root_first and is_called:
                 inner.append(module)
-            for child in [module.module] if is_unit else module.children():
+            for child in [module.module] if isinstance(module, ModuleProxy) else module.children():
                 visit(child, inner)
-            if inner is not None and not by_unit and needs_values:
+            if inner is not None and not root_first and is_called:
                 inner.append(module)
             if inner is not None and begins:
                 groups.append(inner)
@@ -308,6 +346,8 @@ class MetaInit:
                     slot.show(memory)
                 for module in modules:
                     self._initialise(module)
+                    if _LEFT_EMPTY in module.__dict__:
+                        self._fill_unsaved(module)
                 for slot in slots:
                     self._check_made(slot)
                 made = [(slot.name, slot.held) for slot in slots if slot.is_first]
@@ -319,14 +359,26 @@ class MetaInit:
                 for name, tensor in made
             }
 
+    def _fill_unsaved(self, module: nn.Module) -> None:
+        """Give values to the buffers of a module that was left empty, if no state dict has them."""
+        slots = self._slots.get(module, [])
+        if slots and all(slot.attribute in module._non_persistent_buffers_set for slot in slots):
+            for slot in slots:
+                slot.show(self._device)
+            self._call(module, self._resets[module])
+
     def _initialise(self, module: nn.Module) -> None:
-        reset = _reset_of(module) if self._init_fn is None else partial(self._init_fn, module)
-        what = "reset_parameters()" if self._init_fn is None else "param_init_fn"
-        assert reset is not None, "checked before sharding"
-        try:
-            reset()
-        except Exception as error:
-            raise RuntimeError(f"{self._where(module)}: {what} failed: {error}") from error
+        calls = self._resets[module]
+        if self._init_fn is not None:
+            calls = {"param_init_fn": partial(self._init_fn, module)}
+        self._call(module, calls)
+
+    def _call(self, module: nn.Module, calls: dict[str, Callable[[], Any]]) -> None:
+        for what, call in calls.items():
+            try:
+                call()
+            except Exception as error:
+                raise RuntimeError(f"{self._where(module)}: {what} failed: {error}") from error
 
     def _where(self, module: nn.Module) -> str:
         return f"module {self._names[module]!r} ({type(module).__name__})"
@@ -349,8 +401,9 @@ class MetaInit:
             )
         elif _is_patterned(held):
             raise RuntimeError(
-                f"{slot.name!r}: reset_parameters() of {self._where(slot.module)} does not "
-                "initialise it. Let it do so, or pass a param_init_fn."
+                f"{slot.name!r}: {' and '.join(self._resets[slot.module])} of "
+                f"{self._where(slot.module)} does not initialise it. Let it do so, or pass a "
+                "param_init_fn."
             )
 
     def _keep(self, slots: Sequence[_Slot], values: dict[str, Any]) -> None:
@@ -402,6 +455,8 @@ def check_loaded(root: nn.Module, handles: Iterable[FlatParamHandle], world: Com
     if empty:
         problem = RuntimeError(
             f"{empty[0]!r}{others}: left empty (flatshard.leave_empty), and no values came since. "
-            "Call model.load_state_dict(...) with all of them before the first forward."
+            "Call model.load_state_dict(...) with all of them before the first forward. Buffers "
+            "with persistent=False are in no state dict: give those values in the param_init_fn, "
+            "and call leave_empty(module) there for other modules."
         )
     raise_everywhere(problem, world)

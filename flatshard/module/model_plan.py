@@ -63,7 +63,10 @@ class ModelPlan:
         if model.policy is not None:
             self.chosen = find_units(module, model.policy, model.ignored)
         # Of the root, then of each chosen module.
-        self.settings_of = {plan.module: settings.override(plan) for plan in (root, *self.chosen)}
+        self.settings_of = {
+            plan.module: settings.override(plan, may_diverge=plan.module in model.divergent)
+            for plan in (root, *self.chosen)
+        }
         owners = find_owners(module, [plan.module for plan in self.chosen], left_alone)
         policies = {unit: one.precision for unit, one in self.settings_of.items()}
         self.precision = PrecisionPlan(module, policies, left_alone)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from torch import Tensor
+import torch
 
 from flatshard.diagnostics import late_modules
 from flatshard.diagnostics.forward_edits import ForwardEdits
+from flatshard.engine.buffer_sync import Buffers, BufferSync
 from flatshard.engine.context import RunContext
+from flatshard.engine.divergence import DivergentUnits
 from flatshard.engine.events import StepObserver
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffer_cache import prepare_allocator
 from flatshard.module import meta_init
-from flatshard.module.sharding import Sharding, handles_in, sharding_of, shardings_in
+from flatshard.module.sharding import Sharding, handles_in, modules_apart, sharding_of, shardings_in
 from flatshard.optimizer import step
+from flatshard.options.flags import as_flags
 from flatshard.plan.module_proxy import ModuleProxy
 
 
@@ -41,13 +44,16 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     context = RunContext(
         [hooks[unit] for unit in units],
         settings.ranks.world,
-        buffers=checks.synced_buffers,
         number=settings.ranks.world.new_model() if number is None else number,
         forward_prefetch=settings.forward_prefetch,
         backward_prefetch=settings.backward_prefetch,
     )
     context.observers.add(checks)
+    if settings.broadcast_buffers:
+        context.observers.add(BufferSync(context.state, checks.synced_buffers))
     context.observers.add(ForwardEdits())
+    if divergent := [unit for unit in units if unit.may_diverge]:
+        context.observers.add(DivergentUnits(context.state, divergent))
     for one in shardings_in(root.wrapper):
         one.context = context
 
@@ -56,6 +62,7 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
 def accumulating(
     sharding: Sharding, max_bytes: int | None, *, replicas_only: bool
 ) -> Iterator[None]:
+    as_flags(replicas_only=replicas_only)
     context = sharding.check_between_steps("no_sync()")
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}")
@@ -97,14 +104,24 @@ def _gradient_bytes(unit: Unit) -> int:
 class _ForwardChecks(StepObserver):
     def __init__(self, root: Sharding) -> None:
         self._root = root
+        self._apart = modules_apart(root.wrapper, root.settings.ranks.world.size)
         self._num_registered = 0  # modules and parameters assigned until the last check
+        self._modules = list(root.wrapper.modules())
 
-    def synced_buffers(self) -> Iterable[Tensor]:
-        if not self._root.settings.broadcast_buffers:
-            return ()
-        ignored = self._root.ignored.ids()
-        buffers = self._root.wrapper.module.buffers()
-        return [buffer for buffer in buffers if id(buffer) not in ignored]
+    def synced_buffers(self) -> Buffers:
+        """The buffers that modules have now, each once, without those that are ignored."""
+        # In every step, so not by torch's functions, which make all names.
+        ignored = self._root.ignored
+        own = ignored.modules.union(self._apart)
+        seen = {id(buffer) for module in own for buffer in module._buffers.values()}
+        seen.update(id(module._buffers.get(attribute)) for module, attribute in ignored.places)
+        found: Buffers = {}
+        for module in self._modules:
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    found[module, attribute] = buffer
+        return found
 
     def recover(self) -> None:
         # An exception may have interrupted an optimizer's step, which has plain tensors.
@@ -112,6 +129,8 @@ class _ForwardChecks(StepObserver):
 
     def begin_forward(self) -> None:
         root = self._root
+        if root.context.state.device is not None:
+            _check_not_captured(root.context.state.device)
         is_first = not root.context.state.has_run
         # Looking at all modules takes long, so only when something was assigned to one.
         if is_first or self._num_registered != late_modules.count():
@@ -127,7 +146,8 @@ class _ForwardChecks(StepObserver):
         """Raise if modules were added since wrapping: nothing would average their gradients."""
         root, handles = self._root, handles_in(self._root.wrapper)
         # Modules that were assigned since the last check are watched from now on, too.
-        late_modules.watch(root.wrapper.modules())
+        self._modules = list(root.wrapper.modules())
+        late_modules.watch(self._modules)
         is_summoned = any(handle.summoned is not None for handle in handles)
         if root.settings.ranks.world.size == 1 or is_summoned:
             return
@@ -145,15 +165,16 @@ class _ForwardChecks(StepObserver):
 
 
 def _check_ranks(units: Sequence[Unit]) -> None:
-    """Raise if units train on other ranks than the root, or shard over them the other way round."""
+    """Raise if units train on ranks without the root, or shard over them the other way round."""
     expected = units[-1].topology.world.ranks
     grids = []
     for unit in units:
         topology = unit.topology
-        if topology.world.ranks != expected:
+        if not set(topology.world.ranks) <= set(expected):
             raise ValueError(
                 f"ShardedWrapper: unit {unit.name!r} trains on ranks {topology.world.ranks}, the "
-                f"module around it on {expected}. Pass both the same ranks."
+                f"module around it on {expected}. Pass both the same ranks, or the unit some of "
+                "them."
             )
         if topology.intra_group.size > 1 and topology.across.size > 1:
             grids.append((unit, topology.intra_group.ranks, topology.across.ranks))
@@ -166,3 +187,16 @@ def _check_ranks(units: Sequence[Unit]) -> None:
                 f"{replicate}, {outermost.name or 'the module around it'!r} the other way round. "
                 "Pass both the same pair of groups (shard group, replicate group)."
             )
+
+
+def _check_not_captured(device: torch.device) -> None:
+    """Raise RuntimeError while a CUDA graph captures the current stream."""
+    # What the host does in a step would run once, at the capture, and never again. Asked of
+    # another device than the current one, torch would begin to use that.
+    is_current = device.type == "cuda" and torch.cuda.current_device() == device.index
+    if is_current and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "ShardedWrapper: the forward of a sharded model cannot be captured in a CUDA graph: "
+            "replays would neither unshard parameters nor reduce gradients. Train without the "
+            "graph; torch.compile(block) before wrapping makes a block's kernels fewer."
+        )

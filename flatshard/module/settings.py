@@ -61,8 +61,10 @@ class Settings:
             f"broadcast_buffers={self.broadcast_buffers}"
         )
 
-    def override(self, plan: UnitPlan) -> Settings:
+    def override(self, plan: UnitPlan, *, may_diverge: bool) -> Settings:
         """The settings of a unit, with the keywords that the policy gave for it.
+
+        ``may_diverge``: unless these say otherwise, ranks may skip it.
 
         Raises:
             ValueError: a keyword that units of one model cannot differ in.
@@ -78,11 +80,13 @@ class Settings:
             )
         if "mixed_precision" in keywords:
             precision = as_mixed_precision(keywords.pop("mixed_precision"))
+        if keywords.pop("allow_divergence", may_diverge):
+            placement = placement.diverging()
         if keywords:
             raise ValueError(
                 f"auto_wrap_policy: for unit {plan.name!r} it sets {', '.join(sorted(keywords))}; "
-                "units of one model can differ in sharding_strategy, reshard_after_forward and "
-                "mixed_precision. Set the others on the outermost wrapper."
+                "units of one model can differ in sharding_strategy, reshard_after_forward, "
+                "allow_divergence and mixed_precision. Set the others on the outermost wrapper."
             )
         keeps_secondary = placement.regather_size is not None or placement.over_all
         if precision.gather_dtype is not None and keeps_secondary:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,8 @@ class Sharding:
     ignored: Ignored
     reason: str = ""  # why a policy made it a unit; empty if none did
     is_left_empty: bool = False  # whether `leave_empty` left values to be loaded
+    # Whether a `param_init_fn` runs, which is called for the modules of each unit by themselves.
+    is_initialising: bool = False
     context: RunContext = dataclasses.field(init=False)  # shared by a model; see `run.start_run`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
@@ -102,6 +106,8 @@ class Sharding:
             "reshard_after_forward": placement.reshard_after_forward,
             "reshard_after_backward": placement.reshard_after_backward,
         }
+        if before.placement.may_diverge:
+            placement = placement.diverging()
         if placement != dataclasses.replace(before.placement, **when):
             raise ValueError(
                 f"unit {unit.name!r}: {strategy.name} places parameters differently from "
@@ -164,6 +170,19 @@ def shardings_in(module: nn.Module) -> list[Sharding]:
     return [sharding_of(found) for found in module.modules() if isinstance(found, ModuleProxy)]
 
 
+@contextlib.contextmanager
+def initialising(module: nn.Module) -> Iterator[None]:
+    """Let ``apply()`` and ``to_empty()`` in a ``param_init_fn`` end at the wrappers of units."""
+    shardings = shardings_in(module)
+    try:
+        for one in shardings:
+            one.is_initialising = True
+        yield
+    finally:
+        for one in shardings:
+            one.is_initialising = False
+
+
 def outermost_shardings(module: nn.Module) -> list[Sharding]:
     """The shardings of wrappers that no other wrapper contains."""
     if isinstance(module, ModuleProxy):
@@ -184,8 +203,16 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
     return [handle for unit in units_in(module) for handle in unit.handles]
 
 
+def modules_apart(module: nn.Module, world_size: int) -> set[nn.Module]:
+    """The modules of units that train on fewer ranks: each group has buffers of its own."""
+    apart = [one for one in shardings_in(module) if one.settings.ranks.world.size < world_size]
+    return {inner for one in apart for inner in one.wrapper.modules()}
+
+
 def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
     """The units of a model, after a check that no step or summon is running."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{caller}: expected a model first, got {type(module).__name__}")
     for one in shardings_in(module):
         one.check_between_steps(caller)
     for one in outermost_shardings(module):

@@ -10,6 +10,7 @@ from torch import nn
 from flatshard.engine.unit import Unit
 from flatshard.module.conversion import hidden
 from flatshard.module.sharding import handles_in, outermost_shardings, shardings_in
+from flatshard.options.flags import as_flags
 from flatshard.state import full_params
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
@@ -17,6 +18,7 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor
 @contextlib.contextmanager
 def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) -> Iterator[None]:
     """See ``ShardedWrapper.summon_full_params``. Collective at entry."""
+    as_flags(recurse=recurse, **vars(request))
     if request.rank0_only and request.writeback:
         raise ValueError(
             "summon_full_params: rank0_only=True needs writeback=False, got writeback=True: "

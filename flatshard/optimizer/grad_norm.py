@@ -12,6 +12,17 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.tensor import reduction_ops
 
 
+def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None:
+    """Raise where ranks have different units, whose norms would differ too; on all ranks."""
+    for handle in handles:
+        if handle.topology.world.size < world.size:
+            raise RuntimeError(
+                f"unit {handle.unit_name!r}: clip_grad_norm_() where a unit trains on ranks "
+                f"{handle.topology.world.ranks} alone: the norm would differ between ranks. Clip "
+                "with a norm that you compute, or call clip_grad_norm_() of the units."
+            )
+
+
 def check_reduced(
     handles: Sequence[FlatParamHandle], world: Communicator, *, is_reducing: bool
 ) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import warnings
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ _ONE_RANKS = (
     "else. ShardedWrapper.optim_state_dict(model, optimizer), called on every rank, is the state "
     "to save."
 )
+# It takes the state of a parameter that is no DTensor for full.
+_TORCHS = "torch.distributed.checkpoint.state_dict"
 
 
 def check_state(optimizer: torch.optim.Optimizer) -> None:
@@ -50,10 +54,24 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     state_dict["state"] = {key: apart(state) for key, state in state_dict["state"].items()}
     stamp = _stamp(optimizer)
     if stamp is not None and state_dict["state"]:
+        if _is_called_by(_TORCHS):
+            raise RuntimeError(
+                f"{_TORCHS} (get_state_dict, get_optimizer_state_dict) would give, under each "
+                "name, one rank's part for the full state. Call ShardedWrapper.optim_state_dict("
+                "model, optimizer) for what is saved, and optim_state_dict_to_load() to load it; "
+                "get_model_state_dict() gives full parameters."
+            )
         state_dict["param_groups"][0][_STAMP] = stamp
         if stamp["rank"] == 0:
             # Otherwise who saves it finds out when it is to be loaded, and the rest is lost.
             warnings.warn(_ONE_RANKS, stacklevel=5)  # who calls state_dict()
+
+
+def _is_called_by(module: str) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
 
 
 def parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import functools
 import inspect
 import operator
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -83,12 +83,37 @@ def restore_all() -> None:
         _swap_out(optimizer)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     restore_all()
-    _check_params(optimizer)
+    # args[0] is the optimizer itself.
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    # Before a closure has run there is nothing to say of gradients: its backward may reduce them.
+    _check_params(optimizer, has_grads=closure is None)
     check_state(optimizer)
-    if not is_elementwise(optimizer):
-        return
+    if is_elementwise(optimizer):
+        _hook_innermost(optimizer)
+    if closure is None:
+        return None
+
+    def checked() -> Any:
+        result = closure()  # where it raises, the step is over
+        _check_params(optimizer)
+        return result
+
+    return _with_closure(checked, args, kwargs)
+
+
+def _with_closure(
+    closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if len(args) > 1:
+        return (args[0], closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure}
+
+
+def _hook_innermost(optimizer: torch.optim.Optimizer) -> None:
     before: Any = optimizer._optimizer_step_pre_hooks
     after: Any = optimizer._optimizer_step_post_hooks
     for table, hook in ((before, _exchange), (after, _swap_out)):
@@ -101,7 +126,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         table.move_to_end(key, last=table is before)
 
 
-def _check_params(optimizer: torch.optim.Optimizer) -> None:
+def _check_params(optimizer: torch.optim.Optimizer, *, has_grads: bool = True) -> None:
     """Raise for a step on gradients that only this rank has, or that the optimizer rejects."""
     takes_sparse_alone = isinstance(optimizer, torch.optim.SparseAdam)
     with torch._C.DisableTorchFunctionSubclass():
@@ -121,7 +146,7 @@ def _check_params(optimizer: torch.optim.Optimizer) -> None:
                     )
                 drop_consumed(param)  # what backward has stepped is not stepped again
                 grad = param.grad
-                if grad is None:
+                if grad is None or not has_grads:
                     continue
                 if grad.dtype is not param.dtype:
                     check_dtype(optimizer, group, param, _name_of(param))
@@ -137,7 +162,7 @@ def _check_params(optimizer: torch.optim.Optimizer) -> None:
 def _exchange(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    # A closure computes with sharded parameters. args[0] is the optimizer itself.
+    # A closure computes with sharded parameters.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         _swap_in(optimizer, _step_in_parts(optimizer))
@@ -146,14 +171,11 @@ def _exchange(
 
     def with_sharded_parameters() -> Any:
         _swap_out(optimizer)
-        result = closure()  # where it raises, the step is over
-        _check_params(optimizer)
+        result = closure()
         _swap_in(optimizer, _step_in_parts(optimizer))
         return result
 
-    if len(args) > 1:
-        return (args[0], with_sharded_parameters, *args[2:]), kwargs
-    return args, {**kwargs, "closure": with_sharded_parameters}
+    return _with_closure(with_sharded_parameters, args, kwargs)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -27,9 +27,29 @@ class Placement:
     # After forward each rank keeps one part in so many of the parameters, which backward
     # all-gathers, from as many ranks only. None: backward does as forward.
     regather_size: int | None = None
+    # Ranks may skip the unit in a step, or run it in another order: it stays unsharded from the
+    # beginning of the outermost forward on.
+    may_diverge: bool = False
+
+    def diverging(self) -> Placement:
+        """The same for a unit that ranks may skip."""
+        return dataclasses.replace(
+            self, reshard_after_forward=False, regather_size=None, may_diverge=True
+        )
 
 
-class ShardingStrategy(enum.Enum):
+class _SameAsTorchs(enum.Enum):
+    """An enum whose members equal those of the same name in torch's enum of its name."""
+
+    def __eq__(self, other: object) -> bool:
+        if type(other).__name__ != type(self).__name__ or not isinstance(other, enum.Enum):
+            return NotImplemented
+        return type(self).__members__.get(other.name) is self
+
+    __hash__ = enum.Enum.__hash__  # of the name: the same as torch's
+
+
+class ShardingStrategy(_SameAsTorchs):
     """How parameters, gradients and optimizer state are placed over the ranks."""
 
     NO_SHARD = "NO_SHARD"
@@ -45,7 +65,7 @@ class ShardingStrategy(enum.Enum):
     """``FULL_SHARD`` within each node, replicated over nodes."""
     HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
     """``SHARD_GRAD_OP`` within each node, replicated over nodes."""
-    _HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"  # noqa: PIE796 (an alias)
+    _HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
     """The same, as torch spells it."""
     HYBRID_SHARD_OP = "HYBRID_SHARD_OP"
     """As ``HYBRID_SHARD``, with gradients and optimizer state sharded over all ranks: parameters
@@ -115,7 +135,7 @@ def resharding(
     return strategy, dataclasses.replace(placement, regather_size=after_forward)
 
 
-class BackwardPrefetch(enum.Enum):
+class BackwardPrefetch(_SameAsTorchs):
     """When the next unit's all-gather starts in backward; ``None`` means never."""
 
     AUTO = "AUTO"

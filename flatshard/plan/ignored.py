@@ -24,6 +24,8 @@ class Ignored:
     places: frozenset[tuple[nn.Module, str]] = frozenset()
     # What the user chose, by its names in the unwrapped model.
     names: tuple[str, ...] = ()
+    # Whether the user chose something, and nothing of it is in the module that is wrapped.
+    is_elsewhere: bool = False
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the ignored parameters and buffers that are there now."""
@@ -63,7 +65,7 @@ def find_ignored(
 
     Raises:
         TypeError: a keyword is no iterable of such objects.
-        ValueError: both keywords are given; something is not in the model, or sharded already.
+        ValueError: both keywords are given; something is sharded already.
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
@@ -71,9 +73,12 @@ def find_ignored(
             "ignored_states takes modules and parameters"
         )
     chosen = [
-        *_read("ignored_modules", ignored_modules, (nn.Module,), root),
-        *_read("ignored_states", ignored_states, (nn.Parameter, nn.Module), root),
+        *_read("ignored_modules", ignored_modules, (nn.Module,)),
+        *_read("ignored_states", ignored_states, (nn.Parameter, nn.Module)),
     ]
+    # One list may serve several wrappers, of which each contains some of it.
+    present = {id(one) for one in (*root.modules(), *root.parameters())}
+    is_elsewhere = bool(chosen) and not any(id(one) in present for one in chosen)
     tops = {one for one in chosen if isinstance(one, nn.Module)}
     # By id: tensors compare element by element.
     single = {id(one) for one in chosen if isinstance(one, Tensor)} | _named_for_ddp(root)
@@ -93,6 +98,7 @@ def find_ignored(
         ),
         frozenset(places).union(*(inner.places for inner in nested.values())),
         (*names, *(name for key, name in first_names.items() if key in single)),
+        is_elsewhere,
     )
     # What inner wrappers ignore is in here too, and not sharded: only what they own is an error.
     twice = ignored.ids() & set(sharded)
@@ -105,24 +111,17 @@ def find_ignored(
     return ignored
 
 
-def _read(keyword: str, values: Any, kinds: tuple[type, ...], root: nn.Module) -> list[Any]:
+def _read(keyword: str, values: Any, kinds: tuple[type, ...]) -> list[Any]:
     """The objects of one keyword, checked."""
     expected = f"expected an iterable of {' or '.join(kind.__name__ for kind in kinds)}"
     try:
         found = [] if values is None else list(values)
     except TypeError:
         raise TypeError(f"{keyword}: {expected}, got a {type(values).__name__}") from None
-    present = {id(one) for one in (*root.modules(), *root.parameters())}
     for position, value in enumerate(found):
-        name = type(value).__name__
         if not isinstance(value, kinds):
+            name = type(value).__name__
             raise TypeError(f"{keyword}: {expected}, got a {name} at position {position}")
-        if id(value) not in present:
-            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-            raise ValueError(
-                f"{keyword}: the {name}{shape} at position {position} is not in the "
-                f"{type(root).__name__} that is wrapped. Take it from this very model."
-            )
     return found
 
 

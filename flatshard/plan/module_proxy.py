@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any, Self
 
 from torch import nn
@@ -43,13 +46,26 @@ class ModuleProxy(nn.Module):
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the wrapper's own; raises RuntimeError for modules and parameters."""
+        """Set what the wrapper has for itself, or else the module's; RuntimeError for modules."""
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
             raise RuntimeError(
                 f"{name!r} is the wrapper's then, and the wrapped module would not see it. Change "
                 "the module before wrapping it (this one is .module)."
             )
-        super().__setattr__(name, value)
+        module = self.__dict__.get("_modules", {}).get("module")
+        is_own = module is None or self._has(name) or hasattr(type(self), name)
+        if is_own:
+            super().__setattr__(name, value)
+        # The module's forward reads its own.
+        if not is_own or (name == "training" and module is not None):
+            setattr(module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name) if self._has(name) else delattr(self.module, name)
+
+    def _has(self, name: str) -> bool:
+        own = self.__dict__
+        return any(name in names for names in (own, own["_modules"], own["_buffers"]))
 
     # Python looks operators up on the class, so `__getattr__` does not pass them on.
 
@@ -72,7 +88,7 @@ class ModuleProxy(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         """Set it for the wrapped module, and for the wrapper itself."""
-        self.training = mode
+        self.training = mode  # of both
         self.module.train(mode)
         return self
 
@@ -111,3 +127,19 @@ class ModuleProxy(nn.Module):
             hook.remove()  # it closes over this load's lists
 
         hook = self.register_load_state_dict_post_hook(clean)
+
+
+def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
+    """Let ``proxy`` wrap ``module``: call it, and have its signature."""
+    proxy.module, proxy.training = module, module.training
+
+    def forward(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
+        return type(self).forward(self, *args, **kwargs)
+
+    with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
+        own = inspect.signature(module.forward)
+        # Trainers read there what a model takes. Python omits the first one, which is bound.
+        bound = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
+        own = own.replace(parameters=[bound, *own.parameters.values()])
+        forward.__signature__ = own  # type: ignore[attr-defined]
+        proxy.__dict__["forward"] = MethodType(forward, proxy)

@@ -7,6 +7,7 @@ modules get hooks that cast at their boundary (``casts``).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -149,6 +150,14 @@ class PrecisionPlan:
             found.append(
                 "mixed_precision: only floating point parameters are cast; these stay as they are: "
                 + listed
+            )
+        if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and any(
+            policy.param_dtype or policy.buffer_dtype for policy in self._policies.values()
+        ):
+            found.append(
+                "mixed_precision: FSDP_USE_FULL_PREC_IN_EVAL=1 has no effect: after model.eval() "
+                "param_dtype and buffer_dtype are used as in training. To evaluate in full "
+                "precision, wrap without them, and train under torch.autocast"
             )
         given = [policy.overrides for policy in self._policies.values()]
         patterns = {name for one in given if isinstance(one, Mapping) for name in one}

@@ -242,6 +242,20 @@ class Summoned:
             if param.requires_grad
         ]
 
+    def check_shown(self) -> None:
+        """Raise RuntimeError if modules of this rank do not hold full parameters."""
+        if not self.shown:
+            self.refuse()
+
+    def refuse(self) -> NoReturn:
+        """Raise for a use of the sharded parameters in full."""
+        handle = self._handle
+        raise RuntimeError(
+            f"unit {handle.unit_name!r}, rank {handle.topology.world.global_rank}: its sharded "
+            "parameters were used under summon_full_params(). Use those that the modules hold "
+            "inside, with rank0_only=True on rank 0 alone, or leave the context first."
+        )
+
     def _join(self, outer: Summoned) -> None:
         """Inside another summon: without an all-gather, share or copy what that one shows."""
         self.is_held, self.params = outer.is_held, outer.params

@@ -68,6 +68,7 @@ def full_state(
     """
 
     def prepare() -> tuple[tuple[StateDict, dict[Any, OptimParam], dict[Any, _Entry]], Facts]:
+        _check_optimizer(optimizer)
         local_state_guard.watch(optimizer)
         own = local_state_guard.parts(optimizer) if state_dict is None else state_dict
         _check_form(own)
@@ -102,6 +103,11 @@ def full_state(
         for group in own["param_groups"]
     ]
     return {"state": {**full, **rest}, "param_groups": groups}
+
+
+def _check_optimizer(value: object) -> None:
+    if not isinstance(value, torch.optim.Optimizer):
+        raise TypeError(f"expected an optimizer as the second argument, got {value!r:.100}")
 
 
 def _check_form(state_dict: Any) -> None:
@@ -191,6 +197,7 @@ def state_to_load(
     """
 
     def prepare() -> tuple[StateDict, Facts]:
+        _check_optimizer(optimizer)
         local_state_guard.watch(optimizer)
         _check_form(state_dict)
         params = OptimParams(model, optimizer, units)

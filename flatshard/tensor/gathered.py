@@ -30,9 +30,9 @@ class GatheredView(Tensor):
         result = func(*args, **kwargs)
         if before != [tensor._version for tensor in plain.values()]:
             raise RuntimeError(
-                f"{torch.overrides.resolve_name(func)} writes to a part of a sharded parameter that "
-                "was read outside of forward, which is a copy: the edit would be lost. Edit under "
-                "ShardedWrapper.summon_full_params(model)."
+                f"{torch.overrides.resolve_name(func)} writes to a part of a sharded parameter "
+                "that was read outside of forward, which is a copy: the edit would be lost. Edit "
+                "under ShardedWrapper.summon_full_params(model)."
             )
         return as_views(result, plain.values())
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flatshard.comm.communicator import ALONE, Communicator
 from flatshard.memory.disk import DiskMemory
 from flatshard.plan.layout import LocalSpan, strides_of
+from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
 
 
 def _no() -> bool:
@@ -118,6 +119,7 @@ class ShardSpec:
 
     def refuse(self, operation: object) -> NoReturn:
         """Raise for an operation that this rank's part cannot do alone."""
+        refuse_foreign_wrapper()
         raise NeedsFullTensor(
             f"parameter {self.name!r} (unit {self.unit!r}, rank {self.comm.global_rank}) is "
             f"sharded: {operation} needs the full tensor. Use it inside the forward of the module "

@@ -56,8 +56,7 @@ class FlatShardTensor(torch.Tensor):
         flat: the shard, or its gradient, of which ``local`` is the range from ``spec.start`` on;
             None: ``local`` has memory of its own.
         is_parameter: whether it is a unit's parameter.
-        is_alike: whether the ranks' parts belong together: of a parameter, or of what was computed
-            from parameters and numbers alone.
+        is_alike: whether it was computed from parameters and numbers alone, alike on all ranks.
     """
 
     # Attributes of the object, not properties: reading them costs no dispatch.

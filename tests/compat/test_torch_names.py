@@ -56,8 +56,8 @@ def test_docs_have_the_tables() -> None:
     assert not expected - set(_told())
     renamed = {name for name, fate, _ in _told() if fate == "other name"}
     assert renamed >= set(torch_names.OTHER_NAMES)
-    for name in torch_names.DDP_ATTRIBUTES:
-        assert f"`{name}` (" in DOCS.read_text()
+    for name in torch_names.ATTRIBUTES:
+        assert f"`{name}`" in DOCS.read_text()
 
 
 def test_ignored_keywords_warn_once() -> None:
@@ -97,13 +97,13 @@ def test_other_names() -> None:
 def test_attributes_and_refused_methods() -> None:
     with pytest.warns(UserWarning, match="trains alone"):
         model = ShardedWrapper(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    for name in torch_names.DDP_ATTRIBUTES:
+    for name in torch_names.ATTRIBUTES:
         getattr(model, name)
     assert model.require_backward_grad_sync
     assert model.will_sync_module_buffers()
     with model.no_sync():
         assert not model.require_backward_grad_sync
-        assert not model.will_sync_module_buffers()
+        assert model.will_sync_module_buffers()  # the first forward inside does
     assert model.check_is_root()
     assert ShardedWrapper.fsdp_modules(model) == [model]
     with ShardedWrapper.state_dict_type(model, "FULL_STATE_DICT"):
@@ -111,5 +111,8 @@ def test_attributes_and_refused_methods() -> None:
     with pytest.raises(NotImplementedError, match="got SHARDED_STATE_DICT"):
         ShardedWrapper.set_state_dict_type(model, "SHARDED_STATE_DICT")
     for name in ("join", "scatter", "full_optim_state_dict"):
-        with pytest.raises(AttributeError, match=f"{name} is not available"):
-            getattr(model, name)
+        for owner in (model, ShardedWrapper):
+            with pytest.raises(AttributeError, match=f"{name} is not available"):
+                getattr(owner, name)
+    with pytest.raises(AttributeError, match="type object 'ShardedWrapper' has no attribute 'fo'"):
+        ShardedWrapper.fo  # noqa: B018

@@ -316,41 +316,6 @@ def _clipped_in_hook(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- buffers and edits
 
 
-class _Growing(nn.Module):
-    """Has a table that it makes longer when a batch needs it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(7, 3)
-        self.register_buffer("table", torch.zeros(1), persistent=False)
-        self.register_buffer("offset", torch.full((4,), 7.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.table.numel() < len(x):
-            self.table = torch.arange(float(len(x)))
-        return self.linear(x) + self.table[: len(x), None]
-
-
-@pytest.mark.parametrize("longer", [0, 1])
-def test_buffer_of_another_length_on_each_rank(longer: int) -> None:
-    """Rank 0's buffers were sent into ones of other lengths, and the ranks crashed."""
-    run_ranks(_growing, 2, longer)
-
-
-def _growing(rank: int, world_size: int, longer: int) -> None:
-    torch.manual_seed(0)
-    plain = _Growing()
-    model = ShardedWrapper(_Growing())
-    model.load_state_dict(plain.state_dict())
-    x = torch.randn(8 if rank == longer else 3, 7)
-    for _ in range(3):
-        output = model(x)
-        torch.testing.assert_close(output, plain(x))
-        output.sum().backward()
-    assert torch.equal(model.offset, torch.full((4,), 7.0))
-    assert torch.equal(model.table, torch.arange(float(len(x))))
-
-
 def test_two_forwards_through_batch_norm() -> None:
     """The second forward sent rank 0's statistics in place, and backward refused to go on."""
     run_ranks(_batch_norm, 2)

@@ -558,9 +558,9 @@ def test_units_on_other_ranks() -> None:
 def _units_on_other_ranks(rank: int, world_size: int) -> None:
     alone = [dist.new_group([one]) for one in range(2)][rank]
     model = Mlp()
-    model.fc1 = ShardedWrapper(model.fc1, process_group=alone)
+    model.fc1 = ShardedWrapper(model.fc1)
     with pytest.raises(ValueError, match="unit 'fc1' trains on ranks"):
-        ShardedWrapper(model)
+        ShardedWrapper(model, process_group=alone)
 
 
 def test_failing_second_stage_names_the_unit() -> None:

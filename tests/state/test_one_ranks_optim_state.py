@@ -1,6 +1,14 @@
 """``optimizer.state_dict()`` itself: the state of one rank alone."""
 
 import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 
 from flatshard import ShardedWrapper
 from flatshard.optimizer import local_state_guard
@@ -61,3 +69,35 @@ def _other_layout(
     loss_of_rows(plain, case, 0, 0, 1).backward()
     with pytest.raises(RuntimeError, match=r"rank 0 of 2.*not sharded"):
         other.step()
+
+
+def test_torchs_functions_for_checkpoints() -> None:
+    """They gave one rank's 1-D parts for the full state, also with ``full_state_dict=True``."""
+    run_ranks(_torchs_functions, 2)
+
+
+def _torchs_functions(rank: int, world_size: int) -> None:
+    case, full = CASES["mlp"], StateDictOptions(full_state_dict=True)
+    for keywords in ({}, {"sharding_strategy": "NO_SHARD"}):
+        plain, model = case.model(), case.wrap(case.model(), **keywords)
+        theirs = OPTIMIZERS["adamw"](plain.parameters())
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        for options in (None, full) if not keywords else ():
+            for _ in range(2):  # without state, and with it
+                with pytest.raises(RuntimeError, match=r"one rank's part .*optim_state_dict"):
+                    get_state_dict(model, optimizer, options=options)
+                with pytest.raises(RuntimeError, match=r"one rank's part .*optim_state_dict"):
+                    get_optimizer_state_dict(model, optimizer, options=options)
+                train(model, optimizer, range(1), case, rank, world_size)
+        if keywords:
+            train(model, optimizer, range(2), case, rank, world_size)
+            mine = get_optimizer_state_dict(model, optimizer)
+            expected = ShardedWrapper.optim_state_dict(model, optimizer)
+            torch.testing.assert_close(mine["state"], expected["state"])
+        shapes = {name: value.shape for name, value in plain.state_dict().items()}
+        named = get_model_state_dict(model)
+        assert {name: value.shape for name, value in named.items()} == shapes
+        train(plain, theirs, range(2), case, 0, 1)
+        set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(plain, theirs))
+        loaded = ShardedWrapper.optim_state_dict(model, optimizer)["state"]
+        torch.testing.assert_close(loaded, get_optimizer_state_dict(plain, theirs)["state"])

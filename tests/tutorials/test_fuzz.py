@@ -1,14 +1,12 @@
 """The fuzzer runs, finds nothing in a few cases, and can tell wrong from right."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
+import fuzz
 import pytest
+from rank_processes import Raised, Said
 
-ROOT = Path(__file__).resolve().parents[2]
 CASE: dict[str, Any] = {
     "seed": 3,
     "world": 1,
@@ -21,24 +19,27 @@ CASE: dict[str, Any] = {
 }
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
-def test_a_few_cases() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "scripts/fuzz.py", "--cases", "5", "--worlds", "1", "2"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "right" in run.stdout
+def test_a_hundred_cases(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--cases", "100", "--seed", "20", "--without", "reassigned"]
+    monkeypatch.setattr(sys, "argv", ["fuzz.py", *arguments])
+    failed = fuzz.main()
+    assert not failed, capsys.readouterr().out
 
 
 def test_verdicts() -> None:
-    import fuzz
-
     losses, state = fuzz.expected(CASE)
-    assert fuzz.judge(CASE, [("returned", (losses, state))]) == ("right", "")
-    verdict, why = fuzz.judge(CASE, [("returned", ([losses[0] + 1e-6, *losses[1:]], state))])
+    assert fuzz.judge(CASE, [Said("returned", (losses, state))]) == ("right", "")
+    verdict, why = fuzz.judge(CASE, [Said("returned", ([losses[0] + 1e-6, *losses[1:]], state))])
     assert verdict == "wrong"
     assert "loss 0" in why
     moved = {name: value + 1e-6 for name, value in state.items()}
-    assert fuzz.judge(CASE, [("returned", (losses, moved))])[0] == "wrong"
-    assert fuzz.judge(CASE, [("hangs", "")])[0] == "hangs"
-    assert fuzz.judge(CASE, [("raised", ("ValueError", "no", ""))])[0] == "raises"
+    assert fuzz.judge(CASE, [Said("returned", (losses, moved))])[0] == "wrong"
+    assert fuzz.judge(CASE, [Said("hangs", "")])[0] == "hangs"
+    raised = Said("raised", Raised("ValueError", "no", ""))
+    assert fuzz.judge(CASE, [raised])[0] == "raises"
+    two = {**CASE, "world": 2}
+    assert fuzz.judge(two, [raised, Said("returned", (losses, state))])[0] == "wrong"

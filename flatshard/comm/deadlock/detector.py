@@ -275,8 +275,9 @@ def _in_words(stuck: _Reports) -> str:
         f"the ranks wait for one another in different collectives, for ever: {waits}. All ranks "
         "must call what is collective, in the same order: forward (in evaluation too), backward, "
         "state_dict(), optim_state_dict(), summon_full_params(), clip_grad_norm_(), and norms and "
-        "sums of parameters and gradients. To save, call state_dict() on every rank, and "
-        "torch.save() on rank 0 alone."
+        "sums of parameters and gradients. Units that some ranks skip, or run in another order, "
+        "such as experts and dropped layers, need allow_divergence (docs/recipes.md). To save, "
+        "call state_dict() on every rank, and torch.save() on rank 0 alone."
     )
 
 

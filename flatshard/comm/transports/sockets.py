@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatshard.comm.end_of_program import OUR_THREADS
 from flatshard.comm.flat_chunks import FlatChunks, as_bytes, divide
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.transports.base import Members, Transport
@@ -119,8 +120,8 @@ class SocketTransport(Transport):
         self._wire_dtype = members.options.wire_dtype
         wire = "" if self._wire_dtype is None else f", {self._wire_dtype}".replace("torch.", "")
         self.name = f"sockets{wire}"
-        self._begins = _Thread("flatshard messages")
-        self._adds = _Thread("flatshard averages")
+        self._begins = _Thread("messages")
+        self._adds = _Thread("averages")
 
     @classmethod
     def connect(cls, members: Members) -> SocketTransport | str:
@@ -316,7 +317,7 @@ class _Thread:
     # for a rank that is gone.
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name = OUR_THREADS + name
         self._tasks: SimpleQueue[Callable[[], None] | None] | None = None
         self._may_start = True
 

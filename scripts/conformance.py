@@ -1,0 +1,261 @@
+"""What DistributedDataParallel users write, run with flatshard and torch's FSDP: right or not?
+
+    python scripts/conformance.py > docs/conformance.md
+    python scripts/conformance.py --idiom tied clip_grad_norm --impl ddp "flatshard FULL_SHARD"
+    python scripts/conformance.py --list
+
+Each idiom (`scripts/conformance_idioms/`) runs in processes of its own, on gloo ranks, and prints
+nothing. What it returns on each rank (losses, gradients, the state dict at the end) has to be what
+DistributedDataParallel returns on that rank; where that raises or is known to be wrong, an
+unwrapped model whose gradients are averaged after each backward takes its place. A cell of the
+table is *right*, *raises* (an error on some rank), *wrong* (other numbers, and no error), *crashes*
+(the process ends without a Python error) or *hangs* (no end within the limit).
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import datetime
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import prerequisites  # noqa: F401  (first: it may end this)
+
+# isort: split
+import torch
+from conformance_idioms import IDIOMS, Idiom
+from conformance_idioms.side import AUTO, IMPLEMENTATIONS, ORACLES, STRATEGIES, run_cell
+from rank_processes import Ranks, Said
+from torch import Tensor
+
+SECTIONS = {
+    "loops": "Training loops",
+    "optimizers": "Optimizers, gradients, averages of weights",
+    "parameters": "Parameters",
+    "models": "Modules, inputs and outputs",
+    "layers": "Layers",
+    "graphs": "Autograd",
+    "states": "State, copies, conversions",
+}
+FLATSHARD = (*(f"flatshard {name}" for name in STRATEGIES), AUTO)
+VERDICTS = ("right", "raises", "wrong", "crashes", "hangs")
+GOOD = {"right", "raises"}
+SLOW_FACTOR = 6
+PRELOAD = ("conformance_idioms", "torch.distributed.fsdp", "torch.distributed.checkpoint")
+
+
+class Cell(NamedTuple):
+    """A verdict of `VERDICTS`, and why it is not "right"."""
+
+    verdict: str
+    why: str = ""
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def judge(said: list[Said], expected: list[Said]) -> Cell:
+    """What became of an idiom, given what the oracle's ranks returned."""
+    for rank, one in enumerate(said):
+        if one.outcome == "died":
+            return Cell("crashes", f"rank {rank} ends with exit code {one.what}")
+    errors = [one.what for one in said if one.outcome == "raised"]
+    text = f"{errors[0].kind}: {errors[0].message}" if errors else ""
+    if any(one.outcome == "hangs" for one in said):
+        return Cell("hangs", f"one rank raises {text}; others wait" if errors else "")
+    if errors:
+        return Cell("raises", text)
+    if any(one.outcome != "returned" for one in expected):
+        return Cell("wrong", f"no error, but unwrapped: {expected[0].what}")
+    for rank, (ours, oracle) in enumerate(zip(said, expected, strict=True)):
+        if why := _difference(ours.what, oracle.what):
+            return Cell("wrong", f"rank {rank}: {why}")
+    return Cell("right")
+
+
+def _difference(ours: Any, oracle: Any, where: str = "") -> str:
+    """What differs, in words; nothing if nothing does."""
+    if isinstance(oracle, dict):
+        if list(ours) != list(oracle):
+            return f"{where}names {list(ours)} instead of {list(oracle)}"
+        return _first(_difference(ours[key], oracle[key], f"{key}: ") for key in oracle)
+    if isinstance(oracle, list):
+        if len(ours) != len(oracle):
+            return f"{where}{len(ours)} results instead of {len(oracle)}"
+        pairs = enumerate(zip(ours, oracle, strict=True))
+        return _first(_difference(a, b, where or f"result {index}: ") for index, (a, b) in pairs)
+    if isinstance(oracle, (Tensor, float)):
+        ours, oracle = torch.as_tensor(ours), torch.as_tensor(oracle)
+        if ours.shape != oracle.shape or ours.dtype != oracle.dtype:
+            return f"{where}{ours.dtype} of {tuple(ours.shape)}, not of {tuple(oracle.shape)}"
+        tolerance = 1e-9 if oracle.dtype in (torch.float64, torch.complex128) else 1e-5
+        if not torch.allclose(ours, oracle, rtol=tolerance, atol=tolerance, equal_nan=True):
+            return f"{where}differs by {(ours - oracle).abs().max().item():.1g}"
+        return ""
+    return "" if ours == oracle else f"{where}{ours!r} instead of {oracle!r}"
+
+
+def _first(texts: Iterable[str]) -> str:
+    return next(filter(None, texts), "")
+
+
+# ---------------------------------------------------------------- running
+
+
+def run_table(
+    idioms: list[Idiom], implementations: list[str], world: int, seconds: float
+) -> dict[str, dict[str, Cell]]:
+    """The cells by idiom and implementation. DistributedDataParallel runs in any case."""
+    table: dict[str, dict[str, Cell]] = {idiom.name: {} for idiom in idioms}
+    expected: dict[str, list[Said]] = {}
+    with Ranks(world, preload=PRELOAD) as ranks:
+
+        def run(idiom: Idiom, implementation: str) -> list[Said]:
+            limit = seconds * (SLOW_FACTOR if idiom.slow else 1)
+            return ranks.run(run_cell, world, idiom.name, implementation, seconds=limit)
+
+        for idiom in _progress(idioms, "oracles"):
+            theirs = run(idiom, "ddp")
+            expected[idiom.name] = theirs
+            if idiom.is_by_hand or any(one.outcome != "returned" for one in theirs):
+                expected[idiom.name] = run(idiom, "by hand")
+            table[idiom.name]["ddp"] = judge(theirs, expected[idiom.name])
+        # One implementation after the other: what is warm for it stays so.
+        for implementation in implementations:
+            if implementation not in ORACLES:
+                for idiom in _progress(idioms, implementation):
+                    cell = judge(run(idiom, implementation), expected[idiom.name])
+                    table[idiom.name][implementation] = cell
+    return table
+
+
+def _progress(items: list[Any], title: str) -> Iterator[Any]:
+    with contextlib.suppress(ImportError):
+        from tqdm import tqdm
+
+        items = tqdm(items, title, leave=False, disable=None)  # type: ignore[assignment]
+    return iter(items)
+
+
+# ---------------------------------------------------------------- Markdown
+
+
+class Notes:
+    """Footnotes: the errors of cells, each once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def of(self, cell: Cell) -> str:
+        """The cell with its footnote's number."""
+        if not cell.why:
+            return cell.verdict
+        number = self._numbers.setdefault(_shortened(cell.why), len(self._numbers) + 1)
+        return f"{cell.verdict} [{number}](#notes)"
+
+    def lines(self) -> list[str]:
+        return [f"{number}. `{text}`" for text, number in self._numbers.items()]
+
+
+def _shortened(why: str) -> str:
+    text = " ".join(why.replace("`", "'").split())
+    text = re.sub(r"0x[0-9a-f]+|/\S*/|\[rank\d\]:? ?", "…", text)
+    return text if len(text) <= 140 else text[:140].rsplit(" ", 1)[0] + " …"
+
+
+def _joined(cells: dict[str, Cell], notes: Notes) -> str:
+    """The cells of all strategies: one word if they agree."""
+    alike = collections.defaultdict(list)
+    for implementation, cell in cells.items():
+        alike[cell.verdict].append((implementation.removeprefix("flatshard "), cell))
+    if len(alike) == 1:
+        return notes.of(next(iter(cells.values())))
+    usual = max(alike, key=lambda verdict: len(alike[verdict]))
+    rest = [f"{name} {notes.of(cell)}" for v in alike if v != usual for name, cell in alike[v]]
+    return "; ".join([notes.of(alike[usual][0][1]), *rest])
+
+
+def markdown(table: dict[str, dict[str, Cell]], world: int, command: str) -> str:
+    """The page; the strategies of flatshard share a column."""
+    present = next(iter(table.values()))
+    ours = [name for name in FLATSHARD if name in present]
+    others = [name for name in present if name not in ours]
+    columns = [name for name in ("ddp",) if name in others] + (["flatshard"] if ours else [])
+    columns += [name for name in others if name != "ddp"]
+    notes = Notes()
+    lines = [
+        "# Conformance",
+        "",
+        *(" ".join(__doc__.split("\n\n", 2)[2].split()).replace("`scripts/", "`scripts/"), ""),
+        f"{datetime.date.today().isoformat()}, torch {torch.__version__}, {world} ranks on gloo and"
+        f" CPUs: `{command}`. The strategies of flatshard ({', '.join(STRATEGIES)} with each layer"
+        " a unit, HYBRID ones on two nodes, and `auto` with every default) share a column, which"
+        " names those that differ from the rest. FSDP1 has `use_orig_params=True`. DDP has"
+        " `find_unused_parameters=True` where it needs it.",
+        "",
+        *_summary(table, present),
+    ]
+    for section, title in SECTIONS.items():
+        names = [name for name in table if IDIOMS[name].section == section]
+        if not names:
+            continue
+        heads = " | ".join(name.upper() if name != "flatshard" else name for name in columns)
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            f"| idiom | | {heads} |",
+            "|---" * (len(columns) + 2) + "|",
+        ]
+        for name in names:
+            cells = {key: cell for key, cell in table[name].items() if key in ours}
+            texts = [
+                _joined(cells, notes) if column == "flatshard" else notes.of(table[name][column])
+                for column in columns
+            ]
+            lines.append(f"| `{name}` | {IDIOMS[name].title} | {' | '.join(texts)} |")
+    lines += ["", "## Notes", "", *notes.lines()]
+    return "\n".join(lines)
+
+
+def _summary(table: dict[str, dict[str, Cell]], present: Iterable[str]) -> list[str]:
+    lines = [f"| {len(table)} idioms | {' | '.join(VERDICTS)} |", "|---" * 6 + "|"]
+    for implementation in present:
+        counts = collections.Counter(cells[implementation].verdict for cells in table.values())
+        name = implementation.upper() if " " not in implementation else implementation
+        lines.append(f"| {name} | {' | '.join(str(counts[verdict]) for verdict in VERDICTS)} |")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--idiom", nargs="+", choices=IDIOMS, metavar="NAME", default=list(IDIOMS))
+    parser.add_argument(
+        "--impl",
+        nargs="+",
+        choices=IMPLEMENTATIONS,
+        metavar="NAME",
+        default=[name for name in IMPLEMENTATIONS if name not in ORACLES],
+        help=f"of {', '.join(IMPLEMENTATIONS)}",
+    )
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds, the hard limit")
+    parser.add_argument("--list", action="store_true", help="print the names of the idioms")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(f"{idiom.name}: {idiom.title}" for idiom in IDIOMS.values()))
+        return 0
+    idioms = [IDIOMS[name] for name in options.idiom]
+    table = run_table(idioms, options.impl, options.world_size, options.timeout)
+    command = " ".join(["python scripts/conformance.py", *sys.argv[1:]])
+    print(markdown(table, options.world_size, command))
+    ours = (cells.get(name, Cell("right")) for cells in table.values() for name in FLATSHARD)
+    return int(any(cell.verdict not in GOOD for cell in ours))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,359 @@
+"""Autograd: hooks, checkpoints, higher derivatives, transforms, compiled code."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from .side import ROWS, Mlp, Side, add, idiom
+
+# ---------------------------------------------------------------- hooks
+
+
+@idiom("module hooks: forward, forward pre, full backward, full backward pre")
+def module_hooks(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    inner = side.inner(model)
+    seen: list[Any] = []
+
+    def scale_input(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (inputs[0] * 0.5,)
+
+    def shift(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output + 1
+
+    def look(_: nn.Module, grad_input: Any, grad_output: tuple[Tensor, ...]) -> None:
+        seen.append(grad_output[0].detach().clone())
+
+    inner.fc1.register_forward_pre_hook(scale_input)
+    inner.fc2.register_forward_hook(shift)
+    inner.fc2.register_full_backward_hook(look)
+    inner.fc3.register_full_backward_pre_hook(lambda _, grads: (grads[0] * 2,))
+    return [*side.fit(model), *seen]
+
+
+@idiom("module hooks from before wrapping")
+def module_hooks_before(side: Side) -> Any:
+    net = Mlp()
+    net.fc2.register_forward_hook(lambda _, inputs, output: output * 0.5)
+    net.register_forward_pre_hook(lambda _, inputs: (inputs[0] + 1,))
+    return side.fit(side.wrap(net))
+
+
+@idiom("tensor hooks on activations")
+def tensor_hooks(side: Side) -> Any:
+    seen: list[Tensor] = []
+
+    class Watching(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.fc1(x))
+            if x.requires_grad:
+                x.register_hook(lambda grad: seen.append(grad.clone()))
+                x.register_hook(lambda grad: grad * 0.5)
+            return self.fc3(self.fc2(x))
+
+    return [*side.fit(side.wrap(Watching())), *seen]
+
+
+@idiom("`register_hook` on parameters")
+def parameter_hooks(side: Side) -> Any:
+    net = Mlp()
+    net.fc1.weight.register_hook(lambda grad: grad * 2)
+    model = side.wrap(net)
+    params = dict(side.inner(model).named_parameters())
+    params["fc2.weight"].register_hook(lambda grad: grad * 3)
+    return side.fit(model)
+
+
+@idiom("`register_post_accumulate_grad_hook` on parameters")
+def post_accumulate_hooks(side: Side) -> Any:
+    net = Mlp()
+    calls: list[int] = []
+
+    def halve(param: Tensor) -> None:
+        calls.append(param.numel())
+        param.grad.mul_(0.5)
+
+    net.fc1.weight.register_post_accumulate_grad_hook(halve)
+    model = side.wrap(net)
+    return [*side.fit(model), len(calls)]
+
+
+@idiom("`saved_tensors_hooks` of the user's: `save_on_cpu`")
+def save_on_cpu(side: Side) -> Any:
+    model = side.wrap(Mlp())
+
+    def loss_of(m: nn.Module, step: int) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return side.loss(m, step)
+
+    return side.fit(model, loss_of=loss_of)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+class Blocks(nn.Module):
+    """Blocks that a function runs."""
+
+    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor], frozen_first: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.run = nn.Linear(7, 6), nn.Linear(6, 3), run
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 6))
+            for _ in range(3)
+        )
+        if frozen_first:
+            self.first.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.last(x)
+
+
+def _checkpointed(
+    run: Callable[[nn.Module, Tensor], Tensor], *units: type[nn.Module], frozen_first: bool = False
+) -> Callable[[Side], Any]:
+    def script(side: Side) -> Any:
+        model = side.wrap(Blocks(run, frozen_first), *units)
+
+        def loss_of(m: nn.Module, step: int) -> Tensor:
+            torch.manual_seed(10 * step + side.rank)
+            return side.loss(m, step)
+
+        return side.fit(model, loss_of=loss_of)
+
+    return script
+
+
+_plain, _reentrant = (
+    partial(checkpoint, use_reentrant=False),
+    partial(checkpoint, use_reentrant=True),
+)
+for _name, _title, _script in (
+    (
+        *("checkpoint_units", "`checkpoint(use_reentrant=False)` around units"),
+        _checkpointed(_plain, nn.Sequential),
+    ),
+    (
+        *("checkpoint_layers", "the same with units inside the checkpoint"),
+        _checkpointed(_plain, nn.Linear),
+    ),
+    (
+        *("reentrant_units", "`checkpoint(use_reentrant=True)` around units"),
+        _checkpointed(_reentrant, nn.Sequential),
+    ),
+    (
+        *("reentrant_layers", "the same with units inside the checkpoint"),
+        _checkpointed(_reentrant, nn.Linear),
+    ),
+    (
+        *("checkpoint_frozen", "`checkpoint(use_reentrant=False)` after a frozen layer"),
+        _checkpointed(_plain, nn.Sequential, frozen_first=True),
+    ),
+    (
+        *("checkpoint_nested", "a checkpoint in a checkpoint"),
+        _checkpointed(lambda block, x: _plain(lambda y: _plain(block, y), x), nn.Sequential),
+    ),
+    (
+        *("checkpoint_sequential", "`checkpoint_sequential`"),
+        _checkpointed(
+            lambda block, x: checkpoint_sequential(block, 2, x, use_reentrant=False), nn.Linear
+        ),
+    ),
+):
+    add(_name, "graphs", _title, _script)
+
+
+@idiom("an embedding as a unit inside a checkpoint")
+def checkpointed_embedding(side: Side) -> Any:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(10, 5), nn.Linear(5, 3)
+
+        def run(self, tokens: Tensor) -> Tensor:
+            return self.head(self.table(tokens))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return checkpoint(self.run, tokens, use_reentrant=False)
+
+    model = side.wrap(Looking(), nn.Embedding, nn.Linear)
+    return side.fit(model, loss_of=lambda m, s: m(side.tokens(s, ROWS, 3)).square().mean())
+
+
+# ---------------------------------------------------------------- higher derivatives
+
+
+@idiom("`autograd.grad` for inputs")
+def grad_of_inputs(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    results = []
+    for step in range(3):
+        x = side.draw(step, ROWS, 7).requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().mean(), x)
+        results.append(slope)
+        F.mse_loss(model(x.detach() + 0.1 * slope.sign()), side.draw(50, ROWS, 3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*results, model]
+
+
+@idiom("`autograd.grad` for parameters")
+def grad_of_parameters(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    # It reduces nothing: the same rows on all ranks.
+    loss = model(side.draw(0, ROWS, 7, of=0)).square().mean()
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@idiom("a gradient penalty: `autograd.grad(..., create_graph=True)`, then `backward()`")
+def gradient_penalty(side: Side) -> Any:
+    model = side.wrap(Mlp())
+
+    def loss_of(m: nn.Module, step: int) -> Tensor:
+        x = side.draw(step, ROWS, 7).requires_grad_()
+        out = m(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
+
+    return side.fit(model, loss_of=loss_of)
+
+
+@idiom("forces: `autograd.grad` inside forward")
+def grad_in_forward(side: Side) -> Any:
+    class Forces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                energy = self.body(x).square().sum()
+                return torch.autograd.grad(energy, x, create_graph=self.training)[0]
+
+    model = side.wrap(Forces())
+    return side.fit(model, loss_of=lambda m, s: m(side.draw(s, ROWS, 7)).square().mean())
+
+
+@idiom("a penalty of parameters outside forward: `sum(p.pow(2).sum())`")
+def penalty(side: Side) -> Any:
+    model = side.wrap(Mlp())
+
+    def loss_of(m: nn.Module, step: int) -> Tensor:
+        return side.loss(m, step) + 0.1 * sum(p.pow(2).sum() for p in m.parameters())
+
+    return side.fit(model, loss_of=loss_of)
+
+
+@idiom("`torch.func.functional_call` of the model inside, with other weights")
+def functional_call(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    results = side.fit(model)[:-1]
+    torch.manual_seed(9)
+    other = {name: value + 1 for name, value in Mlp().named_parameters()}
+    x = side.draw(9, ROWS, 7)
+    with torch.no_grad():
+        results.append(torch.func.functional_call(side.inner(model), other, (x,)))
+    return [*results, *side.fit(model)]
+
+
+@idiom("`torch.func.functional_call` with its own parameters, scaled")
+def functional_call_own(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    inner = side.inner(model)
+    params = {name: p.detach() * 0.5 for name, p in inner.named_parameters()}
+    with torch.no_grad():
+        out = torch.func.functional_call(inner, params, (side.draw(9, ROWS, 7),))
+    return [out, *side.fit(model)]
+
+
+@idiom("`autocast` to bfloat16")
+def autocast(side: Side) -> Any:
+    model = side.wrap(Mlp().float())
+
+    def loss_of(m: nn.Module, step: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = m(side.draw(step, ROWS, 7).float())
+        return out.float().square().mean()
+
+    return side.fit(model, loss_of=loss_of)
+
+
+@idiom("a custom `autograd.Function` over parameters")
+def custom_function(side: Side) -> Any:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight.T
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, weight = ctx.saved_tensors
+            return grad @ weight, grad.T @ x
+
+    class Custom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.weight = nn.Linear(7, 5), nn.Parameter(torch.ones(3, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Product.apply(self.fc1(x), self.weight)
+
+    return side.fit(side.wrap(Custom()))
+
+
+@idiom("activations edited in place")
+def in_place_activations(side: Side) -> Any:
+    net = nn.Sequential(
+        nn.Linear(7, 5),
+        nn.ReLU(inplace=True),
+        nn.Linear(5, 4),
+        nn.SiLU(inplace=True),
+        nn.Linear(4, 3),
+    )
+    return side.fit(side.wrap(net))
+
+
+@idiom("`detach` in the middle, `stop_gradient`", unused=True)
+def detached(side: Side) -> Any:
+    class Detaching(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc3(self.fc2(torch.tanh(self.fc1(x)).detach()))
+
+    return side.fit(side.wrap(Detaching()))
+
+
+# ---------------------------------------------------------------- compiled
+
+
+@idiom("`torch.compile` of the wrapped model", slow=True)
+def compiled_wrapper(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    compiled = torch.compile(model, backend="aot_eager")
+    return side.fit(model, loss_of=lambda m, step: side.loss(compiled, step))
+
+
+@idiom("`torch.compile` before wrapping", slow=True)
+def compiled_before(side: Side) -> Any:
+    net = Mlp()
+    net.compile(backend="aot_eager")
+    return side.fit(side.wrap(net))[:-1]
+
+
+@idiom("`module.compile()` of blocks after wrapping", slow=True)
+def compiled_blocks(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    inner = side.inner(model)
+    for layer in (inner.fc1, inner.fc2):
+        layer.compile(backend="aot_eager")
+    return side.fit(model)[:-1]

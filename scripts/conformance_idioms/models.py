@@ -1,0 +1,417 @@
+"""What goes into a model, what comes out, and who calls whom."""
+
+import inspect
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .side import ROWS, Mlp, Side, add, idiom
+
+# ---------------------------------------------------------------- inputs and outputs
+
+
+class Returning(nn.Module):
+    """Gives what two heads compute to a function that packs it."""
+
+    def __init__(self, pack: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(7, 5)
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
+        self.pack = pack
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.trunk(x))
+        return self.pack(self.first(x), self.second(x))
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: Tensor
+
+
+Pair = namedtuple("Pair", ["logits", "hidden"])
+
+
+def _returned(
+    pack: Callable[[Tensor, Tensor], Any], loss: Callable[[Any], Tensor]
+) -> Callable[[Side], Any]:
+    def script(side: Side) -> Any:
+        model = side.wrap(Returning(pack))
+        return side.fit(model, loss_of=lambda m, step: loss(m(side.draw(step, ROWS, 7))))
+
+    return script
+
+
+for _name, _title, _pack, _loss, _unused in (
+    (
+        *("output_dict", "outputs in a dictionary"),
+        lambda a, b: {"logits": a, "hidden": b},
+        lambda out: (out["logits"] * out["hidden"]).square().mean(),
+        False,
+    ),
+    (
+        *("output_dataclass", "outputs in a dataclass"),
+        Output,
+        lambda out: (out.logits * out.hidden).square().mean(),
+        False,
+    ),
+    (
+        *("output_namedtuple", "outputs in a named tuple"),
+        Pair,
+        lambda out: (out.logits * out.hidden).square().mean(),
+        False,
+    ),
+    (
+        *("output_nested", "nested outputs with None, numbers and strings"),
+        lambda a, b: [{"a": (a, None, 3)}, ["text", {"b": [b]}]],
+        lambda out: (out[0]["a"][0] * out[1][1]["b"][0]).square().mean(),
+        False,
+    ),
+    (
+        *("output_repeated", "one tensor returned twice"),
+        lambda a, b: (a, a, b, a),
+        lambda out: (out[0] + out[1] * out[2] + out[3]).square().mean(),
+        False,
+    ),
+    (
+        *("loss_over_some", "a loss over some of the outputs"),
+        lambda a, b: (a, b),
+        lambda out: out[0].square().mean(),
+        True,
+    ),
+    (
+        *("output_views", "outputs that are views of one another"),
+        lambda a, b: (a, a[0], a.detach(), b.T),
+        lambda out: out[1].square().mean() + out[3].square().mean(),
+        False,
+    ),
+    (
+        *("loss_in_forward", "forward returns the loss"),
+        lambda a, b: (a - b).square().mean(),
+        lambda out: out,
+        False,
+    ),
+):
+    add(_name, "models", _title, _returned(_pack, _loss), unused=_unused)
+
+
+class Custom:
+    """What no tree of containers knows."""
+
+    __slots__ = ("hidden", "logits")
+
+    def __init__(self, logits: Tensor, hidden: Tensor) -> None:
+        self.logits, self.hidden = logits, hidden
+
+
+@idiom("outputs in an object with `__slots__`")
+def output_object(side: Side) -> Any:
+    if side.implementation == "by hand":
+        return _returned(Output, lambda out: (out.logits * out.hidden).square().mean())(side)
+    return _returned(Custom, lambda out: (out.logits * out.hidden).square().mean())(side)
+
+
+class Keywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Mlp()
+
+    def forward(self, *, batch: dict[str, Tensor], scale: float = 1.0) -> dict[str, Tensor]:
+        return {"out": self.body(batch["x"]) * scale}
+
+
+@idiom("keyword arguments, inputs in a dictionary")
+def keyword_inputs(side: Side) -> Any:
+    model = side.wrap(Keywords(), Mlp)
+
+    def loss_of(m: nn.Module, step: int) -> Tensor:
+        return m(batch={"x": side.draw(step, ROWS, 7)}, scale=0.5)["out"].square().mean()
+
+    return side.fit(model, loss_of=loss_of)
+
+
+@idiom("no inputs at all")
+def no_inputs(side: Side) -> Any:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.start = Mlp(), nn.Parameter(torch.ones(7))
+
+        def forward(self) -> Tensor:
+            return self.body(self.start)
+
+    return side.fit(side.wrap(Constant(), Mlp), loss_of=lambda m, step: m().square().mean())
+
+
+@idiom("`inspect.signature(model.forward)` shows the module's arguments")
+def signature(side: Side) -> Any:
+    model = side.wrap(Keywords(), Mlp)
+    if side.implementation in ("ddp", "by hand"):
+        model = side.inner(model)
+    return sorted(inspect.signature(model.forward).parameters)
+
+
+@idiom("an input that requires grad, and its gradient")
+def input_gradient(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    grads = []
+    for step in range(3):
+        x = side.draw(step, ROWS, 7).requires_grad_()
+        model(x).square().mean().backward()
+        grads.append(x.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*grads, model]
+
+
+# ---------------------------------------------------------------- who calls whom
+
+
+class Encoding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 5))
+        self.decoder = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+
+def _after(side: Side, call: Callable[[Any, Tensor], Tensor]) -> Any:
+    model = side.wrap(Encoding(), nn.Sequential, nn.Linear)
+    losses = side.fit(model)[:-1]
+    with torch.no_grad():
+        losses.append(call(side.inner(model), side.draw(30, 2, 7)))
+    return losses + side.fit(model, first=5)
+
+
+@idiom("a submodule called directly, for evaluation")
+def submodule_called(side: Side) -> Any:
+    return _after(side, lambda inner, x: inner.encoder(x))
+
+
+@idiom("another method than `forward`, for evaluation")
+def other_method(side: Side) -> Any:
+    return _after(side, lambda inner, x: inner.encode(x))
+
+
+@idiom("the module inside called instead of the wrapper, for evaluation")
+def inner_called(side: Side) -> Any:
+    return _after(side, lambda inner, x: inner(x))
+
+
+@idiom("a wrapper's submodules called one by one by a training step's function")
+def parts_called(side: Side) -> Any:
+    net = nn.ModuleDict({"encoder": nn.Linear(7, 5), "decoder": nn.Linear(5, 3)})
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net["decoder"](torch.tanh(self.net["encoder"](x)))
+
+    return side.fit(side.wrap(Both()))
+
+
+@idiom("a parent that reads a child's weight: `F.linear(x, self.child.weight)`")
+def parent_reads_child(side: Side) -> Any:
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(7, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(F.linear(x, self.fc1.weight, self.fc1.bias))
+            return self.fc2(x)
+
+    return side.fit(side.wrap(Reading()))
+
+
+@idiom("a parent that iterates over the layers of a `Sequential`")
+def iterated_sequential(side: Side) -> Any:
+    class Iterating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.body:
+                x = layer(x)
+            return x
+
+    return side.fit(side.wrap(Iterating(), nn.Sequential))
+
+
+@idiom("an embedding fetched from inside a unit: `get_input_embeddings()(ids)`")
+def fetched_embedding(side: Side) -> Any:
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(10, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.language, self.scale = Language(), nn.Parameter(torch.ones(5))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.language(self.language.table(tokens) * self.scale)
+
+    model = side.wrap(Outer(), Language)
+    return side.fit(model, loss_of=lambda m, step: m(side.tokens(step, ROWS, 3)).square().mean())
+
+
+@idiom("a module used twice in one forward")
+def used_twice(side: Side) -> Any:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.mid, self.fc2 = nn.Linear(7, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc2(self.mid(torch.tanh(self.mid(torch.tanh(self.fc1(x))))))
+
+    return side.fit(side.wrap(Twice()))
+
+
+@idiom("two submodules wrapped one by one, then the whole")
+def wrapped_one_by_one(side: Side) -> Any:
+    net = Mlp()
+    if side.implementation not in ("ddp", "by hand"):
+        net.fc1 = side.wrap(net.fc1, nn.Conv2d)
+        if side.implementation.startswith("flatshard"):
+            from flatshard import ShardedWrapper
+
+            strategy = side.implementation.partition(" ")[2]
+            strategy = None if strategy == "auto" else strategy
+            return side.fit(ShardedWrapper(net, sharding_strategy=strategy))
+        if side.implementation == "fsdp1":
+            from torch.distributed.fsdp import FullyShardedDataParallel
+
+            cpu = torch.device("cpu")
+            return side.fit(FullyShardedDataParallel(net, use_orig_params=True, device_id=cpu))
+    return side.fit(side.wrap(net))
+
+
+@idiom("two wrapped models, chained, with one loss")
+def chained(side: Side) -> Any:
+    first, second = side.wrap(Mlp()), side.wrap(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))
+    optimizer = side.sgd(first, second)
+    for step in range(3):
+        F.mse_loss(second(first(side.draw(step, ROWS, 7))), side.draw(50, ROWS, 3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [first, second]
+
+
+# ---------------------------------------------------------------- state in forward
+
+
+@idiom("an attribute of a submodule set from outside: `model.body.memory = None`")
+def attribute_from_outside(side: Side) -> Any:
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.memory = nn.Parameter(torch.ones(7)), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = x * self.weight + (0.0 if self.memory is None else self.memory)
+            self.memory = out.detach()
+            return out
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = Remembering(), nn.Linear(7, 3)
+
+        def forward(self, x: Tensor, reset: bool) -> Tensor:
+            if reset:
+                self.body.memory = None
+            return self.head(self.body(x))
+
+    model = side.wrap(Outer(), Remembering)
+    losses = side.fit(
+        model,
+        loss_of=lambda m, step: m(side.draw(step, ROWS, 7), step % 2 == 0).square().mean(),
+    )
+    side.inner(model).body.memory = None
+    return [*losses, model(side.draw(9, ROWS, 7), False)]
+
+
+class WithBuffer(nn.Module):
+    """Its buffer is a mean over what it has seen."""
+
+    def __init__(self, reassigns: bool) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.reassigns = nn.Linear(7, 5), nn.Linear(5, 3), reassigns
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc1(x)
+        seen = x.detach().mean(0)
+        if self.training:
+            if self.reassigns:
+                self.mean = self.mean * 0.9 + seen * 0.1
+            else:
+                self.mean.mul_(0.9).add_(seen, alpha=0.1)
+        return self.fc2(torch.tanh(x - self.mean))
+
+
+@idiom("a buffer updated in place in forward")
+def buffer_in_place(side: Side) -> Any:
+    return side.fit(side.wrap(WithBuffer(False)))
+
+
+@idiom("a buffer that forward reassigns")
+def buffer_reassigned(side: Side) -> Any:
+    return side.fit(side.wrap(WithBuffer(True)))
+
+
+@idiom("a buffer replaced from outside, by rank 0 alone")
+def buffer_replaced(side: Side) -> Any:
+    model = side.wrap(WithBuffer(False))
+    if side.rank == 0:
+        side.inner(model).mean = torch.ones(5)
+    return side.fit(model)
+
+
+@idiom("buffers in place and `no_sync`")
+def buffer_no_sync(side: Side) -> Any:
+    model = side.wrap(WithBuffer(False))
+    optimizer = side.sgd(model)
+    losses = []
+    for step in range(4):
+        with side.no_sync(model):
+            loss = side.loss(model, step)
+            loss.backward()
+        losses.append(loss.detach())
+        side.loss(model, 20 + step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@idiom("dropout, with a seed for each rank")
+def dropout(side: Side) -> Any:
+    model = side.wrap(nn.Sequential(nn.Linear(7, 5), nn.Dropout(0.5), nn.Linear(5, 3)))
+
+    def loss_of(m: nn.Module, step: int) -> Tensor:
+        torch.manual_seed(10 * step + side.rank)
+        return side.loss(m, step)
+
+    return side.fit(model, loss_of=loss_of)

@@ -1,0 +1,449 @@
+"""Optimizers, schedulers, clipping, scaling, averages of weights."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from .side import ROWS, Mlp, Side, add, idiom
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "Adam": {"lr": 0.01, "amsgrad": True},
+    "AdamW": {"lr": 0.01},
+    "Adagrad": {"lr": 0.1},
+    "Adadelta": {"lr": 1.0},
+    "Adamax": {"lr": 0.01},
+    "NAdam": {"lr": 0.01},
+    "RAdam": {"lr": 0.01},
+    "ASGD": {"lr": 0.1, "t0": 1},
+    "RMSprop": {"lr": 0.01, "momentum": 0.9, "centered": True},
+    "Rprop": {"lr": 0.01},
+    "Adafactor": {"lr": 0.1},
+}
+
+
+class Biasless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 5, bias=False), nn.Linear(5, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def _optimizer(name: str, settings: dict[str, Any]) -> Callable[[Side], Any]:
+    def script(side: Side) -> Any:
+        model = side.wrap(Mlp())
+        return side.fit(model, getattr(torch.optim, name)(model.parameters(), **settings))
+
+    return script
+
+
+for _name, _settings in OPTIMIZERS.items():
+    add(f"optimizer_{_name.lower()}", "optimizers", f"`{_name}`", _optimizer(_name, _settings))
+
+
+@idiom("`Muon`")
+def optimizer_muon(side: Side) -> Any:
+    model = side.wrap(Biasless())
+    return side.fit(model, torch.optim.Muon(model.parameters(), lr=0.1))
+
+
+@idiom("`LBFGS`, `optimizer.step(closure)`")
+def optimizer_lbfgs(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    losses = []
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = side.loss(model, step)
+            loss.backward()
+            losses.append(loss.detach())
+            return loss
+
+        optimizer.step(closure)
+    return [*losses, model]
+
+
+@idiom("`SGD`, `optimizer.step(closure)`")
+def closure_of_sgd(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    losses = []
+    for step in range(4):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = side.loss(model, step)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure).detach())
+    return [*losses, model]
+
+
+@idiom("`step(closure)` after `no_sync`, as Lightning does")
+def closure_after_no_sync(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    losses = []
+    for step in range(0, 6, 2):
+        with side.no_sync(model):
+            side.loss(model, step).backward()
+
+        def closure(step: int = step) -> Tensor:
+            loss = side.loss(model, step + 1)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure).detach())
+        optimizer.zero_grad()
+    return [*losses, model]
+
+
+class Looking(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=sparse)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.table(tokens))
+
+
+def _sparse(side: Side, optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> Any:
+    model = side.wrap(Looking(sparse=True), nn.Embedding, nn.Linear)
+    return side.fit(
+        model, optimizer(model), lambda m, step: m(side.tokens(step, ROWS, 3)).square().mean()
+    )
+
+
+@idiom("`Embedding(sparse=True)` and `SGD`")
+def sparse_embedding(side: Side) -> Any:
+    return _sparse(side, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@idiom("`Embedding(sparse=True)` and `SparseAdam`")
+def optimizer_sparseadam(side: Side) -> Any:
+    model = side.wrap(Looking(sparse=True), nn.Embedding, nn.Linear)
+    inner = side.inner(model)
+    sparse = torch.optim.SparseAdam(list(inner.table.parameters()), lr=0.1)
+    dense = torch.optim.SGD(inner.head.parameters(), lr=0.1)
+    losses = []
+    for step in range(4):
+        loss = model(side.tokens(step, ROWS, 3)).square().mean()
+        loss.backward()
+        for optimizer in (sparse, dense):
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, model]
+
+
+# ---------------------------------------------------------------- schedulers
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda _: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, total_iters=2),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=3),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.5),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=8),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=4),
+}
+
+
+@idiom("all schedulers of `torch.optim.lr_scheduler`")
+def schedulers(side: Side) -> Any:
+    known = {name for name in lr_scheduler.__all__ if name != "LRScheduler"}
+    assert known <= set(SCHEDULERS), known - set(SCHEDULERS)
+    results: list[Any] = []
+    for make in SCHEDULERS.values():
+        torch.manual_seed(3)
+        model = side.wrap(Mlp())
+        optimizer = side.sgd(model)
+        scheduler = make(optimizer)
+        for step in range(4):
+            side.loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+            scheduler.step(*([1.0] if plateau else []))
+        results += [optimizer.param_groups[0]["lr"], side.loss(model, 9).detach()]
+    return results
+
+
+@idiom("weights averaged by `swa_utils`: `SWALR`, `AveragedModel`, `update_bn`")
+def swa(side: Side) -> Any:
+    net = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    model = side.wrap(net)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = side.sgd(model)
+    scheduler = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05)
+    losses = []
+    for step in range(4):
+        losses += side.fit(model, optimizer, steps=1, first=step)[:1]
+        average.update_parameters(model)
+        scheduler.step()
+    batches = [side.draw(step, ROWS, 7, of=0) for step in range(3)]
+    torch.optim.swa_utils.update_bn(batches, average)
+    average.eval()
+    with torch.no_grad():
+        losses.append(average(batches[0]))
+    return losses
+
+
+@idiom("`swa_utils.AveragedModel` with `get_ema_multi_avg_fn`")
+def ema_averaged_model(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    multi_avg_fn = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=multi_avg_fn)
+    optimizer = side.sgd(model)
+    results = []
+    for step in range(4):
+        results += side.fit(model, optimizer, steps=1, first=step)[:1]
+        average.update_parameters(model)
+        with torch.no_grad():
+            results.append(average(side.draw(9, ROWS, 7)))
+    return results
+
+
+@idiom("an average by `deepcopy` and `lerp_` over `parameters()`")
+def ema_by_hand(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    average = copy.deepcopy(model).requires_grad_(False)
+    optimizer = side.sgd(model)
+    for step in range(4):
+        side.fit(model, optimizer, steps=1, first=step)
+        for mean, param in zip(average.parameters(), model.parameters(), strict=True):
+            mean.data.lerp_(param.data, 0.5)
+    with torch.no_grad():
+        return average(side.draw(9, ROWS, 7))
+
+
+@idiom("an average written into `state_dict()` tensors")
+def ema_of_state_dict(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    average = copy.deepcopy(model)
+    optimizer = side.sgd(model)
+    for step in range(3):
+        side.fit(model, optimizer, steps=1, first=step)
+        with torch.no_grad():
+            for mean, value in zip(
+                average.state_dict().values(), model.state_dict().values(), strict=True
+            ):
+                mean.copy_(0.5 * mean + 0.5 * value)
+    with torch.no_grad():
+        return average(side.draw(9, ROWS, 7))
+
+
+# ---------------------------------------------------------------- gradients
+
+
+@idiom("`torch.nn.utils.clip_grad_norm_`")
+def clip_grad_norm(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    results = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = side.loss(model, step)
+        loss.backward()
+        results += [loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), 0.1)]
+        optimizer.step()
+    return [*results, model]
+
+
+@idiom("`torch.nn.utils.clip_grad_value_`")
+def clip_grad_value(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        side.loss(model, step).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+    return [side.loss(model, 9), model]
+
+
+@idiom("`torch.amp.GradScaler`, with an overflow on one rank")
+def grad_scaler(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    results = []
+    for step in range(6):
+        overflow = step == 2 and side.rank == 1
+        loss = side.loss(model, step)
+        scaler.scale(loss * (float("inf") if overflow else 1.0)).backward()
+        if step % 2 == 0:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        results += [loss.detach(), scaler.get_scale()]
+    return results
+
+
+@idiom("weight decay for `p.ndim >= 2`")
+def weight_decay_by_ndim(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.5},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return side.fit(model, torch.optim.AdamW(groups, lr=0.01))
+
+
+@idiom("groups by name, `named_parameters()`")
+def groups_by_name(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for name, p in named if "fc1" in name], "lr": 0.5},
+        {"params": [p for name, p in named if "fc1" not in name], "lr": 0.01},
+    ]
+    return side.fit(model, torch.optim.SGD(groups))
+
+
+@idiom("optimizer made before wrapping")
+def optimizer_before_wrapping(side: Side) -> Any:
+    net = Mlp()
+    optimizer = side.sgd(net)
+    return side.fit(side.wrap(net), optimizer)
+
+
+@idiom("`add_param_group` and `requires_grad_` in the middle of training")
+def unfreezing(side: Side) -> Any:
+    net = Mlp()
+    net.fc1.requires_grad_(False)
+    model = side.wrap(net)
+    optimizer = side.sgd(model)
+    losses = side.fit(model, optimizer, steps=2)[:-1]
+    side.inner(model).fc1.requires_grad_(True)
+    optimizer.add_param_group({"params": list(side.inner(model).fc1.parameters())})
+    # DistributedDataParallel has to be made again to see it.
+    if side.implementation == "ddp":
+        model = side.wrap(side.inner(model))
+    return losses + side.fit(model, optimizer, steps=2, first=2)
+
+
+@idiom("`zero_grad(set_to_none=False)`, `model.zero_grad()`")
+def zero_grad(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    for step in range(4):
+        side.loss(model, step).backward()
+        optimizer.step()
+        if step % 2:
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            model.zero_grad()
+    return [side.loss(model, 9), model]
+
+
+@idiom("a step by hand: `p -= lr * p.grad`")
+def step_by_hand(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    for step in range(3):
+        side.loss(model, step).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param -= 0.1 * param.grad
+                param.grad = None
+    return [side.loss(model, 9), model]
+
+
+@idiom("gradients read, scaled, replaced: `p.grad.norm()`, `.mul_`, `p.grad = ...`")
+def edited_gradients(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    norms = []
+    for step in range(3):
+        side.loss(model, step).backward()
+        for param in model.parameters():
+            norms.append(param.grad.norm())
+            param.grad.mul_(0.5)
+            param.grad = param.grad + 0.01 * param.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*norms, side.loss(model, 9)]
+
+
+@idiom("an optimizer of the user's, element-wise")
+def own_optimizer(side: Side) -> Any:
+    class Lion(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.01})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    p.add_((mean * 0.9 + p.grad * 0.1).sign(), alpha=-group["lr"])
+                    mean.lerp_(p.grad, 0.01)
+
+    model = side.wrap(Mlp())
+    return side.fit(model, Lion(model.parameters()))
+
+
+@idiom("an optimizer of the user's that needs norms: LAMB")
+def own_optimizer_with_norms(side: Side) -> Any:
+    class Lamb(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.01})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    ratio = p.norm() / (p.grad.norm() + 1e-6)
+                    p.add_(p.grad * ratio, alpha=-group["lr"])
+
+    model = side.wrap(Mlp())
+    return side.fit(model, Lamb(model.parameters()))
+
+
+@idiom("an optimizer for each parameter, in its post-accumulate hook", by_hand=True)
+def optimizer_in_backward(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    if side.implementation == "by hand":  # it averages after backward
+        return side.fit(model, steps=3)[:-1]
+
+    def stepping(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+        def hook(_: Tensor) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return hook
+
+    for param in model.parameters():
+        optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+        param.register_post_accumulate_grad_hook(stepping(optimizer))
+    losses = []
+    for step in range(3):
+        loss = side.loss(model, step)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses

@@ -1,0 +1,366 @@
+"""Parameters: their kinds, ties and edits."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+from .side import ROWS, Mlp, Side, idiom
+
+# ---------------------------------------------------------------- kinds
+
+
+class Kind(nn.Module):
+    """Layers around parameters of an unusual kind, used by a function."""
+
+    def __init__(self, odd: nn.Parameter) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.odd = nn.Linear(7, 5), nn.Linear(5, 3), odd
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc1(x)
+        if self.odd.is_complex():
+            return self.fc2((x * self.odd).abs())
+        if self.odd.numel() == 0:
+            return self.fc2(x + (x.sum(-1, keepdim=True) @ self.odd.T).sum(-1, keepdim=True))
+        return self.fc2(x * self.odd.to(x.dtype))
+
+
+@idiom("a 0-d parameter")
+def zero_dim(side: Side) -> Any:
+    return side.fit(side.wrap(Kind(nn.Parameter(torch.tensor(2.0))), Kind, nn.Linear))
+
+
+@idiom("an empty parameter")
+def empty(side: Side) -> Any:
+    return side.fit(side.wrap(Kind(nn.Parameter(torch.zeros(0, 1))), nn.Linear))
+
+
+@idiom("a complex parameter")
+def complex_parameter(side: Side) -> Any:
+    odd = nn.Parameter(torch.ones(5, dtype=torch.complex128) * (1 + 2j))
+    return side.fit(side.wrap(Kind(odd), nn.Linear))
+
+
+@idiom("parameters of two dtypes in a module")
+def mixed_dtypes(side: Side) -> Any:
+    odd = nn.Parameter(torch.ones(5, dtype=torch.float32))
+    return side.fit(side.wrap(Kind(odd), nn.Linear))
+
+
+@idiom("a frozen integer parameter")
+def integer_parameter(side: Side) -> Any:
+    odd = nn.Parameter(torch.arange(5), requires_grad=False)
+    return side.fit(side.wrap(Kind(odd), nn.Linear))
+
+
+@idiom("fewer elements than ranks, odd sizes")
+def tiny(side: Side) -> Any:
+    return side.fit(side.wrap(Kind(nn.Parameter(torch.ones(1))), nn.Linear))
+
+
+@idiom("parameters that are not contiguous (`channels_last`)")
+def channels_last(side: Side) -> Any:
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 4, 3)).to(
+        memory_format=torch.channels_last
+    )
+    model = side.wrap(net, nn.Conv2d)
+    return side.fit(model, loss_of=lambda m, s: m(side.draw(s, ROWS, 2, 6, 6)).square().mean())
+
+
+@idiom("`ParameterList`, `ParameterDict`")
+def parameter_containers(side: Side) -> Any:
+    class Containers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.listed = nn.ParameterList([torch.ones(7), torch.ones(7)])
+            self.named = nn.ParameterDict({"shift": torch.ones(7)})
+            self.head = nn.Linear(7, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for param in self.listed:
+                x = x * param
+            return self.head(x + self.named["shift"])
+
+    return side.fit(side.wrap(Containers()))
+
+
+# ---------------------------------------------------------------- ties
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 5)
+        self.mid = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 10, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mid(self.table(tokens))))
+
+
+@idiom("weights tied across units")
+def tied(side: Side) -> Any:
+    model = side.wrap(Tied(), nn.Embedding, nn.Linear)
+    optimizer = side.sgd(model)
+    tokens = [side.tokens(step, ROWS, 3) for step in range(4)]
+    return side.fit(
+        model,
+        optimizer,
+        lambda m, s: F.cross_entropy(m(tokens[s]).flatten(0, 1), tokens[s].view(-1)),
+    )
+
+
+@idiom("a head that reads the embedding's weight")
+def tied_by_reading(side: Side) -> Any:
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.mid = nn.Embedding(10, 5), nn.Linear(5, 5)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return torch.tanh(self.mid(self.table(tokens))) @ self.table.weight.T
+
+    model = side.wrap(Reading(), nn.Embedding, nn.Linear)
+    return side.fit(model, loss_of=lambda m, s: m(side.tokens(s, ROWS, 3)).square().mean())
+
+
+@idiom("one module in two places")
+def shared_module(side: Side) -> Any:
+    class Sharing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc3 = nn.Linear(7, 5), nn.Linear(5, 3)
+            self.a = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+            self.b = nn.Sequential(self.a[0], nn.ReLU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc3(self.b(self.a(self.fc1(x))))
+
+    return side.fit(side.wrap(Sharing(), nn.Sequential))
+
+
+# ---------------------------------------------------------------- edits
+
+
+@idiom("parameters edited between steps, under `no_grad`")
+def edited(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    losses = []
+    for step in range(4):
+        losses += side.fit(model, optimizer, steps=1, first=step)[:1]
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.9).clamp_(-0.5, 0.5)
+    return [*losses, model]
+
+
+@idiom("parameters edited through `p.data`")
+def edited_data(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    losses = side.fit(model, steps=2)[:-1]
+    for param in model.parameters():
+        param.data.mul_(0.5)
+        param.data = param.data + 0.1
+    return [*losses, *side.fit(model, first=2)]
+
+
+@idiom("`nn.init` after wrapping")
+def init_after_wrapping(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    for name, param in model.named_parameters():
+        if name.endswith("weight"):
+            torch.manual_seed(5)
+            nn.init.trunc_normal_(param, std=0.1)
+        else:
+            nn.init.constant_(param, 0.1)
+    return side.fit(model)
+
+
+@idiom("`nn.init.orthogonal_`, `model.apply(init)` after wrapping")
+def apply_after_wrapping(side: Side) -> Any:
+    model = side.wrap(Mlp())
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            torch.manual_seed(5)
+            nn.init.orthogonal_(module.weight)
+            nn.init.zeros_(module.bias)
+
+    model.apply(init)
+    return side.fit(model)
+
+
+@idiom("a weight clamped in place in forward")
+def edited_in_forward(side: Side) -> Any:
+    class Clamping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.head = nn.Parameter(torch.ones(7)), nn.Linear(7, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.95, 0.95)
+            return self.head(x * self.weight)
+
+    return side.fit(side.wrap(Clamping()))
+
+
+@idiom("`param.data = ...` in forward: a frozen momentum encoder")
+def momentum_encoder(side: Side) -> Any:
+    class Momentum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Linear(7, 3), nn.Linear(7, 3)
+            self.key.load_state_dict(self.query.state_dict())
+            self.key.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                pairs = zip(self.query.parameters(), self.key.parameters(), strict=True)
+                for query, key in pairs:
+                    key.data = key.data * 0.5 + query.data * 0.5
+                keys = self.key(x)
+            return self.query(x) - 0.5 * keys
+
+    return side.fit(side.wrap(Momentum(), Momentum))
+
+
+@idiom("`parameters_to_vector`, `vector_to_parameters`")
+def as_vector(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    side.fit(model)
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+    return [vector, side.loss(model, 9)]
+
+
+@idiom("`p.shape`, `p.numel()`, `p.norm()`, `p.mean()` of parameters, on all ranks")
+def looked_at(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    side.fit(model)
+    seen: list[Any] = [sum(p.numel() for p in model.parameters())]
+    for param in model.parameters():
+        seen += [list(param.shape), param.norm(), param.mean(), param.abs().max(), param.std()]
+    return seen
+
+
+# ---------------------------------------------------------------- frozen
+
+
+class Lora(nn.Module):
+    """A frozen layer and a trained product of low rank."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class LoraStack(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 16).requires_grad_(False)
+        self.blocks = nn.ModuleList(Lora(16) for _ in range(3))
+        self.head = nn.Linear(16, 3).requires_grad_(False)
+        self.reentrant = reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens).requires_grad_()
+        for block in self.blocks:
+            if self.reentrant is None:
+                x = block(x)
+            else:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def _lora(side: Side, reentrant: bool | None) -> Any:
+    model = side.wrap(LoraStack(reentrant), Lora)
+    return side.fit(model, loss_of=lambda m, s: m(side.tokens(s, ROWS, 3)).square().mean())
+
+
+@idiom("LoRA: frozen base, trained adapters")
+def lora(side: Side) -> Any:
+    return _lora(side, None)
+
+
+@idiom("LoRA and `checkpoint(use_reentrant=False)`, an input that requires grad")
+def lora_checkpoint(side: Side) -> Any:
+    return _lora(side, False)
+
+
+@idiom("LoRA and `checkpoint(use_reentrant=True)`, an input that requires grad")
+def lora_reentrant(side: Side) -> Any:
+    return _lora(side, True)
+
+
+@idiom("some layers frozen before wrapping")
+def frozen_layers(side: Side) -> Any:
+    net = Mlp()
+    net.fc1.requires_grad_(False)
+    net.fc3.weight.requires_grad_(False)
+    return side.fit(side.wrap(net))
+
+
+# ---------------------------------------------------------------- parametrisations
+
+
+@idiom("`parametrizations.weight_norm`")
+def weight_norm(side: Side) -> Any:
+    net = Mlp()
+    parametrizations.weight_norm(net.fc2)
+    return side.fit(side.wrap(net))
+
+
+@idiom("`parametrizations.orthogonal`")
+def orthogonal(side: Side) -> Any:
+    net = Mlp()
+    parametrizations.orthogonal(net.fc2)
+    return side.fit(side.wrap(net))
+
+
+@idiom("`parametrizations.spectral_norm`")
+def spectral_norm(side: Side) -> Any:
+    net = Mlp()
+    parametrizations.spectral_norm(net.fc2)
+    return side.fit(side.wrap(net))
+
+
+@idiom("`torch.nn.utils.weight_norm`, by hooks")
+def weight_norm_by_hooks(side: Side) -> Any:
+    net = Mlp()
+    net.fc2 = nn.utils.weight_norm(net.fc2)
+    return side.fit(side.wrap(net))
+
+
+@idiom("`torch.nn.utils.spectral_norm`, by hooks")
+def spectral_norm_by_hooks(side: Side) -> Any:
+    net = Mlp()
+    net.fc2 = nn.utils.spectral_norm(net.fc2)
+    return side.fit(side.wrap(net))
+
+
+@idiom("`torch.nn.utils.prune`")
+def pruned(side: Side) -> Any:
+    net = Mlp()
+    prune.l1_unstructured(net.fc2, "weight", amount=0.5)
+    return side.fit(side.wrap(net))
+
+
+@idiom("an own parametrisation")
+def own_parametrization(side: Side) -> Any:
+    class Symmetric(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.triu() + x.triu(1).T
+
+    net = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 5), nn.Linear(5, 3))
+    nn.utils.parametrize.register_parametrization(net[1], "weight", Symmetric())
+    return side.fit(side.wrap(net))

@@ -1,0 +1,178 @@
+"""`Ranks`: processes that run one function after another on gloo ranks, under a hard time limit.
+
+A process that hangs or dies is an outcome here, not an error: `run` says so, and the next call gets
+new processes. They are forked from a server that has loaded torch and the given modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+CALLS_PER_PROCESS = 200
+OTHERS_SECONDS = 12.0
+"""After a rank has raised or died, the others must have noticed."""
+
+
+class Said(NamedTuple):
+    """Of one rank: "returned" a value, "raised", "died" (exit code), "hangs" (stack)."""
+
+    outcome: str
+    what: Any
+
+
+class Raised(NamedTuple):
+    """An exception, as text."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+class Ranks:
+    """Up to ``number`` processes, which are ranks of one call after another."""
+
+    def __init__(self, number: int, preload: Sequence[str] = ()) -> None:
+        self._number = number
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch._dynamo", "flatshard.wrap", *preload])
+        self._folder = tempfile.TemporaryDirectory(prefix="flatshard-ranks-")
+        self._ranks: list[tuple[Any, Any]] = []
+        self._num_calls = 0
+
+    def run(
+        self, function: Callable[..., Any], world: int, *arguments: Any, seconds: float
+    ) -> list[Said]:
+        """What each rank says of ``function(*arguments)``, called in a new process group.
+
+        The function is named, not pickled: it is at the top of a module that can be imported.
+        """
+        if self._num_calls % CALLS_PER_PROCESS == 0:
+            self.stop()
+        self._num_calls += 1
+        while len(self._ranks) < max(world, self._number):
+            self._start()
+        store = f"{self._folder.name}/store-{self._num_calls}"
+        ranks = self._ranks[:world]
+        module = function.__module__
+        if module == "__main__":
+            module = Path(sys.modules[module].__file__ or "").stem
+        name = (module, function.__qualname__)
+        for rank, (_, pipe) in enumerate(ranks):
+            pipe.send((name, arguments, rank, world, store, seconds))
+        said = self._collect(ranks, time.monotonic() + seconds)
+        with contextlib.suppress(OSError):
+            os.remove(store)
+        # What is left of a failure must not meet the next call.
+        if any(one.outcome in ("hangs", "died") for one in said):
+            self.stop()
+        return said
+
+    def _collect(self, ranks: list[tuple[Any, Any]], end: float) -> list[Said]:
+        said: dict[int, Said] = {}
+        while len(said) < len(ranks) and time.monotonic() < end:
+            pipes = {pipe: rank for rank, (_, pipe) in enumerate(ranks) if rank not in said}
+            for pipe in wait(list(pipes), timeout=1.0):
+                rank = pipes[pipe]  # type: ignore[index]
+                try:
+                    said[rank] = Said(*pipe.recv())  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    ranks[rank][0].join(5)
+                    said[rank] = Said("died", ranks[rank][0].exitcode)
+                if said[rank].outcome != "returned":
+                    end = min(end, time.monotonic() + OTHERS_SECONDS)
+        for rank in set(range(len(ranks))) - set(said):
+            said[rank] = Said("hangs", self._stack_of(rank))
+        return [said[rank] for rank in range(len(ranks))]
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        stacks = f"{self._folder.name}/stack-{len(self._ranks)}"
+        process = self._context.Process(target=_serve, args=(theirs, stacks), daemon=True)
+        # Python 3.11's fork server does not take over sys.path before it preloads.
+        path = os.pathsep.join(filter(None, sys.path))
+        with mock.patch.dict(os.environ, PYTHONPATH=path):
+            process.start()
+        theirs.close()
+        self._ranks.append((process, ours))
+
+    def _stack_of(self, rank: int) -> str:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return Path(f"{self._folder.name}/stack-{rank}").read_text()[-2000:]
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._folder.cleanup()
+
+    def stop(self) -> None:
+        """End all ranks; the next call starts others."""
+        for process, _ in self._ranks:
+            process.kill()
+        for process, pipe in self._ranks:
+            process.join()
+            pipe.close()
+        self._ranks.clear()
+
+
+# ---------------------------------------------------------------- the rank's side
+
+
+def _serve(pipe: Any, stacks: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    silent = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(silent, descriptor)
+    warnings.simplefilter("ignore")  # of checkpoints without gradients, and of slow settings
+    with open(stacks, "w") as file, contextlib.suppress(EOFError, ConnectionError):
+        faulthandler.register(signal.SIGUSR1, file)
+        faulthandler.enable(file)
+        while True:
+            pipe.send(_call(*pipe.recv()))
+
+
+def _call(
+    name: tuple[str, str], arguments: Any, rank: int, world: int, store: str, seconds: float
+) -> Said:
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    # Its own limit is longer: what hangs is to be seen hanging.
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=2 * seconds),
+    )
+    try:
+        function = getattr(importlib.import_module(name[0]), name[1])
+        return Said("returned", function(*arguments))
+    except Exception as error:
+        lines = traceback.format_exception(error)
+        return Said("raised", Raised(type(error).__name__, str(error), "".join(lines[-12:])))
+    finally:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()

@@ -1,0 +1,84 @@
+"""torch's wrappers around a sharded model, which is every framework's first try."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from flatshard import ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import naming, run_ranks
+from tests.models import CASES
+from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
+
+LINEARS = ModuleWrapPolicy({nn.Linear})
+
+
+def _fsdp(module: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+
+def _data_parallel(module: nn.Module) -> Any:
+    return DataParallel(module)(torch.ones(2, 7))  # it looks at parameters only here
+
+
+MAKERS: dict[str, Callable[[nn.Module], Any]] = {
+    "DistributedDataParallel": DistributedDataParallel,
+    "FullyShardedDataParallel": _fsdp,
+    "fully_shard": fully_shard,
+    "replicate": replicate,
+    "DataParallel": _data_parallel,
+}
+
+
+@pytest.mark.by_turns
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["true-shape", "flat"])
+def test_around_a_sharded_model(use_orig_params: bool) -> None:
+    run_ranks(_around, 2, use_orig_params)
+
+
+def _around(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """DistributedDataParallel gave flat parameters of all ranks the values of rank 0's."""
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), use_orig_params=use_orig_params)
+    for name, make in MAKERS.items():
+        for module in (model, nn.Sequential(nn.Linear(7, 7), model)):
+            with (
+                naming(name),
+                pytest.raises(ValueError, match=f"^{name} around a ShardedWrapper: .* leave"),
+            ):
+                make(module)
+    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size)
+    assert_same_state(model.state_dict(), train(case, world_size).state, 0.0, 1e-12)
+
+
+def test_around_a_part_of_a_sharded_model() -> None:
+    run_ranks(_around_a_part, 2)
+
+
+def _around_a_part(rank: int, world_size: int) -> None:
+    """As a loop over the blocks of a model does, which meets no wrapper."""
+    model = CASES["mlp"].wrap(CASES["mlp"].model(), auto_wrap_policy=None)
+    for name in ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"):
+        with naming(name), pytest.raises(ValueError, match=f"^{name} around a ShardedWrapper"):
+            MAKERS[name](next(model.module.children()))
+
+
+def test_with_policy_around_a_sharded_model() -> None:
+    run_ranks(_with_policy, 1)
+
+
+def _with_policy(rank: int, world_size: int) -> None:
+    inner = ShardedWrapper(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"a module that is a ShardedWrapper .*of a Sequential, 1"):
+        ShardedWrapper(inner, auto_wrap_policy=LINEARS)
+    outer = nn.Sequential(nn.Tanh(), inner)
+    with pytest.raises(ValueError, match=r"contains, at '1', .* wrap the model once"):
+        ShardedWrapper(outer, auto_wrap_policy=LINEARS)
+    with pytest.warns(UserWarning, match=r"the module, a Sequential, .*Wrap it once"):
+        ShardedWrapper(inner)

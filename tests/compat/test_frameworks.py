@@ -1,0 +1,132 @@
+"""What frameworks read of a model, assign to it and call on parts of it."""
+
+import copy
+import functools
+import inspect
+import sys
+import types
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from flatshard import BackwardPrefetch, CPUOffload, MixedPrecision, ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import naming, run_ranks
+
+LINEARS = ModuleWrapPolicy({nn.Linear})
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1, self.fc2 = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        self.seen = self.fc1(ids).dtype
+        return self.norm(self.fc2(self.fc1(ids))) * scale
+
+
+def test_frameworks() -> None:
+    run_ranks(_frameworks, 2)
+
+
+def _frameworks(rank: int, world_size: int) -> None:
+    _signature()
+    _parts_are_moved_where_they_are()
+    _attributes_of_fsdp(rank, world_size)
+    _mixed_precision_of_accelerate(rank)
+
+
+def _signature() -> None:
+    """A trainer drops the columns of a batch that the signature of forward does not name."""
+    model = ShardedWrapper(_Net(), auto_wrap_policy=LINEARS)
+    expected = inspect.signature(_Net().forward)
+    for one in (model, copy.deepcopy(model)):
+        assert inspect.signature(one.forward) == expected
+        assert inspect.signature(one.fc1.forward) == inspect.signature(nn.Linear(1, 1).forward)
+        assert one.forward.__name__ == "forward"
+        assert one.forward.__self__ is one
+    # Accelerate wraps the function, and puts the method in the place of the old one.
+    function = model.forward.__func__
+
+    @functools.wraps(function)
+    def under_autocast(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return function(*args, **kwargs)
+
+    model.forward = types.MethodType(under_autocast, model)
+    assert inspect.signature(model.forward) == expected
+    model(torch.ones(2, 4), scale=2.0)
+    assert model.seen is torch.bfloat16
+
+
+def _parts_are_moved_where_they_are() -> None:
+    """As teardowns do; it raised for units that are coalesced."""
+    model = ShardedWrapper(_Net(), auto_wrap_policy=LINEARS)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.module.cpu()
+    model.module.to(torch.float32)
+    model.fc1.float()
+    for child in model.children():
+        child.to("cpu")
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    for change in (nn.Module.double, nn.Module.share_memory):
+        with naming(change), pytest.raises(RuntimeError, match="cannot be converted alone"):
+            change(model.fc1)
+
+
+def _attributes_of_fsdp(rank: int, world_size: int) -> None:
+    theirs = FullyShardedDataParallel(_Net(), device_id=torch.device("cpu"))
+    public = {name for name in vars(theirs) if not name.startswith("_")} - set(vars(nn.Module()))
+    missing = {"params", "training_state"}
+    ours = ShardedWrapper(
+        _Net(), auto_wrap_policy=LINEARS, mixed_precision=MixedPrecision(torch.bfloat16)
+    )
+    assert {name for name in public if not hasattr(ours, name)} == missing
+    assert (ours.rank, ours.world_size) == (rank, world_size)
+    assert ours.process_group is dist.group.WORLD
+    assert ours.compute_device == theirs.compute_device
+    assert ours.mixed_precision == MixedPrecision(torch.bfloat16)
+    assert ours.cpu_offload == CPUOffload()
+    assert ours.backward_prefetch is BackwardPrefetch.AUTO
+    assert ours.forward_prefetch is True
+    for name in (*missing, "_fsdp_wrapped_module"):
+        with pytest.raises(AttributeError, match=f"{name} is not available .*: use"):
+            getattr(ours, name)
+
+
+def _mixed_precision_of_accelerate(rank: int) -> None:
+    """A model that was not prepared, or marked as prepared, computed in fp32 without a word."""
+    state = types.SimpleNamespace(_shared_state={"_mixed_precision": "bf16"})
+    accelerate = {"accelerate.state": types.SimpleNamespace(AcceleratorState=state)}
+
+    def warns(autocast: bool = False, **keywords: Any) -> bool:
+        model = ShardedWrapper(_Net(), **keywords)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    model(torch.ones(2, 4)).sum().backward()
+        text = "Accelerate's mixed_precision='bf16' does not reach this model"
+        assert len(caught) <= 1
+        return any(text in str(one.message) for one in caught)
+
+    assert not warns()
+    with mock.patch.dict(sys.modules, accelerate):
+        assert warns() == (rank == 0)
+        assert not warns(autocast=True)
+        assert not warns(mixed_precision=MixedPrecision(torch.bfloat16))

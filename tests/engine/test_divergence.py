@@ -1,0 +1,185 @@
+"""``allow_divergence``: ranks that skip units, or run them in another order."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatshard import ShardedWrapper
+from flatshard.wrap import CustomPolicy
+from tests.comm_hooks import Averaging
+from tests.harness import naming, run_ranks
+from tests.models import Case, vectors
+from tests.oracle import ROWS, assert_same_gradients
+from tests.shared_memory import mapping
+from tests.side import Run, assert_same_model
+
+pytestmark = pytest.mark.by_turns
+
+
+class _Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 9), nn.Linear(9, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class _Mixture(nn.Module):
+    """Runs the experts of a list, one after the other, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 7), nn.Linear(7, 3)
+        self.experts = nn.ModuleList([_Expert() for _ in range(4)])
+
+    def forward(self, x: Tensor, chosen: list[int], checkpointed: bool = False) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for index in chosen:
+            expert = self.experts[index]
+            x = checkpoint(expert, x, use_reentrant=False) if checkpointed else expert(x)
+        return self.last(x)
+
+
+_MIXTURE = Case("mixture", _Mixture, vectors, (nn.Linear, _Expert))
+
+# Of each step, the experts of ranks 0 and 1: skipped, in another order, twice, none.
+_CHOSEN = (
+    ([0], [1]),
+    ([0, 1, 2], [2, 1, 0]),
+    ([3, 3], [3]),
+    ([], [0, 2]),
+    ([], []),
+    ([1, 3], [0, 1, 3]),
+)
+
+_FORMS: dict[str, dict[str, Any]] = {
+    "sockets": {"allow_divergence": [_Expert], "collectives": "sockets"},
+    "native": {"allow_divergence": ["experts"], "collectives": "native"},
+    "shared memory": {"allow_divergence": [_Expert]},
+    "grad_op": {"allow_divergence": [_Expert], "sharding_strategy": "SHARD_GRAD_OP"},
+    "op": {"allow_divergence": True, "sharding_strategy": "SHARD_OP"},
+    "hook": {"allow_divergence": [_Expert]},
+    "step": {"allow_divergence": [_Expert]},  # in backward
+    "no_shard": {"allow_divergence": [_Expert], "sharding_strategy": "NO_SHARD"},
+    "flat": {"allow_divergence": [_Expert], "use_orig_params": False},
+    "k": {"allow_divergence": [_Expert], "reshard_after_forward": 2},
+    "policy": {
+        "auto_wrap_policy": CustomPolicy(
+            lambda module: {"allow_divergence": True} if isinstance(module, _Expert) else False
+        )
+    },
+}
+
+
+def _losses(run: Run, step: int, **keywords: Any) -> Any:
+    """This rank's loss, or on the plain side each rank's share of it."""
+    for rank in [run.rank] if run.is_sharded else range(run.world_size):
+        rows = _MIXTURE.batch(step, run.world_size * ROWS)[0].chunk(run.world_size)[rank]
+        loss = run.model(rows, _CHOSEN[step][rank], **keywords).pow(2).mean()
+        yield loss if run.is_sharded else loss / run.world_size
+
+
+def _pair(rank: int, world_size: int, keywords: dict[str, Any]) -> tuple[Run, Run]:
+    sharded = _MIXTURE.wrap(_MIXTURE.model(), **keywords)
+    return (
+        Run(_MIXTURE.model(), _MIXTURE, rank, world_size),
+        Run(sharded, _MIXTURE, rank, world_size),
+    )
+
+
+def test_units_that_ranks_skip() -> None:
+    run_ranks(_skipped, 2, group_timeout=10)
+
+
+def _skipped(rank: int, world_size: int) -> None:
+    for name, keywords in _FORMS.items():
+        with naming(name), mapping() if name == "shared memory" else contextlib.nullcontext():
+            runs = plain, sharded = _pair(rank, world_size, keywords)
+            if name == "hook":
+                sharded.model.register_comm_hook("state", Averaging())
+            elif name == "step":
+                sharded.model.step_in_backward(sharded.optimizer)
+            for step in range(len(_CHOSEN)):
+                for run in runs:
+                    for loss in _losses(run, step, checkpointed=step == 1):
+                        loss.backward()
+                if name not in ("flat", "step"):
+                    assert_same_gradients(sharded.model, plain.model)
+                for run in runs:
+                    run.step()
+                    with torch.no_grad():  # each rank in its own way, or not at all
+                        run.model(run.inputs(step), _CHOSEN[step][rank])
+            assert_same_model(sharded, plain)
+
+
+def test_steps_out_of_the_ordinary() -> None:
+    run_ranks(_extraordinary, 2, group_timeout=10)
+
+
+def _extraordinary(rank: int, world_size: int) -> None:
+    for collectives in ("sockets", "native"):
+        keywords = {
+            "allow_divergence": [_Expert],
+            "collectives": collectives,
+            "sharding_strategy": "SHARD_GRAD_OP",  # backward alone needs no all-gather
+        }
+        runs = plain, sharded = _pair(rank, world_size, keywords)
+        with naming(collectives):
+            for run in runs:
+                with run.no_sync():
+                    for number, loss in enumerate(_losses(run, 0)):
+                        if (rank if run.is_sharded else number) == 0:
+                            loss.backward()  # on one rank alone
+                for loss in _losses(run, 1):
+                    loss.backward(retain_graph=True)
+                    loss.backward()
+                for pair in zip(_losses(run, 2), _losses(run, 3), strict=True):
+                    for loss in pair:  # two forwards, then two backwards
+                        loss.backward()
+                run.step()
+            assert_same_model(sharded, plain)
+
+
+def test_wrapped_by_hand() -> None:
+    run_ranks(_by_hand, 2, group_timeout=10)
+
+
+def _by_hand(rank: int, world_size: int) -> None:
+    for inner, outer in ((True, False), (False, [_Expert])):
+        runs = plain, sharded = _pair(rank, world_size, {"auto_wrap_policy": None})
+        model = _MIXTURE.model()
+        for index, expert in enumerate(model.experts):
+            model.experts[index] = ShardedWrapper(expert, allow_divergence=inner)
+        sharded.__init__(  # type: ignore[misc]
+            ShardedWrapper(model, allow_divergence=outer), _MIXTURE, rank, world_size
+        )
+        for run in runs:
+            for step in range(3):
+                for loss in _losses(run, step):
+                    loss.backward()
+                run.step()
+        assert_same_model(sharded, plain)
+
+
+def test_refused() -> None:
+    run_ranks(_refused, 2, group_timeout=30)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    for value, error, message in (
+        (_Expert, TypeError, "expected True, or a list"),
+        ("experts", TypeError, "expected True, or a list"),
+        ([3], TypeError, "got 3 in it"),
+        (["expert"], ValueError, "'expert' is not in the _Mixture"),
+        ([nn.Conv2d], ValueError, "is not in the _Mixture"),
+    ):
+        with pytest.raises(error, match=message):
+            _MIXTURE.wrap(_MIXTURE.model(), allow_divergence=value)
+    warns = pytest.warns(UserWarning, match="allow_divergence has no effect")
+    with warns if rank == 0 else contextlib.nullcontext():
+        ShardedWrapper(_MIXTURE.model(), allow_divergence=["experts"])

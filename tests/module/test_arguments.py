@@ -1,0 +1,123 @@
+"""Arguments that have a meaning for Python or for torch, and none here: refused or warned of."""
+
+import enum
+import os
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+
+from flatshard import BackwardPrefetch, MixedPrecision, ShardedWrapper, ShardingStrategy
+from tests.harness import naming, run_ranks
+from tests.models import Mlp
+
+
+def test_arguments() -> None:
+    run_ranks(_arguments, 2)
+
+
+def _arguments(rank: int, world_size: int) -> None:
+    _flags()
+    _meshes()
+    _groups(rank)
+    _state(rank)
+    _full_precision_in_eval(rank)
+
+
+def _flags() -> None:
+    """`"no"` is true for Python, and 0 was not False."""
+    for keyword in (
+        *("use_orig_params", "sync_module_states", "forward_prefetch", "limit_all_gathers"),
+        *("broadcast_buffers", "forward_sync_buffers"),
+    ):
+        match = f"{keyword.replace('forward_sync', 'broadcast')}: expected True or False, got 'no'"
+        with naming(keyword), pytest.raises(TypeError, match=match):
+            ShardedWrapper(Mlp(), **{keyword: "no"})
+    model = ShardedWrapper(Mlp(), use_orig_params=0, broadcast_buffers=0)
+    assert [name for name, _ in model.named_parameters()] == ["_flat_param_0"]
+    assert not model.broadcast_buffers
+    for context in (
+        lambda: ShardedWrapper.summon_full_params(model, writeback="no"),
+        lambda: ShardedWrapper.summon_full_params(model, recurse="no"),
+        lambda: model.no_sync(replicas_only="no"),
+    ):
+        with pytest.raises(TypeError, match="expected True or False, got 'no'"), context():
+            pass
+
+
+def _meshes() -> None:
+    """Of a mesh for data and tensor parallelism, one dimension was taken for replicas."""
+    for names in (("dp", "tp"), ("dp_shard", "tp"), ("pp", "dp_replicate"), ("shard", "dp_shard")):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=names)
+        with naming(names), pytest.raises(ValueError, match=rf"device_mesh: .*'{names[0]}', "):
+            ShardedWrapper(Mlp(), device_mesh=mesh)
+        one_dimension = ShardedWrapper(Mlp(), device_mesh=mesh[names[0]])
+        assert one_dimension.sharding_strategy is ShardingStrategy.FULL_SHARD
+    for names in (None, ("dp_replicate", "dp_shard"), ("shard", "replica")):
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+        hybrid = ShardedWrapper(Mlp(), device_mesh=mesh)
+        assert hybrid.sharding_strategy is ShardingStrategy.HYBRID_SHARD
+    assert hybrid.extra_repr().endswith("over 1 rank")
+
+
+def _groups(rank: int) -> None:
+    first = dist.new_group([0])
+    if rank == 1:
+        for group in (first, (first, first)):
+            with pytest.raises(ValueError, match="process_group: rank 1 is not in this group"):
+                ShardedWrapper(nn.Tanh(), group)
+
+
+def _state(rank: int) -> None:
+    model = ShardedWrapper(Mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for value in (None, 1, [("fc1.weight", 0)]):
+        with pytest.raises(TypeError, match="load_state_dict: expected a model's state dict, got"):
+            model.load_state_dict(value)
+    # One rank's mistake is every rank's error.
+    odd = "adam" if rank else optimizer
+    with pytest.raises((TypeError, ValueError), match=r"expected an optimizer .*, got 'adam'"):
+        ShardedWrapper.optim_state_dict(model, odd)
+    state = ShardedWrapper.optim_state_dict(model, optimizer)
+    with pytest.raises((TypeError, ValueError), match=r"expected an optimizer .*, got 'adam'"):
+        ShardedWrapper.optim_state_dict_to_load(model, odd, state)
+    # The order of its arguments in torch before 2.1.
+    with pytest.raises(TypeError, match="expected a model first, got dict"):
+        ShardedWrapper.optim_state_dict_to_load(state, model, optimizer)
+
+
+def _full_precision_in_eval(rank: int) -> None:
+    def warned(**keywords: Any) -> bool:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ShardedWrapper(Mlp(), **keywords)
+        text = "FSDP_USE_FULL_PREC_IN_EVAL=1 has no effect"
+        return any(text in str(one.message) for one in caught)
+
+    bf16 = MixedPrecision(torch.bfloat16)
+    with mock.patch.dict(os.environ, {"FSDP_USE_FULL_PREC_IN_EVAL": "1"}):
+        assert warned(mixed_precision=bf16) == (rank == 0)
+        assert not warned()
+    assert not warned(mixed_precision=bf16)
+
+
+def test_torchs_enums_are_equal() -> None:
+    """`wrapper.sharding_strategy == ShardingStrategy.FULL_SHARD` was False with torch's enum."""
+    for theirs in fsdp.ShardingStrategy:
+        for ours in ShardingStrategy:
+            same = theirs.name.removeprefix("_") == ours.name
+            assert (ours == theirs) is same
+            assert (theirs == ours) is same
+            assert (ours != theirs) is not same
+    strategy = ShardingStrategy.FULL_SHARD
+    assert {fsdp.ShardingStrategy.FULL_SHARD: 1}[strategy] == 1
+    assert fsdp.BackwardPrefetch.BACKWARD_PRE == BackwardPrefetch.BACKWARD_PRE
+    assert strategy != "FULL_SHARD"
+    assert strategy != enum.Enum("Other", "FULL_SHARD").FULL_SHARD
+    assert nn.Linear not in (strategy,)
