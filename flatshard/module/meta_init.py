@@ -271,7 +271,7 @@ class MetaInit:
             is_called = needs_values or (by_unit and module in self._resets and not is_unit)
             if inner is not None and root_first and is_called:
                 inner.append(module)
-            for child in [module.module] if isinstance(module, ModuleProxy) else module.children():
+            for child in module.children():
                 visit(child, inner)
             if inner is not None and not root_first and is_called:
                 inner.append(module)

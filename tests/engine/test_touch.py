@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatshard import CollectiveError, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import run_ranks
+from tests.harness import allow_warnings, run_ranks
 from tests.oracle import assert_same, assert_same_state, snapshot
 from tests.ways import BASIC, WAYS
 
@@ -110,11 +110,8 @@ def _wrap(model: nn.Module, way: str, *units: type[nn.Module]) -> ShardedWrapper
     )
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*outside of the unit's forward")
-        yield
+def _quiet() -> contextlib.AbstractContextManager[None]:
+    return allow_warnings(UserWarning, ".*outside of the unit's forward")
 
 
 Step = Callable[[Any, Tensor], Tensor]
