@@ -7,7 +7,7 @@ Like every ``ModuleProxy`` it shows the attributes of the module inside. Its own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, Self
 
 import torch
@@ -21,6 +21,7 @@ from flatshard.diagnostics import recording
 from flatshard.diagnostics.non_finite import watch_non_finite
 from flatshard.diagnostics.step_report import StepReport
 from flatshard.engine.buffer_sync import BufferSync
+from flatshard.module import join
 from flatshard.module.construction import Construction
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.inspection import UnwrappedModel
@@ -240,6 +241,42 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         """
         return accumulating(self._sharding, max_bytes, replicas_only=replicas_only)
 
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+    ) -> AbstractContextManager[None]:
+        """Train on inputs that end sooner on some ranks, as DistributedDataParallel's ``join``.
+
+        A rank that leaves the loop inside follows those still in it, with gradients of zero: their
+        forwards, backwards, ``model.clip_grad_norm_`` and steps of element-wise optimizers, at
+        their learning rates. So all ranks end with one model and optimizer state. Buffers are the
+        highest rank's that has input. What cannot be followed raises. Each forward costs a small
+        exchange, and each all-gather one more once a rank has no input.
+
+        Collective: all ranks, at entry and at the end; on the outermost wrapper.
+
+        Args:
+            divide_by_initial_world_size: average gradients over all ranks. False: over those that
+                have input.
+            enable: False: do nothing.
+            throw_on_early_termination: raise on all ranks once some rank has no input.
+            optimizers: those that step inside, for a rank that may have no input at all; others it
+                knows once they have stepped.
+
+        Raises:
+            NotImplementedError: units with ``allow_divergence``, a process group of their own, a
+                communication hook or secondary shards.
+            RuntimeError: this is not the outermost wrapper, or an optimizer steps in backward.
+        """
+        if not enable:
+            return nullcontext()
+        how = divide_by_initial_world_size, throw_on_early_termination
+        return join.joining(self._sharding, optimizers, *how)
+
     def free_buffers(self) -> None:
         """Release memory cached for the next step: pages of unsharded parameters, gradient buffers.
 
@@ -423,10 +460,10 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         in_backward.refuse(context, "clip_grad_norm_()")
         handles = handles_in(self)
         grad_norm.check_alike(handles, world)
-        grad_norm.check_reduced(handles, world, is_reducing=context.is_reducing)
-        return grad_norm.clip_grad_norm_(
-            list(self.parameters()), handles, max_norm, norm_type, error_if_nonfinite, foreach
-        )
+        limits = max_norm, norm_type, error_if_nonfinite, foreach
+        with join.clipping(self._sharding, *limits):
+            grad_norm.check_reduced(handles, world, is_reducing=context.is_reducing)
+            return grad_norm.clip_grad_norm_(list(self.parameters()), handles, *limits)
 
     @staticmethod
     def summon_full_params(
@@ -490,6 +527,10 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the unwrapped module's names, on every rank.
+
+        What is written into them in place reaches the model, at its next use or when they are
+        dropped, as in an unwrapped model; not where ``set_state_dict_type`` asks for CPU memory or
+        rank 0 alone. RuntimeError then if the model had changed since.
 
         See ``set_state_dict_type`` for rank 0 alone, or in CPU memory. Collective: all ranks, also
         those that get nothing.

@@ -55,11 +55,7 @@ OTHER_NAMES: dict[str, Callable[[Any], dict[str, Any]]] = {
 _FINISHES = "backward() always finishes its reductions"
 # Public methods of both that are missing here, and why.
 MISSING_METHODS = {
-    "join": (
-        "a rank that has finished cannot serve the others' all-gathers: give every rank equally "
-        "many batches (DistributedSampler(drop_last=True))"
-    ),
-    **dict.fromkeys(("join_hook", "join_device", "join_process_group"), "see `join`"),
+    **dict.fromkeys(("join_hook", "join_device", "join_process_group"), "use `with model.join():`"),
     **dict.fromkeys(("scatter", "gather"), "one process trains on one device"),
     "to_kwargs": "move inputs yourself: x.to(device)",
     "finalize_backward": _FINISHES,

@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -37,5 +38,6 @@ def count() -> int:
 def _registered(module: nn.Module, name: str, value: object) -> None:
     """Global hook of torch, which is about to register ``value``."""
     global _count
-    if module in _watched:
+    # Traced by Dynamo, the look into the set would be an error; what is traced adds no parameters.
+    if not torch.compiler.is_compiling() and module in _watched:
         _count += 1

@@ -131,7 +131,7 @@ def _check_program(name: str, maxima: Sequence[int]) -> None:
     if loads:
         raise RuntimeError(
             f"backward of {name or 'the model'!r}: load_state_dict() was called on some ranks "
-            "and not on others, or more often, so that the model is a mixture of parts. Call "
-            "it on every rank with the same state: torch.load(path, mmap=True) reads what is "
-            "needed alone."
+            "and not on others, or more often, or tensors of a state_dict() were written there, "
+            "so that the model is a mixture of parts. Call it on every rank with the same state: "
+            "torch.load(path, mmap=True) reads what is needed alone."
         )

@@ -34,6 +34,7 @@ class BufferSync(StepObserver):
         """``buffers`` lists those that modules have now."""
         self._state, self._buffers = state, buffers
         self.is_due = True
+        self.source = 0  # whose buffers they are
         self._alike = buffers()  # of the same kinds on all ranks
         self._voted, self._voted_kinds, self._digest = self._alike, _kinds(self._alike), b""
         self._has_run = False  # a forward, since ranks asked each other
@@ -44,13 +45,14 @@ class BufferSync(StepObserver):
             return
         if self.is_due and not recomputes and state.world.size > 1:
             with state.observers.waiting(Kind.RANKS_WAIT):
-                self._broadcast(f"{unit.name or 'the model'}'s buffers")
+                self.broadcast(f"{unit.name or 'the model'}'s buffers")
         self._has_run = True
         # As in DistributedDataParallel: after a forward whose backward leaves ranks' parameters as
         # they are, the next one does not start from rank 0's buffers either.
         self.is_due = torch.is_grad_enabled() and not state.under_no_sync
 
-    def _broadcast(self, op_name: str) -> None:
+    def broadcast(self, op_name: str) -> None:
+        """Give every rank those of ``source``. Collective."""
         world, present = self._state.world, self._buffers()
         if not self._has_run and _kinds(present) != self._voted_kinds:
             # Replaced by the program between steps, which all ranks do alike.
@@ -60,7 +62,7 @@ class BufferSync(StepObserver):
         for place, before in self._alike.items():
             buffer = present.get(place)
             sent.append(before if buffer is None or _kind(buffer) != _kind(before) else buffer)
-        broadcast_buffers(sent, world, op_name)
+        broadcast_buffers(sent, world, op_name, self.source)
 
     def votes(self) -> list[int]:
         """What tells whether the buffers are of the same kinds on all ranks."""
@@ -84,16 +86,18 @@ def _kinds(buffers: Buffers) -> list[Any]:
     return [_kind(buffer) for buffer in buffers.values()]
 
 
-def broadcast_buffers(buffers: Sequence[Tensor], world: Communicator, op_name: str) -> None:
-    """Give every rank rank 0's, in one message per dtype and device. Collective."""
+def broadcast_buffers(
+    buffers: Sequence[Tensor], world: Communicator, op_name: str, source: int
+) -> None:
+    """Give every rank those of rank ``source``, in one message per dtype and device. Collective."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in buffers:
         kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     with torch.no_grad():
         for alike in kinds.values():
             flat = torch.cat([buffer.detach().reshape(-1) for buffer in alike])
-            world.broadcast(flat, op_name=op_name)
-            if world.rank == 0:
+            world.broadcast(flat, op_name=op_name, source=source)
+            if world.rank == source:
                 continue
             pieces = flat.split([buffer.numel() for buffer in alike])
             theirs = [piece.view(buffer.shape) for piece, buffer in zip(pieces, alike, strict=True)]

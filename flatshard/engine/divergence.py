@@ -25,7 +25,8 @@ class DivergentUnits(StepObserver):
             # What a failed step left is there on some ranks alone.
             unit.reshard(by_policy=True)
             self._unshard(unit, "forward")
-            unit.enter(Phase.FORWARD)
+            if not unit.is_current:  # else `Forward` would not let its modules hold parameters
+                unit.enter(Phase.FORWARD)
 
     def end_computing(self, failed: bool) -> None:
         stays = self._state.expects_backward and not failed

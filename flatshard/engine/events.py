@@ -128,8 +128,9 @@ class Observers(StepObserver):
         base = getattr(StepObserver, event)
         return [one for one in self._all if getattr(type(one), event) is not base]
 
-    def add(self, observer: StepObserver) -> None:
-        self._all.append(observer)  # told after those that were added before
+    def add(self, observer: StepObserver, *, first: bool = False) -> None:
+        """Tell it from now on: before the others, or after those that were added before."""
+        self._all.insert(0 if first else len(self._all), observer)
         self._sort()
 
     def remove(self, observer: StepObserver) -> None:

@@ -25,6 +25,7 @@ class GradPublish:
         self._params, self._buffer = params, grad_buffer
         self._to_host = DeviceToHost(target)
         self._reduced: Tensor | None = None
+        self.scale = 1.0  # of what is published, where it is no average over all ranks
         # By index: what was in `.grad` before this backward.
         self._earlier: list[Tensor | None] = []
 
@@ -85,6 +86,8 @@ class GradPublish:
         self._show_earlier()
         if reduced is None:
             return
+        if self.scale != 1.0:
+            reduced.mul_(self.scale)
         # One parameter holds the gradients of all, or each its own.
         shown = used if self._params.use_orig_params else [any(used)]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

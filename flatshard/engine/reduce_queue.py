@@ -220,7 +220,7 @@ class ReduceQueue:
     def _wait_until_reduced(self, bucket: ReduceBucket) -> bool:
         # A peer without this gradient starts the reduction only at the end of its backward, so a
         # wait has a limit; for buckets where that happened lately there is no wait at all.
-        if bucket.index in self._uneven:
+        if self._state.lacks_ranks or bucket.index in self._uneven:
             return False
         with self._observers.waiting(Kind.REDUCE_WAIT, bucket.unit, ends=False):
             return bucket.wait_until_reduced()

@@ -29,6 +29,7 @@ class StepState:
         # Whether forwards that begin now only accumulate, wherever that is; whether the last
         # forward with gradients began so.
         self.under_no_sync = self.accumulates = False
+        self.lacks_ranks = False  # some rank computes no gradients (`join`)
         self.depth = 0  # how many units' forwards are under way, inside one another
         self.expects_backward = False  # the outermost forward began with gradients enabled
 

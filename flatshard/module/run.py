@@ -21,6 +21,7 @@ from flatshard.module.sharding import Sharding, handles_in, modules_apart, shard
 from flatshard.optimizer import step
 from flatshard.options.flags import as_flags
 from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.state.write_through import WriteThrough
 
 
 def start_run(root: Sharding, *, number: int | None = None) -> None:
@@ -54,8 +55,10 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     context.observers.add(ForwardEdits())
     if divergent := [unit for unit in units if unit.may_diverge]:
         context.observers.add(DivergentUnits(context.state, divergent))
+    writes = WriteThrough()
+    context.observers.add(writes)
     for one in shardings_in(root.wrapper):
-        one.context = context
+        one.context, one.state_dict.writes = context, writes
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import inspect
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,7 +47,9 @@ _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.o
 # In narrower ones the kernel computes in fp32 what the operations round again and again.
 _FUSED_DTYPES = torch.float32, torch.float64
 
-_swapped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Swap] = weakref.WeakKeyDictionary()
+_swapped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Swap | _Eager] = (
+    weakref.WeakKeyDictionary()
+)
 # Per optimizer its buckets of the last step, by the id of their first member.
 _buckets: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, ParamBucket]] = (
     weakref.WeakKeyDictionary()
@@ -60,6 +63,11 @@ def declare_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
     true-shape sharded parameters, where an operation is right or raises.
     """
     _ELEMENTWISE.add(inspect.unwrap(optimizer_class.step))
+
+
+def stepped() -> list[torch.optim.Optimizer]:
+    """The optimizers that have stepped sharded parameters as buckets."""
+    return list(_buckets)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -94,6 +102,8 @@ def _before_step(
     check_state(optimizer)
     if is_elementwise(optimizer):
         _hook_innermost(optimizer)
+    elif closure is None:  # it may run a compiled model
+        _step_eagerly(optimizer)
     if closure is None:
         return None
 
@@ -178,7 +188,17 @@ def _exchange(
     return _with_closure(with_sharded_parameters, args, kwargs)
 
 
+def _step_eagerly(optimizer: torch.optim.Optimizer) -> None:
+    """Let the functions that a step compiles run as they are."""
+    # Compilers fail on sharded parameters with errors of their own, also where every operation is
+    # right. While one traces the whole step it is too late.
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    if not torch.compiler.is_compiling() and any(map(is_sharded, params)):
+        _swapped[optimizer] = _Eager()
+
+
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _swap_out(optimizer)
     for group in optimizer.param_groups:
         offload.page_out(optimizer, group["params"])
 
@@ -228,6 +248,15 @@ def step_parts(optimizer: torch.optim.Optimizer, parts: Sequence[StepPart]) -> N
 
 
 # ------------------------------------------------------------ the exchange
+
+
+class _Eager:
+    """No function is compiled until ``undo``."""
+
+    def __init__(self) -> None:
+        stance = torch.compiler.set_stance("force_eager")
+        # Also where an optimizer that raised is dropped, and its entry among the swapped ones.
+        self.undo = weakref.finalize(self, stance.__exit__, None, None, None)
 
 
 class _Swap:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.state.full_params import gather_full, index_of
+from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 
@@ -37,6 +38,7 @@ class UnitStateDict:
 
     def __init__(self, unit: Unit) -> None:
         self.options = StateDictOptions()
+        self.writes = WriteThrough()  # one for a model
         self._unit = unit
         # Torch calls these hooks inside one another: the outermost does the work.
         self._depth = 0
@@ -60,7 +62,11 @@ class UnitStateDict:
         options = self.options
         is_saving = not options.rank0_only or self._unit.topology.world.rank == 0
         for handle in self._unit.handles:
-            _replace_by_full(handle, state_dict, options, is_saving)
+            given = _replace_by_full(handle, state_dict, options, is_saving)
+            # Where users ask for copies they are none of the model's memory.
+            if not (options.offload_to_cpu or options.rank0_only):
+                for index, full in given.items():
+                    self.writes.watch(self._unit, handle, index, full)
         for key in [key for key in state_dict if key.startswith(prefix)]:
             _treat_rest(state_dict, key, options, is_saving)
 
@@ -82,6 +88,7 @@ class UnitStateDict:
         if module in self._unit.modules:
             # Nothing of this unit is further out: a depth left is that of a call that raised.
             self._depth = 0
+        self.writes.check()
         self._depth += 1
         for handle in self._unit.handles:
             handle.params.list_placeholders(shown=True)
@@ -97,8 +104,10 @@ class UnitStateDict:
 
 def _replace_by_full(
     handle: FlatParamHandle, state_dict: dict[str, Any], options: StateDictOptions, is_saving: bool
-) -> None:
+) -> dict[int, Tensor]:
     """Put full copies where the flat parameter's originals stand; drop them if not ``is_saving``.
+
+    Returns the copies, by number of the original.
 
     Collective: all ranks of the shard group, also those that save nothing.
     """
@@ -110,7 +119,7 @@ def _replace_by_full(
             if index is not None:
                 indices[key] = index
     if not indices:
-        return
+        return {}
     device = torch.device("cpu") if options.offload_to_cpu else handle.device
     full = gather_full(handle, handle.shard, device, is_kept=is_saving)
     for key, index in indices.items():
@@ -118,6 +127,7 @@ def _replace_by_full(
             state_dict[key] = full[index]
         else:
             del state_dict[key]
+    return {index: full[index] for index in indices.values()} if is_saving else {}
 
 
 def _treat_rest(

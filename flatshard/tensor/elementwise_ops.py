@@ -145,8 +145,10 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     tensor, *rest = args
     if rest and (func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape):
         tensor.spec.refuse(f"{func._schema.name} to another shape or dtype")
-    # Not a view made here: its version counter would be another.
-    twin = FlatShardTensor(tensor.local, tensor.spec)
+    # Not a view made here: its version counter would be another. A tensor of inference mode has
+    # none, and autograd, which adds this one's, would raise.
+    with torch.inference_mode(False):
+        twin = FlatShardTensor(tensor.local, tensor.spec)
     twin.is_alike = tensor.is_alike
     tensor.spec.aliases[id(twin)] = twin
     return twin

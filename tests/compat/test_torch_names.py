@@ -110,7 +110,7 @@ def test_attributes_and_refused_methods() -> None:
         assert next(iter(model.state_dict())) == "0.weight"
     with pytest.raises(NotImplementedError, match="got SHARDED_STATE_DICT"):
         ShardedWrapper.set_state_dict_type(model, "SHARDED_STATE_DICT")
-    for name in ("join", "scatter", "full_optim_state_dict"):
+    for name in ("join_hook", "scatter", "full_optim_state_dict"):
         for owner in (model, ShardedWrapper):
             with pytest.raises(AttributeError, match=f"{name} is not available"):
                 getattr(owner, name)

@@ -25,16 +25,26 @@ class _Renormed(nn.Linear):
         if self.kind == "no_grad":
             with torch.no_grad():
                 self.weight[0].zero_()
+        elif self.kind == "data":
+            self.weight.data = self.weight.data * 0.5 + 0.1
+        elif self.kind == "into data":
+            self.weight.data.mul_(0.5).add_(0.1)
+        elif self.kind == "later":  # as a momentum encoder, which starts as a copy
+            self.calls = getattr(self, "calls", 0) + 1
+            self.weight.data.mul_(0.5 if self.calls > 1 else 1.0)
         else:
             self.weight = nn.Parameter(self.weight.detach().clamp(-0.1, 0.1))
         return super().forward(x)
 
 
-def _renormed(kind: str) -> Callable[[dict[str, Any]], None]:
+def _renormed(kind: str, frozen: bool = False) -> Callable[[dict[str, Any]], None]:
     def run(keywords: dict[str, Any]) -> None:
-        module = nn.Sequential(_Renormed(4, 6), nn.Tanh())
+        module = nn.Sequential(_Renormed(4, 6), nn.Tanh(), nn.Linear(6, 6))
         module[0].kind = kind
-        ShardedWrapper(module, **keywords)(torch.randn(2, 4))
+        module[0].requires_grad_(not frozen)
+        model = ShardedWrapper(module, **keywords)
+        for _ in range(2):
+            model(torch.randn(2, 4))
 
     return run
 
@@ -90,6 +100,11 @@ def _functional(keywords: dict[str, Any]) -> None:
 
 MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "its forward edited parameters in place .'0.weight', '0.bias'": _renormed("no_grad"),
+    "its forward edited parameters in place .'0.weight', '0.bias'.": _renormed("data", True),
+    "its forward edited parameters in place .'0.weight', '0.bias', ": _renormed("data"),
+    "edited parameters in place .'0.weight', '0.bias'.": _renormed("into data", True),
+    "edited parameters in place .'0.weight', '0.bias', ": _renormed("into data"),
+    "edited parameters in place .*momentum encoder": _renormed("later", True),
     "parameter '0.weight' .unit ''. was replaced in forward": _renormed("assigned"),
     "edited parameters in place .*max_norm": _embedding,
     "parameter 'weight' has a gradient, which would be lost": _gradient_before,

@@ -63,6 +63,12 @@ _FORMS: dict[str, dict[str, Any]] = {
     "shared memory": {"allow_divergence": [_Expert]},
     "grad_op": {"allow_divergence": [_Expert], "sharding_strategy": "SHARD_GRAD_OP"},
     "op": {"allow_divergence": True, "sharding_strategy": "SHARD_OP"},
+    # What a step skipped is still unsharded in the next one: its modules hold shards, though.
+    "op, each by itself": {
+        "allow_divergence": True,
+        "sharding_strategy": "SHARD_OP",
+        "coalesce_bytes": 0,
+    },
     "hook": {"allow_divergence": [_Expert]},
     "step": {"allow_divergence": [_Expert]},  # in backward
     "no_shard": {"allow_divergence": [_Expert], "sharding_strategy": "NO_SHARD"},
@@ -112,6 +118,8 @@ def _skipped(rank: int, world_size: int) -> None:
                     assert_same_gradients(sharded.model, plain.model)
                 for run in runs:
                     run.step()
+                    if name == "op, each by itself":
+                        continue  # an evaluation would reshard what it tests
                     with torch.no_grad():  # each rank in its own way, or not at all
                         run.model(run.inputs(step), _CHOSEN[step][rank])
             assert_same_model(sharded, plain)
@@ -183,3 +191,13 @@ def _refused(rank: int, world_size: int) -> None:
     warns = pytest.warns(UserWarning, match="allow_divergence has no effect")
     with warns if rank == 0 else contextlib.nullcontext():
         ShardedWrapper(_MIXTURE.model(), allow_divergence=["experts"])
+
+
+def test_groups_of_units_that_may_all_diverge() -> None:
+    """Rank 0 alone asked for the groups of the settings, which no unit had."""
+    run_ranks(_all_diverge, 4, group_timeout=10)
+
+
+def _all_diverge(rank: int, world_size: int) -> None:
+    model = _MIXTURE.wrap(_MIXTURE.model(), allow_divergence=True, reshard_after_forward=2)
+    model(_MIXTURE.batch(0, ROWS)[0], [rank]).sum().backward()

@@ -125,12 +125,12 @@ def _after_training(rank: int, world_size: int, way: str) -> None:
     late = model.state_dict()
     assert_same_state(late, train(case, world_size).state, 0.0, 1e-12)
 
-    # Both are copies: training left the first alone, and writing the second changes no model.
+    # Training left the first alone; what is written into the second reaches the model.
     _assert_identical(early, case.model().state_dict())
-    expected = snapshot(model)
     for value in late.values():
         value.mul_(0.5)
-    _assert_identical(model.state_dict(), expected)
+    _assert_identical(model.state_dict(), late)
+    expected = snapshot(model)
 
     # Loaded on one rank alone, its parts would be of one model and the others' of another.
     if rank == 0:

@@ -273,6 +273,19 @@ def _check_ranges(names: dict[str, Any], rank: int) -> None:
         assert rank != 0 or Path("trace.json").exists()  # rank 0 writes it
 
 
+def _check_uneven(names: dict[str, Any], rank: int) -> None:
+    plain = build()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    for step in range(3):
+        optimizer.zero_grad()
+        for both in (0, 1)[step == 2 :]:
+            inputs, labels = data(both)[step]
+            (nn.functional.cross_entropy(plain(inputs), labels) / 2).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+    assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+
+
 def _check_skipped(names: dict[str, Any], rank: int) -> None:
     plain = names["DropsBlocks"]()
     plain.load_state_dict(build().state_dict())
@@ -321,6 +334,7 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
     ("recipes.md", "Where a step's time goes"): _check_ranges,
     ("recipes.md", "Accumulating gradients"): _check_accumulated,
     ("strategies.md", "Accumulating gradients"): _check_accumulated,
+    ("recipes.md", "Inputs that end sooner on some ranks"): _check_uneven,
     ("recipes.md", "Units that some ranks skip"): _check_skipped,
     ("recipes.md", "An average of the weights"): _check_average,
     ("recipes.md", "Fine-tuning with frozen weights"): _check_frozen,

@@ -1,0 +1,387 @@
+"""``Join``: ranks that have no input left follow the steps of those that have.
+
+[Note: what a rank without input does]
+It computes nothing, but takes part in all that needs every rank. The others say, on a group apart,
+what they begin next: a forward, an all-gather, the end of a backward, an optimizer's step. It does
+likewise with gradients of zero, as its shards and its optimizers' state are a part of the model.
+While every rank has input, they say one thing per forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from flatshard.engine.buffer_sync import BufferSync
+from flatshard.engine.events import Kind, StepObserver
+from flatshard.engine.grad_buffer import Sync
+from flatshard.engine.handle import ShardState
+from flatshard.engine.unit import Unit
+from flatshard.module.sharding import Sharding, shardings_in
+from flatshard.optimizer import in_backward, step
+from flatshard.tensor.sharded_tensor import local_range
+
+_FAILED = "failed"
+
+
+class Doing(NamedTuple):
+    """What a rank begins: a ``follow_`` method of ``Join``, or that it failed."""
+
+    kind: str
+    detail: tuple[Any, ...] = ()
+
+
+@contextlib.contextmanager
+def joining(
+    root: Sharding, optimizers: Iterable[Optimizer], by_initial_size: bool, throws: bool
+) -> Iterator[None]:
+    """See ``ShardedWrapper.join``. Collective: all ranks, at entry and at the end."""
+    observers = root.check_between_steps("join()").observers
+    _check(root)
+    join = Join(root, [*optimizers, *step.stepped()], by_initial_size, throws)
+    hooks = (
+        register_optimizer_step_pre_hook(join.before_step),
+        register_optimizer_step_post_hook(join.after_step),
+    )
+    observers.add(join, first=True)
+    try:
+        yield
+        join.follow()
+    finally:
+        observers.remove(join)
+        for hook in hooks:
+            hook.remove()
+        join.end()
+
+
+def clipping(sharding: Sharding, *arguments: Any) -> AbstractContextManager[None]:
+    """Around ``clip_grad_norm_(*arguments)`` of a wrapper: ranks without input do the same."""
+    join = sharding.context.observers.find(Join)
+    return nullcontext() if join is None else join.clipping(sharding, arguments)
+
+
+def _check(root: Sharding) -> None:
+    """Raise where a rank could not follow; alike on all ranks."""
+    if not root.wrapper.check_is_root():
+        raise RuntimeError(f"join(): unit {root.unit.name!r} is not the outermost wrapper.")
+    in_backward.refuse(root.context, "join()")
+    for unit in root.context.units:
+        reasons = {
+            "may be skipped by some ranks (allow_divergence)": unit.may_diverge,
+            "trains on some of the ranks": unit.topology.world.size < root.context.state.world.size,
+            "keeps secondary shards": any(h.gather.secondary.is_kept for h in unit.handles),
+            "has a communication hook": any(h.comm_hook is not None for h in unit.handles),
+        }
+        if reason := next((text for text, holds in reasons.items() if holds), None):
+            raise NotImplementedError(
+                f"join(): unit {unit.name!r} {reason}. Give every rank equally many batches: "
+                "DistributedSampler(drop_last=True)."
+            )
+
+
+class Join(StepObserver):
+    """What one rank says and does inside ``join()``."""
+
+    def __init__(
+        self, root: Sharding, optimizers: Iterable[Optimizer], by_initial_size: bool, throws: bool
+    ) -> None:
+        self._root, self._state, self._throws = root, root.context.state, throws
+        self._by_initial_size = by_initial_size
+        self._comm = self._state.world.apart
+        self._buffers = self._state.observers.find(BufferSync)
+        self._handles = [handle for _, handle in self._state.handles]
+        params = [param for handle in self._handles for param in handle.sharded]
+        self._numbers = {param: number for number, param in enumerate(params)}
+        self._active = list(range(self._comm.size))  # that had input at the last exchange
+        self._is_following = self._grad_enabled = False
+        self._syncs = self._state.syncs, self._state.under_no_sync
+        self._optimizers = weakref.WeakSet(one for one in optimizers if self._holds(one))
+        self._options: dict[Any, Any] = {}  # when a step began
+        # Of each gradient that backward, or clipping, left: which tensor, and its version.
+        self._published = [(0, 0)] * len(params)
+        self._grads: tuple[str, ...] = ()  # what became of them before the backward that runs
+        self._versions: list[int] = []  # of parameters, after the last step
+        self._note_grads()
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank has input, and others follow it."""
+        return len(self._active) < self._comm.size and not self._is_following
+
+    def _exchange(self, mine: Doing | None) -> Doing | None:
+        """Say what this rank begins, or that it has no input; returns what the others begin.
+
+        Collective: all ranks. Raises RuntimeError, on all of them, if they differ or one failed.
+        """
+        name = "join(): no input left, and waiting for what other ranks do" if mine is None else ""
+        heard = self._comm.gather_objects(mine, op_name=name or f"join(): about to {mine}")
+        doing: dict[int, Doing] = {rank: one for rank, one in enumerate(heard) if one is not None}
+        for rank, one in doing.items():
+            if one.kind == _FAILED:
+                raise RuntimeError(f"join(), rank {rank}: {one.detail[0]}")
+        if not doing:
+            return None
+        self._active = list(doing)
+        first = doing[self._active[0]]
+        for rank, one in doing.items():
+            if one != first:
+                raise RuntimeError(
+                    f"join(): ranks that have input must do alike. Rank {self._active[0]}: {first}"
+                    f"; rank {rank}: {one}. If only learning rates differ: a scheduler that steps "
+                    "with every batch falls behind on a rank without input; load another rank's."
+                )
+        if self._throws and len(self._active) < self._comm.size:
+            missing = sorted({*range(self._comm.size)} - doing.keys())
+            raise RuntimeError(f"join(): throw_on_early_termination: no input on ranks {missing}.")
+        return first
+
+    def _fail(self, message: str) -> None:
+        follows = (
+            "Ranks without input follow forward, backward, model.clip_grad_norm_() and the steps "
+            "of element-wise optimizers."
+        )
+        self._exchange(Doing(_FAILED, (f"{message} {follows}",)))
+
+    # ------------------------------------------------------------ a rank that has input
+
+    def begin_forward(self) -> None:
+        if self._is_following:
+            return
+        state = self._state
+        if self._leads:
+            self._check_unedited()
+        syncs = tuple(sync.value for sync in state.syncs)
+        options = sorted((self._key(one), _options_of(one)) for one in self._optimizers)
+        detail = torch.is_grad_enabled(), syncs, state.under_no_sync, options
+        self._exchange(Doing("forward", detail))
+        self._begin()
+
+    def _begin(self) -> None:
+        """A forward begins, here or on other ranks."""
+        size, num_active = self._comm.size, len(self._active)
+        self._state.lacks_ranks = num_active < size
+        for handle in self._handles:
+            handle.grad_publish.scale = 1.0 if self._by_initial_size else size / num_active
+        if self._buffers is not None:
+            self._buffers.source = self._active[-1]  # as DistributedDataParallel
+        self._note_versions()
+
+    def enter_forward(self, unit: Unit, recomputes: bool) -> None:
+        state = self._state
+        if self._leads and unit is state.root and not (state.depth or recomputes):
+            self._exchange(Doing("root"))
+
+    def span(
+        self, kind: Kind, unit: Unit | None, purpose: str, ends: bool
+    ) -> AbstractContextManager[None]:
+        if kind is Kind.STARTING and self._leads and unit is not None and purpose != "reduce":
+            return self._announcing(unit, purpose)
+        return nullcontext()
+
+    @contextlib.contextmanager
+    def _announcing(self, unit: Unit, purpose: str) -> Iterator[None]:
+        """Say which all-gathers were started inside."""
+        before = [handle.state for handle in unit.handles]
+        yield
+        for handle, was in zip(unit.handles, before, strict=True):
+            if handle.state is ShardState.UNSHARDING is not was:
+                self._exchange(Doing("gather", (self._handles.index(handle), purpose)))
+
+    def begin_backward(self) -> None:
+        if self._leads:
+            self._grads = self._look()
+
+    def votes(self) -> list[int]:
+        if self._leads:  # the exchange at the end of backward comes next
+            self._exchange(Doing("backward", (self._grads,)))
+        return []
+
+    def end_backward(self) -> None:
+        self._note_grads(reduced_only=True)
+
+    @contextlib.contextmanager
+    def clipping(self, sharding: Sharding, arguments: tuple[Any, ...]) -> Iterator[None]:
+        if self._leads:
+            number = shardings_in(self._root.wrapper).index(sharding)
+            self._exchange(Doing("clipping", (self._look(), number, arguments)))
+        yield
+        self._note_grads()
+
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._is_following or not self._holds(optimizer):
+            return
+        self._optimizers.add(optimizer)
+        self._options[self._key(optimizer)] = _options_of(optimizer)
+        if self._leads:
+            self._check_unedited()
+            if not step.is_elementwise(optimizer):
+                self._fail(f"{type(optimizer).__name__} is not known to be element-wise.")
+
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        # In a backward it is a hook of the user's that steps, as on ranks without input.
+        in_hook = torch._C._current_graph_task_id() != -1
+        if self._leads and not in_hook and self._holds(optimizer):
+            key = self._key(optimizer)
+            self._exchange(Doing("step", (self._look(), key, self._options[key])))
+        self._note_versions()
+
+    def _holds(self, optimizer: Optimizer) -> bool:
+        return any(p in self._numbers for group in optimizer.param_groups for p in group["params"])
+
+    def _key(self, optimizer: Optimizer) -> Any:
+        """What the same optimizer has on every rank."""
+        groups = optimizer.param_groups
+        numbers = tuple(
+            tuple(self._numbers.get(p, -1) for p in group["params"]) for group in groups
+        )
+        return type(optimizer).__name__, numbers
+
+    # ------------------------------------------------------------ what nobody could follow
+
+    def _note_grads(self, *, reduced_only: bool = False) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit, handle in self._state.handles:
+                # What `no_sync` accumulates is this rank's own.
+                for param in handle.sharded if unit.sync is Sync.ALL or not reduced_only else ():
+                    grad = param.grad
+                    key = (0, 0) if grad is None else (id(grad), local_range(grad)._version)
+                    self._published[self._numbers[param]] = key
+
+    def _look(self) -> tuple[str, ...]:
+        """What became of each gradient; raises, on all ranks, where some were edited."""
+        found, is_changed, is_zero = [], False, True
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, (key, version) in zip(self._numbers, self._published, strict=True):
+                grad = param.grad
+                found.append("kept" if grad is not None and id(grad) == key else "dropped")
+                if grad is not None:
+                    is_changed |= id(grad) == key and local_range(grad)._version != version
+            if is_changed:  # else `zero_grad(set_to_none=False)` was not called
+                grads = [param.grad for param in self._numbers]
+                is_zero = not any(g is not None and local_range(g).any() for g in grads)
+        if not is_zero:
+            self._fail("gradients were edited after backward.")
+        return tuple("zeroed" if is_changed and one == "kept" else one for one in found)
+
+    def _note_versions(self) -> None:
+        self._versions = [handle.version for handle in self._handles]
+
+    def _check_unedited(self) -> None:
+        if self._versions != [handle.version for handle in self._handles]:
+            self._fail("parameters were edited between steps.")
+
+    # ------------------------------------------------------------ a rank that has none
+
+    def follow(self) -> None:
+        """Do what the others do until none has input."""
+        self._is_following, failure = True, None
+        while doing := self._exchange(failure):
+            try:
+                getattr(self, f"follow_{doing.kind}")(*doing.detail)
+            except Exception as error:
+                failure = Doing(_FAILED, (f"{type(error).__name__}: {error}",))
+        if self._buffers is not None:
+            self._buffers.source = self._active[-1]
+            self._buffers.broadcast("join(): buffers of the last rank that had input")
+
+    def follow_forward(
+        self, grad_enabled: bool, syncs: tuple[str, ...], under_no_sync: bool, _: Any
+    ) -> None:
+        state = self._state
+        state.pending_sends.wait_sends()
+        self._grad_enabled = state.expects_backward = grad_enabled
+        state.syncs, state.under_no_sync = [Sync(sync) for sync in syncs], under_no_sync
+        if grad_enabled:
+            state.plan_syncs()
+        self._begin()
+
+    def follow_root(self) -> None:
+        if self._buffers is not None:
+            with torch.set_grad_enabled(self._grad_enabled):
+                self._buffers.enter_forward(self._state.root, False)
+
+    def follow_gather(self, number: int, purpose: str) -> None:
+        handle = self._handles[number]
+        handle.unshard(purpose)
+        handle.wait_unshard()
+        handle.reshard()
+
+    def follow_backward(self, grads: tuple[str, ...]) -> None:
+        self._treat(grads)
+        for unit in self._state.units:
+            unit.count_trainable()
+        begin: Any = self._handles[0].params.specs[0].on_outside_grad
+        with torch.enable_grad():
+            # A backward without gradients, of which all remains to be done at its end.
+            nothing = torch.zeros((), requires_grad=True) * 1
+            nothing.register_hook(lambda grad: grad if begin() else None)
+            nothing.backward()
+
+    def follow_clipping(self, grads: tuple[str, ...], number: int, arguments: Any) -> None:
+        self._treat(grads)
+        shardings_in(self._root.wrapper)[number].wrapper.clip_grad_norm_(*arguments)
+
+    def follow_step(self, grads: tuple[str, ...], key: Any, options: list[Any]) -> None:
+        self._treat(grads)
+        found = [one for one in self._optimizers if self._key(one) == key]
+        if len(found) != 1:
+            raise RuntimeError(
+                f"{key[0]} has stepped on other ranks, and this one knows {len(found)} such over "
+                "the same parameters, of those that have stepped here. Where a rank may have no "
+                "input at all, pass them: join(optimizers=[optimizer])."
+            )
+        self._state.pending_sends.wait_sends()
+        others: dict[Any, Tensor | None] = {}  # this rank's own, which get no gradients here
+        for group, theirs in zip(found[0].param_groups, options, strict=True):
+            for name, value in theirs:
+                if isinstance(group[name], Tensor):
+                    group[name].fill_(value)
+                else:
+                    group[name] = value
+            others |= {p: p.grad for p in group["params"] if p not in self._numbers}
+        for param in others:
+            param.grad = None
+        found[0].step()
+        for param, grad in others.items():
+            param.grad = grad
+
+    def _treat(self, grads: tuple[str, ...]) -> None:
+        """Do with gradients what ranks that have input did since they were made."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for param, what in zip(self._numbers, grads, strict=True):
+                if what == "dropped":
+                    param.grad = None
+                elif what == "zeroed" and param.grad is not None:
+                    local_range(param.grad).zero_()
+
+    def end(self) -> None:
+        """Leave the model as it was before the context."""
+        self._state.syncs, self._state.under_no_sync = self._syncs
+        self._state.lacks_ranks = False
+        for handle in self._handles:
+            handle.grad_publish.scale = 1.0
+        if self._buffers is not None:
+            self._buffers.source = 0
+
+
+def _options_of(optimizer: Optimizer) -> list[tuple[tuple[str, Any], ...]]:
+    """Learning rates and the like, per group."""
+    return [
+        tuple(
+            (name, value.item() if isinstance(value, Tensor) else value)
+            for name, value in group.items()
+            if isinstance(value, int | float | tuple | Tensor)
+        )
+        for group in optimizer.param_groups
+    ]

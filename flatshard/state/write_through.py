@@ -1,0 +1,100 @@
+"""``WriteThrough``: what is written into a state dict's tensors reaches the shards.
+
+In an unwrapped model these are the parameters' memory, and classes for moving averages (timm's)
+write there. Here they are full copies, so what was written is taken over when the tensor dies, or
+at the next use of the model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatshard.engine.events import StepObserver
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.unit import Unit
+
+
+@dataclass(eq=False)
+class _Given:
+    """A full copy of one original parameter that a user has."""
+
+    user: weakref.ref[Tensor]
+    copy: Tensor  # shares memory and version counter with the user's tensor
+    version: int  # of the copy, when the shard held the same
+    unit: Unit
+    handle: FlatParamHandle
+    index: int
+    shard: tuple[Any, ...]  # which one, and its version then
+
+
+class WriteThrough(StepObserver):
+    """The tensors of a model's state dicts that are still alive."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, _Given] = {}  # by the id of the weak reference
+        self._lost = ""
+
+    def __deepcopy__(self, memo: object) -> WriteThrough:
+        return WriteThrough()  # users have nothing of a copied model yet
+
+    def watch(self, unit: Unit, handle: FlatParamHandle, index: int, full: Tensor) -> None:
+        """Take over what users write into ``full``, a copy of original ``index``."""
+        user = weakref.ref(full, self._died)
+        with torch.inference_mode(False):
+            copy = full.detach()
+        self._given[id(user)] = _Given(
+            user, copy, copy._version, unit, handle, index, _identity(handle)
+        )
+
+    def _died(self, user: weakref.ref[Tensor]) -> None:
+        given = self._given.pop(id(user), None)
+        if given is not None:
+            self._take_over(given)
+
+    def recover(self) -> None:
+        for given in list(self._given.values()):
+            self._take_over(given)
+
+    def begin_forward(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Take over what was written; RuntimeError if some of it was lost."""
+        self.recover()
+        lost, self._lost = self._lost, ""
+        if lost:
+            raise RuntimeError(
+                f"parameter {lost!r}: a tensor of a state_dict() was written after the model had "
+                "changed since, and holds values of before. Write to the parameters, or to a "
+                "state_dict() that was taken after the last change; to keep one, clone it."
+            )
+
+    def _take_over(self, given: _Given) -> None:
+        # Autograd counts all that is written, also without gradients.
+        if given.copy._version == given.version:
+            return
+        given.version = given.copy._version
+        handle, index, before = given.handle, given.index, given.shard
+        if before != _identity(handle):
+            self._lost = handle.params.specs[index].name
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            if handle.params.use_orig_params:
+                handle.sharded[index].copy_(given.copy)
+            else:
+                handle.part(index).copy_(handle.params.specs[index].slice(given.copy))
+        handle.page_out()
+        given.unit.num_loads += 1  # on all ranks, or the next backward raises
+        given.shard = after = _identity(handle)
+        for other in self._given.values():
+            if other.handle is handle and other.shard == before:
+                other.shard = after
+
+
+def _identity(handle: FlatParamHandle) -> tuple[Any, ...]:
+    return handle.shard.data_ptr(), handle.shard.dtype, handle.version

@@ -1,0 +1,201 @@
+"""``join``: inputs that end sooner on some ranks, against DistributedDataParallel's."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flatshard import ShardedWrapper
+from tests.comm_hooks import Averaging
+from tests.harness import naming, run_ranks
+from tests.models import CASES, loss_of
+from tests.oracle import ROWS, assert_same, snapshot
+
+pytestmark = pytest.mark.by_turns
+
+# Batches of each rank.
+_UNEVEN = {2: ((2, 5), (4, 0), (3, 3)), 3: ((4, 1, 2), (0, 3, 3))}
+
+
+def _train(
+    model: Any,
+    rank: int,
+    num_batches: int,
+    *,
+    case: str = "mlp",
+    clips: bool = False,
+    accumulates: bool = False,
+    evaluates: bool = False,
+    set_to_none: bool = True,
+    first: int = 1,
+    **keywords: Any,
+) -> None:
+    """``first`` batches on every rank, then as many as it has, inside ``join``."""
+    is_sharded = isinstance(model, ShardedWrapper)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+    def step(number: int) -> None:
+        inputs, target = CASES[case].batch(100 * rank + number, ROWS)
+        syncs = not accumulates or number % 2
+        with contextlib.nullcontext() if syncs else model.no_sync():
+            loss_of(model(inputs), target).backward()
+        if not syncs:
+            return
+        if clips and is_sharded:
+            model.clip_grad_norm_(0.05)
+        elif clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        if evaluates and is_sharded:
+            model.eval()
+            with torch.no_grad():
+                model(inputs)
+            model.train()
+
+    for number in range(first):
+        step(2 * number + 1)
+    with model.join(**keywords):
+        for number in range(num_batches * (2 if accumulates else 1)):
+            step(number)
+
+
+_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "active": ({}, {"divide_by_initial_world_size": False}),
+    "clips": ({"collectives": "sockets"}, {"clips": True}),
+    "accumulates": ({"collectives": "native"}, {"accumulates": True}),
+    "evaluates": ({"sharding_strategy": "SHARD_GRAD_OP"}, {"evaluates": True}),
+    "zeros": ({"use_orig_params": False}, {"set_to_none": False}),
+    "op": ({"sharding_strategy": "SHARD_OP"}, {"divide_by_initial_world_size": False}),
+    "no_shard": ({"sharding_strategy": "NO_SHARD"}, {"clips": True}),
+    "batch norm": ({}, {"case": "batch-norm"}),
+    "shared": ({"collectives": "native"}, {"case": "twice"}),
+    "checkpoints": ({}, {"case": "checkpointed"}),
+    "frozen": ({}, {"case": "frozen"}),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_uneven_inputs(world_size: int) -> None:
+    run_ranks(_uneven, world_size, group_timeout=20)
+
+
+def _uneven(rank: int, world_size: int) -> None:
+    for position, (name, (keywords, how)) in enumerate(_FORMS.items()):
+        uneven = _UNEVEN[world_size]
+        counts = uneven[position % len(uneven)]
+        case = CASES[how.get("case", "mlp")]
+        sharded = case.wrap(case.model(), **keywords)
+        ddp = DistributedDataParallel(case.model())
+        with naming(f"{name}, {counts}"):
+            for model in (ddp, sharded):
+                _train(model, rank, counts[rank], **how)
+            assert_same(snapshot(sharded), snapshot(ddp.module))
+
+
+def test_what_nobody_can_follow() -> None:
+    run_ranks(_not_followed, 2, group_timeout=20)
+
+
+class _OfItsOwn(torch.optim.SGD):
+    """Not known to be element-wise."""
+
+    def step(self, closure=None):  # type: ignore[no-untyped-def, override]
+        return super().step(closure)
+
+
+def _loop(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    count: int,
+    act: Callable[[Any], object] = lambda model: None,
+    after: Callable[[], object] = lambda: None,
+    **keywords: Any,
+) -> None:
+    with model.join(**keywords):
+        for number in range(count):
+            inputs, target = CASES["mlp"].batch(number, ROWS)
+            loss_of(model(inputs), target).backward()
+            act(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            after()
+
+
+def _edit_gradients(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-6)
+
+
+def _edit_parameters(model: Any) -> None:
+    with torch.no_grad():
+        model.fc1.weight.clamp_(-0.01, 0.01)
+
+
+def _not_followed(rank: int, world_size: int) -> None:
+    """Rank 0 has three batches, rank 1 one or none."""
+    case, sgd, ends = CASES["mlp"], torch.optim.SGD, {"throw_on_early_termination": True}
+    for kind, counts, keywords, message in (
+        (sgd, (3, 1), {"act": _edit_gradients}, "rank 0: gradients were edited after backward"),
+        (sgd, (3, 1), {"act": _edit_parameters}, "rank 0: parameters were edited between steps"),
+        (sgd, (3, 0), {}, r"rank 1: .*SGD has stepped on other ranks.*join\(optimizers="),
+        (sgd, (3, 1), ends, r"no input on ranks \[1\]"),
+        (_OfItsOwn, (3, 1), {}, "_OfItsOwn is not known to be element-wise"),
+    ):
+        model = case.wrap(case.model())
+        optimizer = kind(model.parameters(), lr=0.1)
+        with naming(message), pytest.raises(RuntimeError, match=message):
+            _loop(model, optimizer, counts[rank], **keywords)
+    _no_input_at_all(rank)
+    _schedule_that_fell_behind(rank)
+    _refused(rank)
+
+
+def _no_input_at_all(rank: int) -> None:
+    case = CASES["mlp"]
+    model, plain = case.wrap(case.model()), case.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _loop(model, optimizer, 2 * rank, optimizers=[optimizer])
+    for number in range(2):
+        inputs, target = case.batch(number, ROWS)
+        grads = torch.autograd.grad(loss_of(plain(inputs), target), list(plain.parameters()))
+        with torch.no_grad():
+            for param, grad in zip(plain.parameters(), grads, strict=True):
+                param.sub_(0.1 * grad / 2)
+    assert_same(model, plain)
+
+
+def _schedule_that_fell_behind(rank: int) -> None:
+    case = CASES["mlp"]
+    model = case.wrap(case.model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    _loop(model, optimizer, 3 - rank, after=schedule.step)
+    with pytest.raises(RuntimeError, match=r"ranks that have input must do alike.* falls behind"):
+        _loop(model, optimizer, 2, after=schedule.step)
+
+
+def _refused(rank: int) -> None:
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), allow_divergence=[nn.Linear])
+    with pytest.raises(NotImplementedError, match=r"join\(\): unit .* may be skipped"):
+        model.join().__enter__()
+    model = case.wrap(case.model())
+    model.register_comm_hook("state", Averaging())
+    with pytest.raises(NotImplementedError, match=r"join\(\): unit .* has a communication hook"):
+        model.join().__enter__()
+    model = case.wrap(case.model())
+    with pytest.raises(RuntimeError, match="not the outermost wrapper"):
+        model.fc1.join().__enter__()
+    with model.join(enable=False):
+        pass
+    with (
+        pytest.raises(RuntimeError, match="ranks that have input must do alike"),
+        model.join(),
+        torch.set_grad_enabled(rank == 0),
+    ):
+        model(case.batch(0, ROWS)[0])

@@ -1,0 +1,67 @@
+"""Optimizers that compile a function of their own, as torchao's and timm's kron do."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatshard import ShardedWrapper
+from tests.harness import run_ranks
+
+
+def _average(param: Tensor, grad: Tensor, mean: Tensor) -> None:
+    param.add_(mean.lerp_(grad, 0.1), alpha=-0.1)
+
+
+def _by_rows(param: Tensor, grad: Tensor, mean: Tensor) -> None:
+    param.sub_(grad / grad.norm(dim=-1, keepdim=True))
+
+
+class _Compiling(torch.optim.Optimizer):
+    def __init__(self, params: Any, function: Any) -> None:
+        super().__init__(params, {})
+        self.function = function
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state.setdefault("mean", torch.zeros_like(param))
+            compiled = torch.compile(self.function, fullgraph=True, backend=_not_asked)
+            compiled(param.detach(), param.grad, state["mean"])
+
+
+def _not_asked(*_: Any) -> Any:
+    raise AssertionError("sharded parameters reached a compiler")
+
+
+def test_compiled_steps() -> None:
+    run_ranks(_compiled_steps, 2)
+
+
+def _compiled_steps(rank: int, world_size: int) -> None:
+    """A compiler's error about its own inner workings, also where every operation is right."""
+    inputs = torch.linspace(-1, 1, 12).reshape(4, 3)
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 4)
+    model = ShardedWrapper(nn.Linear(3, 4), sync_module_states=True)
+    model.load_state_dict(plain.state_dict())
+    optimizer = _Compiling(model.parameters(), _average)
+    means = [torch.zeros_like(param) for param in plain.parameters()]
+    for _ in range(2):
+        for one in (plain, model):
+            one.zero_grad()
+            one(inputs).square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for param, mean in zip(plain.parameters(), means, strict=True):
+                _average(param, param.grad, mean)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+    with pytest.raises(RuntimeError, match=r"'weight' .* is sharded: .* along a dimension needs"):
+        _Compiling(model.parameters(), _by_rows).step()
+    # What failed is over when the next forward begins: models are compiled again.
+    model(inputs)
+    with pytest.raises(Exception, match="reached a compiler"):
+        torch.compile(_average, backend=_not_asked)(*(torch.ones(1) for _ in range(3)))

@@ -1,0 +1,130 @@
+"""What is written into a state dict's tensors reaches the model, as in an unwrapped one."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatshard import ShardedWrapper
+from flatshard.wrap import always_wrap_policy
+from tests.harness import naming, run_ranks
+from tests.oracle import assert_same
+from tests.side import Run, pair
+from tests.ways import BASIC
+
+
+def _one_by_one(average: nn.Module, model: nn.Module) -> None:
+    """timm's ``ModelEma``."""
+    values = model.state_dict()
+    for name, mine in average.state_dict().items():
+        mine.copy_(mine * 0.9 + 0.1 * values[name].detach())
+
+
+def _side_by_side(average: nn.Module, model: nn.Module) -> None:
+    """timm's ``ModelEmaV2``."""
+    pairs = zip(average.state_dict().values(), model.state_dict().values(), strict=True)
+    for mine, theirs in pairs:
+        mine.copy_(0.9 * mine + 0.1 * theirs)
+
+
+def _lists(average: nn.Module, model: nn.Module) -> None:
+    """timm's ``ModelEmaV3``."""
+    mine, theirs = list(average.state_dict().values()), list(model.state_dict().values())
+    torch._foreach_lerp_(mine, theirs, weight=0.1)
+
+
+def _kept(average: nn.Module, model: nn.Module) -> Any:
+    """One state dict is kept, and more are written before the next use."""
+    if not hasattr(average, "kept"):
+        average.kept = [average.state_dict()]
+    for mine, theirs in zip(average.kept[0].values(), model.state_dict().values(), strict=True):
+        mine.mul_(0.5).add_(theirs)
+        mine.view(-1)[:1].zero_()
+    for mine in average.state_dict().values():
+        mine.sub_(0.25)
+    average.kept = [average.state_dict()]
+
+
+UPDATES: Iterable[Callable[[nn.Module, nn.Module], Any]] = (
+    *(_one_by_one, _side_by_side, _lists, _kept),
+)
+
+
+def test_moving_averages() -> None:
+    run_ranks(_moving_averages, 2)
+
+
+def _moving_averages(rank: int, world_size: int) -> None:
+    for way in BASIC:
+        for update in UPDATES:
+            with naming(f"{way} {update.__name__}"):
+                averages = []
+                for run in pair(rank, world_size, way):
+                    average = copy.deepcopy(run.model).eval().requires_grad_(False)
+                    for step in range(3):
+                        run.train(step, step + 1)
+                        with torch.no_grad():
+                            update(average, run.model)
+                    averages.append(average)
+                assert_same(*averages, 1e-12)
+                with torch.no_grad():
+                    x = torch.ones(1, 7, dtype=torch.float64)
+                    torch.testing.assert_close(averages[0](x), averages[1](x))
+
+
+def test_of_a_model_that_trains() -> None:
+    run_ranks(_trains, 2)
+
+
+def _trains(rank: int, world_size: int) -> None:
+    for way in BASIC:
+        with naming(way):
+            sharded, plain = pair(rank, world_size, way)
+            for run in (sharded, plain):
+                run.train(0, 2)
+                for value in run.model.state_dict().values():
+                    value.mul_(0.5)
+                run.train(2, 4)
+            assert_same(sharded.model, plain.model, 1e-12)
+            # A copy that is kept is of before: writing it back would undo the steps since.
+            before = sharded.model.state_dict()
+            sharded.train(4, 5)
+            now = _values(sharded)
+            before["fc2.weight"].add_(1.0)
+            with pytest.raises(RuntimeError, match=r"'fc2.weight': .*changed since.*clone"):
+                sharded.model.state_dict()
+            assert all(torch.equal(now[name], value) for name, value in _values(sharded).items())
+            del before
+            # It can be loaded, and is its own where users asked for that.
+            loaded = sharded.model.state_dict()
+            loaded["fc2.weight"].add_(1.0)
+            sharded.model.load_state_dict(loaded)
+            expected = now["fc2.weight"] + 1.0
+            assert torch.equal(sharded.model.state_dict()["fc2.weight"], expected)
+            apart = copy.deepcopy(loaded)
+            apart["fc2.weight"].zero_()
+            loaded.clear()
+            assert torch.equal(_values(sharded)["fc2.weight"], expected)
+
+
+def _values(run: Run) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in run.model.state_dict().items()}
+
+
+def test_written_on_one_rank() -> None:
+    run_ranks(_on_one_rank, 2)
+
+
+def _on_one_rank(rank: int, world_size: int) -> None:
+    model = ShardedWrapper(
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), auto_wrap_policy=always_wrap_policy
+    )
+    state = model.state_dict()
+    if rank == 0:
+        state["0.weight"].zero_()
+    del state
+    with pytest.raises(RuntimeError, match=r"on some ranks and not on others"):
+        model(torch.ones(1, 3)).sum().backward()
