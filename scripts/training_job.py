@@ -60,16 +60,19 @@ def input_file(text: str) -> Path:
 
 def output_file(text: str) -> Path:
     """A path that can be written, which is tried now rather than after hours of training."""
-    path = Path(os.path.realpath(text))  # of a link: what it leads to, which is then replaced
-    if path.is_dir() or not path.parent.is_dir():
+    path = Path(text)
+    if os.path.islink(path):
+        path = Path(os.path.realpath(text))  # what it leads to is replaced
+    if os.path.isdir(path) or not os.path.isdir(path.parent):
         raise argparse.ArgumentTypeError(f"not a file in an existing directory: {text}")
-    if path.exists() and not path.is_file():  # a device, a pipe
+    if os.path.exists(path) and not os.path.isfile(path):  # a device, a pipe
         raise argparse.ArgumentTypeError(f"not a regular file: {text}")
     try:
+        for one in (part_of(path), path):
+            with contextlib.suppress(FileNotFoundError):
+                one.open("rb+").close()
         with tempfile.TemporaryFile(dir=path.parent):
             pass
-        if path.exists():
-            path.open("ab").close()
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot write {text}: {error.strerror}") from None
     return path
@@ -202,13 +205,17 @@ def held_bytes(tensors: Iterable[Any]) -> int:
 # -------------------------------------------------------------------------------- files of a job
 
 
+def part_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.part")
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a path to write to, which takes the place of the regular file `path` at the end.
 
     It does so when all went well. Whenever the process is killed, nothing else is left.
     """
-    part = path.with_name(f".{path.name}.part")
+    part = part_of(path)
     part.unlink(missing_ok=True)
     try:
         # Without a name until all is written.
@@ -221,7 +228,7 @@ def replacing(path: Path) -> Iterator[Path]:
         else:
             nameless = Path(f"/proc/self/fd/{file}")
             yield nameless
-            os.link(nameless, part, follow_symlinks=True)
+            os.link(nameless, part, src_dir_fd=file)  # without the last, Python links the link
         os.replace(part, path)
     finally:
         if file is not None:

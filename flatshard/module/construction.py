@@ -52,6 +52,7 @@ class Construction:
         model = dataclasses.replace(model, left_alone=own.union(model.left_alone))
         is_sharded = settings.ranks.world.size > 1 and settings.placement.sharded
         model.check_params(drops_gradients=is_sharded)
+        model.check_apart()
         self._model, self._settings, self._init_fn = model, settings, init_fn
         self._plan = ModelPlan(model, settings)
         self._offload = OffloadTargets()
@@ -148,7 +149,8 @@ class Construction:
             )
         if settings.offload.is_on and not settings.offload.path and settings.device.type == "cpu":
             found.append("cpu_offload: the parameters are on the CPU already; nothing changes")
-        if settings.topology.shard.size > 1:
+        # Not `settings.topology`: where all units may diverge, no other rank makes its groups.
+        if self._plan.units[-1].settings.topology.shard.size > 1:
             found.extend(self._lint())
         return found
 

@@ -86,6 +86,27 @@ class UnwrappedModel:
                     f"on {str(first[1])!r}. Move the module to one device before wrapping."
                 )
 
+    def check_apart(self) -> None:
+        """Raise ValueError if a trained parameter shares memory with another one."""
+        placed = []
+        for name, param in self.params():
+            if not (param.is_meta or param.numel() == 0 or param.layout is not torch.strided):
+                last = sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True))
+                start = param.data_ptr()
+                placed.append((start, start + (last + 1) * param.element_size(), name, param))
+        placed.sort(key=lambda one: one[:2])
+        for number, (_, end, name, param) in enumerate(placed):
+            for start, _, other_name, other in placed[number + 1 :]:
+                if start >= end:
+                    break
+                is_trained = param.requires_grad or other.requires_grad
+                if is_trained and _share_elements(param, other):
+                    raise ValueError(
+                        f"ShardedWrapper: parameters {name!r} and {other_name!r} share memory, as "
+                        "views of one tensor, which shards of them cannot. Let both places have "
+                        "the same nn.Parameter, if they are equal, or give one a clone()."
+                    )
+
     def find_device(
         self, device_id: int | str | torch.device | None, group: dist.ProcessGroup | None
     ) -> torch.device:
@@ -112,6 +133,20 @@ class UnwrappedModel:
         for _, buffer in self.buffers():
             if not buffer.is_meta and buffer.device != device:
                 buffer.data = buffer.data.to(device)
+
+
+def _share_elements(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, whose memory is interleaved at least, have an element in common."""
+    unit = min(one.element_size(), other.element_size())
+    start = min(one.data_ptr(), other.data_ptr())
+
+    def places(tensor: Tensor) -> Tensor:
+        size = tensor.element_size() // unit
+        shape, stride = (*tensor.shape, size), (*(size * s for s in tensor.stride()), 1)
+        count = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        return torch.arange(count).as_strided(shape, stride) + (tensor.data_ptr() - start) // unit
+
+    return bool(torch.isin(places(one), places(other)).any())
 
 
 def _check_module(module: nn.Module, policy: Policy | None) -> None:

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatshard.engine.buffer_sync import BufferSync
 from flatshard.engine.events import Kind, StepObserver
@@ -108,8 +109,8 @@ class Join(StepObserver):
         self._syncs = self._state.syncs, self._state.under_no_sync
         self._optimizers = weakref.WeakSet(one for one in optimizers if self._holds(one))
         self._options: dict[Any, Any] = {}  # when a step began
-        # Of each gradient that backward, or clipping, left: which tensor, and its version.
-        self._published = [(0, 0)] * len(params)
+        # The gradients that backward, or clipping, left, and their versions.
+        self._published: Any = WeakTensorKeyDictionary()
         self._grads: tuple[str, ...] = ()  # what became of them before the backward that runs
         self._versions: list[int] = []  # of parameters, after the last step
         self._note_grads()
@@ -254,19 +255,19 @@ class Join(StepObserver):
             for unit, handle in self._state.handles:
                 # What `no_sync` accumulates is this rank's own.
                 for param in handle.sharded if unit.sync is Sync.ALL or not reduced_only else ():
-                    grad = param.grad
-                    key = (0, 0) if grad is None else (id(grad), local_range(grad)._version)
-                    self._published[self._numbers[param]] = key
+                    if param.grad is not None:
+                        self._published[param.grad] = local_range(param.grad)._version
 
     def _look(self) -> tuple[str, ...]:
         """What became of each gradient; raises, on all ranks, where some were edited."""
         found, is_changed, is_zero = [], False, True
         with torch._C.DisableTorchFunctionSubclass():
-            for param, (key, version) in zip(self._numbers, self._published, strict=True):
+            for param in self._numbers:
                 grad = param.grad
-                found.append("kept" if grad is not None and id(grad) == key else "dropped")
-                if grad is not None:
-                    is_changed |= id(grad) == key and local_range(grad)._version != version
+                version = None if grad is None else self._published.get(grad)
+                found.append("dropped" if version is None else "kept")
+                if grad is not None and version is not None:
+                    is_changed |= local_range(grad)._version != version
             if is_changed:  # else `zero_grad(set_to_none=False)` was not called
                 grads = [param.grad for param in self._numbers]
                 is_zero = not any(g is not None and local_range(g).any() for g in grads)

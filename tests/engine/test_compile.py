@@ -133,3 +133,29 @@ def _train_one(rank: int, world_size: int, build: Build) -> None:
                 for name, value in snapshot(sharded.model).items()
             }
             assert_same_state(state, snapshot(plain.model), 0.0, 1e-12)
+
+
+class _Sliced(Network):
+    """The slice is a new module, to which torch's global hooks see modules assigned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:2]:
+            x = block(x)
+        return x
+
+
+def _compiled_with_a_slice(rank: int, world_size: int) -> None:
+    plain, rows = _Sliced(), torch.ones(2, 7)
+    for make in (
+        lambda model: ShardedWrapper(torch.compile(model, backend="eager")),
+        lambda model: model.compile(backend="eager") or ShardedWrapper(model),
+    ):
+        model = _Sliced()
+        model.load_state_dict(plain.state_dict())
+        with torch.no_grad():
+            assert torch.equal(make(model)(rows), plain(rows))
+
+
+def test_a_slice_in_a_compiled_model() -> None:
+    """Dynamo traced flatshard's hook: "already tracked for mutation" (Llama slices its layers)."""
+    run_ranks(_compiled_with_a_slice, 1)

@@ -58,13 +58,17 @@ _CHOSEN = (
 )
 
 _FORMS: dict[str, dict[str, Any]] = {
-    "sockets": {"allow_divergence": [_Expert], "collectives": "sockets"},
+    "sockets": {
+        "auto_wrap_policy": CustomPolicy(
+            lambda module: {"allow_divergence": True} if isinstance(module, _Expert) else False
+        ),
+        "collectives": "sockets",
+    },
     "native": {"allow_divergence": ["experts"], "collectives": "native"},
     "shared memory": {"allow_divergence": [_Expert]},
     "grad_op": {"allow_divergence": [_Expert], "sharding_strategy": "SHARD_GRAD_OP"},
-    "op": {"allow_divergence": True, "sharding_strategy": "SHARD_OP"},
     # What a step skipped is still unsharded in the next one: its modules hold shards, though.
-    "op, each by itself": {
+    "op": {
         "allow_divergence": True,
         "sharding_strategy": "SHARD_OP",
         "coalesce_bytes": 0,
@@ -73,12 +77,6 @@ _FORMS: dict[str, dict[str, Any]] = {
     "step": {"allow_divergence": [_Expert]},  # in backward
     "no_shard": {"allow_divergence": [_Expert], "sharding_strategy": "NO_SHARD"},
     "flat": {"allow_divergence": [_Expert], "use_orig_params": False},
-    "k": {"allow_divergence": [_Expert], "reshard_after_forward": 2},
-    "policy": {
-        "auto_wrap_policy": CustomPolicy(
-            lambda module: {"allow_divergence": True} if isinstance(module, _Expert) else False
-        )
-    },
 }
 
 

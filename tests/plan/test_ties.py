@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flatshard import ShardedWrapper
 from flatshard.plan.wrap import Policy, always_wrap_policy, size_based_auto_wrap_policy
 from tests.combinations import every
-from tests.harness import naming, run_ranks
+from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import Case, Mlp, Transformer, tokens, vectors
 from tests.oracle import assert_same, snapshot
 from tests.side import Run
@@ -418,3 +418,37 @@ def _untied(rank: int, world_size: int, way: str) -> None:
     _assert_same(sharded.model, plain.model, tie)
     state = sharded.model.state_dict()
     assert not torch.equal(state["fc1.weight"], state["again.weight"])
+
+
+class _Views(nn.Module):
+    """Two parameters over one tensor, which ``kind`` places."""
+
+    def __init__(self, kind: str, *, trained: bool = True) -> None:
+        super().__init__()
+        table = torch.zeros(4, 6)
+        places = {
+            "one in the other": (table, table[1:2]),
+            "the same": (table, table.view(6, 4)),
+            "overlapping": (table[:3], table[2:]),
+            "crossing": (table[:, :3], table[:, 2:]),
+            "bytes": (table, table.view(torch.uint8)[3]),
+            "rows apart": (table[:2], table[2:]),
+            "columns apart": (table[:, :2], table[:, 2:]),
+            "empty": (table, table[:0]),
+        }
+        first, second = places[kind]
+        self.first = nn.Parameter(first, requires_grad=False)
+        self.second = nn.Parameter(second, requires_grad=trained and second.is_floating_point())
+        self.first.requires_grad_(trained and not self.second.requires_grad)
+
+
+def test_views_of_one_tensor() -> None:
+    """Each became a tensor of its own: what one of them learnt no longer reached the other."""
+    for kind in ("one in the other", "the same", "overlapping", "crossing", "bytes"):
+        with allow_warnings(), pytest.raises(ValueError, match="'first' and 'second' share memo"):
+            ShardedWrapper(_Views(kind))
+        with allow_warnings():
+            ShardedWrapper(_Views(kind, trained=False))
+    for kind in ("rows apart", "columns apart", "empty"):
+        with allow_warnings():
+            ShardedWrapper(_Views(kind))

@@ -153,6 +153,9 @@ def _inference(rank: int, world_size: int, way: str) -> None:
     plain.model.fc2.weight.data.mul_(2)
     with torch.inference_mode(), summon(sharded.model, writeback=False):
         sharded.submodule("fc2").weight.mul_(2)
+    with torch.inference_mode():
+        state = sharded.model.state_dict()
+    assert not any(value.is_inference() for value in state.values())
     assert not isinstance(sharded.submodule("fc2")._parameters["weight"], FlatShardTensor) or (
         WAYS[way].is_true_shape
     )

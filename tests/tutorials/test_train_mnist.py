@@ -271,6 +271,10 @@ def begin(rank: int, world_size: int, folder: Path) -> list[str]:
         "weights": state["model"],
         "other": {**state, "model": {"fc1.bias": state["model"]["fc1.bias"][:3]}},
         "smaller": {**state, "batch_size": 6},
+        "number": {**state, "model": 7},
+        "words": {**state, "epoch": "one"},
+        "foreign": {**state, "optimizer": {"state": {"conv1.bias": 3}}},
+        "list": [1, 2],
     }
     refusals = []
     for name, content in broken.items():
@@ -286,6 +290,14 @@ def begin(rank: int, world_size: int, folder: Path) -> list[str]:
     return refusals
 
 
+ODD = (
+    "number is no checkpoint of this script: 'model' is no dict",
+    "words: 'epoch' is no number of steps: 'one'",
+    " is of another optimizer: ",
+    "list is no checkpoint of this script: it has no 'model'",
+)
+
+
 def go_on(rank: int, world_size: int, folder: Path) -> None:
     three = ["--resume", str(folder / "three.pt")]
     train_without_dropout(folder, world_size, "parts", *three, "--ddp")
@@ -293,13 +305,16 @@ def go_on(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.mark.distributed
 def test_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    (weights, other, smaller), *others = run_ranks(begin, 2, tmp_path)
-    assert others == [["", "", ""]]  # one rank of a machine says why
+    (weights, other, smaller, *odd), *others = run_ranks(begin, 2, tmp_path)
+    assert others == [[""] * 7]  # one rank of a machine says why
     assert weights.endswith("weights is no checkpoint of this script: it has no 'model'\n")
     assert other.endswith(
         "other is of another model: conv1.weight is missing, here [32, 1, 3, 3]\n"
     )
     assert smaller.endswith("smaller is in the middle of an epoch with --batch-size 6, got 12\n")
+    for said, message in zip(odd, ODD, strict=True):
+        assert message in said
+        assert said.count("\n") == 1
 
     run_ranks(go_on, 1, tmp_path)
     whole, parts = records(tmp_path / "whole"), records(tmp_path / "parts")
@@ -320,6 +335,8 @@ def test_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
         ("--lr nan", "argument --lr: must be a number above 0, got nan"),
         ("--world-size 2 --batch-size 7", "--batch-size 7 cannot be split over 2 ranks"),
         ("--save missing/net.pt", "--save: not a file in an existing directory: missing/net.pt"),
+        ("--save /dev/null", "--save: not a regular file: /dev/null"),
+        ("--offload-path /proc", "--offload-path: cannot write in /proc: "),
         (f"--log-file {'x' * 300}", "File name too long"),
         ("--resume missing.pt", "--resume: there is no file missing.pt"),
         (f"--seed {2**70}", "argument --seed: must be at most 2147483647"),
@@ -369,3 +386,22 @@ def test_a_dead_rank_ends_the_job(tmp_path: Path) -> None:
     assert status == 1
     assert "error: rank 1 ended by SIGKILL, the job was stopped" in err.splitlines()
     assert time.monotonic() - start_time < 30
+
+
+def test_only_a_whole_file_takes_a_files_place(tmp_path: Path) -> None:
+    """A device was replaced by a file; a part of one was left by a run that was killed."""
+    script = load_script()
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    path = script.training_job.output_file(str(link))
+    with script.replacing(path) as part:
+        part.write_text("whole")
+        if hasattr(os, "O_TMPFILE"):
+            assert list(tmp_path.iterdir()) == [link]
+    assert link.is_symlink()
+    assert target.read_text() == "whole"
+    with contextlib.suppress(ValueError), script.replacing(path) as part:
+        part.write_text("a part")
+        raise ValueError("the cause")
+    assert target.read_text() == "whole"
+    assert sorted(tmp_path.iterdir()) == [link, target]
