@@ -47,6 +47,7 @@ class Backward:
         self._graph_task = -1
         self._end_callback: Callable[[], object] = lambda: None
         self._had_accumulated = False
+        self._lingering: list[FlatParamHandle] = []
 
     @property
     def is_running(self) -> bool:
@@ -117,6 +118,8 @@ class Backward:
             if self.begin() and not unit.may_diverge:
                 self.queue.call_hooks()
             self._unshard_now(unit)
+        else:
+            unit.wait_unshard()  # recomputed forwards look at the modules
         unit.enter(Phase.BACKWARD)
 
     def unshard_again(self, unit: Unit) -> None:
@@ -154,7 +157,7 @@ class Backward:
             self._observers.between_units()
         self._reshard_if_over(unit)
 
-    def receive_of_input(self, unit: Unit, call: Call) -> None:
+    def receive_of_input(self, unit: Unit, call: Call | None) -> None:
         if unit.receive_input_gradient(call):
             self._reshard_if_over(unit)
 
@@ -162,6 +165,10 @@ class Backward:
         if not unit.ends_backward:
             return
         unit.reshard(by_policy=True)
+        for handle in self._lingering:
+            if handle.lingers:
+                handle.reshard(though_held=False)
+        self._lingering = [h for h in (*self._lingering, *unit.handles) if h.lingers]
         self._observers.leave_backward(unit)
         self._observers.between_units()
         self._prefetch.after_backward(unit)
@@ -181,6 +188,9 @@ class Backward:
                 # A forward that runs a backward inside, for forces say, goes on afterwards.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.reshard(by_policy=True)
+            for _, handle in state.handles:
+                if handle.lingers:
+                    handle.reshard()
         is_outermost = state.depth == 0
         # After units are resharded: other ranks wait for that likewise. What a forward around this
         # backward still needs is released at its end.

@@ -24,7 +24,7 @@ from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.engine.param_views import ParamViews
-from flatshard.memory.buffer_cache import BufferCache
+from flatshard.memory.buffer_cache import BufferCache, num_uses
 from flatshard.memory.buffers import BufferMemory, ShardItself
 from flatshard.options.precision import GradDtypes
 from flatshard.tensor import freed_parameter
@@ -60,6 +60,7 @@ class FlatParamHandle:
         self.summoned: Any = None  # the ``state.full_params.Summoned`` that is open
         self.comm_hook: CommHook | None = None
         self.state = ShardState.SHARDED
+        self.lingers = False  # whether it has a buffer only as somebody has views of that
         self._unsharded_version = -1  # of the shard when the buffer was filled
         self._targets, self._precision = options.targets, options.precision
         self.gather = ParamGather(self.link, options, device, self.layout.shard_numel)
@@ -106,6 +107,7 @@ class FlatParamHandle:
             # `weight.t()`, say). While sharded it is resized to nothing, or gives its pages back.
             self.buffer = self.memory.buffer
         self.params.make_full(self.buffer, is_shard=self._aliased)
+        self._num_uses = num_uses(self.buffer)
         if not self._aliased:
             freed_parameter.show_crashes()
             self._free_buffer()
@@ -132,6 +134,7 @@ class FlatParamHandle:
                 self._move_to(ShardState.UNSHARDED)  # at once: there is nothing to all-gather
             return
         self.absorb_replaced()
+        lingers, self.lingers = self.lingers, False
         if self.state is not ShardState.SHARDED:
             if self._unsharded_version == self.version:
                 return
@@ -139,12 +142,17 @@ class FlatParamHandle:
             self.wait_unshard()
             torch.autograd.graph.increment_version(self.buffer)
             self.memory.renew()
+        elif lingers:
+            self.memory.renew()
         with torch.inference_mode(False), torch.no_grad():
+            freed_parameter.allow(self.buffer)
             self.memory.take()
             self.gather.start(self.shard.detach(), self.version, self.memory, purpose)
             # Not before: where memory for it lacks, a stale buffer must not pass for a current one.
             self._unsharded_version = self.version
         self._move_to(ShardState.UNSHARDING)
+        if lingers:  # what has views may read them before anybody else waits
+            self.wait_unshard()
 
     def wait_unshard(self) -> None:
         """UNSHARDING -> UNSHARDED: finish the all-gather. Raises CollectiveError."""
@@ -161,24 +169,30 @@ class FlatParamHandle:
         self.params.set_accessible(True)
         self._move_to(ShardState.UNSHARDED)
 
-    def reshard(self) -> None:
-        """UNSHARDED -> SHARDED: free the unsharded buffer, if there is one. No communication."""
-        if self.state is ShardState.SHARDED:
-            return
-        self.wait_unshard()  # memory that an all-gather is still writing must not be freed
-        self._move_to(ShardState.SHARDED)
-        if not self._aliased:
+    def reshard(self, *, though_held: bool = True) -> None:
+        """UNSHARDED -> SHARDED: free the unsharded buffer, if there is one. No communication.
+
+        Unless ``though_held``, memory of which somebody has views lingers until the next call.
+        """
+        if self.state is not ShardState.SHARDED:
+            self.wait_unshard()  # memory that an all-gather is still writing must not be freed
+            self._move_to(ShardState.SHARDED)
+            self.lingers = not self._aliased
+            self.page_out()
+        # Recomputed forwards save views, and not through our hooks. Ranks may differ in that.
+        if self.lingers and (though_held or num_uses(self.buffer) <= self._num_uses):
             self._free_buffer()
-        self.page_out()
 
     def _move_to(self, state: ShardState) -> None:
         assert state in _MOVES[self.state], f"{self.unit_name}: {self.state} to {state}"
         self.state = state
 
     def _free_buffer(self) -> None:
-        # Whoever still holds a raw view now gets autograd's error instead of freed memory.
+        # Whoever still holds a raw view gets an error, now and when other values are there.
         torch.autograd.graph.increment_version(self.buffer)
         self.memory.free()
+        self.lingers = False
+        freed_parameter.forbid(self.buffer, self.unit_name)
         self.params.set_accessible(False)
 
     def snapshot(self) -> None:
@@ -231,8 +245,8 @@ class FlatParamHandle:
     @property
     def unsharded_bytes(self) -> int:
         """Bytes now of the unsharded buffer, besides all ranks' shards, and of a secondary one."""
-        held = 0 if self.state is ShardState.SHARDED else self.memory.held_bytes
-        return held + self.gather.secondary.nbytes
+        is_freed = self.state is ShardState.SHARDED and not self.lingers
+        return (0 if is_freed else self.memory.held_bytes) + self.gather.secondary.nbytes
 
     # ------------------------------------------------------------ gradients
 

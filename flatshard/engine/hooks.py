@@ -16,8 +16,8 @@ from flatshard.engine.forward import Forward
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.handle_making import copied
-from flatshard.engine.saved_tensors import tensors_in
-from flatshard.engine.unit import Unit
+from flatshard.engine.unit import Call, Unit
+from flatshard.precision.casts import tensors_in
 
 
 class UnitHooks:
@@ -59,10 +59,7 @@ class UnitHooks:
         call = self._forward.enter(unit)
         changed = unit.casts[module].cast_inputs(args, kwargs, is_root=unit.is_root)
         if torch.is_grad_enabled():
-            call.num_inputs = _hook_tensors(
-                (args, kwargs) if changed is None else changed,
-                lambda _: self._backward.receive_of_input(unit, call),
-            )
+            self._hook_inputs((args, kwargs) if changed is None else changed, call)
         return changed
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -79,11 +76,24 @@ class UnitHooks:
                 changed = unit.casts[module].cast_output(output)
                 changed = self._forward.saved.protect(changed, unit.name)
                 if torch.is_grad_enabled():
-                    _hook_tensors(changed, lambda _: self._backward.enter(unit, call))
+                    for tensor in tensors_in(changed):
+                        if tensor.grad_fn is not None:
+                            tensor.register_hook(lambda _: self._backward.enter(unit, call))
         finally:
             failed = output is None and sys.exc_info()[0] is not None
             self._forward.leave(unit, has_output=output is not None, failed=failed)
         return changed
+
+    def _hook_inputs(self, value: Any, call: Call) -> None:
+        """Hear when the gradients of what ``value`` holds have come."""
+        receive, this = self._backward.receive_of_input, weakref.ref(call)
+        for tensor in tensors_in(value):
+            # Gradients of parameters come at the end, long after the unit's backward.
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                call.num_inputs += 1
+                hook = tensor.register_hook(lambda _: receive(self.unit, this()))
+                if tensor.grad_fn is None:  # a leaf outlives the graph, and must not collect hooks
+                    weakref.finalize(call, hook.remove).atexit = False
 
     def _grad_hook(self, handle: FlatParamHandle, index: int) -> Callable[[Tensor], None]:
         """Make what full parameter ``index`` calls once autograd has filled its ``.grad``."""
@@ -114,17 +124,6 @@ class UnitHooks:
 
         hook.of_flatshard = True  # type: ignore[attr-defined]
         return hook
-
-
-def _hook_tensors(value: Any, hook: Callable[[Tensor], None]) -> int:
-    """Call ``hook`` for the gradients of what ``value`` holds; returns of how many tensors."""
-    num_hooked = 0
-    for tensor in tensors_in(value):
-        # A leaf outlives the graph, and would get one more hook in every step.
-        if tensor.grad_fn is not None:
-            tensor.register_hook(hook)
-            num_hooked += 1
-    return num_hooked
 
 
 class _ModuleHook:

@@ -11,7 +11,7 @@ a unit's buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 from flatshard.engine.backward import Backward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
+from flatshard.precision.casts import tensors_in
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)
 
 
 class SavedView(NamedTuple):
@@ -141,18 +141,3 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
             f"{tensor._version}, expected version {version}"
         )
     return tensor
-
-
-def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Tensors of arguments or outputs: in containers, and in the attributes of plain objects."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list | Mapping):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item, depth)
-    elif depth and not isinstance(value, _OPAQUE):
-        leaves = pytree.tree_leaves(value)
-        if len(leaves) != 1 or leaves[0] is not value:
-            yield from tensors_in(leaves, depth - 1)
-        elif hasattr(value, "__dict__"):
-            yield from tensors_in(list(vars(value).values()), depth - 1)

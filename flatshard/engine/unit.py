@@ -24,7 +24,7 @@ from flatshard.comm.topology import Topology
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle, ShardState
 from flatshard.options.strategy import Placement
-from flatshard.plan.module_tree import name_of
+from flatshard.plan.module_tree import name_of, renamed
 from flatshard.precision.casts import UnitCasts
 
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
@@ -48,7 +48,7 @@ _MOVES = {
 }
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Call:
     """One call of a unit's module, which a backward belongs to."""
 
@@ -89,7 +89,7 @@ class Unit:
         self._calls_to_come = 0  # in it, if it is like the one before
         self.backward_follows = False  # after the last call, or use
         self.is_touched = False  # parameters were used outside of its forward, in this iteration
-        self._outstanding_inputs: dict[Call, int] = {}
+        self._outstanding_inputs: dict[Call | None, int] = {}
         self._sticky_version = -1  # of the parameters that a differentiable backward uses
 
     def copy_into(self, memo: dict[int, Any], twin: Unit) -> None:
@@ -114,7 +114,7 @@ class Unit:
         return self.casts.keys()
 
     def rename(self, names: Sequence[str], *, is_root: bool) -> None:
-        strip = partial(_renamed, before=self.names, after=names)
+        strip = partial(renamed, before=self.names, after=names)
         self.names, self.name, self.is_root = list(names), name_of(names), is_root
         for handle in self.handles:
             handle.link.unit_name = self.name
@@ -237,7 +237,7 @@ class Unit:
                 continue
             handle.gather.secondary.end_backward()
             if not by_policy or self._reshards_after_backward(handle):
-                handle.reshard()
+                handle.reshard(though_held=not by_policy)
             else:
                 # The optimizer may write the shard next, so it must not be on its way.
                 handle.wait_unshard()
@@ -326,7 +326,7 @@ class Unit:
         else:
             self._ends_unseen = True
 
-    def receive_input_gradient(self, call: Call) -> bool:
+    def receive_input_gradient(self, call: Call | None) -> bool:
         """A gradient of an input of ``call`` has come; returns whether it was the last one."""
         outstanding = self._outstanding_inputs.pop(call, 0)
         if outstanding > 1:
@@ -336,11 +336,14 @@ class Unit:
     @property
     def ends_backward(self) -> bool:
         """Whether nothing of the backward under way can need the parameters any more."""
+        trainable = self.num_trainable.items()
         return (
             self.phase is Phase.BACKWARD
             and not self.may_diverge
             and not self._outstanding_inputs
-            and all(len(h.grad_buffer.arrived) >= n for h, n in self.num_trainable.items())
+            and all(len(h.grad_buffer.arrived) >= n for h, n in trainable)
+            # Frozen ones may be needed after the last gradient, of which only inputs would tell.
+            and not (self._ends_unseen and any(n < len(h.params.full) for h, n in trainable))
         )
 
     def reset(self) -> None:
@@ -351,12 +354,3 @@ class Unit:
         for handle in self.handles:
             handle.drop_gradients()
         self.reshard()
-
-
-def _renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
-    """A parameter's name relative to another root; its module's is ``before`` and ``after``."""
-    for old, new in zip(before, after, strict=True):
-        if not old or name.startswith(f"{old}."):
-            local = name.removeprefix(f"{old}.") if old else name
-            return f"{new}.{local}" if new else local
-    raise AssertionError(f"{name} belongs to none of {', '.join(before)}")

@@ -65,13 +65,13 @@ class BufferCache:
             self._kept = None
 
 
-def _num_uses(tensor: Tensor) -> int:
-    # With those of this call; 0 if torch cannot tell: nothing is kept then.
+def num_uses(tensor: Tensor) -> int:
+    """How many tensors and others have a tensor's storage, with this call; 0: torch cannot tell."""
     return int(_use_count(tensor.untyped_storage()._cdata)) if _use_count is not None else 0
 
 
-_ALONE = _num_uses(torch.empty(1))
+_ALONE = num_uses(torch.empty(1))
 
 
 def _is_unused(kept: Tensor) -> bool:
-    return _num_uses(kept) <= _ALONE
+    return num_uses(kept) <= _ALONE

@@ -60,6 +60,8 @@ class UnwrappedModel:
     def check_params(self, *, drops_gradients: bool) -> None:
         """Raise if parameters cannot be flattened or are on several devices, or have gradients."""
         first: tuple[str, torch.device] | None = None
+        for name, buffer in self.buffers():
+            _check_memory(f"buffer {name!r}", buffer)
         for name, param in self.params():
             if isinstance(param, nn.parameter.UninitializedParameter):
                 raise ValueError(
@@ -72,6 +74,7 @@ class UnwrappedModel:
                     f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}; only "
                     "plain tensors can be flattened"
                 )
+            _check_memory(f"parameter {name!r}", param)
             if drops_gradients and param.grad is not None and bool(param.grad.any()):
                 raise ValueError(
                     f"ShardedWrapper: parameter {name!r} has a gradient, which would be lost. Wrap "
@@ -133,6 +136,24 @@ class UnwrappedModel:
         for _, buffer in self.buffers():
             if not buffer.is_meta and buffer.device != device:
                 buffer.data = buffer.data.to(device)
+
+
+def _check_memory(where: str, tensor: Tensor) -> None:
+    """Raise TypeError unless a tensor has strides, and memory for all of its elements."""
+    kind = next((kind for kind in ("nested", "quantized") if getattr(tensor, f"is_{kind}")), None)
+    if kind is None and tensor.layout is not torch.strided:
+        kind = f"of layout {tensor.layout}"
+    elif kind is None and type(tensor.data) is Tensor and tensor.numel() and not tensor.is_meta:
+        places = zip(tensor.shape, tensor.stride(), strict=True)
+        numel = tensor.storage_offset() + sum((size - 1) * step for size, step in places) + 1
+        if tensor.untyped_storage().nbytes() < numel * tensor.element_size():
+            kind = "freed"  # to read it would end the process
+    if kind is not None:
+        raise TypeError(
+            f"ShardedWrapper: {where} is {kind}; only dense tensors with memory can be sharded or "
+            "synchronised. Convert it (to_dense(), dequantize()), or pass its module in "
+            "ignored_modules."
+        )
 
 
 def _share_elements(one: Tensor, other: Tensor) -> bool:

@@ -185,7 +185,7 @@ class SteppedInBackward(StepObserver):
         # It must not be unsharded again after its step, for one by a prefetch that guessed wrong:
         # shards of before and after would mix. Prefetching leaves out units that are not awaited.
         return unit.is_done and all(
-            not (handle.is_reducing or handle.grad_buffer.accumulated)
+            not (handle.is_reducing or handle.grad_buffer.accumulated or handle.lingers)
             # Of frozen ones, others may have accumulated gradients before they were frozen.
             and (not self._has_accumulated or all(p.requires_grad for p in handle.params.full))
             # Other ranks may be receiving the shard of before.

@@ -105,3 +105,12 @@ def _read_by_others(root: nn.Module) -> set[nn.Module]:
 def name_of(names: Sequence[str]) -> str:
     """The name of a unit of modules with these FQNs."""
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
+    """A parameter's name relative to another root; its module's is ``before`` and ``after``."""
+    for old, new in zip(before, after, strict=True):
+        if not old or name.startswith(f"{old}."):
+            local = name.removeprefix(f"{old}.") if old else name
+            return f"{new}.{local}" if new else local
+    raise AssertionError(f"{name} belongs to none of {', '.join(before)}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -210,3 +210,21 @@ def check_dtype(
             "optimizer that accepts them: Adadelta, Adagrad, ASGD, RMSprop, SGD without momentum, "
             "or one of your own."
         )
+
+
+_OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)
+
+
+def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Tensors of arguments or outputs: in containers, and in the attributes of plain objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item, depth)
+    elif depth and not isinstance(value, _OPAQUE):
+        leaves = pytree.tree_leaves(value)
+        if len(leaves) != 1 or leaves[0] is not value:
+            yield from tensors_in(leaves, depth - 1)
+        elif hasattr(value, "__dict__"):
+            yield from tensors_in(list(vars(value).values()), depth - 1)

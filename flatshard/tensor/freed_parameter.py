@@ -4,7 +4,8 @@ Users may keep one from a forward and read it later. The read would end the proc
 shared-memory transport it would see some shards before the optimizer's step and others after it. So
 the parameter changes its class when the unit is resharded, and back when it is unsharded; in
 between, an operation on it raises and says what to do instead. Views that were made in forward
-cannot be reached: to read one still ends the process, and ``show_crashes`` says in which line.
+cannot be reached: ``forbid`` lets torch raise for what reads their memory, also within C++. Where
+torch cannot, that ends the process, and ``show_crashes`` says in which line.
 """
 
 from __future__ import annotations
@@ -83,6 +84,27 @@ def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
     kind = nn.Parameter if may_read else FreedParameter
     for param in params:
         param.__class__ = kind
+
+
+_forbid: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+_allow: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)  # not in 2.11
+
+
+def forbid(buffer: Tensor, unit: str) -> None:
+    """Let torch raise for what reads a buffer that was freed, or a view of it, if it can."""
+    if _forbid is not None and _allow is not None:
+        message = (
+            f"unit {unit!r}: a view of its unsharded parameters was read that forward, a hook or "
+            "a torch.autograd.Function kept (weight[0], weight.detach()). They were resharded "
+            "since. Keep a clone(), or use ctx.save_for_backward()."
+        )
+        _forbid(buffer.untyped_storage()._cdata, message)
+
+
+def allow(buffer: Tensor) -> None:
+    """Undo ``forbid``: the buffer gets memory."""
+    if _allow is not None:
+        _allow(buffer.untyped_storage()._cdata)
 
 
 def show_crashes() -> None:

@@ -54,6 +54,42 @@ def _alone(rank: int, world_size: int, strategy: ShardingStrategy, use_orig_para
     assert_same_state(model.state_dict(), expected.state, 0.0, 0.0 if use_orig_params else 1e-14)
 
 
+# ---------------------------------------------------------------- tensors without plain memory
+
+
+def _freed() -> torch.Tensor:
+    tensor = torch.ones(4, 4)
+    tensor.untyped_storage().resize_(8)
+    return tensor
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*quantized tensor",
+    "ignore:.*nested tensors",
+    "ignore:Sparse",
+    "ignore:.*no process group",
+)
+def test_tensors_without_plain_memory() -> None:
+    """The checksum of the constructor ended the process, or raised an error of torch's."""
+    kinds = {
+        "quantized": torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8),
+        "of layout torch.sparse_coo": torch.eye(4).to_sparse(),
+        "of layout torch.sparse_csr": torch.eye(4).to_sparse_csr(),
+        "of layout torch._mkldnn": torch.ones(4, 4).to_mkldnn(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "freed": _freed(),
+    }
+    for kind, tensor in kinds.items():
+        for sync in (None, True):
+            with_buffer, with_param = nn.Linear(3, 3), nn.Linear(3, 3)
+            with_buffer.register_buffer("odd", tensor)
+            with_param.odd = nn.Parameter(tensor, requires_grad=False)
+            for model, what in ((with_buffer, "buffer"), (with_param, "parameter")):
+                found = re.escape(f"ShardedWrapper: {what} 'odd' is {kind}")
+                with pytest.raises(TypeError, match=f"{found}; only dense tensors"):
+                    ShardedWrapper(model, sync_module_states=sync)
+
+
 # ---------------------------------------------------------------- ranks that differ
 
 

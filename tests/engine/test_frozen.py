@@ -1,0 +1,355 @@
+"""Frozen parameters under activation checkpointing: no memory is read after it was freed.
+
+A recomputed forward saves views of unsharded parameters where no hook of ours sees them. Frozen
+weights are needed for the gradients of inputs, after the last gradient of a trained parameter; and
+an input that is a leaf (``h.requires_grad_()``, a reentrant checkpoint) has no node in the graph.
+"""
+
+import functools
+import gc
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatshard import ShardedWrapper, collectives
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from tests.combinations import every
+from tests.harness import allow_warnings, naming, run_ranks
+from tests.models import Case
+from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
+from tests.ways import WAYS
+
+Checkpoint = Callable[..., Tensor]
+
+KINDS: dict[str, Checkpoint] = {
+    "none": lambda function, x: function(x),
+    "reentrant": functools.partial(checkpoint, use_reentrant=True),
+    "saved": functools.partial(checkpoint, use_reentrant=False),
+}
+
+
+def frozen(module: nn.Module) -> Any:
+    return module.requires_grad_(False)
+
+
+class Lora(nn.Module):
+    """A frozen layer, and a trained one of low rank beside it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = frozen(nn.Linear(width, width))
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.frozen = frozen(nn.LayerNorm(width)), frozen(nn.Linear(width, width))
+        self.first, self.second = Lora(width), Lora(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.tanh(self.frozen(self.first(self.norm(x)))))
+
+
+class Adapted(nn.Module):
+    """Frozen embeddings, whose output asks for gradients, then blocks with few trained weights."""
+
+    def __init__(self, run: Checkpoint, width: int, where: str) -> None:
+        super().__init__()
+        self.embed, self.head = frozen(nn.Linear(7, width)), frozen(nn.Linear(width, 3))
+        self.blocks = nn.ModuleList([Block(width) for _ in range(3)])
+        self.run, self.where = run, where
+        if where == "hook":  # ``enable_input_require_grads()``
+            self.embed.register_forward_hook(lambda module, args, output: output.requires_grad_())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x = x.requires_grad_() if self.where == "inside" else x
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.head(x)
+
+
+class Stack(nn.Module):
+    """Trained (t) and frozen (f) layers below an activation that asks for gradients."""
+
+    def __init__(self, run: Checkpoint, width: int, order: str) -> None:
+        super().__init__()
+        self.first, self.last = frozen(nn.Linear(7, width)), nn.Linear(width, 3)
+        layers = [nn.Linear(width, width).requires_grad_(kind == "t") for kind in order]
+        self.layers, self.run = nn.Sequential(*layers), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.run(self.layers, self.first(x).requires_grad_()))
+
+
+def _models(width: int) -> dict[str, tuple[str, Callable[[], nn.Module]]]:
+    """By name, the kind of checkpoint and the model."""
+    found: dict[str, tuple[str, Callable[[], nn.Module]]] = {}
+    for (kind, run), where in itertools.product(KINDS.items(), ("hook", "inside", "not")):
+        if (kind, where) != ("reentrant", "not"):  # which computes no gradients
+            found[f"{kind}, {where}"] = kind, functools.partial(Adapted, run, width, where)
+    for (kind, run), order in itertools.product(KINDS.items(), ("tff", "fft", "ftf")):
+        found[f"{kind}, {order}"] = kind, functools.partial(Stack, run, width, order)
+    return found
+
+
+def _policy(name: str, width: int) -> Any:
+    return {
+        "block": ModuleWrapPolicy({Block, nn.Sequential}),
+        "size": functools.partial(size_based_auto_wrap_policy, min_num_params=width * width),
+        "each": ModuleWrapPolicy({nn.Linear, nn.LayerNorm}),
+        "auto": "auto",
+        "none": None,
+    }[name]
+
+
+def _inputs(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 7, generator=generator), torch.randn(rows, 3, generator=generator)
+
+
+@pytest.mark.parametrize("way", ["full", "full-flat", "grad_op", "op", "hybrid-nodes-of-one"])
+@pytest.mark.parametrize("collectives", ["auto", "sockets", "native"])
+def test_same_numbers(way: str, collectives: str) -> None:
+    """They ended by SIGSEGV, or in errors of autograd's and of storages."""
+    # Wide enough for mapped pages in every other way.
+    number = ["auto", "sockets", "native"].index(collectives) + list(WAYS).index(way)
+    run_ranks(_train, WAYS[way].world_size, way, collectives, number)
+
+
+def _train(rank: int, world_size: int, way: str, collectives: str, number: int) -> None:
+    WAYS[way].set_nodes()
+    width = 128 if number % 2 else 12
+    policies = ("block", "size", "each", "auto", "none")
+    tried = itertools.product(_models(width).items(), policies)
+    for (name, (_, build)), policy in every(13, tried, start=number):
+        with naming(f"{name}, {policy}"), allow_warnings(UserWarning, "are one unit, unsharded"):
+            case = Case(name, build, _inputs, (Block,))
+            expected = train(case, world_size, steps=2)
+            model = ShardedWrapper(
+                case.model(),
+                auto_wrap_policy=_policy(policy, width),
+                collectives=collectives,
+                **WAYS[way].keywords,
+            )
+            optimizer = OPTIMIZERS["sgd"](trainable(model))
+            train_steps(model, optimizer, case, rank, world_size, steps=2)
+            assert_same_state(model.state_dict(), expected.state, 1e-9, 1e-11)
+
+
+# ---------------------------------------------------------------- when units are resharded
+
+
+@pytest.mark.uncoalesced
+def test_gathers_and_hooks() -> None:
+    run_ranks(_count, 2)
+
+
+def _count(rank: int, world_size: int) -> None:
+    for name, (_, build) in _models(12).items():
+        if "hook" not in name:
+            continue
+        model = ShardedWrapper(build(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+        for _ in range(2):
+            out = model(torch.ones(2, 7))
+            with collectives.record() as events:
+                out.sum().backward()
+        # Each unit's two once: it is resharded when nothing needs it any more, and not before.
+        gathers = Counter(event.unit_fqn for event in events if event.kind == "gather")
+        assert gathers == Counter({f"blocks.{index}": 2 for index in range(3)}), name
+
+    # An input that stays is a leaf that has no more hooks in the end than in the beginning.
+    model = ShardedWrapper(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 3)))
+    x = torch.ones(2, 7, requires_grad=True)
+    for does_backward in (True, False, True, False):
+        out = model(x)
+        assert len(x._backward_hooks or ()) == 1
+        if does_backward:
+            out.sum().backward()
+        del out
+        gc.collect()
+        assert not x._backward_hooks
+
+
+# Not the native ones: a thread of theirs has views for a moment.
+@pytest.mark.parametrize("collectives", ["auto", "sockets"])
+@pytest.mark.uncoalesced
+def test_nobody_holds_views_of_trained_units(collectives: str) -> None:
+    """What waits until views are gone costs no memory where all parameters are trained."""
+    run_ranks(_look_for_views, 2, collectives)
+
+
+def _look_for_views(rank: int, world_size: int, collectives: str) -> None:
+    found: list[bool] = []
+    reshard = FlatParamHandle.reshard
+
+    def look(handle: FlatParamHandle, **keywords: bool) -> None:
+        reshard(handle, **keywords)
+        found.append(handle.lingers)
+
+    for (kind, run), width in itertools.product(KINDS.items(), (12, 128)):
+        model = Adapted(run, width, "not").requires_grad_()
+        model = ShardedWrapper(
+            model, auto_wrap_policy=ModuleWrapPolicy({Block}), collectives=collectives
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FlatParamHandle, "reshard", look)
+            model(torch.ones(2, 7)).sum().backward()
+        assert len(found) >= 3
+        assert not any(found), (kind, width)
+        found.clear()
+
+
+# ---------------------------------------------------------------- views that code outside keeps
+
+
+class _Product(torch.autograd.Function):
+    """Keeps a view of a weight by itself, as extensions do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight, ctx.x = weight.t(), x
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad @ ctx.weight.t(), grad.t() @ ctx.x
+
+
+class _Layer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Product.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("collectives", ["auto", "sockets"])
+def test_a_function_that_keeps_a_view(collectives: str) -> None:
+    run_ranks(_keep_view, 2, collectives)
+
+
+def _keep_view(rank: int, world_size: int, collectives: str) -> None:
+    for run, width, strategy in itertools.product(
+        KINDS.values(), (7, 128), ("FULL_SHARD", "SHARD_GRAD_OP")
+    ):
+
+        def build(run: Checkpoint = run, width: int = width) -> nn.Module:
+            layers = _Layer(7, width), _Layer(width, width), _Layer(width, 3)
+            frozen(layers[1])
+            return _Within(nn.Sequential(*layers), run)
+
+        case = Case("keeps", build, _inputs, (_Layer,))
+        expected = train(case, world_size, steps=2)
+        model = case.wrap(case.model(), sharding_strategy=strategy, collectives=collectives)
+        optimizer = OPTIMIZERS["sgd"](trainable(model))
+        train_steps(model, optimizer, case, rank, world_size, steps=2)
+        assert_same_state(model.state_dict(), expected.state, 1e-9, 1e-11)
+
+
+class _Within(nn.Module):
+    """A module inside a checkpoint, below an activation that asks for gradients."""
+
+    def __init__(self, inner: nn.Module, run: Checkpoint) -> None:
+        super().__init__()
+        self.inner, self.run = inner, run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.inner, x.clone().requires_grad_())
+
+
+# ---------------------------------------------------------------- other units within checkpoints
+
+
+class _Lookup(nn.Module):
+    """An embedding between two layers."""
+
+    def __init__(self, run: Checkpoint, mode: str) -> None:
+        super().__init__()
+        self.embed, self.first, self.last = nn.Embedding(3, 7), nn.Linear(7, 7), nn.Linear(7, 3)
+        self.embed.requires_grad_(mode != "frozen")
+        self.run, self.mode = run, mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self._middle, self.first(x))
+
+    def _middle(self, x: Tensor) -> Tensor:
+        index = torch.arange(3).repeat(len(x), 1).sum(1) % 3
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.mode != "no_grad"):
+            found = self.embed(index)
+        return self.last(x + found + (self.embed(index) if self.mode == "twice" else 0))
+
+
+class _Sharer(nn.Module):
+    """Two checkpoints inside that share a weight, whose gradient comes after the first one's."""
+
+    def __init__(self, run: Checkpoint) -> None:
+        super().__init__()
+        self.shared, self.last, self.run = nn.Linear(7, 7), nn.Linear(7, 7), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.run(lambda y: torch.tanh(self.shared(y)), x)
+        return self.run(lambda y: self.last(self.shared(y)), x)
+
+
+class _Sharing(nn.Module):
+    """Runs such a module once or twice within a checkpoint."""
+
+    def __init__(self, run: Checkpoint, inner: Checkpoint, times: int) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(7, 7), _Sharer(inner), nn.Linear(7, 3)
+        self.run, self.times = run, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(
+            self.run(
+                lambda y: functools.reduce(lambda z, _: self.inner(z), range(self.times), y), x
+            )
+        )
+
+
+@pytest.mark.parametrize("way", ["full", "grad_op", "op"])
+@pytest.mark.uncoalesced
+def test_units_within_checkpoints(way: str) -> None:
+    """Modules held sharded parameters: nothing else of an embedding is needed in backward."""
+    run_ranks(_train_units, WAYS[way].world_size, way)
+
+
+def _train_units(rank: int, world_size: int, way: str) -> None:
+    run, saved = KINDS["reentrant"], KINDS["saved"]
+    cases = [
+        Case(f"{mode}", functools.partial(_Lookup, kind, mode), _inputs, (nn.Embedding,))
+        for kind in (run, saved)
+        for mode in ("trained", "frozen", "no_grad", "twice")
+    ]
+    cases += [
+        Case(f"{times} times", functools.partial(_Sharing, *kinds, times), _inputs, (_Sharer,))
+        for kinds in ((run, run), (run, saved), (saved, run))
+        for times in (1, 2)
+    ]
+    for case in cases:
+        with naming(case.name), allow_warnings(UserWarning, "None of the inputs have"):
+            expected = train(case, world_size, steps=2)
+            model = case.wrap(case.model(), **WAYS[way].keywords)
+            optimizer = OPTIMIZERS["sgd"](trainable(model))
+            with model.no_sync():  # dropped: it only has to run
+                train_steps(model, _NoStep(), case, rank, world_size, steps=1)
+            model.zero_grad()
+            train_steps(model, optimizer, case, rank, world_size, steps=2)
+            assert_same_state(model.state_dict(), expected.state, 1e-9, 1e-11)
+
+
+class _NoStep:
+    def step(self) -> None:
+        pass
+
+    def zero_grad(self) -> None:
+        pass
