@@ -187,18 +187,7 @@ def markdown(table: dict[str, dict[str, Cell]], world: int, command: str) -> str
     columns = [name for name in ("ddp",) if name in others] + (["flatshard"] if ours else [])
     columns += [name for name in others if name != "ddp"]
     notes = Notes()
-    lines = [
-        "# Conformance",
-        "",
-        *(" ".join(__doc__.split("\n\n", 2)[2].split()).replace("`scripts/", "`scripts/"), ""),
-        f"{datetime.date.today().isoformat()}, torch {torch.__version__}, {world} ranks on gloo and"
-        f" CPUs: `{command}`. The strategies of flatshard ({', '.join(STRATEGIES)} with each layer"
-        " a unit, HYBRID ones on two nodes, and `auto` with every default) share a column, which"
-        " names those that differ from the rest. FSDP1 has `use_orig_params=True`. DDP has"
-        " `find_unused_parameters=True` where it needs it.",
-        "",
-        *_summary(table, present),
-    ]
+    lines = ["# Conformance", "", *_explanation(world, command), *_summary(table, present)]
     for section, title in SECTIONS.items():
         names = [name for name in table if IDIOMS[name].section == section]
         if not names:
@@ -220,6 +209,28 @@ def markdown(table: dict[str, dict[str, Cell]], world: int, command: str) -> str
             lines.append(f"| `{name}` | {IDIOMS[name].title} | {' | '.join(texts)} |")
     lines += ["", "## Notes", "", *notes.lines()]
     return "\n".join(lines)
+
+
+def _explanation(world: int, command: str) -> list[str]:
+    return [
+        "What DistributedDataParallel (DDP) scripts do, each idiom written once and run with DDP,"
+        " flatshard, and torch's FSDP1 and FSDP2. What a rank gets (losses, gradients, the state"
+        " dict at the end) must be what it gets under DDP; where that raises or is itself wrong,"
+        " what an unwrapped model gets whose gradients are averaged after each backward.",
+        "",
+        "*right*: the same numbers. *raises*: an error, on some rank at least. *wrong*: other"
+        " numbers, and no error. *crashes*: the process ends without a Python error. *hangs*: no"
+        " end within the limit. Notes have the beginning of an error's message.",
+        "",
+        f"- {datetime.date.today().isoformat()}, torch {torch.__version__}, {world} ranks on gloo"
+        f" and CPUs: `{command}`.",
+        f"- flatshard has each layer as a unit, with {', '.join(STRATEGIES)} (the HYBRID ones on"
+        ' two nodes), and `auto`: `auto_wrap_policy="auto"` and all defaults. Its column names the'
+        " strategies that differ from the others.",
+        "- FSDP1 has the same units and `use_orig_params=True`; FSDP2 is `fully_shard` on them.",
+        "- DDP has `find_unused_parameters=True` where an idiom needs it.",
+        "",
+    ]
 
 
 def _summary(table: dict[str, dict[str, Cell]], present: Iterable[str]) -> list[str]:

@@ -24,6 +24,7 @@ import json
 import os
 import re
 import sys
+import time
 import warnings
 from typing import Any
 
@@ -32,7 +33,7 @@ import prerequisites  # noqa: F401  (first: it may end this)
 # isort: split
 import torch
 import torch.distributed as dist
-from fuzz_models import BOXES, LEAVES, SKIPPING, STATEFUL, WIDTH, Box, Json, Leaf, build, kinds_in
+from fuzz_models import BOXES, LEAVES, SKIPPING, WIDTH, Box, Json, Leaf, build, kinds_in
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
@@ -113,10 +114,10 @@ def _sound(case: Json) -> Json:
     case["per_node"] = min(case["per_node"], case["world"])
     while case["world"] % case["per_node"]:
         case["per_node"] -= 1
-    if STATEFUL & kinds_in(case["tree"]):
-        case["accumulate"] = 1  # under no_sync every rank's buffers go their own way
     if "by_rank" in kinds_in(case["tree"]):
         case["divergence"] = True
+        if "reader" in kinds_in(case["tree"]):
+            case["collectives"] = "auto"  # a collective on some ranks: found at once there
     if case["regather"] == 2 and case["world"] not in (2, 4):
         case["regather"] = None
     if case["strategy"] != "FULL_SHARD":
@@ -163,25 +164,23 @@ def expected(case: Json) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and state dict of the unwrapped model, rank by rank in one process."""
     model = build(case)
     optimizer = optimizer_of(case, model.parameters())
+    buffers = [_buffers(model) for _ in range(case["world"])]
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
         for part in range(case["accumulate"]):
-            before = [buffer.clone() for buffer in model.buffers()]
-            after = before
+            if part == 0:  # else the forward before was in no_sync
+                buffers = [buffers[0] for _ in buffers]
             for rank in range(case["world"]):
-                for buffer, value in zip(model.buffers(), before, strict=True):
-                    buffer.copy_(value)
+                _set_buffers(model, buffers[rank])
                 x, y = batches(case, rank, step * 3 + part)
                 set_step(model, step, rank)
                 loss = (model(x) - y).square().mean() / case["world"]
                 loss.backward()
                 total += loss.item()
-                if rank == 0:
-                    after = [buffer.clone() for buffer in model.buffers()]
-            for buffer, value in zip(model.buffers(), after, strict=True):
-                buffer.copy_(value)
+                buffers[rank] = _buffers(model)
+        _set_buffers(model, buffers[0])
         if case["clip"]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -189,6 +188,15 @@ def expected(case: Json) -> tuple[list[float], dict[str, Tensor]]:
         if case["eval"]:
             losses.append(_evaluate(model, case))
     return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _buffers(model: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def _set_buffers(model: nn.Module, values: list[Tensor]) -> None:
+    for buffer, value in zip(model.buffers(), values, strict=True):
+        buffer.copy_(value)
 
 
 def _evaluate(model: nn.Module, case: Json) -> float:
@@ -312,6 +320,7 @@ def main() -> int:
     parser.add_argument("--no-raises", action="store_true", help="errors of flatshard's fail, too")
     parser.add_argument("--database", help="folder that keeps failing cases")
     parser.add_argument("--case", help="run this one case")
+    parser.add_argument("--verbose", action="store_true", help="print every case")
     options = parser.parse_args()
     with warnings.catch_warnings(), Ranks(max(options.worlds), preload=["fuzz"]) as ranks:
         warnings.simplefilter("ignore")
@@ -343,8 +352,11 @@ def search(ranks: Ranks, options: argparse.Namespace) -> int:
     )
     @given(cases(options.worlds, set(options.without)))
     def check(case: Json) -> None:
+        begin = time.monotonic()
         verdict, why = judge(case, run(ranks, case))
         counts[verdict] += 1
+        if options.verbose:
+            print(f"{time.monotonic() - begin:.1f} s, {verdict}: {json.dumps(case)}", flush=True)
         if verdict == "raises":
             kind = re.sub(r"'[^']*'|\d+", "_", why.split("\n")[0])[:150]
             raised[kind] += 1

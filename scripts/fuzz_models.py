@@ -92,8 +92,6 @@ class Leaf(nn.Module):
 
 LEAVES = ("linear", "biasless", "low_rank", "scalar", "empty", "odd", "norm", "batch_norm")
 LEAVES += ("lookup", "recurrent", "attention", "running", "reassigned", "lora")
-STATEFUL = {"batch_norm", "running", "reassigned"}
-"""Kinds of leaves whose buffers change in forward."""
 SKIPPING = {"no_grad", "sometimes", "unused", "reentrant", "by_rank"}
 """Kinds of boxes in which a parameter may have no gradient."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -25,6 +26,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 CALLS_PER_PROCESS = 200
+THREADS_PER_PROCESS = 60
+"""Groups that something still holds keep their threads, which wake up all the time."""
 OTHERS_SECONDS = 12.0
 """After a rank has raised, it ends, as its program would; after as long again, so have others."""
 
@@ -62,7 +65,7 @@ class Ranks:
 
         The function is named, not pickled: it is at the top of a module that can be imported.
         """
-        if self._num_calls % CALLS_PER_PROCESS == 0:
+        if self._num_calls % CALLS_PER_PROCESS == 0 or any(map(_has_many_threads, self._ranks)):
             self.stop()
         self._num_calls += 1
         while len(self._ranks) < max(world, self._number):
@@ -143,6 +146,11 @@ class Ranks:
         self._ranks.clear()
 
 
+def _has_many_threads(rank: tuple[Any, Any]) -> bool:
+    tasks = Path(f"/proc/{rank[0].pid}/task")
+    return tasks.is_dir() and len(list(tasks.iterdir())) > THREADS_PER_PROCESS
+
+
 # ---------------------------------------------------------------- the rank's side
 
 
@@ -166,6 +174,8 @@ def _call(
 ) -> Said:
     import torch.distributed as dist
 
+    from flatshard.comm.ranks import forget_destroyed
+
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
     # Its own limit is longer: what hangs is to be seen hanging.
@@ -185,3 +195,5 @@ def _call(
     finally:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+            forget_destroyed()
+        gc.collect()
