@@ -112,7 +112,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             ranks are left alone.
         collectives: the transport. ``"auto"``: the best one for the backend; ``"sockets"``: on
             gloo, send and receive even if ranks on one host could read each other's memory;
-            ``"native"``: one collective of the backend per unit and purpose, for comparison.
+            ``"native"``: one collective of the backend per unit and purpose, for comparison;
+            gloo's ranks first tell one another which unit they are about to all-gather.
         wire_dtype: ``torch.bfloat16``: over gloo's sockets, wider floating point parameters are
             rounded to it before an all-gather, alike on all ranks, and gradients before they are
             sent; shards, computation and sums stay in their own dtypes, and state dicts are exact.
