@@ -10,7 +10,7 @@ order, or of gradients narrower than fp32, is such a reduce-scatter and an all-g
 from __future__ import annotations
 
 from collections import deque
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
+from flatshard.comm.deadlock.history import check_same
 from flatshard.comm.event_log import note
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.comm.process_groups import Tags, backend_for, control_of, is_fake, new_group
@@ -89,7 +90,7 @@ class Communicator(Tags):
             self.options,
             is_gloo,
             is_fake(group),
-            lambda value: self.gather_objects(value, op_name="meeting on one host"),
+            partial(self.gather_objects, op_name="meeting on one host"),
         )
         # Every rank asks every class, in the same order: ``connect`` may communicate.
         found = [kind.connect(self.members) for kind in TRANSPORTS]
@@ -116,15 +117,6 @@ class Communicator(Tags):
         # None is better for small tensors and worse for large ones (1 MB: 0.4 ms by any), so this
         # needs not know the size.
         return next(one for one in self.transports if one.accepts(device, tag))
-
-    def num_in_order(self, device: torch.device) -> int:
-        """Number of collectives begun that match the others' by order; 0 if they match by tag.
-
-        Equal on all ranks at the same place of the program, unless collectives were mismatched.
-        """
-        if not self.transport_for(device).is_ordered:
-            return 0
-        return self.members.counter.begun.get(self.members.gather_group.group_name, 0)
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         """Memory for an unsharded buffer."""
@@ -191,10 +183,11 @@ class Communicator(Tags):
         on_host = tensor.device.type == "cpu"
         return self._control_group if on_host else self.members.gather_group
 
-    def _begin(self, group: dist.ProcessGroup) -> WaitCondition | None:
+    def _begin(self, group: dist.ProcessGroup, op_name: str) -> WaitCondition | None:
         # On a stream it is not the host that waits.
         is_control = group is self._control_group and dist.is_gloo_available()
-        return self.members.begin(group, on_host=self.members.is_gloo or is_control)
+        what = _alike(op_name) if self.transport_for().is_ordered else ""
+        return self.members.begin(group, what=what, on_host=self.members.is_gloo or is_control)
 
     def reduce_scalars(self, values: Tensor, op: str, *, op_name: str) -> Tensor:
         """Combine a few numbers over the ranks, in place, and wait; ``op`` as in ``ReduceOp``.
@@ -206,7 +199,7 @@ class Communicator(Tags):
         note("scalars", op_name, values.nbytes, self.ranks)
         group = self._group_for(values)
         action = f"combining values over ranks {self._rank_list}"
-        with named(f"{op_name!r}, rank {self.global_rank}: {action}", self._begin(group)):
+        with named(f"{op_name!r}, rank {self.global_rank}: {action}", self._begin(group, op_name)):
             dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=group)
         return values
 
@@ -219,7 +212,7 @@ class Communicator(Tags):
             return
         note("broadcast", op_name, tensor.nbytes, self.ranks)
         src, group = self.ranks[source], self._group_for(tensor)
-        need = self._begin(group)
+        need = self._begin(group, op_name)
         if need is not None:
             # It needs not every rank: receivers need the source, and the source, in gloo's
             # broadcast, the ranks a power of two behind.
@@ -252,12 +245,19 @@ class Communicator(Tags):
     def gather_objects(self, value: Any, *, op_name: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order, on every rank.
 
-        Collective: all ranks of the group, in the same order of calls.
+        Collective: all ranks of the group, in the same order of calls; else all raise.
         """
         if self.size == 1:
             return [value]
-        with named(f"{op_name}, rank {self.global_rank}", self._begin(self._control_group)):
-            return native.gather_objects(value, self._control_group, self.control_device)
+        need, device = self._begin(self._control_group, op_name), self.control_device
+        with named(f"{op_name}, rank {self.global_rank}", need):
+            said = native.gather_objects((_alike(op_name), value), self._control_group, device)
+            check_same({rank: name for rank, (name, _) in zip(self.ranks, said, strict=True)})
+        return [value for _, value in said]
+
+
+def _alike(op_name: str) -> str:
+    return op_name.partition(": ")[0]  # behind it may be what this rank alone has to say
 
 
 # The group of one.

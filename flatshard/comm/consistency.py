@@ -22,6 +22,7 @@ T = TypeVar("T")
 Checksum = tuple[int, int]
 
 _COLUMNS = 1 << 10
+_SETTINGS = "the configuration"
 
 
 def check_same_model(
@@ -39,7 +40,7 @@ def check_same_model(
     Raises:
         ValueError: on every rank, naming the first difference.
     """
-    facts = {"the configuration": settings, "what is ignored": repr(list(ignored))}
+    facts = {_SETTINGS: settings, "what is ignored": repr(list(ignored))}
     # By number: the order counts, too.
     tensors = [f"{name!r} ({_describe(tensor)})" for name, tensor in named]
     facts |= {f"tensor {number}": described for number, described in enumerate(tensors)}
@@ -123,8 +124,18 @@ def _first_difference(facts: Facts, comm: Communicator, op_name: str) -> str:
         values = [other.get(key, "nothing") for other in everyone]
         for rank, value in zip(comm.ranks, values, strict=True):
             if value != values[0]:
-                return f"{key} is {values[0]} on rank {comm.ranks[0]}, {value} on rank {rank}"
+                first, other = _unlike(values[0], value) if key == _SETTINGS else (values[0], value)
+                return f"{key} is {first} on rank {comm.ranks[0]}, {other} on rank {rank}"
     raise AssertionError("the digests differ, so the facts do")
+
+
+def _unlike(one: str, other: str) -> tuple[str, str]:
+    """Of two lists in words the items that differ; of lists of different lengths all."""
+    items, others = one.split(", "), other.split(", ")
+    if len(items) != len(others):
+        return one, other
+    differ = [pair for pair in zip(items, others, strict=True) if pair[0] != pair[1]]
+    return ", ".join(a for a, _ in differ), ", ".join(b for _, b in differ)
 
 
 def checksum(tensor: Tensor) -> Checksum:

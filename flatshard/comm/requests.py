@@ -24,6 +24,14 @@ class Gather(NamedTuple):
     exact: bool = False  # do not round, whatever the wire dtype
     reduced: bool = False  # the second half of an all-reduce; in the order of reductions
 
+    @property
+    def what(self) -> str:
+        """Which one it is, alike on all ranks; "": they may begin it in another order."""
+        # Without the purpose: what ranks gather for different ones is the same.
+        if self.reduced:
+            return ""
+        return f"all-gather of {self.unit_fqn or 'the root unit'!r}, flat parameter {self.tag}"
+
 
 class ReduceScatter(NamedTuple):
     """An average over the ranks, of which each gets its part."""

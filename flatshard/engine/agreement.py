@@ -8,13 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, compress, islice
+from zlib import crc32
 
 import torch
 
 from flatshard.engine.events import Kind
+from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.order_check import differ, with_complements
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Unit
+
+_SYNCS = list(Sync)
 
 
 @dataclass
@@ -43,10 +48,12 @@ def agree(
     Raises:
         RuntimeError: the ranks do not run the same program; on all of them.
     """
-    voters = state.observers.voters
-    handles = state.handles
+    voters, handles = state.observers.voters, state.handles
+    # First, since some say something to the other ranks here.
+    theirs = [one.votes() for one in voters]
     own: list[list[int]] = [
         _program(state),
+        state.order_check.votes(state.device),
         # Two votes on what is uneven, one for each kind of rank.
         [index not in rest for index in range(num_buckets)],
         [index in rest for index in range(num_buckets)],
@@ -55,9 +62,11 @@ def agree(
         [h not in to_come and h.grad_buffer.waits_for(unit.sync) for unit, h in handles],
         [i in h.grad_buffer.used_by_rank for _, h in handles for i in range(len(h.params.full))],
     ]
-    maxima = _maxima(state, [*own, *(one.votes() for one in voters)])
-    program, started, waiting, edited, left_over, used = maxima[: len(own)]
-    _check_program(state.root.name, program)
+    maxima = _maxima(state, [*own, *theirs])
+    program, orders, started, waiting, edited, left_over, used = maxima[: len(own)]
+    where = f"backward of {state.root.name or 'the model'!r}"
+    _check_program(where, program)
+    state.order_check.check(where, orders)
     # All ranks have the same observers, in the same order.
     for voter, their_maxima in zip(voters, maxima[len(own) :], strict=True):
         voter.tally(their_maxima)
@@ -100,38 +109,28 @@ def _maxima(state: StepState, ballots: list[list[int]]) -> list[list[int]]:
 
 def _program(state: StepState) -> list[int]:
     """What is the same on all ranks that run the same program; each with its complement."""
-    in_order = 0 if state.device is None else state.world.num_in_order(state.device)
     num_loads = sum(unit.num_loads for unit in state.units)
-    numbers = (state.number, in_order % 256, num_loads % 256)
-    return [value for number in numbers for value in (number, 255 - number)]
+    reduced = bytes(_SYNCS.index(u.sync) * bool(u.num_trainable[h]) for u, h in state.handles)
+    return with_complements([state.number, num_loads % 256, *crc32(reduced).to_bytes(4, "big")])
 
 
-def _check_program(name: str, maxima: Sequence[int]) -> None:
-    # The largest number and the largest complement add up to 255 where all are equal.
-    model, order, loads = (
-        largest + complement != 255
-        for largest, complement in zip(maxima[::2], maxima[1::2], strict=True)
-    )
+def _check_program(where: str, maxima: Sequence[int]) -> None:
+    model, loads, *reduced = differ(maxima)
     if model:
         raise RuntimeError(
-            f"backward of {name or 'the model'!r}: another rank is at the end of the "
-            "backward of another model. Where one backward() has gradients of several "
-            "ShardedWrappers, it must reach them in the same order on all ranks: call "
-            "backward() once for each."
-        )
-    if order:
-        raise RuntimeError(
-            f"backward of {name or 'the model'!r}: some ranks have all-gathered, or "
-            "asked for a norm or a sum, more often than others, and what they got may be of "
-            "other parameters. With this backend all ranks must run the same units, forwards "
-            "and backwards, and call state_dict(), summon_full_params() and the like "
-            "together, not under `if rank == 0:`. Units that some ranks skip need "
-            "allow_divergence (docs/recipes.md). Start again from a checkpoint."
+            f"{where}: another rank is at the end of the backward of another model. Where one "
+            "backward() has gradients of several ShardedWrappers, it must reach them in the same "
+            "order on all ranks: call backward() once for each."
         )
     if loads:
         raise RuntimeError(
-            f"backward of {name or 'the model'!r}: load_state_dict() was called on some ranks "
-            "and not on others, or more often, or tensors of a state_dict() were written there, "
-            "so that the model is a mixture of parts. Call it on every rank with the same state: "
-            "torch.load(path, mmap=True) reads what is needed alone."
+            f"{where}: load_state_dict() was called on some ranks and not on others, or more "
+            "often, or tensors of a state_dict() were written there, so that the model is a "
+            "mixture of parts. Call it on every rank with the same state: torch.load(path, "
+            "mmap=True) reads what is needed alone."
+        )
+    if any(reduced):
+        raise RuntimeError(
+            f"{where}: ranks reduce the gradients of different parameters. requires_grad and "
+            "no_sync() must be the same on every rank."
         )

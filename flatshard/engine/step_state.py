@@ -11,6 +11,7 @@ from flatshard.comm.work import PendingSends
 from flatshard.engine.events import Observers
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.order_check import OrderCheck
 from flatshard.engine.unit import Unit
 
 
@@ -18,6 +19,7 @@ class StepState:
     def __init__(self, units: Sequence[Unit], world: Communicator, number: int) -> None:
         self.units, self.root = list(units), units[-1]  # the outermost unit comes last
         self.world = world  # the ranks that train the model
+        self.order_check = OrderCheck(self.units, world)
         self.number = number  # below 256, tells models apart; alike on all ranks
         self.has_run = False  # whether a forward has begun
         self.observers = Observers()

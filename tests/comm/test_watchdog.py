@@ -299,7 +299,7 @@ def test_reports_are_not_pickled() -> None:
     """Whoever reached the store could run code on every rank."""
     need = detector.WaitCondition("group", ("gather", 4), 7, (1, 2), abort=print)
     verdict = detector._Verdict("why", {0: 1 << 50, 2: 5})
-    report = detector._Report(3, 1, "text", need, {"group": {"('gather', 4)": 6}}, verdict)
+    report = detector._Report(3, 1, "text", need, {"group": {"('gather', 4)": (6, [])}}, verdict)
     heard = detector._Report.from_json(report.to_json().encode())
     assert heard.verdict == verdict
     assert heard.need == detector.WaitCondition("group", "('gather', 4)", 7, [1, 2])

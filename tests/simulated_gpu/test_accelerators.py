@@ -206,17 +206,16 @@ def _a_gather_on_one_rank_alone_is_found(rank: int) -> None:
     """Where gathers meet by their order, and the host waits for none, all later ones are mixed."""
     case = CASES["transformer"]
     model = case.wrap(case.model(), collectives="native")
-    comm, cpu = model._sharding.settings.ranks.world, torch.device("cpu")
+    comm = model._sharding.settings.ranks.world
     local_loss(model, case, 0, rank, 2).backward()
-    before = comm.num_in_order(cpu)
-    assert communicator(dist.group.WORLD).num_in_order(cpu) == 0, "those have tags"
+    before = comm.members.history.digest
+    assert communicator(dist.group.WORLD).members.history.digest == 0, "those have tags"
     local_loss(model, case, 1, rank, 2).backward()
-    assert comm.num_in_order(cpu) > before
-    name = comm.members.gather_group.group_name
-    comm.members.counter.begun[name] += rank  # as if rank 1 had asked for something alone
-    with pytest.raises(RuntimeError, match="more often than others"):
+    assert comm.members.history.digest != before
+    comm.members.history.digest ^= rank  # as if rank 1 had asked for something alone
+    with pytest.raises(RuntimeError, match="all-gathered different units"):
         local_loss(model, case, 2, rank, 2).backward()
-    comm.members.counter.begun[name] -= rank
+    comm.members.history.digest = 0  # on both again
     local_loss(model, case, 3, rank, 2).backward()
 
 

@@ -17,14 +17,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+
+from flatshard.comm.deadlock.history import REMEDY, Begun, History, first_difference
+
+_logger = logging.getLogger("flatshard")
+
+_ENDED = -1  # the number of a wait that is the end of a program
 
 # How long a rank has waited before it publishes that.
 FIRST_LOOK_SECONDS = 3.0
@@ -32,8 +41,8 @@ FIRST_LOOK_SECONDS = 3.0
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 8.0
 _ASKED = 16  # peers asked per wait, at most: one in a deadlock is enough
 
-# Collectives that a rank has begun, by group and kind.
-Begun = dict[str, dict[str, int]]
+# How many collectives a rank has begun, by group and kind, and the last of those in order.
+AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
 
 
 class WaitCondition(NamedTuple):
@@ -46,9 +55,9 @@ class WaitCondition(NamedTuple):
     # Makes the wait fail, where it does not call `watchdog.check` itself.
     abort: Callable[[], None] | None = None
 
-    def missing(self, begun: Begun) -> int:
+    def missing(self, begun: AllBegun) -> int:
         """How many more of its kind a rank has to begin that has begun these."""
-        return self.number - begun.get(self.group, {}).get(str(self.kind), 0)
+        return self.number - begun.get(self.group, {}).get(str(self.kind), (0,))[0]
 
 
 # Of a wait whose end nobody looks for.
@@ -63,12 +72,27 @@ class CollectiveCounter:
         self.name = name
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}
+        self.histories: defaultdict[Hashable, History] = defaultdict(History)
+        self.announces = True  # whether ranks meet before what gloo would match blindly
+        self.problem = ""  # why nothing more may begin
         _counters[name] = self
 
-    def begin(self, kind: Hashable, *, abort: Callable[[], None] | None = None) -> WaitCondition:
-        """Count one more; returns the condition of its end: that all other ranks begin it."""
+    def begin(self, kind: Hashable, what: str, abort: Callable[[], None] | None) -> WaitCondition:
+        """Count one more; returns the condition of its end: that all other ranks begin it.
+
+        ``what`` says which one, alike on all ranks; "": not compared. Raises RuntimeError where
+        earlier ones were mixed up.
+        """
+        if self.problem:
+            raise RuntimeError(self.problem)
         number = self.begun[kind] = self.begun.get(kind, 0) + 1
+        if what:
+            self.histories[kind].add(number, what)
         return WaitCondition(self.name, kind, number, self.others, abort)
+
+    def all_begun(self) -> dict[str, tuple[int, list[Begun]]]:
+        begun, known = self.begun.copy(), self.histories.copy()  # more may come meanwhile
+        return {str(kind): (begun[kind], known[kind].recent()) for kind in begun}
 
     def reach(self, kind: Hashable, number: int) -> None:
         """Record that this rank has begun ``number`` of a kind."""
@@ -80,6 +104,11 @@ class CollectiveCounter:
 
 
 _counters: weakref.WeakValueDictionary[str, CollectiveCounter] = weakref.WeakValueDictionary()
+
+
+def _known_counters() -> list[CollectiveCounter]:
+    counters = [known() for known in _counters.valuerefs()]  # more may come meanwhile
+    return [counter for counter in counters if counter is not None]
 
 
 @dataclass(eq=False)
@@ -109,8 +138,8 @@ class _Report(NamedTuple):
     time: float  # of the publication, by `time.monotonic`
     text: str  # what is waited for, in words
     need: WaitCondition
-    begun: Begun
-    verdict: _Verdict | None  # what the rank found out before it gave up waiting
+    begun: AllBegun
+    verdict: _Verdict | None  # what the rank found out before it gave up waiting, or ended
 
     def to_json(self) -> str:
         need = self.need._replace(kind=str(self.need.kind), abort=None)
@@ -148,6 +177,8 @@ class Deadlock:
                 self._wait = wait
                 self._pause, self._next = LOOK_SECONDS, wait.began + FIRST_LOOK_SECONDS
         now = time.monotonic()
+        if wait is None:
+            self._compare(now)
         if wait is None or wait.need is UNKNOWN or wait.verdict or now < self._next:
             return
         self._next = now + LONGEST_LOOK_SECONDS  # if the store fails
@@ -171,12 +202,27 @@ class Deadlock:
         self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, LONGEST_LOOK_SECONDS)
         self._next = now + self._pause
 
+    @staticmethod
+    def _compare(now: float) -> None:
+        """Compare what no backward does: in evaluation ranks may wait for nothing."""
+        for counter in _known_counters():
+            for kind, history in counter.histories.copy().items():
+                if now - (history.unchecked_since or now) <= FIRST_LOOK_SECONDS:
+                    continue
+                history.unchecked_since = 0.0
+                store, need = _own_store(), counter.needs(kind, counter.begun[kind])
+                _publish(store, _Report(0, now, "", UNKNOWN, _all_begun(), None))
+                counter.problem = _reason(need, _reports_for(need, store)) or ""
+                if counter.problem:
+                    _logger.error("%s", counter.problem)
+
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
         """Ranks that a published wait is for and that publish none of their own."""
         with contextlib.suppress(Exception):  # the store may be gone; the log says the rest
             if wait is self._wait and wait.number:
                 reports = _reports_for(wait.need, self._store)
-                return [rank for rank in wait.need.ranks[:_ASKED] if rank not in reports]
+                waiting = [rank for rank, report in reports.items() if report.wait]
+                return [rank for rank in wait.need.ranks[:_ASKED] if rank not in waiting]
         return []
 
     def _withdraw(self) -> None:
@@ -185,20 +231,13 @@ class Deadlock:
         if wait is None or not wait.number or wait.verdict:
             return
         if self._world() is dist.group.WORLD:  # the store of an older one is not there any more
-            over = _Report(0, 0, "", UNKNOWN, {}, None)
             with contextlib.suppress(Exception):  # the store may end before this process
-                self._store.set(_key(dist.get_rank()), over.to_json())
+                _publish(self._store, _Report(0, 0, "", UNKNOWN, {}, None))
 
     def _publish(self, wait: BlockedWait, verdict: _Verdict | None = None) -> None:
-        counters = [known() for known in _counters.valuerefs()]  # more may come meanwhile
-        begun = {
-            counter.name: {str(kind): number for kind, number in counter.begun.copy().items()}
-            for counter in counters
-            if counter is not None
-        }
         now = time.monotonic()
-        report = _Report(wait.number, now, wait.describe(), wait.need, begun, verdict)
-        self._store.set(_key(dist.get_rank()), report.to_json())
+        report = _Report(wait.number, now, wait.describe(), wait.need, _all_begun(), verdict)
+        _publish(self._store, report)
 
     def _stuck(self, rank: int) -> _Reports:
         """Reports of ranks that each wait for another of them; {} if ``rank`` is none of them."""
@@ -221,9 +260,12 @@ class Deadlock:
 
     def _verdict(self, wait: BlockedWait, stuck: _Reports) -> _Verdict | None:
         """Why the wait does not end, if this rank or one that it is for has found that out."""
-        for report in _reports_for(wait.need, self._store).values():
+        reports = _reports_for(wait.need, self._store)
+        for report in reports.values():
             if report.verdict is not None and _is_about(wait, report.verdict):
                 return report.verdict
+        if reason := _reason(wait.need, reports):
+            return _Verdict(reason, {dist.get_rank(): wait.number})
         # All have published the same before, and again since; see the note.
         is_certain = _waits(stuck) == _waits(self._before) and all(
             report.time > self._before[rank].time for rank, report in stuck.items()
@@ -240,6 +282,8 @@ def explain(wait: BlockedWait) -> str | None:
         return wait.verdict
     with contextlib.suppress(Exception):  # the store may be gone; the backend's error is not lost
         reports = _reports_for(wait.need, _default_store())
+        if reason := _reason(wait.need, reports):
+            return reason
         for verdict in [report.verdict for report in reports.values() if report.verdict]:
             if _is_about(wait, verdict) or any(
                 rank in reports
@@ -256,9 +300,37 @@ def _waits_for(need: WaitCondition, reports: _Reports) -> bool:
 
 
 def _reports_for(need: WaitCondition, store: Any) -> _Reports:
-    """What the ranks that a wait is for publish, if they wait."""
+    """What the ranks that a wait is for have published last."""
     reports = {rank: _read(store, rank) for rank in need.ranks[:_ASKED]}
-    return {rank: one for rank, one in reports.items() if one is not None and one.wait}
+    return {rank: one for rank, one in reports.items() if one is not None}
+
+
+def _reason(need: WaitCondition, reports: _Reports) -> str | None:
+    """Why a wait never ends, whatever the other ranks do next; None if that is not known."""
+    for report in reports.values():
+        if report.wait == _ENDED and report.verdict and need.missing(report.begun) > 0:
+            return report.verdict.text
+    mine = _all_begun().get(need.group, {})
+    for kind, rank in product(mine, reports):
+        _, theirs = reports[rank].begun.get(need.group, {}).get(kind, (0, []))
+        differ = first_difference({dist.get_rank(): mine[kind][1], rank: theirs})
+        if differ is not None:
+            return f"ranks began different collectives, {differ}. {REMEDY}"
+    return None
+
+
+def _all_begun() -> AllBegun:
+    """What this rank has begun."""
+    return {one.name: one.all_begun() for one in _known_counters()}
+
+
+def tell_end(how: str) -> None:
+    """Publish that this rank's program ends, and ``how``: who waits for it raises at once."""
+    store, rank = _default_store(), dist.get_rank()
+    last = _read(store, rank)
+    if last is None or last.verdict is None:  # which says why, too
+        verdict = _Verdict(f"rank {rank} ended by {how}", {})
+        _publish(store, _Report(_ENDED, 0, "", UNKNOWN, _all_begun(), verdict))
 
 
 def _is_about(wait: BlockedWait, verdict: _Verdict) -> bool:
@@ -272,12 +344,8 @@ def _waits(stuck: _Reports) -> dict[int, int]:
 def _in_words(stuck: _Reports) -> str:
     waits = "; ".join(f"rank {rank} in [{stuck[rank].text}]" for rank in sorted(stuck))
     return (
-        f"the ranks wait for one another in different collectives, for ever: {waits}. All ranks "
-        "must call what is collective, in the same order: forward (in evaluation too), backward, "
-        "state_dict(), optim_state_dict(), summon_full_params(), clip_grad_norm_(), and norms and "
-        "sums of parameters and gradients. Units that some ranks skip, or run in another order, "
-        "such as experts and dropped layers, need allow_divergence (docs/recipes.md). To save, "
-        "call state_dict() on every rank, and torch.save() on rank 0 alone."
+        f"the ranks wait for one another in different collectives, for ever: {waits}. {REMEDY} To "
+        "save, call state_dict() on every rank, and torch.save() on rank 0 alone."
     )
 
 
@@ -290,6 +358,10 @@ def _own_store() -> Any:
     with contextlib.suppress(AttributeError, RuntimeError):  # not every kind can be cloned
         return store.clone()
     return store
+
+
+def _publish(store: Any, report: _Report) -> None:
+    store.set(_key(dist.get_rank()), report.to_json())
 
 
 def _key(rank: int) -> str:

@@ -8,11 +8,15 @@ It ends a wait only where it is certain that it would last for ever (``detector`
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -118,6 +122,20 @@ class Watchdog:
                 "computes, has ended, or is in a barrier or a collective of the program itself"
             )
         return ". ".join([*lines, _REMEDY])
+
+
+def tell_of_exceptions() -> None:
+    """From now on tell the other ranks of an exception that ends this program, at once."""
+    # They would hear of it when the process ends, which takes as long as what else it does then.
+    # Not where it is raised: who catches it goes on.
+    if getattr(sys.excepthook, "func", None) is not _tell:
+        sys.excepthook = partial(_tell, sys.excepthook)
+
+
+def _tell(before: Callable[..., object], kind: type, error: BaseException, trace: Any) -> None:
+    with contextlib.suppress(Exception):  # the store may have ended: they see that, too
+        detector.tell_end(f"{kind.__name__}: {error}"[:400])
+    before(kind, error, trace)
 
 
 _watchdog = Watchdog()

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatshard.comm.deadlock import watchdog
 from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
+from flatshard.comm.deadlock.history import History
 from flatshard.comm.flat_chunks import sum_dtype
 from flatshard.comm.process_groups import abort
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
@@ -34,7 +36,16 @@ class Members:
     options: TransportOptions
     is_gloo: bool  # the backend for tensors in host memory
     is_fake: bool  # there are no other ranks (torch's "fake" backend)
-    gather_objects: Callable[[Any], list[Any]]  # every rank's picklable value. Collective
+    # Every rank's picklable value, once all are at ``op_name``. Collective.
+    gather_objects: Callable[..., list[Any]]
+
+    def __post_init__(self) -> None:
+        watchdog.tell_of_exceptions()  # from now on others wait for this rank
+
+    @property
+    def history(self) -> History:
+        """All-gathers that match the others' by order: alike on all ranks at the same place."""
+        return self.counter.histories[self.gather_group.group_name]
 
     @property
     def size(self) -> int:
@@ -46,19 +57,28 @@ class Members:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def begin(
-        self, group: dist.ProcessGroup, kind: Hashable = None, *, on_host: bool | None = None
+        self,
+        group: dist.ProcessGroup,
+        kind: Hashable = None,
+        *,
+        what: str = "",
+        on_host: bool | None = None,
     ) -> WaitCondition | None:
         """Count a collective that this rank begins now; returns what ends the host's wait for it.
 
-        ``kind``: what it matches on other ranks; None: their next one on the group. ``on_host``:
-        whether the host waits for it; None: as the group's backend does.
+        ``kind``: what it matches on other ranks; None: their next one on the group, ``what``, alike
+        on all. ``on_host``: whether the host waits for it; None: as the group's backend does.
         """
         on_host = self.is_gloo if on_host is None else on_host
-        need = self.counter.begin(
-            group.group_name if kind is None else kind,
-            abort=partial(abort, group) if on_host else None,
-        )
+        kind = group.group_name if kind is None else kind
+        need = self.counter.begin(kind, what, partial(abort, group) if on_host else None)
         return need if on_host else None
+
+    def announce(self, what: str) -> None:
+        """Raise CollectiveError, on all ranks, where they are about to begin different things."""
+        # gloo ends the process, with SIGABRT, where it receives more than was expected.
+        if what and self.is_gloo and self.counter.announces:
+            self.gather_objects(None, op_name=what)
 
 
 class Transport(abc.ABC):

@@ -52,7 +52,9 @@ class NativeTransport(Transport):
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
         shard, out = request.shard, request.out
         group = self._members.reduce_group if request.reduced else self._members.gather_group
-        need = self._members.begin(group)
+        if self._is_gloo(request.shard.device):
+            self._members.announce(request.what)
+        need = self._members.begin(group, what=request.what)
         # As bytes: not every backend knows every dtype.
         work = _all_gather_single(as_bytes(out), as_bytes(shard), group=group, async_op=True)
         reports_end = not (request.reduced and self._is_gloo(shard.device))

@@ -104,6 +104,7 @@ class PeerProcess:
 
     def __init__(self, address: RankAddress, timeout: float) -> None:
         self.pid, self.timeout = address.pid, timeout  # waits end after so many seconds
+        self.name = f"process {address.pid}"  # in errors
         self.given_up = 0.0  # when it last did not answer in time
         self._alive = address.alive
         file = mapped_files.open_of(address.pid, address.file)
@@ -171,9 +172,7 @@ class Awaited:
                 now = time.monotonic()
                 if now - began > timeout:
                     process.given_up = now
-                    raise RuntimeError(
-                        f"nothing from process {process.pid} in {process.timeout:g} s"
-                    )
+                    raise RuntimeError(f"nothing from {process.name} in {process.timeout:g} s")
                 if now - asked > _ALIVE_SECONDS:
                     asked = now
                     self._ask()
@@ -244,6 +243,7 @@ def _try_to_read(
     for rank, address in zip(ranks, addresses, strict=True):
         try:
             processes.append(PeerProcess(address, timeout))
+            processes[-1].name = f"rank {rank} (process {address.pid})"
             if not processes[-1].offered(0, address.nonce).is_completed():
                 return [], f"process {address.pid} is not rank {rank}"
             processes[-1].check_alive()

@@ -1,0 +1,60 @@
+"""``History``: what this rank has begun on one group, whose ranks match it by order alone."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+REMEDY = (
+    "All ranks must call what is collective, in the same order: forward (in evaluation too), "
+    "backward, state_dict(), optim_state_dict(), summon_full_params(), clip_grad_norm_(), and "
+    "norms and sums of parameters and gradients. Units that some ranks skip, or run in another "
+    "order, such as experts and dropped layers, need allow_divergence (docs/recipes.md)."
+)
+
+_KEPT = 64  # collectives that can be named
+
+Begun = tuple[int, str]  # the number of a collective in its group, and which one it is, in words
+
+
+class History:
+    """The last collectives, and a digest of all."""
+
+    def __init__(self) -> None:
+        self.digest = 0
+        self.unchecked_since = 0.0  # when the first was added that nobody compared; 0: none
+        self._recent: deque[Begun] = deque(maxlen=_KEPT)
+
+    def add(self, number: int, what: str) -> None:
+        self.digest = zlib.crc32(what.encode(), self.digest)
+        self._recent.append((number, what))
+        self.unchecked_since = self.unchecked_since or time.monotonic()
+
+    def to_compare(self) -> bytes:
+        """The digest; the caller compares it with the other ranks'."""
+        self.unchecked_since = 0.0
+        return self.digest.to_bytes(4, "big")
+
+    def recent(self) -> list[Begun]:
+        return list(self._recent.copy())  # another thread may add meanwhile
+
+
+def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
+    """Where ranks first began different collectives, in words; None: nowhere that is known."""
+    begun = {rank: dict(recent[rank]) for rank in sorted(recent)}
+    for number in sorted(set.intersection(*map(set, begun.values()))):
+        ranks_of: dict[str, list[str]] = {}
+        for rank, mine in begun.items():
+            ranks_of.setdefault(mine[number], []).append(str(rank))
+        if len(ranks_of) > 1:
+            alike = [f"rank {', '.join(ranks)} began [{what}]" for what, ranks in ranks_of.items()]
+            return f"the first difference: {'; '.join(alike)}"
+    return None
+
+
+def check_same(what: Mapping[int, str]) -> None:
+    """Raise RuntimeError where the words of some ranks differ."""
+    if differ := first_difference({rank: [(0, words)] for rank, words in what.items()}):
+        raise RuntimeError(f"the ranks are in different collectives, {differ}. {REMEDY}")

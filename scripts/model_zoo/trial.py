@@ -1,0 +1,193 @@
+"""`train`: three steps of one model of the zoo on this rank, under one wrapper."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatshard import ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from model_zoo.families import Model, find
+
+STEPS = 3
+CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
+POLICIES = ("auto", "by size", "by class")
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3}
+"""Many models compute norms and softmax in float32 also where they are float64."""
+
+
+class Result(NamedTuple):
+    """What a rank says of its training."""
+
+    dtype: torch.dtype
+    numel: int
+    losses: list[float]
+    difference: str = ""  # from the oracle's losses and state, in words; nothing if there is none
+
+
+def train(name: str, side: str, policy: str, oracle: str) -> Result:
+    """Train under ``side`` ("ddp", "flatshard" or "fsdp1").
+
+    DistributedDataParallel writes losses and state to the file ``oracle``; the others compare.
+    """
+    rank, model = dist.get_rank(), find(name)
+    expected = None if side == "ddp" else torch.load(oracle, mmap=True, weights_only=True)
+    dtype = _dtype_for(model) if expected is None else expected["dtype"]
+    module = _make(model, dtype)
+    numel = sum(param.numel() for param in module.parameters())
+    wrapped = _wrap(module, side, policy)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-2, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = _loss(model, wrapped, dtype, 10 * step + rank)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    state = _state(wrapped, side)
+    if expected is None:
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, losses)
+        if rank == 0:
+            torch.save({"dtype": dtype, "losses": everywhere, "state": state}, oracle)
+        return Result(dtype, numel, losses)
+    difference = _compare(losses, expected["losses"][rank], state, expected["state"], dtype)
+    return Result(dtype, numel, losses, difference)
+
+
+def _make(model: Model, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    module = model.make().to(dtype)
+    for part in module.modules():
+        for key, value in vars(part).items():
+            if "drop" in key and isinstance(value, float):
+                setattr(part, key, 0.0)
+        if type(part).__name__ in ("Dropout", "Dropout2d", "Dropout3d", "StochasticDepth"):
+            part.p = 0.0  # type: ignore[assignment]
+    return module.train()
+
+
+def _dtype_for(model: Model) -> torch.dtype:
+    """float64 where the model runs in it."""
+    with contextlib.suppress(RuntimeError, TypeError, ValueError):
+        module = _make(model, torch.float64)
+        _loss(model, module, torch.float64, 0).backward()
+        return torch.float64
+    return torch.float32
+
+
+def _loss(model: Model, module: nn.Module, dtype: torch.dtype, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    args, kwargs = _cast(model.inputs(), dtype)
+    torch.manual_seed(seed)  # forward may draw, masks say
+    outputs = [one for one in _tensors(module(*args, **kwargs)) if one.requires_grad]
+    return torch.stack([one.to(dtype).square().mean() for one in outputs]).sum()
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(one, dtype) for one in value)
+    if isinstance(value, dict):
+        return {key: _cast(one, dtype) for key, one in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _wrap(module: nn.Module, side: str, policy: str) -> Any:
+    if side == "ddp":
+        return nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
+    numel = sum(param.numel() for param in module.parameters())
+    if side == "flatshard":
+        chosen: Any = "auto"
+        if policy == "by size":
+            chosen = _by_size(numel, size_based_auto_wrap_policy)
+        elif policy == "by class":
+            chosen = ModuleWrapPolicy({_block_class(module)})
+        # Models as small as these would be one unit otherwise.
+        return ShardedWrapper(module, auto_wrap_policy=chosen, coalesce_bytes=0)
+    from torch.distributed import fsdp
+
+    theirs: Any = fsdp.wrap.ModuleWrapPolicy({_block_class(module)})
+    if policy == "by size":
+        theirs = _by_size(numel, fsdp.wrap.size_based_auto_wrap_policy)
+    return fsdp.FullyShardedDataParallel(
+        module, auto_wrap_policy=theirs, use_orig_params=True, device_id=torch.device("cpu")
+    )
+
+
+def _by_size(numel: int, policy: Any) -> Any:
+    return functools.partial(policy, min_num_params=max(numel // 8, 100))
+
+
+def _block_class(module: nn.Module) -> type[nn.Module]:
+    """The class of the blocks: of those that occur several times, the one with most parameters."""
+    counts: Counter[type[nn.Module]] = Counter()
+    numels: Counter[type[nn.Module]] = Counter()
+    has_children: defaultdict[type[nn.Module], bool] = defaultdict(bool)
+    for part in module.modules():
+        counts[type(part)] += 1
+        numels[type(part)] += sum(param.numel() for param in part.parameters())
+        has_children[type(part)] |= any(True for _ in part.children())
+    several = [kind for kind, count in counts.items() if count > 1 and numels[kind]]
+    several = [kind for kind in several if kind not in CONTAINERS] or [type(module)]
+    # A layer only where no block occurs twice.
+    return max(several, key=lambda kind: (has_children[kind], numels[kind]))
+
+
+def _state(wrapped: Any, side: str) -> dict[str, Tensor]:
+    if side == "fsdp1":
+        from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+
+        with type(wrapped).state_dict_type(
+            wrapped, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False)
+        ):
+            return wrapped.state_dict()
+    state = wrapped.state_dict()
+    return (
+        {name.removeprefix("module."): value for name, value in state.items()}
+        if (side == "ddp")
+        else state
+    )
+
+
+def _compare(
+    losses: list[float],
+    expected_losses: list[float],
+    state: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    dtype: torch.dtype,
+) -> str:
+    tolerance = TOLERANCE[dtype]
+    for step, (loss, other) in enumerate(zip(losses, expected_losses, strict=True)):
+        if not abs(loss - other) <= tolerance * max(abs(other), 1e-3):
+            return f"loss {step} is {loss:.8g}, not {other:.8g}"
+    if state.keys() != expected.keys():
+        odd = sorted(state.keys() ^ expected.keys())
+        return f"state has other names: {', '.join(odd[:3])}"
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return ""  # some buffers are each rank's own under FullyShardedDataParallel
+    for name, value in expected.items():
+        if not torch.allclose(state[name], value, rtol=tolerance, atol=tolerance, equal_nan=True):
+            gap = (state[name].double() - value.double()).abs().max().item()
+            return f"{name} differs by {gap:.1g}"
+    return ""

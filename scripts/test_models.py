@@ -1,0 +1,167 @@
+"""Real models with flatshard and FullyShardedDataParallel: is their training DDP's?
+
+    python scripts/test_models.py > docs/models.md
+    python scripts/test_models.py --model timm/test_vit transformers/LlamaForCausalLM
+    python scripts/test_models.py --list
+
+Each model of the zoo (`scripts/model_zoo/`) trains three steps with SGD and momentum on two gloo
+ranks, without dropout, in float64 where it runs in that. Losses on each rank and the state dict
+have to be those under DistributedDataParallel. A cell is *right*, *raises* (an error on some rank),
+*wrong* (other numbers, and no error), *crashes* or *hangs* (no end within the limit).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import prerequisites  # noqa: F401  (first: it may end this)
+
+# isort: split
+import torch
+from model_zoo.families import FAMILIES, models_of
+from model_zoo.trial import POLICIES, train
+from rank_processes import Ranks, Said
+
+WORLD = 2
+SIDES = ("flatshard", "fsdp1")
+VERDICTS = ("right", "raises", "wrong", "crashes", "hangs")
+PRELOAD = ("torch.distributed.fsdp",)
+
+
+class Cell(NamedTuple):
+    """A verdict of `VERDICTS`, and why it is not "right"."""
+
+    verdict: str
+    why: str = ""
+
+
+class Row(NamedTuple):
+    """What became of a model; without ``cells`` DistributedDataParallel does not train it."""
+
+    name: str
+    policy: str
+    numel: int
+    dtype: str
+    cells: dict[str, Cell]
+    problem: str = ""
+
+
+def judge(said: list[Said]) -> Cell:
+    """What became of a training, given what its ranks say."""
+    died = [one.what for one in said if one.outcome == "died"]
+    if died:
+        return Cell("crashes", f"exit code {died[0]}")
+    errors = [one.what for one in said if one.outcome == "raised"]
+    text = f"{errors[0].kind}: {errors[0].message}" if errors else ""
+    if any(one.outcome == "hangs" for one in said):
+        return Cell("hangs", text and f"one rank raises {text}; the other waits")
+    if errors:
+        return Cell("raises", text)
+    why = next((one.what.difference for one in said if one.what.difference), "")
+    return Cell("wrong", why) if why else Cell("right")
+
+
+def try_model(ranks: Ranks, name: str, policy: str, sides: list[str], seconds: float) -> Row:
+    """Train a model under DistributedDataParallel, then under each of ``sides``."""
+    with tempfile.NamedTemporaryFile(suffix=".pt") as oracle:
+        said = ranks.run(train, WORLD, name, "ddp", policy, oracle.name, seconds=seconds)
+        bad = [one for one in said if one.outcome != "returned"]
+        if bad:
+            return Row(name, policy, 0, "", {}, f"{bad[0].outcome}: {bad[0].what}"[:2000])
+        first = said[0].what
+        cells = {
+            side: judge(ranks.run(train, WORLD, name, side, policy, oracle.name, seconds=seconds))
+            for side in sides
+        }
+    return Row(name, policy, first.numel, str(first.dtype).removeprefix("torch."), cells)
+
+
+# ---------------------------------------------------------------- Markdown
+
+
+def markdown(rows: list[Row], sides: list[str], command: str) -> str:
+    notes: dict[str, int] = {}
+
+    def show(cell: Cell) -> str:
+        if not cell.why:
+            return cell.verdict
+        number = notes.setdefault(_shortened(cell.why), len(notes) + 1)
+        return f"{cell.verdict} [{number}](#notes)"
+
+    tried = [row for row in rows if row.cells]
+    about = " ".join(__doc__.split("\n\n", 2)[2].split())
+    lines = [
+        *("# Models", "", about, ""),
+        f"{datetime.date.today().isoformat()}, torch {torch.__version__}: `{command}`. Policies "
+        "take turns: `auto`, by size (an eighth of the model), by the class of the blocks; "
+        "FullyShardedDataParallel has the last for `auto`, and `use_orig_params=True`. "
+        "flatshard has `coalesce_bytes=0`, since all of a small model would be one unit.",
+        "",
+        f"| {len(tried)} models | {' | '.join(VERDICTS)} |",
+        "|---" * (len(VERDICTS) + 1) + "|",
+    ]
+    for side in sides:
+        counts = Counter(row.cells[side].verdict for row in tried)
+        lines.append(f"| {side} | {' | '.join(str(counts[verdict]) for verdict in VERDICTS)} |")
+    for family in FAMILIES:
+        own = [row for row in tried if row.name.startswith(f"{family}/")]
+        if own:
+            lines += ["", f"## {family}", ""]
+            lines += [f"| model | parameters | policy | {' | '.join(sides)} |"]
+            lines += ["|---" * (len(sides) + 3) + "|"]
+        for row in own:
+            cells = " | ".join(show(row.cells[side]) for side in sides)
+            dtype = "" if row.dtype == "float64" else f", {row.dtype}"
+            name = row.name.partition("/")[2]
+            lines.append(f"| `{name}` | {row.numel:,}{dtype} | {row.policy} | {cells} |")
+    if notes:
+        lines += ["", "## Notes", "", *(f"{number}. `{text}`" for text, number in notes.items())]
+    return "\n".join(lines)
+
+
+def _shortened(why: str) -> str:
+    text = " ".join(why.replace("`", "'").split())
+    text = re.sub(r"0x[0-9a-f]+|/\S*/|\[rank\d\]:? ?", "…", text)
+    return text if len(text) <= 200 else text[:200].rsplit(" ", 1)[0] + " …"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--model", nargs="+", metavar="NAME", help="these alone; see --list")
+    parser.add_argument("--side", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds, the hard limit")
+    parser.add_argument("--list", action="store_true", help="print the names of the models")
+    options = parser.parse_args()
+    names = [name for family in options.family for name in models_of(family)]
+    if options.list:
+        print("\n".join(names))
+        return 0
+    rows: list[Row] = []
+    wanted: list[Any] = options.model or names
+    with Ranks(WORLD, preload=(*PRELOAD, *options.family)) as ranks:
+        for number, name in enumerate(names):
+            if name not in wanted:
+                continue
+            begin = time.monotonic()
+            policy = POLICIES[number % len(POLICIES)]
+            row = try_model(ranks, name, policy, options.side, options.timeout)
+            rows.append(row)
+            said = ", ".join(f"{side} {' '.join(row.cells[side])}" for side in row.cells)
+            spent = time.monotonic() - begin
+            print(f"{name} ({policy}): {said or row.problem} ({spent:.0f} s)", file=sys.stderr)
+    command = " ".join(["python scripts/test_models.py", *sys.argv[1:]])
+    print(markdown(rows, options.side, command))
+    ours = (row.cells.get("flatshard", Cell("right")) for row in rows)
+    return int(any(cell.verdict not in ("right", "raises") for cell in ours))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
