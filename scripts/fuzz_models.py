@@ -94,6 +94,8 @@ class Leaf(nn.Module):
 
 LEAVES = ("linear", "biasless", "low_rank", "scalar", "empty", "odd", "norm", "batch_norm")
 LEAVES += ("lookup", "recurrent", "attention", "running", "reassigned", "lora")
+BUFFERED = {"batch_norm", "running", "reassigned"}
+"""Kinds of leaves whose buffers change in forward."""
 SKIPPING = {"no_grad", "sometimes", "unused", "reentrant", "by_rank"}
 """Kinds of boxes in which a parameter may have no gradient."""
 
