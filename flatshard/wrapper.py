@@ -480,8 +480,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         At the end, also after an exception, each rank keeps its own slice of its own values:
         all ranks must write the same, or the model is a mixture. Values and ``requires_grad`` are
         kept, and gradients with ``with_grads``; hooks and other attributes are not. A summon
-        inside another shows the parameters of the outer one. Forwards and copies of the model
-        raise inside.
+        inside another shows the parameters of the outer one. Forwards inside communicate nothing,
+        in the parameters' own dtype; backwards to parameters, and copies of the model, raise.
 
         Collective: all ranks, at entry.
 
@@ -489,9 +489,9 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             module: a wrapper, or any module that contains some.
             recurse: nested units too. False: only the outermost ones.
             writeback: keep edits. False: edits are undone, for every strategy.
-            rank0_only: only rank 0 holds full parameters; the others keep their sharded ones, and
-                at most one unsharded unit in memory. Needs ``writeback=False``. Call nothing
-                collective inside.
+            rank0_only: only rank 0 holds full parameters, and can run forwards; the others keep
+                their sharded ones, and at most one unsharded unit in memory. Needs
+                ``writeback=False``. Call nothing collective inside.
             offload_to_cpu: the full parameters are in CPU memory, copied there unit by unit.
             with_grads: ``p.grad`` is the full reduced gradient, None if there is none. Setting
                 it to None drops it, assigning one adds or replaces it.

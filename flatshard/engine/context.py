@@ -11,6 +11,7 @@ from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.step_state import StepState
+from flatshard.engine.touch import Touch
 from flatshard.options.strategy import BackwardPrefetch
 
 
@@ -43,6 +44,7 @@ class RunContext:
         self._prefetch = Prefetch(state, forward=forward_prefetch, backward=backward_prefetch)
         self._backward = Backward(state, self._prefetch)
         self._forward = Forward(state, self._backward, self._prefetch)
+        self._touch = Touch(state, self._forward, self._backward)
         self.recover, self.give_back = self._forward.recover, self._forward.give_back
         for one in hooks:
             one.attach(self._forward, self._backward)

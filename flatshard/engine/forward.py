@@ -45,9 +45,9 @@ class Forward:
         state, backward = self._state, self._backward
         if state.depth == 0 and not backward.is_running:
             # A recomputation of the full model begins its backward here.
-            self._prefetch.recomputes_whole = self._begins_recomputation()
+            self._prefetch.recomputes_whole = self.begins_recomputation()
             if not self._prefetch.recomputes_whole:
-                self._begin()
+                self.begin()
         recomputes = backward.is_running
         self._observers.enter_forward(unit, recomputes)
         self.saved.push()
@@ -63,19 +63,23 @@ class Forward:
         if unit.phase is not Phase.FORWARD or not unit.is_current:
             if not unit.may_diverge:  # nor would a prediction be the same on all ranks
                 self._prefetch.order.record(unit.index)
-            with self._observers.starting("forward", unit):
-                unit.unshard("forward")
-            with self._observers.waiting(Kind.GATHER_WAIT, unit):
-                unit.wait_unshard()
-            if unit.phase is Phase.BACKWARD:  # of one that failed inside the forward that runs
-                unit.enter(Phase.IDLE)
-            unit.enter(Phase.FORWARD)
+            self.unshard(unit)
             if len(unit.running) == 1:
                 self._observers.unsharded(unit)
             # After the wait: this unit's all-gather has the wires to itself, and the next one's
             # overlaps its computation.
             self._prefetch.in_forward()
         return call
+
+    def unshard(self, unit: Unit) -> None:
+        """Unshard a unit for use in the forward under way, and wait for it. Collective."""
+        with self._observers.starting("forward", unit):
+            unit.unshard("forward")
+        with self._observers.waiting(Kind.GATHER_WAIT, unit):
+            unit.wait_unshard()
+        if unit.phase is Phase.BACKWARD:  # of one that failed inside the forward that runs
+            unit.enter(Phase.IDLE)
+        unit.enter(Phase.FORWARD)
 
     def check(self, unit: Unit, module: nn.Module) -> None:
         """A module's forward has returned, and its unit is still unsharded."""
@@ -89,7 +93,7 @@ class Forward:
             # Under a reentrant checkpoint gradients are disabled here, and a backward follows.
             follows = has_output and (torch.is_grad_enabled() or state.expects_backward)
             if unit.end_call(backward_follows=follows) or not has_output:
-                unit.end_forward(is_needed_soon=self._is_needed_soon(unit))
+                unit.end_forward(is_needed_soon=self.is_needed_soon(unit))
         if state.depth == 0:
             return
         state.depth -= 1
@@ -101,14 +105,14 @@ class Forward:
         if state.expects_backward and not failed:
             self._prefetch.after_forward()
         if state.depth == 0:
-            self._end(failed)
+            self.end(failed)
 
-    def _is_needed_soon(self, unit: Unit) -> bool:
+    def is_needed_soon(self, unit: Unit) -> bool:
         if unit is self._state.root:
             return True
         return self._state.expects_backward and self._prefetch.keeps_for_backward(unit)
 
-    def _begins_recomputation(self) -> bool:
+    def begins_recomputation(self) -> bool:
         """Whether a reentrant checkpoint around the full model computes it again."""
         # Then nothing of the model's backward has run yet, and its own forward had no gradients.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
@@ -116,7 +120,8 @@ class Forward:
         self._state.plan_syncs()
         return self._backward.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """The outermost forward begins. Collective."""
         state = self._state
         self.recover()
         self._observers.begin_forward()
@@ -135,10 +140,11 @@ class Forward:
             for handle in self._crossing:
                 handle.gather.begin_refresh(handle.shard.detach(), handle.version)
 
-    def _end(self, failed: bool) -> None:
+    def end(self, failed: bool) -> None:
+        """It is over."""
         self._observers.end_computing(failed)
         for unit in self._of_several:
-            unit.end_forward(is_needed_soon=self._is_needed_soon(unit))
+            unit.end_forward(is_needed_soon=self.is_needed_soon(unit))
         # Where all ran as recorded, an all-gather under way is backward's first.
         if failed or not self._prefetch.order.is_complete:
             self._drop_prefetched(failed)

@@ -127,10 +127,7 @@ class FlatParamHandle:
     def unshard(self, purpose: str) -> None:
         """SHARDED -> UNSHARDING: start to all-gather. Collective: all ranks of the shard group."""
         if self.summoned is not None:
-            raise RuntimeError(
-                f"unit {self.unit_name!r}: a forward was run under summon_full_params(). Leave "
-                "the context first: units unshard what they need by themselves."
-            )
+            self.summoned.refuse()
         if self._aliased:
             if self.state is ShardState.SHARDED:
                 self._move_to(ShardState.UNSHARDING)

@@ -38,22 +38,8 @@ class UnitHooks:
     def own(self, handles: Iterable[FlatParamHandle]) -> None:
         """Let the unit own flat parameters, and hear what autograd does with them."""
         self.unit.own(handles)
-        # Weakly: Python's collector does not see what autograd holds, and would free no cycle.
-        this = weakref.ref(self)
-
-        def on_outside_grad() -> bool:
-            hooks = this()
-            return hooks is not None and hooks._backward.begin()
-
-        def bring_back() -> bool:
-            hooks = this()
-            return hooks is not None and hooks._backward.bring_back(hooks.unit)
-
         for handle in self.unit.handles:
-            # What only lookups use, backward does without, unless it is used otherwise, too.
-            is_needed = handle in self.unit.for_backward
-            grad_hook = partial(self._grad_hook, handle)
-            handle.params.connect(grad_hook, on_outside_grad, None if is_needed else bring_back)
+            handle.params.connect(partial(self._grad_hook, handle))
 
     def copy_into(self, memo: dict[int, Any], twin: UnitHooks, unit: Unit) -> None:
         """Make ``twin``, which copied modules already call, the hooks of ``unit``, a copy."""
@@ -66,6 +52,10 @@ class UnitHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         unit = self.unit
+        if unit.is_summoned:  # modules hold full plain parameters, or this rank must not run them
+            for handle in unit.handles:
+                handle.summoned.check_shown()
+            return None
         call = self._forward.enter(unit)
         changed = unit.casts[module].cast_inputs(args, kwargs, is_root=unit.is_root)
         if torch.is_grad_enabled():
@@ -107,6 +97,7 @@ class UnitHooks:
 
     def _grad_hook(self, handle: FlatParamHandle, index: int) -> Callable[[Tensor], None]:
         """Make what full parameter ``index`` calls once autograd has filled its ``.grad``."""
+        # Weakly: Python's collector does not see what autograd holds, and would free no cycle.
         this, owner = weakref.ref(self), weakref.ref(handle)
 
         def hook(full: Tensor) -> None:

@@ -161,36 +161,27 @@ class ParamViews:
                     self.owned[index].move_hooks(full)
 
     def _hook_grad(self, index: int) -> None:
-        full = self.full[index]
-        if self._grad_hook is not None and (full.is_floating_point() or full.is_complex()):
-            is_trained = full.requires_grad
-            # A frozen tensor refuses hooks; it may be unfrozen later.
-            full.requires_grad_(True)
-            full.register_post_accumulate_grad_hook(self._grad_hook(index))
-            full.requires_grad_(is_trained)
+        watched = [self.full[index]]
+        if self.are_originals and not self.are_full:
+            # Plain ones may be used outside of forward, and those gradients are averaged, too.
+            watched.append(self.sharded[index])
+        for param in watched:
+            if self._grad_hook is not None and (param.is_floating_point() or param.is_complex()):
+                is_trained = param.requires_grad
+                # A frozen tensor refuses hooks; it may be unfrozen later.
+                param.requires_grad_(True)
+                param.register_post_accumulate_grad_hook(self._grad_hook(index))
+                param.requires_grad_(is_trained)
 
-    def connect(
-        self,
-        grad_hook: GradHook,
-        on_outside_grad: Callable[[], object],
-        bring_back: Callable[[], bool] | None,
-    ) -> None:
-        """Say what autograd calls, which must not keep the unit alive.
+    def connect(self, grad_hook: GradHook) -> None:
+        """Let ``grad_hook`` make what a full parameter, given by its index, calls with a gradient.
 
-        Args:
-            grad_hook: makes what a full parameter, given by its index, calls with its ``.grad``.
-            on_outside_grad: called before a use outside of forward adds to a sharded ``.grad``.
-            bring_back: unshards full parameters that are used after they were resharded, and
-                returns whether they are there then; None: nothing does.
+        Autograd holds what it makes, which must not keep the unit alive.
         """
         self._grad_hook = grad_hook
         with torch.inference_mode(False):
             for index in range(len(self.full)):
                 self._hook_grad(index)
-        for spec in self.specs:
-            spec.on_outside_grad = on_outside_grad
-            if bring_back is not None:
-                spec.bring_back = bring_back
 
     def set_accessible(self, may_read: bool) -> None:
         """Say whether the full parameters have memory, unless they compute themselves."""

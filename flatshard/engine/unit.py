@@ -76,7 +76,7 @@ class Unit:
         self.num_trainable: dict[FlatParamHandle, int] = {}
         self.index, self.phase = -1, Phase.IDLE
         self.placement, self.topology = placement, topology
-        self.is_root = True
+        self.is_root, self.is_summoned = True, False
         self.num_loads = 0  # of state dicts; alike on all ranks
         self.sync = Sync.ALL  # what the backward of the forward begun last does with gradients
         self.running: list[Call] = []  # the innermost last
@@ -87,7 +87,8 @@ class Unit:
         self._ends_unseen = False  # whether a backward of it has no input that tells its end
         self._num_calls = 0  # in the outermost forward under way, or last
         self._calls_to_come = 0  # in it, if it is like the one before
-        self._backward_follows = False  # after the last call
+        self.backward_follows = False  # after the last call, or use
+        self.is_touched = False  # parameters were used outside of its forward, in this iteration
         self._outstanding_inputs: dict[Call | None, int] = {}
         self._sticky_version = -1  # of the parameters that a differentiable backward uses
 
@@ -190,7 +191,7 @@ class Unit:
         return (
             self.phase is Phase.IDLE
             and self.outstanding_backwards + self._outstanding_before <= 0
-            and not self._ends_unseen
+            and not (self._ends_unseen or self.is_touched)
             and not self._is_sticky
         )
 
@@ -266,11 +267,12 @@ class Unit:
 
     def end_iteration(self) -> None:
         """A backward of the model is over, or failed."""
+        self.is_touched = False
         self.outstanding_backwards = self._outstanding_before = 0
 
     def end_call(self, *, backward_follows: bool) -> bool:
         """A call is over; returns whether no other one is expected in this forward."""
-        self._backward_follows = backward_follows
+        self.backward_follows = backward_follows
         self._num_calls += 1
         self._calls_to_come -= 1
         return not self.may_diverge and (len(self.casts) == 1 or self._calls_to_come <= 0)
@@ -284,14 +286,14 @@ class Unit:
         self.enter(Phase.IDLE)
         # Where backward begins with this unit, to reshard it would cost an all-gather.
         stays = is_needed_soon or not self.placement.reshard_after_forward
-        stays = stays and self._backward_follows
+        stays = stays and self.backward_follows
         for handle in self.handles:
             # A backward that reduces nothing may run on this rank alone: it must not need an
             # all-gather, nor see what others write into shards that are mapped.
             if self._is_sticky or (stays and self.sync is Sync.NONE):
                 handle.snapshot()
             elif handle.memory.shows_shards or not stays or self._reshards_anyway(handle):
-                if self._backward_follows and handle.is_current:
+                if self.backward_follows and handle.is_current:
                     handle.gather.secondary.cut(handle.buffer, handle.version)
                 handle.reshard()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from flatshard.engine.unit import Unit
 from flatshard.module.conversion import hidden
 from flatshard.module.sharding import handles_in, outermost_shardings, shardings_in
 from flatshard.options.flags import as_flags
@@ -37,8 +38,21 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
             if any(handle.summoned.params for handle in one.unit.handles if handle.summoned)
         ]
         # Modules now list the original parameters; flat ones beside them would count twice.
-        with hidden(showing):
+        with hidden(showing), _inert(units):
             yield
+
+
+@contextlib.contextmanager
+def _inert(units: Iterable[Unit]) -> Iterator[None]:
+    """Let forwards of modules that hold full parameters communicate nothing."""
+    before = {unit: unit.is_summoned for unit in units}
+    for unit in before:
+        unit.is_summoned = True
+    try:
+        yield
+    finally:
+        for unit, was_summoned in before.items():
+            unit.is_summoned = was_summoned
 
 
 def _check_owns_parameters(module: nn.Module) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterator
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 class ModuleProxy(nn.Module):
@@ -82,6 +84,16 @@ class ModuleProxy(nn.Module):
         # Also where the wrapped one has a length of zero.
         return True
 
+    def register_forward_hook(self, hook: Any, **keywords: Any) -> RemovableHandle:
+        """Register it, unless the wrapped module has it.
+
+        Libraries that look for a class install a hook at each module of it that they find, and find
+        the wrapper, too: transformers would collect every hidden state twice.
+        """
+        if any(_are_alike(hook, other) for other in self.module._forward_hooks.values()):
+            return RemovableHandle(OrderedDict())
+        return super().register_forward_hook(hook, **keywords)
+
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
@@ -127,3 +139,13 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
         own = own.replace(parameters=[bound, *own.parameters.values()])
         forward.__signature__ = own  # type: ignore[attr-defined]
         proxy.__dict__["forward"] = MethodType(forward, proxy)
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether two objects are the same, or functions made by the same code of the same values."""
+    if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
+        return one is other or (isinstance(one, str | int) and one == other)
+    cells = zip(one.__closure__ or (), other.__closure__ or (), strict=False)
+    return one.__code__ is other.__code__ and all(
+        _are_alike(a.cell_contents, b.cell_contents) for a, b in cells
+    )

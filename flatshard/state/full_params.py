@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import Facts, agreed
+from flatshard.comm.consistency import Facts, agreed, checksum
 from flatshard.comm.requests import Gather
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
@@ -200,6 +201,14 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
         raise RuntimeError(f"after summon_full_params(): {'; '.join(problems)}")
 
 
+def _refuse_gradient(unit_name: str, _: Tensor) -> NoReturn:
+    raise RuntimeError(
+        f"unit {unit_name!r}: a backward reached parameters that summon_full_params() shows. Their "
+        "gradients are this rank's alone, and nothing would average them. Run forward and backward "
+        "outside of the context, or use torch.autograd.grad()."
+    )
+
+
 class Summoned:
     """The full parameters of one handle, in its modules from construction to ``close``."""
 
@@ -223,20 +232,41 @@ class Summoned:
             # Else the sharded parameters are full, plain, and what is to be edited.
         self._version = handle.version
         handle.summoned = self
+        # What the modules of this rank hold, if that is full.
+        self.shown = self.params or (handle.sharded if handle.params.are_full else [])
+        refuse: Any = partial(_refuse_gradient, handle.unit_name)
+        refuse.of_flatshard = True  # it stays on parameters that compute themselves
+        self._guards = [
+            param.register_post_accumulate_grad_hook(refuse)
+            for param in self.shown
+            if param.requires_grad
+        ]
+
+    def check_shown(self) -> None:
+        """Raise RuntimeError if modules of this rank do not hold full parameters."""
+        if not self.shown:
+            self.refuse()
+
+    def refuse(self) -> NoReturn:
+        """Raise for a use of the sharded parameters in full."""
+        handle = self._handle
+        raise RuntimeError(
+            f"unit {handle.unit_name!r}, rank {handle.topology.world.global_rank}: its sharded "
+            "parameters were used under summon_full_params(). Use those that the modules hold "
+            "inside, with rank0_only=True on rank 0 alone, or leave the context first."
+        )
 
     def _join(self, outer: Summoned) -> None:
         """Inside another summon: without an all-gather, share or copy what that one shows."""
         self.is_held, self.params = outer.is_held, outer.params
-        shown = outer.params or (self._handle.sharded if self._handle.params.are_full else [])
         if self.is_held and not self.request.writeback:
-            values = [param.detach().clone() for param in shown]
-            self._show(values, [None if p.grad is None else p.grad.clone() for p in shown])
+            values = [param.detach().clone() for param in outer.shown]
+            grads = [None if p.grad is None else p.grad.clone() for p in outer.shown]
+            self._show(values, grads)
 
     def _gather(self) -> None:
         handle, request = self._handle, self.request
         handle.absorb_replaced()
-        if request.writeback:
-            handle.reshard()  # what it holds is about to become stale
         device = torch.device("cpu") if request.offload_to_cpu else handle.device
         # Copies in the shard's own dtype, not the unsharded buffer: that one may be cast, and may
         # be overwritten by an all-gather at any time.
@@ -258,6 +288,9 @@ class Summoned:
         ]
         for param, grad in zip(self.params, grads, strict=True):
             set_grad(param, grad)
+        # Of all values, as ranks must agree on what is written: a rank whose part is the same
+        # would not all-gather what the others do.
+        self._sums = [checksum(param) for param in self.params] if self.request.writeback else []
         self._handle.params.put(self.params)
         self._shows = True
 
@@ -267,6 +300,9 @@ class Summoned:
         handle, request, outer = self._handle, self.request, self._outer
         # From here on, also where something below raises, the handle is as before this summon.
         handle.summoned = outer
+        if not self._shows:  # what was shown here alone keeps refusing, in graphs that are left
+            for guard in self._guards:
+                guard.remove()
         replaced = self._replaced() if request.writeback and outer is None else []
         if self._shows or replaced:
             if outer is not None and outer.params:
@@ -330,17 +366,21 @@ class Summoned:
         return problems
 
     def _write_back(self) -> None:
-        """Copy values, gradients and ``requires_grad`` into this rank's part."""
+        """Copy what changed of values, gradients and ``requires_grad`` into this rank's part."""
         handle = self._handle
+        edited = [checksum(p) != s for p, s in zip(self.params, self._sums, strict=True)]
+        if any(edited):
+            handle.reshard()  # what it holds is about to become stale
         with torch._C.DisableTorchFunctionSubclass():
             for index, param in enumerate(self.params):
                 if handle.params.use_orig_params:
                     # Not the shard under it: plain originals have version counters of their own.
                     sharded = handle.sharded[index]
-                    sharded.copy_(param)
+                    if edited[index]:
+                        sharded.copy_(param)
                     if sharded.requires_grad is not param.requires_grad:
                         sharded.requires_grad_(param.requires_grad)
-                else:
+                elif edited[index]:
                     handle.part(index).copy_(handle.params.specs[index].slice(param))
             if self.request.with_grads:
                 self._write_grads()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 from flatshard.tensor.sharded_tensor import HANDLERS, FlatShardTensor, first_sharded, wrote
 
 aten = torch.ops.aten
@@ -28,10 +28,11 @@ def _local(value: Any, spec: ShardSpec) -> Any:
     """The elements of an operand that belong to the local range of ``spec``."""
     if isinstance(value, FlatShardTensor):
         if value.spec.place != spec.place:
-            raise RuntimeError(
+            raise NeedsFullTensor(
                 f"parameter {spec.name!r} {spec.shape} meets {value.spec.name!r} "
                 f"{value.spec.shape}: sharded tensors of different shapes, strides or layouts "
-                "cannot be combined. Use full_tensor() on both."
+                "cannot be combined. Use full_tensor() on both.",
+                spec,
             )
         return value.local
     if isinstance(value, Tensor) and value.dim() > 0:
@@ -50,18 +51,31 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     in_place = func._schema.is_mutable
     if in_place and not isinstance(args[0], FlatShardTensor):
         spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
+    is_alike = all(map(_is_alike, (*args, *kwargs.values())))
+    if like.is_alike and not in_place and spec.in_forward():
+        # Each rank has a batch of its own, so the ranges of the result would not belong together.
+        # And where the unit computes in another dtype, this does, too.
+        if not is_alike or (spec.full is not None and spec.full.dtype is not like.dtype):
+            spec.refuse(f"{func._schema.name} in forward")
     _check_memory_format(func, like, kwargs.get("memory_format"))
     # The local range is 1-D: formats of more dimensions mean nothing to it.
     kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}
     result = func(*(_local(value, spec) for value in args), **kwargs)
     if in_place:
         wrote(args[:1])
+        args[0].is_alike &= is_alike or args[0].is_parameter
         return args[0]
     storage = spec.state_disk
     if storage is not None and func._schema.name.endswith("_like"):
         # ``zeros_like`` and the like: what optimizers make their state with.
         result = storage.take_in(result) if result.device == like.local.device else result
-    return FlatShardTensor(result, spec)
+    computed = FlatShardTensor(result, spec)
+    computed.is_alike = is_alike
+    return computed
+
+
+def _is_alike(value: Any) -> bool:
+    return value.is_alike if isinstance(value, FlatShardTensor) else not isinstance(value, Tensor)
 
 
 def _check_memory_format(func: Any, tensor: FlatShardTensor, memory_format: Any) -> None:
@@ -135,6 +149,7 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     # none, and autograd, which adds this one's, would raise.
     with torch.inference_mode(False):
         twin = FlatShardTensor(tensor.local, tensor.spec)
+    twin.is_alike = tensor.is_alike
     tensor.spec.aliases[id(twin)] = twin
     return twin
 

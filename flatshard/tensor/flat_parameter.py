@@ -14,7 +14,7 @@ from torch.utils import hooks as torch_hooks
 
 from flatshard.plan.layout import FlatLayout, LocalSpan, ParamSpan
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, check_data
+from flatshard.tensor.sharded_tensor import FlatShardTensor, check_data, tensors_in
 
 
 def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
@@ -106,6 +106,8 @@ class FlatParameter(nn.Parameter):
 class FlatParameterPart(FlatShardTensor):
     """Placeholder in a module for an original parameter that a ``FlatParameter`` holds."""
 
+    is_parameter = True
+
     @staticmethod
     def __new__(cls, local: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatParameterPart:
         differentiable = local.is_floating_point() or local.is_complex()
@@ -135,7 +137,13 @@ class FlatParameterPart(FlatShardTensor):
                 "cannot be frozen or unfrozen alone. Wrap with use_orig_params=True, freeze it "
                 "before wrapping, or call requires_grad_() on the unit's ShardedWrapper."
             )
-        return super().__torch_function__(func, types, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, FlatShardTensor) and result.requires_grad:
+            # The part has no gradient of its own, the full one has.
+            spec = next(t.spec for t in tensors_in(args) if isinstance(t, FlatParameterPart))
+            full = spec.run_full(func, args, kwargs or {})
+            return result if full is NotImplemented else full
+        return result
 
 
 def _refuse_gradient(spec: ShardSpec, *_: Tensor) -> NoReturn:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.weight_norm import WeightNorm
 
 from flatshard.plan.param_info import ParamInfo
 from flatshard.tensor.sharded_tensor import OWN_ATTRIBUTES, FlatShardTensor, attributes_of
@@ -43,6 +44,10 @@ class SwappableParam:
                 # Tensors that are weakly referenced cannot be swapped; None counts as unchanged.
                 place.module._flat_weight_refs = [None] * len(place.module._flat_weights_names)
                 place.module.__dict__["_flat_weights"] = []
+            for hook in place.module._forward_pre_hooks.values():
+                if isinstance(hook, WeightNorm):  # it makes this again before each forward
+                    made = getattr(place.module, hook.name)
+                    setattr(place.module, hook.name, made.detach())
         attributes = attributes_of(param)
         if is_first:
             self._tensor_hooks = param._backward_hooks

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
+from flatshard.tensor.flat_parameter import FlatParameterPart
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import (
     ABOVE_AUTOGRAD,
@@ -245,6 +246,8 @@ def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
     source, *rest = args if key is None else (kwargs.pop(key), *args)
     if not (isinstance(source, FlatShardTensor) and source.requires_grad):
         return NotImplemented
+    if isinstance(source, FlatParameterPart):
+        source.spec.refuse(f"the gradient of a {kind}")
     order: Any = None
     if kind == "norm":
         order = rest.pop(0) if rest else kwargs.pop("p", kwargs.pop("ord", 2))

@@ -21,6 +21,18 @@ def _no() -> bool:
     return False
 
 
+def _not_implemented(*_: Any) -> Any:
+    return NotImplemented
+
+
+class NeedsFullTensor(RuntimeError):
+    """An operation that a rank's part alone cannot do; ``spec`` is the part's."""
+
+    def __init__(self, message: str, spec: ShardSpec) -> None:
+        super().__init__(message)
+        self.spec = spec
+
+
 @dataclass(eq=False)
 class ShardSpec:
     """Describes the range that a ``FlatShardTensor`` holds; shared with the gradients."""
@@ -46,6 +58,9 @@ class ShardSpec:
     on_outside_grad: Callable[[], object] = _no
     # When ``full`` is read while it has no memory; returns whether it has memory again.
     bring_back: Callable[[], bool] = _no
+    # Runs an operation that needs the full tensor, with that; or returns NotImplemented.
+    run_full: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = _not_implemented
+    in_forward: Callable[[], bool] = _no  # whether a forward of the model is under way
     state_disk: DiskMemory | None = None  # where optimizers keep state of this shape
     full: nn.Parameter | None = None  # computes while the unit is unsharded; has the tensor hooks
     # Run with the sharded parameter once its gradient is published.
@@ -76,9 +91,10 @@ class ShardSpec:
             try:
                 tensor = tensor.expand(self.shape)
             except RuntimeError:
-                raise RuntimeError(
+                raise NeedsFullTensor(
                     f"parameter {self.name!r}: expected a tensor of shape {self.shape} or one "
-                    f"that broadcasts to it, got {tuple(tensor.shape)}"
+                    f"that broadcasts to it, got {tuple(tensor.shape)}",
+                    self,
                 ) from None
         # A view if the tensor lies in the parameter's memory order; a copy otherwise.
         return tensor.permute(self.order).reshape(-1)[self.offset : self.offset + self.numel]
@@ -95,6 +111,8 @@ class ShardSpec:
             full=None,
             on_outside_grad=_no,
             bring_back=_no,
+            run_full=_not_implemented,
+            in_forward=_no,
             post_accumulate_hooks=OrderedDict(),
             aliases=weakref.WeakValueDictionary(),
         )
@@ -102,9 +120,10 @@ class ShardSpec:
     def refuse(self, operation: object) -> NoReturn:
         """Raise for an operation that this rank's part cannot do alone."""
         refuse_foreign_wrapper()
-        raise RuntimeError(
+        raise NeedsFullTensor(
             f"parameter {self.name!r} (unit {self.unit!r}, rank {self.comm.global_rank}) is "
             f"sharded: {operation} needs the full tensor. Use it inside the forward of the module "
             "that owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor(). "
-            "(For an optimizer that treats every element alike: flatshard.declare_elementwise.)"
+            "(For an optimizer that treats every element alike: flatshard.declare_elementwise.)",
+            self,
         )

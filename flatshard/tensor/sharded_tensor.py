@@ -18,7 +18,7 @@ from torch.utils import hooks as torch_hooks
 
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.memory.disk import is_on_disk
-from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 
 # By operation name; called with the operation, its arguments and its keywords. ``elementwise_ops``
 # enters what each rank can do alone, ``reduction_ops`` what takes a collective.
@@ -27,7 +27,7 @@ HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 # NotImplemented; ``reduction_ops`` enters it.
 ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
 # The attributes of a ``FlatShardTensor`` that are no user's.
-OWN_ATTRIBUTES = frozenset({"local", "spec", "flat"})
+OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "is_alike"})
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
@@ -55,12 +55,16 @@ class FlatShardTensor(torch.Tensor):
         spec: which range of which parameter that is.
         flat: the shard, or its gradient, of which ``local`` is the range from ``spec.start`` on;
             None: ``local`` has memory of its own.
+        is_parameter: whether it is a unit's parameter.
+        is_alike: whether it was computed from parameters and numbers alone, alike on all ranks.
     """
 
     # Attributes of the object, not properties: reading them costs no dispatch.
     local: Tensor
     spec: ShardSpec
     flat: Tensor | None
+    is_parameter: bool = False
+    is_alike: bool
 
     @staticmethod
     def __new__(
@@ -75,7 +79,7 @@ class FlatShardTensor(torch.Tensor):
             device=local.device,
             requires_grad=requires_grad,
         )
-        self.local, self.spec, self.flat = local, spec, flat
+        self.local, self.spec, self.flat, self.is_alike = local, spec, flat, self.is_parameter
         return self  # type: ignore[no-any-return]
 
     @classmethod
@@ -87,7 +91,7 @@ class FlatShardTensor(torch.Tensor):
     def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
         """The same, counted as an ``nn.Parameter``."""
         self = cls.in_flat(flat, spec, requires_grad)
-        self._is_param = True
+        self._is_param = self.is_parameter = self.is_alike = True
         return self
 
     def to_local(self) -> Tensor:
@@ -189,12 +193,19 @@ class FlatShardTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in ABOVE_AUTOGRAD and torch.is_grad_enabled():
-            result = ABOVE_AUTOGRAD[func](*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        try:
+            if func in ABOVE_AUTOGRAD and torch.is_grad_enabled():
+                result = ABOVE_AUTOGRAD[func](*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        except NeedsFullTensor as error:
+            refused = error.with_traceback(None)  # which would hold this frame, and that holds it
+        result = refused.spec.run_full(func, args, kwargs)
+        if result is NotImplemented:
+            raise refused
+        return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

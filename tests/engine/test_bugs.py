@@ -389,23 +389,6 @@ def _nested_summons(rank: int, world_size: int) -> None:
     assert_same(sharded.model, plain.model, 1e-12)
 
 
-def test_forward_under_summon_is_refused() -> None:
-    """A forward under summon_full_params freed the parameters that the context showed."""
-    run_ranks(_forward_under_summon, 2)
-
-
-def _forward_under_summon(rank: int, world_size: int) -> None:
-    sharded, plain = pair(rank, world_size, "full")
-    with (
-        ShardedWrapper.summon_full_params(sharded.model),
-        pytest.raises(RuntimeError, match="summon_full_params"),
-    ):
-        sharded.evaluate()
-    for run in (sharded, plain):
-        run.train()
-    assert_same(sharded.model, plain.model, 1e-12)
-
-
 @each_way
 def test_moving_to_meta_is_refused(way: str) -> None:
     """to("meta") threw the weights away and left a model that crashed later."""

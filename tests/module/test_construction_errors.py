@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 import flatshard
@@ -15,7 +14,7 @@ from flatshard import ShardedWrapper, ShardingStrategy
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Mlp
-from tests.oracle import OPTIMIZERS, assert_same_state, snapshot, train, train_steps, trainable
+from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
 
 pytestmark = pytest.mark.by_turns
 
@@ -361,53 +360,6 @@ def _keywords_of_ddp(rank: int, world_size: int) -> None:
 
 
 # ---------------------------------------------------------------- use in the wrong place
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_parameter_outside_its_units_forward(strategy: str) -> None:
-    run_ranks(_outside_forward, 2, strategy)
-
-
-def _outside_forward(rank: int, world_size: int, strategy: str) -> None:
-    model = ShardedWrapper(
-        Mlp(), auto_wrap_policy=LINEARS, sharding_strategy=ShardingStrategy[strategy]
-    )
-    plain = snapshot(model)
-    inputs = torch.ones(2, 7)
-    match = r"fc1\.weight(.|\n)*summon_full_params"
-    for moment in ("before the first forward", "after a forward"):
-        with naming(moment), pytest.raises(RuntimeError, match=match):
-            F.linear(inputs, model.fc1.weight)
-        with naming(moment), torch.no_grad(), pytest.raises(RuntimeError, match=match):
-            model.fc1.weight.t()
-        model(inputs).sum()
-    with ShardedWrapper.summon_full_params(model):
-        output = F.linear(inputs, model.fc1.weight, model.fc1.bias)
-    assert torch.equal(output, F.linear(inputs, plain["fc1.weight"], plain["fc1.bias"]))
-    model(inputs).sum().backward()
-
-
-class _ReadsChild(nn.Module):
-    """Uses its child's weight without calling the child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(7, 7)
-        self.fc2 = nn.Linear(7, 7)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(self.fc2(x), self.fc1.weight)
-
-
-@pytest.mark.uncoalesced  # in one unit with its parent, a child may be read
-def test_child_read_by_its_parent() -> None:
-    run_ranks(_child_read_by_parent, 2)
-
-
-def _child_read_by_parent(rank: int, world_size: int) -> None:
-    model = ShardedWrapper(_ReadsChild(), auto_wrap_policy=LINEARS)
-    with pytest.raises(RuntimeError, match=r"fc1\.weight"):
-        model(torch.ones(2, 7))
 
 
 def test_parameter_replaced_after_wrapping() -> None:

@@ -26,7 +26,6 @@ def test_refused_inside() -> None:
 def _refused_inside(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
     attempts: list[Callable[[], object]] = [
-        sharded.evaluate,
         lambda: copy.deepcopy(sharded.model),
         lambda: sharded.model.float(),
     ]

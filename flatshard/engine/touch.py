@@ -1,0 +1,209 @@
+"""``Touch``: operations on sharded parameters outside of their unit's forward.
+
+A module may read a weight of its child, iterate over a ``Sequential`` or call a module inside of a
+unit; users call ``model.encoder(...)``. What a rank's part of the parameter alone cannot do comes
+here, and runs on the full one.
+
+[Note: which full tensor]
+While a forward of the model runs, the unit is unsharded and stays so until the forward around is
+over: whatever is read there after the first operation is plain. Autograd and backward see what they
+see in the unit's own forward. Between forwards, the unit is unsharded for the operation alone; if
+nothing records a graph (``generate``), only the parameter is all-gathered. What was computed from
+sharded parameters before (``1 + weight``) is all-gathered by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from flatshard.engine.backward import Backward
+from flatshard.engine.events import StepObserver
+from flatshard.engine.forward import Forward
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.step_state import StepState
+from flatshard.engine.unit import Phase, Unit
+from flatshard.tensor.gathered import as_views, gathered
+from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.tensor.sharded_tensor import FlatShardTensor, tensors_in
+
+Call: TypeAlias = Callable[[dict[int, Any]], Any]
+
+
+class Touch(StepObserver):
+    def __init__(self, state: StepState, forward: Forward, backward: Backward) -> None:
+        """Run what comes to the parameters of these units from now on."""
+        self._state, self._forward, self._backward = state, forward, backward
+        self._units = {spec: unit for unit, h in state.handles for spec in h.params.specs}
+        # Units that are unsharded for operations, and in a forward of which depth; innermost last.
+        self._held: list[tuple[int, Unit]] = []
+        self._warned: set[Unit] = set()
+        for unit, handle in state.handles:
+            self._connect(unit, handle)
+
+    def _connect(self, unit: Unit, handle: FlatParamHandle) -> None:
+        # Weakly: autograd holds parameters, and Python's collector does not see what it holds.
+        this, of_unit = weakref.ref(self), weakref.ref(unit)
+
+        def run_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            touch = this()
+            return NotImplemented if touch is None else touch._run(func, args, kwargs)
+
+        def in_forward() -> bool:
+            touch = this()
+            return touch is not None and touch._is_in_forward
+
+        def on_outside_grad() -> bool:
+            touch = this()
+            return touch is not None and touch._backward.begin()
+
+        def bring_back() -> bool:
+            touch, unit = this(), of_unit()
+            if touch is None or unit is None or handle_is_needed:
+                return False
+            return touch._backward.bring_back(unit)
+
+        # What only lookups use, backward does without, unless it is used otherwise, too.
+        handle_is_needed = handle in unit.for_backward
+        for spec in handle.params.specs:
+            spec.run_full, spec.in_forward = run_full, in_forward
+            spec.on_outside_grad, spec.bring_back = on_outside_grad, bring_back
+
+    @property
+    def _is_in_forward(self) -> bool:
+        # Also in one that a checkpoint computes again.
+        return self._state.depth > 0 or (torch.is_grad_enabled() and self._backward.is_running)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``func`` with full tensors for sharded ones, or return NotImplemented. Collective.
+
+        Raises:
+            RuntimeError: it writes to one of them.
+        """
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        sharded = [t for t in leaves if isinstance(t, FlatShardTensor)]
+        # Gradients and optimizer state are nobody's business here, nor are other models.
+        if _writes(func, args) or not all(t.is_alike and t.spec in self._units for t in sharded):
+            return NotImplemented
+        name = torch.overrides.resolve_name(func) or func.__name__
+
+        def call(full_of: dict[int, Tensor]) -> Any:
+            before = [full._version for full in full_of.values()]
+            args, kwargs = pytree.tree_unflatten([full_of.get(id(t), t) for t in leaves], tree)
+            result = func(*args, **kwargs)
+            if before != [full._version for full in full_of.values()]:
+                sharded[0].spec.refuse(f"{name}, which writes to it,")
+            return result
+
+        is_alone = not (torch.is_grad_enabled() or self._is_in_forward)
+        result = (self._run_alone if is_alone else self._run_unsharded)(call, sharded)
+        # Last: where warnings are errors, the other ranks have nothing to wait for.
+        for tensor in sharded:
+            self._warn(tensor.spec, name)
+        return result
+
+    def _run_unsharded(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
+        units = dict.fromkeys(self._units[t.spec] for t in sharded if t.is_parameter)
+        with self._unsharded(units) as is_outermost:
+            apart = {id(t): gathered(t) for t in sharded if not t.is_parameter}
+            params: dict[int, Any] = {id(t): t.spec.full for t in sharded if t.is_parameter}
+            result = as_views(call({**apart, **params}), apart.values())
+            # The memory of the parameters is freed now, or after the forward around.
+            return as_views(result, params.values(), copies=True) if is_outermost else result
+
+    def _run_alone(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
+        if not self._state.has_run:  # what the first forward checks
+            self._forward.begin()
+            self._forward.end(failed=False)
+        for handle in {h for t in sharded for h in self._units[t.spec].handles}:
+            if handle.summoned is not None:
+                handle.summoned.refuse()
+        copies = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for t in sharded:
+                # Of a parameter, where and in which dtype it computes.
+                like = t.spec.full if t.is_parameter and t.spec.full is not None else t
+                copies[id(t)] = t.full_tensor().to(like.device, like.dtype)
+        return as_views(call(copies), copies.values())
+
+    @contextlib.contextmanager
+    def _unsharded(self, units: Iterable[Unit]) -> Iterator[bool]:
+        """Unsharded units; yields whether they are resharded at the end. Collective."""
+        state, forward = self._state, self._forward
+        is_outermost = not (self._is_in_forward or forward.begins_recomputation())
+        if is_outermost:
+            forward.begin()
+            state.depth += 1
+        forward.saved.push()
+        failed = True
+        try:
+            for unit in units:
+                self._unshard(unit)
+            yield is_outermost
+            failed = False
+        finally:
+            forward.saved.pop()
+            if is_outermost:
+                state.depth -= 1
+                self.leave_forward()
+                forward.end(failed)
+
+    def _unshard(self, unit: Unit) -> None:
+        state = self._state
+        unit.is_touched |= torch.is_grad_enabled()
+        if self._backward.is_running:
+            self._backward.unshard(unit)
+            self._backward.unshard_again(unit)
+        elif unit.phase is not Phase.FORWARD or not unit.is_current:
+            if not unit.running:
+                self._held.append((state.depth, unit))
+                if (
+                    state.observers.find(Touch) is None
+                ):  # models of which nothing comes here pay nothing
+                    state.observers.add(self)
+            self._forward.unshard(unit)
+            state.observers.unsharded(unit)
+
+    def check_forward(self, unit: Unit, module: nn.Module) -> None:
+        """See that the forward around units that are unsharded for it did not edit them."""
+        held = [one for depth, one in self._held if depth == self._state.depth]
+        if unit not in held:
+            for one in held:
+                if one.phase is Phase.FORWARD and not one.running:  # else its own forward is over
+                    for inner in one.modules:
+                        self._state.observers.check_forward(one, inner)
+
+    def leave_forward(self, unit: Unit | None = None) -> None:
+        """Reshard what was unsharded for the forward that is over."""
+        while self._held and self._held[-1][0] > self._state.depth:
+            _, unit = self._held.pop()
+            unit.backward_follows = self._state.expects_backward
+            unit.end_forward(is_needed_soon=self._forward.is_needed_soon(unit))
+
+    def _warn(self, spec: ShardSpec, name: str) -> None:
+        unit = self._units[spec]
+        if unit in self._warned or unit.topology.world.rank != 0:
+            return
+        self._warned.add(unit)
+        warnings.warn(
+            f"unit {unit.name!r}: {name} uses parameter {spec.name!r} outside of the unit's "
+            "forward, and all-gathers it for that. This is right, but takes time, and all ranks "
+            "must do it. Let the module that uses it be the unit (auto_wrap_policy), or call the "
+            "unit's module; for calls of parts of a model, such as generate(), use "
+            "summon_full_params(model, writeback=False). Said once for this unit.",
+            stacklevel=5,
+        )
+
+
+def _writes(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation is one in place, by its name, on a sharded tensor."""
+    name = getattr(func, "__name__", "")
+    in_place = name in ("__setitem__", "__set__") or (name.endswith("_") and name[-2:] != "__")
+    return in_place and any(isinstance(t, FlatShardTensor) for t in tensors_in(args[:1]))

@@ -1,0 +1,82 @@
+"""Full tensors of sharded ones that are no unit's, and views of copies that nobody may write."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from flatshard.tensor.sharded_tensor import FlatShardTensor
+
+
+class GatheredView(Tensor):
+    """A view of a full copy. Reading it is right; a write would reach no parameter, and raises."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves, tree = pytree.tree_flatten((args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ == "__set__":  # of `requires_grad`, say
+                return func(*args)
+            # They share the version counter, and sharded tensors beside them are heard.
+            plain = {id(t): t.as_subclass(Tensor) for t in leaves if isinstance(t, GatheredView)}
+        before = [tensor._version for tensor in plain.values()]
+        args, kwargs = pytree.tree_unflatten([plain.get(id(t), t) for t in leaves], tree)
+        result = func(*args, **kwargs)
+        if before != [tensor._version for tensor in plain.values()]:
+            raise RuntimeError(
+                f"{torch.overrides.resolve_name(func)} writes to a part of a sharded parameter "
+                "that was read outside of forward, which is a copy: the edit would be lost. Edit "
+                "under ShardedWrapper.summon_full_params(model)."
+            )
+        return as_views(result, plain.values())
+
+
+def as_views(result: Any, of: Collection[Tensor], *, copies: bool = False) -> Any:
+    """An operation's result, with what shares memory with ``of`` as ``GatheredView``s.
+
+    ``copies``: of copies, as the memory is about to be freed.
+    """
+    storages = {tensor.untyped_storage()._cdata for tensor in of}
+
+    def view(tensor: Tensor) -> Tensor:
+        if tensor.is_sparse or tensor.untyped_storage()._cdata not in storages:
+            return tensor
+        tensor = tensor.clone() if copies else tensor
+        # Autograd's own error guards what requires a gradient.
+        return tensor if tensor.requires_grad else tensor.as_subclass(GatheredView)
+
+    return pytree.tree_map_only(Tensor, view, result)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: FlatShardTensor) -> Tensor:  # type: ignore[override]
+        ctx.spec = tensor.spec
+        return tensor.full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> FlatShardTensor:  # type: ignore[override]
+        spec = ctx.spec
+        spec.on_outside_grad()
+        # Each rank has the gradient of its own batch, and data parallelism wants the average.
+        part = gradient.contiguous().clone()
+        for comm in (spec.comm, spec.replicas):
+            comm.reduce_scalars(part, "SUM", op_name=f"the gradient of {spec.name}")
+        part = spec.slice(part) / (spec.comm.size * spec.replicas.size)
+        return FlatShardTensor(part, spec)
+
+
+def gathered(tensor: FlatShardTensor) -> Tensor:
+    """``tensor.full_tensor()``, differentiable.
+
+    Collective: all ranks of the shard group, and in backward all that train the parameter.
+    """
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return _Gathered.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
+    return tensor.full_tensor()

@@ -1,0 +1,332 @@
+"""Parameters that are used outside of their unit's forward: right, as in an unwrapped model."""
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatshard import CollectiveError, ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import allow_warnings, run_ranks
+from tests.oracle import assert_same, assert_same_state, snapshot
+from tests.ways import BASIC, WAYS
+
+each_way = pytest.mark.parametrize("way", BASIC)
+
+D = 6
+Use = Callable[["Parent", Tensor], Tensor]
+
+
+class Child(nn.Linear):
+    """A unit."""
+
+    def __init__(self) -> None:
+        super().__init__(D, D)
+
+
+class Chain(nn.Sequential):
+    """A unit whose modules the parent calls one by one."""
+
+
+class Parent(nn.Module):
+    """Uses its children as ``use`` says."""
+
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self.use = use
+        self.first = nn.Linear(D, D)
+        self.child, self.other = Child(), Child()
+        self.chain = Chain(nn.Linear(D, D), nn.Tanh(), nn.LayerNorm(D), nn.Embedding(D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.other(self.use(self, x).tanh())
+
+
+def _calls_all(model: Parent, x: Tensor) -> Tensor:
+    for layer in list(model.chain)[:3]:
+        x = layer(x)
+    return x + model.chain[3](torch.tensor([1, 2, 1])).sum(0)
+
+
+def _normalised(model: Parent, x: Tensor) -> Tensor:
+    weight = model.child.weight
+    return F.linear(x, weight / weight.norm(dim=1, keepdim=True))
+
+
+def _again(model: Parent, x: Tensor) -> Tensor:
+    """Before its own forward, after, and the parameter held from before."""
+    bias = model.child.bias
+    x = model.child(x * model.child.bias) * bias
+    return model.child(x) @ model.child.weight
+
+
+def _without_gradients(model: Parent, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = F.linear(x, model.child.weight) * model.other.bias
+    return model.child(x + y) * model.other.weight.detach().t()[0] + model.other.weight.data[1]
+
+
+def _scaled(model: Parent, x: Tensor) -> Tensor:
+    """Every rank has a mean of its own, so these are no parts of one tensor."""
+    return x + (model.child.weight * x.mean()).sum() + (x.detach()[0] * model.child.bias).sum()
+
+
+USES: dict[str, Use] = {
+    "linear": lambda m, x: F.linear(x, m.child.weight, m.child.bias),
+    "elementwise": lambda m, x: x * m.child.bias + m.child.bias.expand(len(x), -1),
+    "views": lambda m, x: x @ m.child.weight.t()[:, :D] + m.child.weight[2] + m.child.weight.T[3],
+    "joined": lambda m, x: F.linear(x, torch.cat([m.child.weight, m.other.weight]))[:, 2 : D + 2],
+    "of two": lambda m, x: x @ (m.child.weight * m.child.bias),
+    "computed": lambda m, x: F.linear(x, 0.5 * m.child.weight + (1 + m.child.weight).abs()),
+    "reductions": lambda m, x: x * m.child.weight.abs().mean() + m.child.weight.sum(0),
+    "embedding": lambda m, x: x + F.embedding(torch.tensor([1, 2]), m.child.weight).mean(0),
+    "normalised": _normalised,
+    "again": _again,
+    "iterated": _calls_all,
+    "scaled": _scaled,
+    "without gradients": _without_gradients,
+    "checkpointed": lambda m, x: checkpoint(
+        lambda y: F.linear(y, m.child.weight) + m.chain[0](y), x, use_reentrant=False
+    ),
+    "reentrant": lambda m, x: checkpoint(
+        lambda y: F.linear(y, m.child.weight) + m.chain[0](y), x, use_reentrant=True
+    ),
+    "frozen": lambda m, x: F.linear(x * m.child.bias, m.child.weight) + m.child(x),
+}
+
+
+def _wrap(model: nn.Module, way: str, *units: type[nn.Module]) -> ShardedWrapper:
+    policy = ModuleWrapPolicy(units or (Child, Chain))
+    return ShardedWrapper(
+        model.double(), auto_wrap_policy=policy, coalesce_bytes=0, **WAYS[way].keywords
+    )
+
+
+def _quiet() -> contextlib.AbstractContextManager[None]:
+    return allow_warnings(UserWarning, ".*outside of the unit's forward")
+
+
+Step = Callable[[Any, Tensor], Tensor]
+
+
+def _batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, D, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+
+
+def _train(model: Any, loss: Step, ranks: list[int], steps: int = 3) -> list[float]:
+    """Train; with several ranks, on the average of their losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        total = sum(loss(model, _batch(step, rank)) for rank in ranks) / len(ranks)
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return losses
+
+
+def _compare(rank: int, world: int, way: str, make: Callable[[], nn.Module], loss: Step) -> None:
+    torch.manual_seed(0)
+    sharded = _wrap(make(), way)
+    torch.manual_seed(0)
+    plain = make().double()
+    with _quiet():
+        _train(sharded, loss, [rank])
+    _train(plain, loss, list(range(world)))
+    assert_same(sharded, plain, 1e-12)
+
+
+@each_way
+def test_uses_of_a_childs_parameters(way: str) -> None:
+    run_ranks(_uses, 2, way)
+
+
+def _uses(rank: int, world: int, way: str) -> None:
+    for name, use in USES.items():
+
+        def make(name: str = name, use: Use = use) -> nn.Module:
+            model = Parent(use)
+            model.child.requires_grad_(name != "frozen")
+            return model
+
+        try:
+            _compare(rank, world, way, make, lambda m, x: m(x).pow(2).mean())
+        except BaseException as error:
+            error.add_note(f"use: {name}")
+            raise
+
+
+class Encoder(nn.Module):
+    """No unit: what it holds besides its children is the root's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.ones(1, D))
+        self.scale = nn.Parameter(torch.ones(D))
+        self.embed = nn.Embedding(5, D)
+        self.child, self.norm = Child(), nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.start.expand(len(x), -1) + self.embed(torch.tensor([1, 2, 2, 3]))
+        return self.norm(self.child(x)) * (1 + self.scale)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.head = Encoder(), Child(), nn.Linear(D, D)
+
+    def forward(self, x: Tensor, encoded: Tensor | None = None) -> Tensor:
+        encoded = self.encoder(x) if encoded is None else encoded
+        return self.head(self.decoder(encoded.tanh()))
+
+    @torch.no_grad()
+    def generate(self, x: Tensor) -> Tensor:
+        """As encoder-decoders do: the encoder once, then the model many times."""
+        encoded = self.encoder(x)
+        for _ in range(3):
+            x = self(x, encoded=encoded)
+        return self.head(x)
+
+
+def _apart(model: Any, x: Tensor) -> Tensor:
+    """Parts of the model are called, not the model; the first of them is a unit."""
+    return model.head(model.decoder(model.encoder(model.decoder(x)))).pow(2).mean()
+
+
+def _halves(model: Any, x: Tensor) -> Tensor:
+    return model(x, encoded=model.encoder(x)).pow(2).mean() + model.encoder.norm(x).mean()
+
+
+@each_way
+def test_direct_calls_of_parts(way: str) -> None:
+    run_ranks(_direct, 2, way)
+
+
+def _direct(rank: int, world: int, way: str) -> None:
+    for loss in (_apart, _halves):
+        _compare(rank, world, way, Pair, loss)
+    torch.manual_seed(0)
+    plain = Pair().double()
+    sharded = _wrap(copy.deepcopy(plain), way)
+    x = _batch(0, rank)
+    with _quiet():
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                for call in (
+                    lambda model: model.generate(x),
+                    lambda model: model.encoder(x),
+                    lambda model: model.head(model.encoder.norm(x)),
+                    lambda model: F.linear(x, 0.5 * model.head.weight) + model.head.weight[2:3],
+                ):
+                    torch.testing.assert_close(call(sharded), call(plain), rtol=0, atol=1e-12)
+        # Accumulated, and reduced with what comes after.
+        with sharded.no_sync():
+            _halves(sharded, x).backward()
+        _train(sharded, _apart, [rank], 2)
+    (sum(_halves(plain, _batch(0, other)) for other in range(world)) / world).backward()
+    _train(plain, _apart, list(range(world)), 2)
+    assert_same(sharded, plain, 1e-12)
+
+
+def test_writes_are_refused() -> None:
+    run_ranks(_writes, 2)
+
+
+def _writes(rank: int, world: int) -> None:
+    """What is read outside of forward is a copy: an edit of it would be lost."""
+
+    def edit_in_forward(model: Parent, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.child.weight[0].mul_(2)
+        return model.child(x)
+
+    def edit_alias_in_forward(model: Parent, x: Tensor) -> Tensor:
+        model.child.weight.data[0].zero_()
+        return model.child(x)
+
+    def replace_in_forward(model: Parent, x: Tensor) -> Tensor:
+        x = model.child.weight[0] + x
+        model.child.module.weight = nn.Parameter(torch.zeros(D, D).double())
+        return x
+
+    edits: list[Callable[[Tensor], object]] = [
+        lambda weight: weight.__setitem__(0, 1.0),
+        lambda weight: weight[0].zero_(),
+        lambda weight: weight.t()[1:].add_(1),
+        lambda weight: weight.view(-1).copy_(torch.zeros(D * D)),
+        lambda weight: torch.add(torch.ones(D).double(), 1, out=weight.detach()[1]),
+        lambda weight: F.relu(weight[1], inplace=True),
+        lambda weight: weight.clone()[0].zero_(),
+    ]
+    sharded = _wrap(Parent(lambda m, x: m.child(x)), "full")
+    before = snapshot(sharded)
+    with _quiet():
+        for edit in edits:
+            with pytest.raises(RuntimeError, match=r"summon_full_params"), torch.no_grad():
+                edit(sharded.child.weight)
+        assert_same_state(snapshot(sharded), before, 0.0, 0.0)
+        for use in (edit_in_forward, edit_alias_in_forward, replace_in_forward):
+            changed = _wrap(Parent(use), "full")
+            with pytest.raises(RuntimeError, match=r"edit|replaced"):
+                changed(_batch(0, rank))
+
+
+def test_warns_once_for_each_unit() -> None:
+    run_ranks(_warned, 2)
+
+
+def _warned(rank: int, world: int) -> None:
+    sharded = _wrap(Parent(USES["joined"]), "full")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            sharded(_batch(step, rank)).sum().backward()
+    found = [str(one.message) for one in caught]
+    assert len(found) == (2 if rank == 0 else 0)
+    assert all(__file__ == one.filename for one in caught)
+    for message, name in zip(found, ("child", "other"), strict=False):
+        assert f"unit '{name}'" in message
+        assert f"'{name}.weight'" in message
+
+
+def test_on_one_rank_alone() -> None:
+    run_ranks(_alone, 2)
+
+
+def _alone(rank: int, world: int) -> None:
+    """Once it raised on that rank at once; now all ranks hear of it."""
+    sharded = _wrap(Parent(lambda m, x: m.child(x)), "full")
+
+    def run() -> None:
+        if rank == 0:
+            print(sharded.child.weight[0])
+        sharded(_batch(0, rank))
+
+    with _quiet(), pytest.raises(CollectiveError, match=r"different collectives|rank . raised"):
+        run()
+
+
+def test_uses_outside_of_forward_in_a_loss() -> None:
+    run_ranks(_penalties, 2)
+
+
+def _penalties(rank: int, world: int) -> None:
+    """Also with flat parameters, whose parts once refused to have gradients."""
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        weight = model.child.weight
+        apart = (weight @ weight.t() - torch.eye(D)).pow(2).sum() + weight[0].abs().sum()
+        return model(x).pow(2).mean() + apart * x.mean() + model.other.weight.pow(2).sum()
+
+    for way in ("full", "full-flat", "grad_op", "no_shard"):
+        _compare(rank, world, way, lambda: Parent(_again), loss)

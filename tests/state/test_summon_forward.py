@@ -1,0 +1,100 @@
+"""Forwards under `summon_full_params`, and summons between forward and backward."""
+
+import contextlib
+
+import pytest
+import torch
+
+from flatshard import collectives
+from tests.harness import run_ranks
+from tests.side import pair
+from tests.state.summoning import assert_trains_alike, each_way, summon
+
+pytestmark = pytest.mark.by_turns
+
+
+def test_forward() -> None:
+    run_ranks(each_way, 2, _forward)
+
+
+def _forward(rank: int, world_size: int, way: str) -> None:
+    """It communicates nothing, and computes with what was written inside."""
+    sharded, plain = pair(rank, world_size, way)
+    for run in (sharded, plain):
+        run.model.eval()
+    for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+        with summon(sharded.model), mode(), collectives.record() as events:
+            for _ in range(2):
+                torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=0, atol=0)
+                with torch.no_grad():
+                    for run in (sharded, plain):
+                        next(run.model.parameters()).mul_(1.5)
+        assert not events
+    for run in (sharded, plain):
+        run.model.train()
+    assert_trains_alike(sharded, plain)
+
+
+def test_forward_on_rank_0_alone() -> None:
+    run_ranks(each_way, 2, _rank0)
+
+
+def _rank0(rank: int, world_size: int, way: str) -> None:
+    sharded, plain = pair(rank, world_size, way)
+    with summon(sharded.model, rank0_only=True, writeback=False), collectives.record() as events:
+        if rank == 0 or way == "no_shard":
+            torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=0, atol=0)
+        else:
+            with pytest.raises(RuntimeError, match=r"unit .*, rank 1: .*summon_full_params"):
+                sharded.evaluate()
+    assert not events
+    assert_trains_alike(sharded, plain)
+
+
+def test_backward_inside_is_refused() -> None:
+    run_ranks(each_way, 2, _backward)
+
+
+def _backward(rank: int, world_size: int, way: str) -> None:
+    """Nothing would average the gradients, also when it runs after the context."""
+    sharded, plain = pair(rank, world_size, way)
+    for run in (sharded, plain):
+        run.train(0, 1)
+    with summon(sharded.model, writeback=False, with_grads=True):
+        loss, kept = sharded.loss(0), sharded.loss(1)
+        (slope, *_) = torch.autograd.grad(loss, list(sharded.model.parameters()), retain_graph=True)
+        assert slope.any()
+        with pytest.raises(RuntimeError, match=r"unit .*summon_full_params\(\) shows"):
+            loss.backward()
+    if way != "no_shard":  # where they are the parameters themselves
+        with pytest.raises(RuntimeError, match=r"unit .*summon_full_params\(\) shows"):
+            kept.backward()
+    sharded.optimizer.zero_grad()
+    assert_trains_alike(sharded, plain)
+
+
+def test_between_forward_and_backward() -> None:
+    run_ranks(each_way, 2, _between)
+
+
+def _between(rank: int, world_size: int, way: str) -> None:
+    """A summon that only reads wrote back all the same, and backward found other parameters."""
+    sharded, plain = pair(rank, world_size, way)
+    for run in (sharded, plain):
+        with run.no_sync():
+            run.loss(0).backward()
+        loss = run.loss(1)
+        if run is sharded:
+            with summon(run.model):
+                assert [p.isfinite().all() for p in run.model.parameters()]
+        loss.backward()
+        run.step()
+    # What is written counts, also in one rank's part alone and by ways that autograd does not see.
+    loss = sharded.loss(2)
+    with summon(sharded.model):
+        for run in (sharded, plain):
+            run.submodule("fc2").weight.data[0, 0] = 3.0
+    if way != "no_shard":
+        with pytest.raises(RuntimeError, match="modified between forward and backward"):
+            loss.backward()
+    assert_trains_alike(sharded, plain)
