@@ -33,7 +33,7 @@ import prerequisites  # noqa: F401  (first: it may end this)
 # isort: split
 import torch
 import torch.distributed as dist
-from fuzz_models import BOXES, LEAVES, SKIPPING, WIDTH, Box, Json, Leaf, build, kinds_in
+from fuzz_models import BOXES, BUFFERED, LEAVES, SKIPPING, WIDTH, Box, Json, Leaf, build, kinds_in
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
@@ -104,6 +104,7 @@ def cases(worlds: list[int], without: set[str]) -> st.SearchStrategy[Json]:
             "input_grad": st.booleans(),
             "offload": st.sampled_from([False, False, True]),
             "divergence": st.sampled_from([False, False, True]),
+            "uneven": st.sampled_from([False, False, True]),
         }
     ).map(_sound)
 
@@ -122,6 +123,13 @@ def _sound(case: Json) -> Json:
         case["regather"] = None
     if case["strategy"] != "FULL_SHARD":
         case["regather"] = None
+    # Under join() buffers are those of another rank; the others are refused there.
+    case["uneven"] &= not (BUFFERED | {"by_rank", "reader"}) & kinds_in(case["tree"])
+    if case["uneven"]:
+        case["eval"], case["in_backward"], case["divergence"] = False, False, False
+        case["accumulate"], case["regather"] = 1, None
+        if case["strategy"] == "HYBRID_SHARD_OP":
+            case["strategy"] = "HYBRID_SHARD"
     if SKIPPING & kinds_in(case["tree"]):
         case["orig"] = True  # a flat parameter is stepped in one piece, without gradients too
     if "reader" in kinds_in(case["tree"]):
@@ -154,6 +162,11 @@ def optimizer_of(case: Json, params: Any) -> torch.optim.Optimizer:
 STEPS = 3
 
 
+def steps_of(case: Json, rank: int) -> int:
+    """How many batches a rank has."""
+    return STEPS - rank % 2 if case["uneven"] else STEPS
+
+
 def set_step(model: nn.Module, step: int, rank: int) -> None:
     for module in model.modules():
         if type(module) is Box:
@@ -165,7 +178,7 @@ def expected(case: Json) -> tuple[list[float], dict[str, Tensor]]:
     model = build(case)
     optimizer = optimizer_of(case, model.parameters())
     buffers = [_buffers(model) for _ in range(case["world"])]
-    losses = []
+    losses, evaluated = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
@@ -173,6 +186,8 @@ def expected(case: Json) -> tuple[list[float], dict[str, Tensor]]:
             if part == 0:  # else the forward before was in no_sync
                 buffers = [buffers[0] for _ in buffers]
             for rank in range(case["world"]):
+                if step >= steps_of(case, rank):
+                    continue
                 _set_buffers(model, buffers[rank])
                 x, y = batches(case, rank, step * 3 + part)
                 set_step(model, step, rank)
@@ -186,8 +201,9 @@ def expected(case: Json) -> tuple[list[float], dict[str, Tensor]]:
         optimizer.step()
         losses.append(total)
         if case["eval"]:
-            losses.append(_evaluate(model, case))
-    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+            evaluated.append(_evaluate(model, case))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return [*losses, *evaluated], state
 
 
 def _buffers(model: nn.Module) -> list[Tensor]:
@@ -245,26 +261,26 @@ def train(case: Json) -> tuple[list[float], dict[str, Tensor]]:
     optimizer = optimizer_of(case, model.parameters())
     if case["in_backward"]:
         model.step_in_backward(optimizer)
-    losses = []
-    for step in range(STEPS):
-        set_step(model, step, rank)
-        optimizer.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
-        for part in range(case["accumulate"]):
-            is_last = part + 1 == case["accumulate"]
-            x, y = batches(case, rank, step * 3 + part)
-            with contextlib.nullcontext() if is_last else model.no_sync():
-                loss = (model(x) - y).square().mean()
-                loss.backward()
-            total += loss.detach()
-        if case["clip"]:
-            model.clip_grad_norm_(0.5)
-        optimizer.step()
-        dist.all_reduce(total)
-        losses.append(total.item() / case["world"])
-        if case["eval"]:
-            losses.append(_evaluate(model, case))
-    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+    totals, evaluated = torch.zeros(STEPS, dtype=torch.float64), []
+    with model.join() if case["uneven"] else contextlib.nullcontext():
+        for step in range(steps_of(case, rank)):
+            set_step(model, step, rank)
+            optimizer.zero_grad()
+            for part in range(case["accumulate"]):
+                is_last = part + 1 == case["accumulate"]
+                x, y = batches(case, rank, step * 3 + part)
+                with contextlib.nullcontext() if is_last else model.no_sync():
+                    loss = (model(x) - y).square().mean()
+                    loss.backward()
+                totals[step] += loss.detach() / case["world"]
+            if case["clip"]:
+                model.clip_grad_norm_(0.5)
+            optimizer.step()
+            if case["eval"]:
+                evaluated.append(_evaluate(model, case))
+    dist.all_reduce(totals)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return [*totals.tolist(), *evaluated], state
 
 
 # ---------------------------------------------------------------- verdicts

@@ -80,11 +80,13 @@ class Leaf(nn.Module):
         if self.kind == "running":
             if self.training:
                 self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-            return (x - self.mean) * self.weight
+            # What tanh saves makes a checkpoint compute this again, and update the mean again.
+            # It would not for weights alone, which flatshard all-gathers instead.
+            return ((x - self.mean) * self.weight).tanh()
         if self.kind == "reassigned":
             if self.training:
                 self.mean = self.mean * 0.9 + x.detach().to(self.mean.dtype).mean(0) * 0.1
-            return (x - self.mean) * self.weight
+            return ((x - self.mean) * self.weight).tanh()
         if self.kind == "lora":
             return (x @ self.weight.T + x @ self.down.T @ self.up.T).tanh()
         return self.inner(x)
@@ -92,6 +94,8 @@ class Leaf(nn.Module):
 
 LEAVES = ("linear", "biasless", "low_rank", "scalar", "empty", "odd", "norm", "batch_norm")
 LEAVES += ("lookup", "recurrent", "attention", "running", "reassigned", "lora")
+BUFFERED = {"batch_norm", "running", "reassigned"}
+"""Kinds of leaves whose buffers change in forward."""
 SKIPPING = {"no_grad", "sometimes", "unused", "reentrant", "by_rank"}
 """Kinds of boxes in which a parameter may have no gradient."""
 

@@ -16,6 +16,7 @@ CASE: dict[str, Any] = {
     "clip": False,
     "eval": False,
     "input_grad": False,
+    "uneven": False,
 }
 
 

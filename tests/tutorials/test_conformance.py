@@ -1,0 +1,47 @@
+"""The conformance table: a sample of it is right, and its page has all of the idioms."""
+
+import re
+from pathlib import Path
+
+import conformance
+import pytest
+import torch
+from conformance_idioms import IDIOMS
+from rank_processes import Raised, Said
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
+SAMPLE = [idiom for idiom in IDIOMS.values() if not idiom.slow][::4]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_sample() -> None:
+    table = conformance.run_table(SAMPLE, ["flatshard FULL_SHARD"], 2, seconds=60)
+    cells = {name: cells["flatshard FULL_SHARD"] for name, cells in table.items()}
+    bad = {name: cell for name, cell in cells.items() if cell.verdict not in conformance.GOOD}
+    assert not bad
+    assert sum(cell.verdict == "right" for cell in cells.values()) > 0.8 * len(cells)
+
+
+def test_page_has_all_idioms() -> None:
+    names = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert sorted(names) == sorted(IDIOMS), "python scripts/conformance.py > docs/conformance.md"
+
+
+def test_verdicts() -> None:
+    value = [torch.ones(3, dtype=torch.float64), {"a": torch.zeros(2)}, 3]
+    expected = [Said("returned", value)] * 2
+
+    def verdict(*said: Said) -> str:
+        return conformance.judge(list(said), expected).verdict
+
+    moved = [torch.ones(3, dtype=torch.float64) + 1e-6, *value[1:]]
+    renamed = [value[0], {"b": torch.zeros(2)}, 3]
+    error = Said("raised", Raised("ValueError", "no", ""))
+    assert verdict(*expected) == "right"
+    for other in (moved, renamed, value[:2], [value[0].float(), *value[1:]], [*value[:2], 4]):
+        assert verdict(expected[0], Said("returned", other)) == "wrong"
+    assert verdict(error, expected[0]) == "raises"
+    assert verdict(error, Said("hangs", "")) == "hangs"
+    assert verdict(expected[0], Said("hangs", "")) == "hangs"
+    assert verdict(expected[0], Said("died", -11)) == "crashes"
