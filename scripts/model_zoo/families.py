@@ -75,10 +75,9 @@ def _torchvision() -> dict[str, Model]:
         return vision.get_model(name, weights=None, num_classes=10, **keywords)
 
     found = {name: Model(functools.partial(classifier, name), images) for name in CLASSIFICATION}
-    inception = {"aux_logits": True, "init_weights": True}
-    for name, size in (("googlenet", 96), ("inception_v3", 160)):
-        made = functools.partial(classifier, name, **inception)
-        found[name] = Model(made, functools.partial(images, size))
+    for name, has_aux in (("googlenet", True), ("inception_v3", False)):
+        made = functools.partial(classifier, name, aux_logits=has_aux, init_weights=True)
+        found[name] = Model(made, functools.partial(images, 96))
     found["alexnet"] = Model(functools.partial(_narrow, vision.AlexNet, dropout=0.0), images)
     found["vgg11_bn"] = Model(functools.partial(_vgg, vision), images)
     small = {"num_layers": 2, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64, "num_classes": 10}
@@ -105,8 +104,10 @@ def _torchvision() -> dict[str, Model]:
         found[name] = Model(functools.partial(classifier, name), _clip)
     found["raft_small"] = Model(functools.partial(make_flow, vision), _pairs)
     for name in DETECTION:
-        points = {"num_keypoints": 3} if name.startswith("keypoint") else {}
-        made = functools.partial(make, name, num_classes=4, **points)
+        own: dict[str, int] = {"num_keypoints": 3} if name.startswith("keypoint") else {}
+        if "resnet50" in name:
+            own |= {"min_size": 96, "max_size": 128}  # to which it resizes
+        made = functools.partial(make, name, num_classes=4, **own)
         found[name] = Model(made, functools.partial(_boxes, name))
     return {f"torchvision/{name}": model for name, model in found.items()}
 

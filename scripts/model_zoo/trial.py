@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -84,11 +86,18 @@ def _dtype_for(model: Model) -> torch.dtype:
 
 
 def _loss(model: Model, module: nn.Module, dtype: torch.dtype, seed: int) -> Tensor:
-    torch.manual_seed(seed)
+    _seed(seed)
     args, kwargs = _cast(model.inputs(), dtype)
-    torch.manual_seed(seed)  # forward may draw, masks say
+    _seed(seed)  # forward may draw, masks say
     outputs = [one for one in _tensors(module(*args, **kwargs)) if one.requires_grad]
     return torch.stack([one.to(dtype).square().mean() for one in outputs]).sum()
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:  # transformers draws masks with it
+        sys.modules["numpy"].random.seed(seed)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
