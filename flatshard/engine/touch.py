@@ -111,12 +111,13 @@ class Touch(StepObserver):
 
     def _run_unsharded(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
         units = dict.fromkeys(self._units[t.spec] for t in sharded if t.is_parameter)
+        name = sharded[0].spec.name
         with self._unsharded(units) as is_outermost:
             apart = {id(t): gathered(t) for t in sharded if not t.is_parameter}
             params: dict[int, Any] = {id(t): t.spec.full for t in sharded if t.is_parameter}
-            result = as_views(call({**apart, **params}), apart.values())
+            result = as_views(call({**apart, **params}), apart.values(), name)
             # The memory of the parameters is freed now, or after the forward around.
-            return as_views(result, params.values(), copies=True) if is_outermost else result
+            return as_views(result, params.values(), name, copies=True) if is_outermost else result
 
     def _run_alone(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
         if not self._state.has_run:  # what the first forward checks
@@ -131,7 +132,7 @@ class Touch(StepObserver):
                 # Of a parameter, where and in which dtype it computes.
                 like = t.spec.full if t.is_parameter and t.spec.full is not None else t
                 copies[id(t)] = t.full_tensor().to(like.device, like.dtype)
-        return as_views(call(copies), copies.values())
+        return as_views(call(copies), copies.values(), sharded[0].spec.name)
 
     @contextlib.contextmanager
     def _unsharded(self, units: Iterable[Unit]) -> Iterator[bool]:
@@ -164,9 +165,8 @@ class Touch(StepObserver):
         elif unit.phase is not Phase.FORWARD or not unit.is_current:
             if not unit.running:
                 self._held.append((state.depth, unit))
-                if (
-                    state.observers.find(Touch) is None
-                ):  # models of which nothing comes here pay nothing
+                # Not before: models of which nothing comes here pay nothing.
+                if state.observers.find(Touch) is None:
                     state.observers.add(self)
             self._forward.unshard(unit)
             state.observers.unsharded(unit)

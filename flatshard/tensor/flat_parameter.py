@@ -138,9 +138,12 @@ class FlatParameterPart(FlatShardTensor):
                 "before wrapping, or call requires_grad_() on the unit's ShardedWrapper."
             )
         result = super().__torch_function__(func, types, args, kwargs)
-        if isinstance(result, FlatShardTensor) and result.requires_grad:
+        # What wrote into a part returns it.
+        is_computed = isinstance(result, FlatShardTensor) and type(result) is not cls
+        if is_computed and result.requires_grad and torch.is_grad_enabled():
             # The part has no gradient of its own, the full one has.
-            spec = next(t.spec for t in tensors_in(args) if isinstance(t, FlatParameterPart))
+            given = tensors_in((*args, *(kwargs or {}).values()))
+            spec = next(t.spec for t in given if isinstance(t, FlatParameterPart))
             full = spec.run_full(func, args, kwargs or {})
             return result if full is NotImplemented else full
         return result

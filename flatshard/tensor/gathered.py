@@ -15,6 +15,8 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor
 class GatheredView(Tensor):
     """A view of a full copy. Reading it is right; a write would reach no parameter, and raises."""
 
+    parameter: str  # its name
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -24,23 +26,24 @@ class GatheredView(Tensor):
             if func.__name__ == "__set__":  # of `requires_grad`, say
                 return func(*args)
             # They share the version counter, and sharded tensors beside them are heard.
-            plain = {id(t): t.as_subclass(Tensor) for t in leaves if isinstance(t, GatheredView)}
+            views = [t for t in leaves if isinstance(t, GatheredView)]
+            plain = {id(t): t.as_subclass(Tensor) for t in views}
         before = [tensor._version for tensor in plain.values()]
         args, kwargs = pytree.tree_unflatten([plain.get(id(t), t) for t in leaves], tree)
         result = func(*args, **kwargs)
         if before != [tensor._version for tensor in plain.values()]:
             raise RuntimeError(
-                f"{torch.overrides.resolve_name(func)} writes to a part of a sharded parameter "
-                "that was read outside of forward, which is a copy: the edit would be lost. Edit "
-                "under ShardedWrapper.summon_full_params(model)."
+                f"parameter {views[0].parameter!r}: {torch.overrides.resolve_name(func)} writes to "
+                "a part of it that was read outside of forward, which is a copy: the edit would be "
+                "lost. Edit under ShardedWrapper.summon_full_params(model)."
             )
-        return as_views(result, plain.values())
+        return as_views(result, plain.values(), views[0].parameter)
 
 
-def as_views(result: Any, of: Collection[Tensor], *, copies: bool = False) -> Any:
+def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = False) -> Any:
     """An operation's result, with what shares memory with ``of`` as ``GatheredView``s.
 
-    ``copies``: of copies, as the memory is about to be freed.
+    ``name``: of the parameter. ``copies``: of copies, as the memory is about to be freed.
     """
     storages = {tensor.untyped_storage()._cdata for tensor in of}
 
@@ -49,7 +52,11 @@ def as_views(result: Any, of: Collection[Tensor], *, copies: bool = False) -> An
             return tensor
         tensor = tensor.clone() if copies else tensor
         # Autograd's own error guards what requires a gradient.
-        return tensor if tensor.requires_grad else tensor.as_subclass(GatheredView)
+        if tensor.requires_grad:
+            return tensor
+        shown = tensor.as_subclass(GatheredView)
+        shown.parameter = name
+        return shown
 
     return pytree.tree_map_only(Tensor, view, result)
 

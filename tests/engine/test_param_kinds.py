@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -536,14 +537,22 @@ def _freeze_a_part(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match=refusal):
         model.first.weight.requires_grad = False
 
-    # A penalty on it would train nothing, silently; a log is right.
+    # A log of it is right, and so is a penalty, which takes part in training.
     weight = model.first.weight
-    assert weight.norm().item() == pytest.approx(weight.full_tensor().norm().item())
-    refusal = "'first.weight'.*would be lost"
-    for penalty in (weight.pow(2).sum(), (weight - weight.detach()).abs().mean(), weight.norm()):
-        with pytest.raises(RuntimeError, match=refusal):
-            penalty.backward()
-    with pytest.raises(RuntimeError, match=refusal):
+    full = weight.full_tensor()
+    for compute in (lambda w: w.pow(2).sum(), lambda w: (w * 3).abs().mean(), Tensor.norm):
+        leaf = full.detach().requires_grad_()
+        expected = compute(leaf)
+        expected.backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # once: that it is all-gathered outside of forward
+            penalty = compute(weight)
+        assert penalty.item() == pytest.approx(expected.item())
+        penalty.backward()
+        with ShardedWrapper.summon_full_params(model, with_grads=True):
+            torch.testing.assert_close(model.first.weight.grad, leaf.grad)
+        model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"'first.weight'.*would be lost"):
         weight.register_hook(print)
     model.requires_grad_(False)
     with torch.no_grad():
