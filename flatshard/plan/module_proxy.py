@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 
@@ -48,13 +48,23 @@ class ModuleProxy(nn.Module):
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what the wrapper has for itself, or else the module's; RuntimeError for modules."""
+        """Set what the wrapper has for itself, or else the module's.
+
+        Raises:
+            RuntimeError: for modules and parameters, and for tensors in the place of parameters.
+        """
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
             raise RuntimeError(
                 f"{name!r} is the wrapper's then, and the wrapped module would not see it. Change "
                 "the module before wrapping it (this one is .module)."
             )
         module = self.__dict__.get("_modules", {}).get("module")
+        if isinstance(value, Tensor) and module is not None and name in module._parameters:
+            raise RuntimeError(
+                f"parameter {name!r} of a unit ({module.__class__.__name__}) was replaced by a "
+                "tensor, by torch.func.functional_call(), say, while the unit computes with what "
+                "it all-gathers. Assign values with p.copy_(...), or call the unwrapped model."
+            )
         is_own = module is None or self._has(name) or hasattr(type(self), name)
         if is_own:
             super().__setattr__(name, value)

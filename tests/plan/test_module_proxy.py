@@ -76,3 +76,11 @@ def test_its_own_stays_its_own() -> None:
     for value in (nn.Linear(2, 2), nn.Parameter(torch.zeros(2))):
         with pytest.raises(RuntimeError, match="'mean' is the wrapper's then"):
             proxy.mean = value
+
+
+def test_a_tensor_in_the_place_of_a_parameter_raises() -> None:
+    proxy: Any = ModuleProxy()
+    proxy.module = nn.Linear(2, 2)
+    values = {"0.weight": torch.ones(2, 2)}
+    with pytest.raises(RuntimeError, match=r"'weight' of a unit \(Linear\).*functional_call"):
+        torch.func.functional_call(nn.Sequential(proxy), values, torch.ones(2))
