@@ -12,6 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.comm.communicator import Communicator
 from flatshard.engine.events import Kind, StepObserver
+from flatshard.engine.order_check import differ, with_complements
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Unit
 
@@ -70,10 +71,10 @@ class BufferSync(StepObserver):
         kinds = _kinds(self._voted)
         if kinds != self._voted_kinds or not self._digest:
             self._voted_kinds, self._digest = kinds, zlib.crc32(repr(kinds).encode()).to_bytes(4)
-        return [*self._digest, *(255 - byte for byte in self._digest)]
+        return with_complements(self._digest)
 
     def tally(self, maxima: list[int]) -> None:
-        if all(a + b == 255 for a, b in zip(maxima[:4], maxima[4:], strict=True)):
+        if not any(differ(maxima)):
             self._alike = self._voted
         self._has_run = False
 

@@ -192,7 +192,7 @@ class FlatParamHandle:
         torch.autograd.graph.increment_version(self.buffer)
         self.memory.free()
         self.lingers = False
-        freed_parameter.forbid(self.buffer, self.unit_name)
+        freed_parameter.forbid(self.buffer, self.unit_name, self.topology.world.global_rank)
         self.params.set_accessible(False)
 
     def snapshot(self) -> None:

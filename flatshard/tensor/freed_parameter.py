@@ -90,13 +90,13 @@ _forbid: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _allow: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)  # not in 2.11
 
 
-def forbid(buffer: Tensor, unit: str) -> None:
+def forbid(buffer: Tensor, unit: str, rank: int) -> None:
     """Let torch raise for what reads a buffer that was freed, or a view of it, if it can."""
     if _forbid is not None and _allow is not None:
         message = (
-            f"unit {unit!r}: a view of its unsharded parameters was read that forward, a hook or "
-            "a torch.autograd.Function kept (weight[0], weight.detach()). They were resharded "
-            "since. Keep a clone(), or use ctx.save_for_backward()."
+            f"unit {unit!r}, rank {rank}: a view of its unsharded parameters was read that "
+            "forward, a hook or a torch.autograd.Function kept (weight[0], weight.detach()). They "
+            "were resharded since. Keep a clone(), or use ctx.save_for_backward()."
         )
         _forbid(buffer.untyped_storage()._cdata, message)
 
