@@ -31,6 +31,7 @@ class StateDictOptions:
     rank0_only: bool = False
     optim_offload_to_cpu: bool = True
     optim_rank0_only: bool = False
+    gathers: bool = True  # False: entries are what the modules hold
 
 
 class UnitStateDict:
@@ -60,6 +61,8 @@ class UnitStateDict:
         if not self._leave():
             return
         options = self.options
+        if not options.gathers:
+            return
         is_saving = not options.rank0_only or self._unit.topology.world.rank == 0
         for handle in self._unit.handles:
             given = _replace_by_full(handle, state_dict, options, is_saving)
