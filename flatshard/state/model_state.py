@@ -229,8 +229,8 @@ def read_options(
     name = getattr(state_dict_type, "name", state_dict_type)
     if name not in _CONFIGS:
         raise NotImplementedError(
-            f"state_dict_type: expected {' or '.join(_CONFIGS)}, got {name}: state dicts hold "
-            "tensors of the unwrapped model's shapes under its names."
+            f"state_dict_type: expected {' or '.join(_CONFIGS)}, got {name}: state dicts "
+            "hold tensors of the unwrapped model's shapes under its names."
         )
     options = {"is_sharded": name == "SHARDED_STATE_DICT"}
     for keyword, config, prefix, kind in (
