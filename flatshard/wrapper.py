@@ -539,6 +539,20 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         self._sharding.context.recover()
         return self.module.state_dict(*args, **kwargs)
 
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """What ``state_dict()`` has, of parameters this rank's part alone; no communication.
+
+        Names, shapes and dtypes are the unwrapped module's. Sharded values share memory with the
+        model: ``torch.distributed.checkpoint`` saves them, and loads into them in place what any
+        number of ranks has saved. Parameters that this rank holds whole, empty ones and buffers are
+        plain tensors. ``load_state_dict`` takes the dict, on the same rank of the same model.
+
+        Raises:
+            RuntimeError: in a forward.
+        """
+        with ShardedWrapper.state_dict_type(self, "SHARDED_STATE_DICT"):
+            return self.state_dict()
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the unwrapped module; each rank keeps its part.
 
@@ -601,6 +615,10 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         units = units_between_steps(model, "optim_state_dict()")
         options = model_state.options_of(state_dicts_in(model))
         to_cpu = options.optim_offload_to_cpu if offload_to_cpu is None else offload_to_cpu
+        if options.is_sharded:
+            return optim_state.sharded_state(
+                model, optim, units, optim_state_dict, offload_to_cpu=to_cpu
+            )
         on_rank0 = options.optim_rank0_only if rank0_only is None else rank0_only
         return optim_state.full_state(
             model, optim, units, optim_state_dict, rank0_only=on_rank0, offload_to_cpu=to_cpu
@@ -661,8 +679,11 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
         Args:
             module: a wrapper, or any module that contains some; it sets all of them.
-            state_dict_type: ``FULL_STATE_DICT``; torch's enum or its name.
-            state_dict_config: torch's ``FullStateDictConfig``. ``rank0_only``: ``state_dict()``,
+            state_dict_type: ``FULL_STATE_DICT``, or ``SHARDED_STATE_DICT`` for
+                ``torch.distributed.checkpoint``, see ``sharded_state_dict``, which takes no
+                communication; torch's enum or its name.
+            state_dict_config: torch's ``FullStateDictConfig`` or ``ShardedStateDictConfig``, as
+                the type is. ``rank0_only``: ``state_dict()``,
                 which all ranks call, is empty on other ranks. ``offload_to_cpu``: tensors are in
                 CPU memory, copied there unit by unit. None: on every rank and device.
             optim_state_dict_config: torch's ``FullOptimStateDictConfig``, the default of

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flatshard.plan.boxes import Box, boxes_of
 from flatshard.plan.layout import strides_of
 
 # What is cast, copied to another device or put in another order passes a buffer of this size.
@@ -39,7 +40,7 @@ class Place(NamedTuple):
 class _Slab(NamedTuple):
     """Elements of a range that are moved at once: a box of the tensor."""
 
-    start: int  # in the range
+    position: int  # in the range
     sizes: tuple[int, ...]  # of the box, in memory order
     order: tuple[int, ...]
     runs: Sequence[int]  # where the box begins in the file, and where it goes on, in elements
@@ -47,7 +48,7 @@ class _Slab(NamedTuple):
 
     def in_file_order(self, part: Tensor) -> Tensor:
         """The slab of a range ``part``, 1-D, with the dimensions of the file; a view."""
-        slab = part[self.start : self.start + math.prod(self.sizes)].view(self.sizes)
+        slab = part[self.position : self.position + math.prod(self.sizes)].view(self.sizes)
         return slab.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
 
 
@@ -61,48 +62,23 @@ def _slabs(
             numel = min(piece_numel, end - at)
             yield _Slab(at - start, (numel,), (0,), (at,), numel)
         return
-    sizes, strides = [shape[d] for d in order], strides_of(shape, range(len(shape)))
-    row = math.prod(sizes[1:])
+    row = math.prod(shape[d] for d in order[1:])
     # Cut between rows: a part of a row may be runs of one element each.
     piece = max(1, piece_numel // row) * row
     cuts = [start, *range((start // piece + 1) * piece, end, piece), end]
-    for begin, stop in itertools.pairwise(cuts):
-        for box in _boxes(sizes, begin, stop):
-            ranges = [box[order.index(d)] for d in range(len(shape))]
-            # The dimensions behind `split` are whole, so steps in it touch one another.
-            split = max((d for d, size in enumerate(shape) if ranges[d] != (0, size)), default=0)
-            low, high = ranges[split]
-            steps = [
-                range(a * s, b * s, s) for (a, b), s in zip(ranges, strides[:split], strict=False)
-            ]
-            first = low * strides[split]
-            yield _Slab(
-                sum(map(operator.mul, (a for a, _ in box), strides_of(sizes, range(len(sizes)))))
-                - start,
-                tuple(b - a for a, b in box),
-                tuple(order),
-                [first + sum(at) for at in itertools.product(*steps)],
-                (high - low) * strides[split],
-            )
+    for low, high in itertools.pairwise(cuts):
+        for box in boxes_of(shape, low, high, order):
+            sizes = tuple(box.sizes[d] for d in order)
+            yield _Slab(low - start + box.position, sizes, tuple(order), *_runs(shape, box))
 
 
-def _boxes(sizes: Sequence[int], start: int, end: int) -> Iterator[list[tuple[int, int]]]:
-    """Cut the elements ``[start, end)`` of a tensor, row by row, into boxes: a range per dim."""
-    inner = math.prod(sizes[1:])
-    first, last = -(-start // inner), end // inner  # the whole rows
-    if first > last:  # in the middle of one row
-        parts = [(last, start - last * inner, end - last * inner)]
-    else:
-        parts = [(last, 0, end - last * inner)]
-        if start < first * inner:
-            yield from (
-                [(first - 1, first), *rest] for rest in _boxes(sizes[1:], start % inner, inner)
-            )
-        if first < last:
-            yield [(first, last), *((0, size) for size in sizes[1:])]
-    for row, low, high in parts:
-        if low < high:
-            yield from ([(row, row + 1), *rest] for rest in _boxes(sizes[1:], low, high))
+def _runs(shape: Sequence[int], box: Box) -> tuple[list[int], int]:
+    strides = strides_of(shape, range(len(shape)))
+    # The dimensions behind `split` are whole, so that steps in it touch one another.
+    split = max((d for d, size in enumerate(shape) if box.sizes[d] != size), default=0)
+    first = sum(map(operator.mul, box.offsets, strides))
+    steps = [range(0, box.sizes[d] * strides[d], strides[d]) for d in range(split)]
+    return [first + sum(at) for at in itertools.product(*steps)], box.sizes[split] * strides[split]
 
 
 def write_range(file: int, place: Place, part: Tensor, order: Sequence[int], start: int) -> None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 import warnings
-from types import FrameType
 from typing import Any
 
 import torch
 
+from flatshard.optimizer import sharded_state
 from flatshard.optimizer.buckets import apart
+from flatshard.options.torch_request import torch_request
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
@@ -27,8 +27,6 @@ _ONE_RANKS = (
     "else. ShardedWrapper.optim_state_dict(model, optimizer), called on every rank, is the state "
     "to save."
 )
-# It takes the state of a parameter that is no DTensor for full.
-_TORCHS = "torch.distributed.checkpoint.state_dict"
 
 
 def check_state(optimizer: torch.optim.Optimizer) -> None:
@@ -54,24 +52,14 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     state_dict["state"] = {key: apart(state) for key, state in state_dict["state"].items()}
     stamp = _stamp(optimizer)
     if stamp is not None and state_dict["state"]:
-        if _is_called_by(_TORCHS):
-            raise RuntimeError(
-                f"{_TORCHS} (get_state_dict, get_optimizer_state_dict) would give, under each "
-                "name, one rank's part for the full state. Call ShardedWrapper.optim_state_dict("
-                "model, optimizer) for what is saved, and optim_state_dict_to_load() to load it; "
-                "get_model_state_dict() gives full parameters."
-            )
+        asked = torch_request()
+        if asked is not None:
+            sharded_state.to_torch(optimizer, state_dict, asked)
+            return
         state_dict["param_groups"][0][_STAMP] = stamp
         if stamp["rank"] == 0:
             # Otherwise who saves it finds out when it is to be loaded, and the rest is lost.
             warnings.warn(_ONE_RANKS, stacklevel=5)  # who calls state_dict()
-
-
-def _is_called_by(module: str) -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != module:
-        frame = frame.f_back
-    return frame is not None
 
 
 def parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -86,9 +74,12 @@ def is_stamped(state_dict: dict[str, Any]) -> bool:
 
 
 def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A plain state dict, checked as ``check_state`` does, without the stamp; copies nothing."""
+    """A plain state dict, checked as ``check_state`` does, without the stamp; copies nothing.
+
+    Of what torch's ``set_state_dict`` or a sharded state dict has, this rank's part.
+    """
     if not is_stamped(state_dict):
-        return state_dict
+        return sharded_state.from_torch(optimizer, state_dict) if torch_request() else state_dict
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
         if _STAMP in group:

@@ -1,4 +1,4 @@
-"""State dicts: full tensors under the unwrapped model's names, whatever the sharding.
+"""State dicts: full or sharded tensors under the unwrapped model's names.
 
 Hooks on the wrapped modules themselves do the work, so that ``model.state_dict()``,
 ``model.module.state_dict()`` and a submodule's all give the same, and torch's own recursion keeps
@@ -18,15 +18,18 @@ from torch import Tensor, nn
 
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
+from flatshard.options.torch_request import torch_request
 from flatshard.state.full_params import gather_full, index_of
 from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.state_shard import state_shard
 
 
 @dataclass(frozen=True)
 class StateDictOptions:
-    """Where state dicts lie and who gets them, as FSDP1's configs say it."""
+    """What state dicts hold, where they lie and who gets them, as FSDP1's configs say it."""
 
+    is_sharded: bool = False  # for `torch.distributed.checkpoint`
     offload_to_cpu: bool = False
     rank0_only: bool = False
     optim_offload_to_cpu: bool = True
@@ -60,11 +63,14 @@ class UnitStateDict:
     ) -> None:
         if not self._leave():
             return
-        options = self.options
+        options = self._requested()
         if not options.gathers:
             return
+        if options.is_sharded:
+            for handle in self._unit.handles:
+                _keep_sharded(handle, state_dict, options)
         is_saving = not options.rank0_only or self._unit.topology.world.rank == 0
-        for handle in self._unit.handles:
+        for handle in () if options.is_sharded else self._unit.handles:
             given = _replace_by_full(handle, state_dict, options, is_saving)
             # Where users ask for copies they are none of the model's memory.
             if not (options.offload_to_cpu or options.rank0_only):
@@ -72,6 +78,10 @@ class UnitStateDict:
                     self.writes.watch(self._unit, handle, index, full)
         for key in [key for key in state_dict if key.startswith(prefix)]:
             _treat_rest(state_dict, key, options, is_saving)
+
+    def _requested(self) -> StateDictOptions:
+        asked = torch_request()
+        return self.options if asked is None else StateDictOptions(is_sharded=not asked.full)
 
     def _before_load(
         self, module: nn.Module, _: Any, prefix: str, metadata: dict[str, Any], *rest: Any
@@ -133,6 +143,30 @@ def _replace_by_full(
     return {index: full[index] for index in indices.values()} if is_saving else {}
 
 
+def _keep_sharded(
+    handle: FlatParamHandle, state_dict: dict[str, Any], options: StateDictOptions
+) -> None:
+    """Let each original be what ``torch.distributed.checkpoint`` saves, and loads in place."""
+    for key, value in list(state_dict.items()):
+        is_shown = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        index = index_of(handle, value) if is_shown else None
+        if index is None:
+            continue
+        # Where one rank holds everything, the shard itself may be what modules hold.
+        if isinstance(value, FlatShardTensor):
+            local = value.local.cpu() if options.offload_to_cpu else value.local
+            state_dict[key] = state_shard(local, value.spec)
+        elif not _shares_memory(value, handle.shard):
+            raise RuntimeError(
+                f"unit {handle.unit_name!r}: a sharded state dict was asked for in the forward of "
+                "the unit. Ask for it between steps."
+            )
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
 def _treat_rest(
     state_dict: dict[str, Any], key: str, options: StateDictOptions, is_saving: bool
 ) -> None:
@@ -187,22 +221,29 @@ def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> d
     return state_dict
 
 
+# By torch's names for the types, how its names for their configs begin.
+_CONFIGS = {"FULL_STATE_DICT": "Full", "SHARDED_STATE_DICT": "Sharded"}
+
+
 def read_options(
     state_dict_type: Any, state_dict_config: Any, optim_state_dict_config: Any
 ) -> StateDictOptions:
-    """Read torch's enum and configs; raises for state dicts that are not full."""
+    """Read torch's enum and configs; raises for state dicts without the originals' shapes."""
     name = getattr(state_dict_type, "name", state_dict_type)
-    if name != "FULL_STATE_DICT":
+    if name not in _CONFIGS:
         raise NotImplementedError(
-            f"state_dict_type: expected FULL_STATE_DICT, got {name}: state dicts hold full "
-            "tensors under the unwrapped model's names. To save without a full model everywhere: "
-            "FULL_STATE_DICT with FullStateDictConfig(offload_to_cpu=True, rank0_only=True), which "
-            "holds one unit at a time on the device."
+            f"state_dict_type: expected {' or '.join(_CONFIGS)}, got {name}: state dicts "
+            "hold tensors of the unwrapped model's shapes under its names."
         )
-    options: dict[str, bool] = {}
+    options = {"is_sharded": name == "SHARDED_STATE_DICT"}
     for keyword, config, prefix, kind in (
-        ("state_dict_config", state_dict_config, "", "FullStateDictConfig"),
-        ("optim_state_dict_config", optim_state_dict_config, "optim_", "FullOptimStateDictConfig"),
+        ("state_dict_config", state_dict_config, "", f"{_CONFIGS[name]}StateDictConfig"),
+        (
+            "optim_state_dict_config",
+            optim_state_dict_config,
+            "optim_",
+            f"{_CONFIGS[name]}OptimStateDictConfig",
+        ),
     ):
         if config is None:
             continue
@@ -210,10 +251,10 @@ def read_options(
         if kind not in (base.__name__ for base in type(config).__mro__):
             raise TypeError(
                 f"state_dict_type: {keyword}: expected torch's {kind}, which goes with "
-                f"FULL_STATE_DICT, got {config!r}"
+                f"{name}, got {config!r}"
             )
         options[f"{prefix}offload_to_cpu"] = config.offload_to_cpu
-        options[f"{prefix}rank0_only"] = config.rank0_only
+        options[f"{prefix}rank0_only"] = getattr(config, "rank0_only", False)
     return StateDictOptions(**options)
 
 
@@ -222,6 +263,12 @@ def as_torch(options: StateDictOptions) -> Any:
     # Here, as the package is slow to load.
     from torch.distributed.fsdp import api
 
+    if options.is_sharded:
+        return api.StateDictSettings(
+            api.StateDictType.SHARDED_STATE_DICT,
+            api.ShardedStateDictConfig(options.offload_to_cpu),
+            api.ShardedOptimStateDictConfig(options.optim_offload_to_cpu),
+        )
     return api.StateDictSettings(
         api.StateDictType.FULL_STATE_DICT,
         api.FullStateDictConfig(options.offload_to_cpu, options.rank0_only),

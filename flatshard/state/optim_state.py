@@ -24,7 +24,9 @@ from flatshard.optimizer.buckets import ONE_PER_PARAMETER
 from flatshard.state.full_params import gather_full, join, worlds_of
 from flatshard.state.model_state import without_ddp_prefix
 from flatshard.state.optim_fqns import OptimParam, OptimParams, unwrapped
+from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.state_shard import state_shard
 
 StateDict = dict[str, Any]
 
@@ -42,6 +44,18 @@ class _Entry:
     def __post_init__(self) -> None:
         parts = {key: _part(self.param, key, value) for key, value in self.state.items()}
         self.parts = {key: part for key, part in parts.items() if part is not None}
+
+    def sharded(self, key: str, index: int, device: torch.device | None) -> Tensor:
+        """The part of original parameter ``index``, as checkpoints take it."""
+        handle, part = self.param.handle, self.parts[key]
+        assert handle is not None, "only what is sharded has parts"
+        spec = handle.params.specs[index]
+        if self.param.is_flat:
+            local = handle.local_spans[index]
+            part = part[local.start : local.end]
+        elif handle.is_whole:
+            return self.state[key].detach().to(device or part.device)
+        return state_shard(part.to(device or part.device), spec)
 
     def facts(self) -> Iterable[tuple[str, str]]:
         """What must be equal on all ranks."""
@@ -67,19 +81,13 @@ def full_state(
     Collective: all ranks that train ``units``, which are those in ``model``.
     """
 
-    def prepare() -> tuple[tuple[StateDict, dict[Any, OptimParam], dict[Any, _Entry]], Facts]:
-        _check_optimizer(optimizer)
-        local_state_guard.watch(optimizer)
-        own = local_state_guard.parts(optimizer) if state_dict is None else state_dict
-        _check_form(own)
-        own = local_state_guard.unstamped(optimizer, own)
-        params = OptimParams(model, optimizer, units).by_key(own)
-        entries = {k: _Entry(params[k], state) for k, state in own["state"].items() if k in params}
-        facts = chain.from_iterable(entry.facts() for entry in entries.values())
-        return (own, params, entries), dict(facts)
+    def prepare() -> tuple[_State, Facts]:
+        found = _State.of(model, optimizer, units, state_dict)
+        return found, dict(chain.from_iterable(entry.facts() for entry in found.entries.values()))
 
     # Errors of one rank are raised on all, before the first all-gather.
-    own, params, entries = agreed(prepare, worlds_of(units), "optim_state_dict", _REMEDY)
+    found = agreed(prepare, worlds_of(units), "optim_state_dict", _REMEDY)
+    entries = found.entries
     is_saving = not rank0_only or not units or units[0].topology.world.rank == 0
     device = torch.device("cpu") if offload_to_cpu else None
     full = {
@@ -92,17 +100,67 @@ def full_state(
         for handle in chain.from_iterable(unit.handles for unit in units):
             own_entries = [entry for entry in entries.values() if entry.param.handle is handle]
             _gather(handle, own_entries, full if is_saving else None, device)
-    if not is_saving:
-        return {}
-    rest = {key: _copied(v, device) for key, v in own["state"].items() if key not in entries}
-    groups = [
-        {
-            **_options(group),
-            "params": [fqn for key in group["params"] for fqn in params[key].indices],
-        }
-        for group in own["param_groups"]
-    ]
-    return {"state": {**full, **rest}, "param_groups": groups}
+    return found.by_name(full, device) if is_saving else {}
+
+
+def sharded_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    units: Sequence[Unit],
+    state_dict: StateDict | None,
+    *,
+    offload_to_cpu: bool,
+) -> StateDict:
+    """An optimizer's state by name; what is per element is sharded, and shares memory with it."""
+    found = _State.of(model, optimizer, units, state_dict)
+    device = torch.device("cpu") if offload_to_cpu else None
+    state: dict[str, StateDict] = {}
+    for entry in found.entries.values():
+        for fqn, index in entry.param.indices.items():
+            state[fqn] = {
+                key: entry.sharded(key, index, device) if key in entry.parts else _copied(value)
+                for key, value in entry.state.items()
+            }
+    return found.by_name(state, device)
+
+
+@dataclass
+class _State:
+    """An optimizer's own state dict, and what its keys are in the unwrapped model."""
+
+    own: StateDict
+    params: dict[Any, OptimParam]
+    entries: dict[Any, _Entry]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        state_dict: StateDict | None,
+    ) -> _State:
+        _check_optimizer(optimizer)
+        local_state_guard.watch(optimizer)
+        own = local_state_guard.parts(optimizer) if state_dict is None else state_dict
+        _check_form(own)
+        own = local_state_guard.unstamped(optimizer, own)
+        params = OptimParams(model, optimizer, units).by_key(own)
+        entries = {k: _Entry(params[k], state) for k, state in own["state"].items() if k in params}
+        return cls(own, params, entries)
+
+    def by_name(self, state: StateDict, device: torch.device | None) -> StateDict:
+        """The state dict with ``state`` for its parameters'."""
+        rest = self.own["state"].items()
+        others = {key: _copied(v, device) for key, v in rest if key not in self.entries}
+        groups = [
+            {
+                **_options(group),
+                "params": [fqn for key in group["params"] for fqn in self.params[key].indices],
+            }
+            for group in self.own["param_groups"]
+        ]
+        return {"state": {**state, **others}, "param_groups": groups}
 
 
 def _check_optimizer(value: object) -> None:
@@ -359,20 +417,34 @@ def _local(param: OptimParam, values: dict[str, Tensor], elementwise: bool) -> T
     specs = {fqn: handle.params.specs[index] for fqn, index in param.indices.items()}
     if param.is_flat:
         # Zero for originals without state: they were never used, so nothing was added up for them.
-        parts = ((param.indices[fqn], specs[fqn].slice(value)) for fqn, value in values.items())
+        parts = ((param.indices[fqn], _own(specs[fqn], value)) for fqn, value in values.items())
         return join(handle, parts, next(iter(values.values())).dtype)
     ((fqn, value),) = values.items()
     if handle.is_whole:
         # In the parameter's strides, which optimizers' fast paths compare.
         return specs[fqn].empty(value.new_empty(0, device=handle.shard.device)).copy_(value)
-    part = specs[fqn].slice(value.detach()).to(handle.shard.device, copy=True)
+    part = _own(specs[fqn], value.detach()).to(handle.shard.device, copy=True)
     return part if elementwise else FlatShardTensor(part, specs[fqn])
+
+
+def _own(spec: ShardSpec, value: Tensor) -> Tensor:
+    """This rank's range of full or sharded state, 1-D."""
+    if not isinstance(value, FlatShardTensor):
+        return spec.slice(value)
+    if value.spec.place != spec.place:
+        raise ValueError(
+            f"sharded state of parameter {spec.name!r} (unit {spec.unit!r}) is of another layout: "
+            f"expected elements [{spec.offset}, {spec.offset + spec.numel}), got "
+            f"[{value.spec.offset}, {value.spec.offset + value.spec.numel}). Load it through "
+            "torch.distributed.checkpoint into the state that this model has."
+        )
+    return value.local
 
 
 def _fact(value: Any) -> str:
     """A value that is one per parameter, as far as ranks can be expected to agree on it."""
     if isinstance(value, Tensor):
-        if value.numel() == 1:
+        if value.numel() == 1 and not isinstance(value, FlatShardTensor):
             return repr(value.item())
         return f"a tensor of shape {tuple(value.shape)}"
     return repr(value) if isinstance(value, int | float | str | None) else type(value).__name__

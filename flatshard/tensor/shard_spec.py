@@ -117,6 +117,9 @@ class ShardSpec:
             aliases=weakref.WeakValueDictionary(),
         )
 
+    def __deepcopy__(self, _: object) -> ShardSpec:
+        return self.detached()
+
     def refuse(self, operation: object) -> NoReturn:
         """Raise for an operation that this rank's part cannot do alone."""
         refuse_foreign_wrapper()

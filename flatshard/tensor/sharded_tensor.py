@@ -18,6 +18,7 @@ from torch.utils import hooks as torch_hooks
 
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.memory.disk import is_on_disk
+from flatshard.tensor.checkpoint_chunks import CheckpointChunks
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 
 # By operation name; called with the operation, its arguments and its keywords. ``elementwise_ops``
@@ -45,7 +46,7 @@ def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
         )
 
 
-class FlatShardTensor(torch.Tensor):
+class FlatShardTensor(CheckpointChunks, torch.Tensor):
     """A parameter, or its gradient, of which this rank holds a 1-D range.
 
     Shape, strides, dtype and device are those of the full parameter.

@@ -6,7 +6,6 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    get_state_dict,
     set_optimizer_state_dict,
 )
 
@@ -72,7 +71,7 @@ def _other_layout(
 
 
 def test_torchs_functions_for_checkpoints() -> None:
-    """They gave one rank's 1-D parts for the full state, also with ``full_state_dict=True``."""
+    """They give what is sharded, or full, and load the state of an unwrapped model."""
     run_ranks(_torchs_functions, 2)
 
 
@@ -82,18 +81,10 @@ def _torchs_functions(rank: int, world_size: int) -> None:
         plain, model = case.model(), case.wrap(case.model(), **keywords)
         theirs = OPTIMIZERS["adamw"](plain.parameters())
         optimizer = OPTIMIZERS["adamw"](model.parameters())
-        for options in (None, full) if not keywords else ():
-            for _ in range(2):  # without state, and with it
-                with pytest.raises(RuntimeError, match=r"one rank's part .*optim_state_dict"):
-                    get_state_dict(model, optimizer, options=options)
-                with pytest.raises(RuntimeError, match=r"one rank's part .*optim_state_dict"):
-                    get_optimizer_state_dict(model, optimizer, options=options)
-                train(model, optimizer, range(1), case, rank, world_size)
-        if keywords:
-            train(model, optimizer, range(2), case, rank, world_size)
-            mine = get_optimizer_state_dict(model, optimizer)
-            expected = ShardedWrapper.optim_state_dict(model, optimizer)
-            torch.testing.assert_close(mine["state"], expected["state"])
+        train(model, optimizer, range(2), case, rank, world_size)
+        mine = get_optimizer_state_dict(model, optimizer, options=full)
+        expected = ShardedWrapper.optim_state_dict(model, optimizer)
+        torch.testing.assert_close(mine["state"], expected["state"])
         shapes = {name: value.shape for name, value in plain.state_dict().items()}
         named = get_model_state_dict(model)
         assert {name: value.shape for name, value in named.items()} == shapes

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
 )
@@ -230,9 +231,14 @@ def _settings(rank: int, world_size: int) -> None:
     ShardedWrapper.set_state_dict_type(model.outer, FULL, ON_RANK_0)
     with pytest.raises(RuntimeError, match="differ"):
         get(model)
-    for wrong in ("SHARDED_STATE_DICT", StateDictType.LOCAL_STATE_DICT):
-        with pytest.raises(NotImplementedError, match=r"got (SHARDED|LOCAL).*rank0_only=True"):
+    for wrong in ("FULL", StateDictType.LOCAL_STATE_DICT):
+        with pytest.raises(NotImplementedError, match=r"SHARDED\w+, got (FULL|LOCAL_)"):
             ShardedWrapper.set_state_dict_type(model, wrong)
+    sharded = StateDictSettings(
+        StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    )
+    with ShardedWrapper.state_dict_type(model, "SHARDED_STATE_DICT"):
+        assert get(model) == sharded
     for configs in ((ShardedStateDictConfig(),), (on_rank_0,), (None, ON_RANK_0)):
         with pytest.raises(TypeError, match=r"expected torch's Full\w+Config"):
             ShardedWrapper.set_state_dict_type(model, FULL, *configs)

@@ -1,0 +1,35 @@
+"""``StateShard``: this rank's part of a parameter, or of state of its shape, in a state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.tensor.sharded_tensor import FlatShardTensor
+
+
+class StateShard(FlatShardTensor):
+    """A sharded tensor that ``torch.distributed.checkpoint.async_save`` can copy to host memory.
+
+    What has no storage, it makes anew by ``new_empty``, and copies the attributes of.
+    """
+
+    def data_ptr(self) -> int:
+        """None: the range that it holds is an attribute."""
+        return 0
+
+    def new_empty(self, size: Sequence[int], **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """Unwritten memory: sharded alike if ``size`` is the full tensor's."""
+        if tuple(size) != self.spec.shape:
+            return self.local.new_empty(size, **kwargs)
+        return type(self)(self.local.new_empty(self.local.shape, **kwargs), self.spec)
+
+
+def state_shard(local: Tensor, spec: ShardSpec) -> Tensor:
+    """What a state dict holds for ``local``, ``(spec.numel,)``; shares memory with it."""
+    if not spec.total_numel:  # no rank has a chunk of it to write
+        return local.new_empty(spec.shape)
+    return StateShard(local.detach(), spec.detached())
