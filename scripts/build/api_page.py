@@ -25,7 +25,7 @@ MODULES = {
 """Modules with public names, and a line about each."""
 
 NAMES = {
-    "flatshard.checkpoint": ["save_safetensors", "load_safetensors"],
+    "flatshard.checkpoint": ["save_safetensors", "load_safetensors", "convert"],
     "flatshard.memory_plan": ["predict", "MemoryPlan", "UnitMemory"],
     "flatshard.diagnostics.step_report": ["StepReport", "UnitReport", "Range", "Kind"],
 }
