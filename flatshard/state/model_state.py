@@ -34,6 +34,7 @@ class StateDictOptions:
     rank0_only: bool = False
     optim_offload_to_cpu: bool = True
     optim_rank0_only: bool = False
+    gathers: bool = True  # False: entries are what the modules hold
 
 
 class UnitStateDict:
@@ -63,6 +64,8 @@ class UnitStateDict:
         if not self._leave():
             return
         options = self._requested()
+        if not options.gathers:
+            return
         if options.is_sharded:
             for handle in self._unit.handles:
                 _keep_sharded(handle, state_dict, options)

@@ -12,7 +12,7 @@ import pytest
 import flatshard
 
 ORDER = (
-    *("options", "plan", "memory", "precision", "comm", "tensor", "engine", "optimizer"),
+    *("options", "plan", "formats", "memory", "precision", "comm", "tensor", "engine", "optimizer"),
     *("diagnostics", "state", "module", "compat"),
 )
 """A package imports those before it; the modules beside them are what users import."""

@@ -23,6 +23,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
@@ -119,6 +120,7 @@ def surroundings(text: str, rank: int) -> dict[str, Any]:
     model: nn.Module = build()
     if "leave_empty" in text:
         torch.save(model.state_dict(), "model.pt")
+        save_file(model.state_dict(), "model.safetensors")
         with torch.device("meta"):
             model = Model()
     elif not re.search(r"ShardedWrapper\(\s*(model|planned)\b", text):

@@ -1,0 +1,1 @@
+"""Files of tensors: safetensors, and what other libraries write. Pure: no ranks."""

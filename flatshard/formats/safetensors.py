@@ -1,0 +1,246 @@
+"""The safetensors format: a JSON header and bytes, in one file or in several with an index.
+
+A file is written under another name beside its place, and renamed once its bytes are on the disk:
+whoever loads sees the old file or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatshard.formats.ranges import Place
+
+_WORDS = """F64 float64 F32 float32 F16 float16 BF16 bfloat16 C64 complex64 BOOL bool
+I64 int64 I32 int32 I16 int16 I8 int8 U64 uint64 U32 uint32 U16 uint16 U8 uint8 F8_E4M3
+float8_e4m3fn F8_E5M2 float8_e5m2 F8_E4M3FNUZ float8_e4m3fnuz F8_E5M2FNUZ float8_e5m2fnuz""".split()
+DTYPES = {
+    name: getattr(torch, dtype) for name, dtype in zip(_WORDS[::2], _WORDS[1::2], strict=True)
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_NAME, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+# ---------------------------------------------------------------- writing
+
+
+@dataclass
+class Plan:
+    """Files to be written, and where in them each tensor goes."""
+
+    folder: Path
+    headers: dict[str, bytes] = field(default_factory=dict)  # by the file's name
+    places: dict[str, Place] = field(default_factory=dict)  # in the temporary files
+    index: str = ""  # its text, where there are several files
+    replaces: str = ""  # matches the names of files that go when these come
+
+    def temporary(self, name: str) -> Path:
+        """The path of a file until it is complete, the same on all ranks."""
+        return self.folder / f"{name}.incomplete"
+
+    def add(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+        entries: dict[str, Any] = {"__metadata__": metadata}
+        end = 0
+        # The largest dtypes first, so that all begin where a mapped tensor may.
+        for key in sorted(tensors, key=lambda key: -tensors[key].itemsize):
+            start, end = end, end + tensors[key].nbytes
+            dtype, shape = _DTYPE_NAMES[tensors[key].dtype], list(tensors[key].shape)
+            entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self.headers[name] = len(text).to_bytes(8, "little") + text
+        self.places |= _places_in(str(self.temporary(name)), len(text), entries)
+
+    def create(self) -> None:
+        """Make the temporary files, with headers and room for all bytes. Raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        ends = {place.path: place.offset + place.nbytes for place in self.places.values()}
+        for name, header in self.headers.items():
+            with open(self.temporary(name), "wb") as file:
+                file.write(header)
+                file.flush()
+                # Else a full disk is noticed in the middle, or only when the system writes.
+                end = max(ends.get(file.name, 0), len(header))
+                os.posix_fallocate(file.fileno(), 0, end)
+
+    def commit(self) -> None:
+        """Give complete files, which are on the disk, their names. Raises OSError."""
+        index = self.folder / _INDEX
+        if self.index:
+            self.temporary(_INDEX).write_text(self.index)
+            # An index over files of two models would be read as one model. Should this process
+            # end in between, there is none.
+            index.unlink(missing_ok=True)
+        for name in self.headers:
+            self.temporary(name).replace(self.folder / name)
+        if self.index:
+            self.temporary(_INDEX).replace(index)
+        for old in self.folder.iterdir():
+            if re.fullmatch(self.replaces, old.name) and old.name not in self.headers:
+                old.unlink()
+        folder = os.open(self.folder, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+    def discard(self) -> None:
+        for name in self.headers:
+            with contextlib.suppress(OSError):
+                self.temporary(name).unlink()
+
+
+def plan_files(
+    tensors: Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Plan:
+    """Plan ``path``: a file if it ends with ``.safetensors``, else a folder of one or several.
+
+    Alike on all ranks; only dtypes and shapes of ``tensors`` count. Files are named and indexed as
+    huggingface_hub does.
+
+    Raises:
+        ValueError: the format lacks a dtype; a size or metadata that cannot be; several files
+            where ``path`` is one.
+    """
+    path = Path(path).absolute()
+    is_file = path.suffix == ".safetensors"
+    if is_file and max_shard_size is not None:
+        raise ValueError(f"{path}: max_shard_size makes several files. Pass a folder")
+    unknown = [
+        f"{n!r} ({one.dtype})" for n, one in tensors.items() if one.dtype not in _DTYPE_NAMES
+    ]
+    if unknown:
+        raise ValueError(f"safetensors has no such dtype: {', '.join(unknown)}. Pass dtype=...")
+    metadata = {"format": "pt", **(metadata or {})}
+    if not all(isinstance(one, str) for pair in metadata.items() for one in pair):
+        raise ValueError(f"metadata: expected strings by string, got {metadata!r}")
+    if is_file:
+        plan = Plan(path.parent)
+        plan.add(path.name, tensors, metadata)
+        return plan
+    groups: list[dict[str, Tensor]] = [{}]
+    limit, filled = _read_size(max_shard_size), 0
+    for name, one in tensors.items():
+        if groups[-1] and filled + one.nbytes > limit:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = one
+        filled += one.nbytes
+    plan = Plan(path, replaces=r"model(-\d{5}-of-\d{5})?\.safetensors")
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        suffix = "" if len(groups) == 1 else f"-{number:05d}-of-{len(groups):05d}"
+        plan.add(f"model{suffix}.safetensors", group, metadata)
+        weight_map |= dict.fromkeys(group, f"model{suffix}.safetensors")
+    if len(groups) > 1:
+        size = {"total_size": sum(one.nbytes for one in tensors.values())}
+        plan.index = json.dumps({"metadata": size, "weight_map": weight_map}, indent=2)
+    else:
+        plan.replaces += r"|model\.safetensors\.index\.json"
+    return plan
+
+
+def _read_size(size: int | str | None) -> float:
+    """Bytes, from a number or "5GB"; None: any. Raises ValueError."""
+    found = re.fullmatch(r"([\d.]+)\s*([KMGT]?B)?", str(size).strip().upper())
+    with contextlib.suppress(ValueError):
+        if size is None or (found and float(found[1]) > 0):
+            return float(found[1]) * _UNITS[found[2] or "B"] if found else float("inf")
+    raise ValueError(f'max_shard_size: expected bytes or a size such as "5GB", got {size!r}')
+
+
+# ---------------------------------------------------------------- reading
+
+
+class Found(NamedTuple):
+    """The tensors that a file, or all files of an index, hold."""
+
+    places: dict[str, Place]
+    metadata: dict[str, str]
+
+
+def find_tensors(path: str | os.PathLike[str]) -> Found:
+    """Read the headers of a file, of the files of an index, or of those in a folder.
+
+    Raises:
+        ValueError: it is no such file or folder; a file is truncated, corrupt or missing.
+        OSError: it cannot be read.
+    """
+    path = Path(path).absolute()
+    if path.is_dir():
+        path = _main_file(path)
+    if path.suffix != ".json":
+        return _read_header(path)
+    try:
+        weight_map = dict(json.loads(path.read_text())["weight_map"])
+        files = {name: _read_header(path.parent / name) for name in set(weight_map.values())}
+    except (TypeError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: expected the index of safetensors files") from error
+    found = Found({}, {})
+    for name, file in weight_map.items():
+        if name not in files[file].places:
+            raise ValueError(f"{path}: it says that {file} holds {name!r}, which is not in there")
+        found.places[name] = files[file].places[name]
+        found.metadata.update(files[file].metadata)
+    return found
+
+
+def _main_file(folder: Path) -> Path:
+    for pattern in (_NAME, "*.safetensors.index.json", "*.safetensors"):
+        files = sorted(folder.glob(pattern))
+        if len(files) == 1:
+            return files[0]
+        if files:
+            names = ", ".join(one.name for one in files[:5])
+            raise ValueError(f"{folder}: several files ({names}), and no index. Pass one of them")
+    raise ValueError(f"{folder}: no safetensors file in this folder")
+
+
+def _read_header(path: Path) -> Found:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    with open(path, "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length <= min(nbytes - 8, _MAX_HEADER_BYTES) else b""
+    try:
+        if not text:
+            raise ValueError(f"a header of {length} bytes in a file of {nbytes}")
+        entries = json.loads(text)
+        metadata = dict(entries.get("__metadata__", {}))
+        places = _places_in(str(path), length, entries)
+        end = 8 + length
+        for name, place in sorted(places.items(), key=lambda item: item[1].offset):
+            if place.offset != end:
+                raise ValueError(f"{name!r} begins at byte {place.offset}, expected {end}")
+            end += place.nbytes
+        if nbytes != end:
+            raise ValueError(f"expected {end} bytes, got {nbytes}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: no complete safetensors file ({why})") from error
+    return Found(places, metadata)
+
+
+def _places_in(path: str, header_bytes: int, entries: Mapping[str, Any]) -> dict[str, Place]:
+    places: dict[str, Place] = {}
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            low, high = entry["data_offsets"]
+            shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+            places[name] = place = Place(path, 8 + header_bytes + low, dtype, shape)
+            if min(shape, default=0) < 0 or place.nbytes != high - low:
+                raise ValueError(f"{name!r}: {high - low} bytes for shape {shape}, {dtype}")
+    return places

@@ -1,0 +1,290 @@
+"""Safetensors files that all ranks write in place, and from which each reads its own ranges."""
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model, save_file
+from torch import Tensor, nn
+
+import flatshard
+from flatshard import ShardedWrapper
+from flatshard.checkpoint import load_safetensors, save_safetensors
+from tests.harness import allow_warnings, naming, run_ranks
+from tests.models import CASES
+from tests.oracle import assert_same_state, snapshot, train_steps, trainable
+from tests.ways import WAYS
+
+pytestmark = pytest.mark.by_turns
+
+FEW = ("tied-across-units", "odd-shapes", "cnn-channels-last")
+NAMES = ("mlp", "tied-blocks", "nested", "batch-norm", "frozen", "lstm", "multihead", *FEW)
+CHOSEN = ["full", "full-flat", "full-3", "no_shard", "no_shard-flat", "op", "hybrid", "hybrid-op"]
+
+
+def _assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert_same_state(actual, expected, rtol=0.0, atol=0.0)
+
+
+def _trained(name: str, way: str, rank: int, world_size: int, **keywords: Any) -> ShardedWrapper:
+    """A model whose weights are none that a constructor gives."""
+    WAYS[way].set_nodes()
+    case = CASES[name]
+    model = case.wrap(case.model(torch.float32), **WAYS[way].keywords, **keywords)
+    optimizer = torch.optim.SGD(trainable(model), lr=0.1)
+    train_steps(model, optimizer, case, rank, world_size, steps=1, dtype=torch.float32)
+    return model
+
+
+# ---------------------------------------------------------------- saving and loading
+
+
+@pytest.mark.parametrize("way", CHOSEN)
+def test_round_trip(tmp_path: Path, way: str) -> None:
+    run_ranks(_round_trip, WAYS[way].world_size, tmp_path, way)
+
+
+def _round_trip(rank: int, world_size: int, folder: Path, way: str) -> None:
+    for name in NAMES if way == "full" else FEW:
+        with naming(name):
+            model = _trained(name, way, rank, world_size)
+            expected, path = snapshot(model), folder / f"{name}.safetensors"
+            save_safetensors(model, path)
+            if rank > 0:  # buffers are the first rank's
+                expected |= {n: t for n, t in load_file(path).items() if "running" in n}
+            case = CASES[name]
+            plain = case.model(torch.float32)
+            assert load_model(plain, path) == (set(), [])
+            _assert_identical(snapshot(plain), expected)
+            # With a forward before: what was gathered then is stale afterwards.
+            other = case.wrap(case.model(torch.float32), **WAYS[way].keywords)
+            inputs, _ = case.batch(0, 3, torch.float32)
+            other.eval()(inputs)
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.add_(1)
+            assert load_safetensors(other, path) == ([], [])
+            _assert_identical(snapshot(other), expected)
+            torch.testing.assert_close(other(inputs), plain.eval()(inputs))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_another_number_of_ranks(tmp_path: Path, world_size: int) -> None:
+    path = tmp_path / "model.safetensors"
+    expected = CASES["cnn-channels-last"].model(torch.float32).state_dict()
+    save_file({n: t.contiguous() for n, t in expected.items()}, path)
+    run_ranks(_loads_into_empty_shards, world_size, path, expected)
+
+
+def _loads_into_empty_shards(rank: int, world_size: int, path: Path, expected: Any) -> None:
+    with torch.device("meta"):
+        plain = CASES["cnn-channels-last"].model(torch.float32)
+    model = ShardedWrapper(plain, param_init_fn=flatshard.leave_empty, device_id="cpu")
+    load_safetensors(model, path)
+    _assert_identical(snapshot(model), expected)
+    model(CASES["cnn"].batch(0, 2, torch.float32)[0])  # it would raise for what is still empty
+    save_safetensors(model, path.parent / "again")
+    again = load_file(path.parent / "again" / "model.safetensors")
+    _assert_identical({name: again[name] for name in expected}, expected)
+
+
+class _Everything(nn.Module):
+    """Buffers of several kinds, an ignored parameter, an empty one, and several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(33, 65)
+        self.narrow = nn.Linear(65, 7, dtype=torch.bfloat16)
+        self.own = nn.Parameter(torch.randn(3, 5).t())
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("mask", torch.rand(4, 6)[:, ::2] > 0.5)
+        self.register_buffer("unsaved", torch.ones(2), persistent=False)
+
+
+def _everything(seed: int = 0) -> _Everything:
+    torch.default_generator.manual_seed(seed)
+    return _Everything()
+
+
+def test_several_files(tmp_path: Path) -> None:
+    run_ranks(_several_files, 2, tmp_path)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == ["model.safetensors"]
+
+
+def _several_files(rank: int, world_size: int, folder: Path) -> None:
+    plain = _everything()
+    expected = snapshot(plain)
+    model = ShardedWrapper(plain, ignored_states=[plain.own])
+    # Fewer files than before: those that are left over go.
+    for size, count in ((100, 5), ("9 KB", 2)):
+        save_safetensors(model, folder, max_shard_size=size, metadata={"step": "3"})
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        names = set(index["weight_map"].values())
+        assert len(names) == count
+        assert {path.name for path in folder.glob("*")} == {*names, "model.safetensors.index.json"}
+        merged = {}
+        for name in names:
+            merged |= load_file(folder / name)
+        _assert_identical({name: merged[name] for name in expected}, expected)
+        other = _everything(1)
+        other = ShardedWrapper(other, ignored_states=[other.own])
+        load_safetensors(other, folder)
+        _assert_identical(snapshot(other), expected)
+    save_safetensors(model, folder, dtype=torch.float16)
+    saved = load_file(folder / "model.safetensors")
+    for name, value in expected.items():
+        wanted = value.half() if value.is_floating_point() else value
+        assert torch.equal(saved[name], wanted), name
+    load_safetensors(other, folder)
+    assert torch.equal(snapshot(other)["fc.weight"], expected["fc.weight"].half().float())
+
+
+def test_ddp_prefix_and_one_name_of_a_tie(tmp_path: Path) -> None:
+    tied = CASES["tied-across-units"].model(torch.float32).state_dict()
+    for kept in ("embed.weight", "head.weight"):
+        some = {n: t for n, t in tied.items() if n == kept or n.split(".")[0] not in "embed head"}
+        save_file({f"module.{n}": t for n, t in some.items()}, tmp_path / f"{kept}.safetensors")
+    run_ranks(_ties, 2, tmp_path, tied)
+
+
+def _ties(rank: int, world_size: int, folder: Path, expected: dict[str, Tensor]) -> None:
+    for kept in ("embed.weight", "head.weight"):
+        model = _trained("tied-across-units", "full", rank, world_size)
+        assert load_safetensors(model, folder / f"{kept}.safetensors") == ([], [])
+        _assert_identical(snapshot(model), expected)
+
+
+def test_transformers_reads_it(tmp_path: Path) -> None:
+    """On this rank alone, as to import it takes seconds; files do not depend on that."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=8, bos_token_id=0, eos_token_id=1
+    )
+    plain = transformers.GPT2LMHeadModel(config)
+    expected = snapshot(plain)
+    with allow_warnings():
+        model = ShardedWrapper(plain)
+    for size in (None, "10KB"):
+        path = tmp_path / str(size)
+        save_safetensors(model, path, max_shard_size=size)
+        config.save_pretrained(path)
+        loaded, info = plain.from_pretrained(path, output_loading_info=True)
+        assert not any(info.values()), info
+        assert loaded.lm_head.weight is loaded.transformer.wte.weight
+        _assert_identical(snapshot(loaded), expected)
+    # And the other way round, what it wrote itself.
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.add_(1)
+    loaded.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
+    load_safetensors(model, tmp_path / "theirs")
+    _assert_identical(snapshot(model), snapshot(loaded))
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    run_ranks(_does_not_fit, 2, tmp_path)
+
+
+def _does_not_fit(rank: int, world_size: int, folder: Path) -> None:
+    model = _trained("mlp", "full", rank, world_size)
+    before = snapshot(model)
+    state = {name: torch.zeros_like(value) for name, value in before.items()}
+    state["fc2.weight"] = state["fc2.weight"].t().contiguous()
+    del state["fc3.bias"], state["fc1.bias"]
+    path = folder / "other.safetensors"
+    if rank == 0:
+        save_file({**state, "more": torch.zeros(2)}, path)
+        save_file({}, folder / "empty.safetensors")
+    torch.distributed.barrier()
+    with pytest.raises(ValueError, match="does not fit") as caught:
+        load_safetensors(model, path)
+    for text in (
+        "other shapes: 'fc2.weight' (expected (4, 5) torch.float32, found (5, 4) torch.float32)",
+        "'fc1.bias' (expected (5,) torch.float32), 'fc3.bias'",
+        "not in the model: 'more' (found (2,) torch.float32)",
+    ):
+        assert text in str(caught.value)
+    with pytest.raises(ValueError, match="other shapes"):
+        load_safetensors(model, path, strict=False)
+    _assert_identical(snapshot(model), before)
+    # One rank alone has something to say.
+    with pytest.raises(ValueError, match=r"rank 1: .*absent.*no such file"):
+        load_safetensors(
+            model, folder / ("absent" if rank == 1 else "empty.safetensors"), strict=False
+        )
+    (folder / "0").mkdir(exist_ok=True)
+    with pytest.raises(ValueError, match="ranks differ: the path"):
+        save_safetensors(model, folder / f"{rank}")
+    with pytest.raises(ValueError, match="makes several files"):
+        save_safetensors(model, folder / "a.safetensors", max_shard_size=3)
+    with pytest.raises(ValueError, match="max_shard_size: expected"):
+        save_safetensors(model, folder, max_shard_size="many")
+    with pytest.raises(ValueError, match="expected a ShardedWrapper"):
+        save_safetensors(nn.Linear(2, 2), folder)
+    assert {one.name for one in folder.iterdir()} == {"0", path.name, "empty.safetensors"}
+    assert not list((folder / "0").iterdir())
+    # Without strictness the rest is loaded.
+    if rank == 0:
+        save_file({"fc1.bias": torch.full((5,), 7.0), "more": torch.zeros(2)}, path)
+    torch.distributed.barrier()
+    keys = load_safetensors(model, path, strict=False)
+    assert keys.unexpected_keys == ["more"]
+    assert set(keys.missing_keys) == set(before) - {"fc1.bias"}
+    _assert_identical(snapshot(model), before | {"fc1.bias": torch.full((5,), 7.0)})
+
+
+class _WithExtraState(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"a": 1}
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    run_ranks(_cannot_be_saved, 2, tmp_path)
+
+
+def _cannot_be_saved(rank: int, world_size: int, folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"'_extra_state' \(dict\)"):
+        save_safetensors(ShardedWrapper(_WithExtraState(2, 2)), folder)
+    with pytest.raises(ValueError, match=r"no such dtype: 'phase' \(torch.complex128\)"):
+        save_safetensors(ShardedWrapper(CASES["mixed-types"].model()), folder)
+    group = [torch.distributed.new_group([one]) for one in range(world_size)][rank]
+    experts = nn.Sequential(ShardedWrapper(nn.Linear(3, 3), process_group=group), nn.Linear(3, 3))
+    with pytest.raises(NotImplementedError, match="unit '0' trains on ranks"):
+        save_safetensors(ShardedWrapper(experts), folder)
+
+
+def test_a_rank_that_cannot_write(tmp_path: Path) -> None:
+    run_ranks(_cannot_write, 3, tmp_path)
+
+
+def _cannot_write(rank: int, world_size: int, folder: Path) -> None:
+    path = folder / "model.safetensors"
+    model = _trained("mlp", "full", rank, world_size)
+    save_safetensors(model, path)
+    torch.distributed.barrier()
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for failing in range(world_size):  # rank 0 when it makes the file, the others when they write
+        try:
+            if rank == failing:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+            with pytest.raises((OSError, ValueError), match="File too large"):
+                save_safetensors(model, path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        torch.distributed.barrier()
+        assert path.read_bytes() == before
+        assert [one.name for one in folder.iterdir()] == [path.name]
+        torch.distributed.barrier()
+    with pytest.raises((OSError, ValueError), match="Not a directory"):
+        save_safetensors(model, path / "below")
+    save_safetensors(model, path)  # as before, and all ranks still together
+    assert path.read_bytes() == before
