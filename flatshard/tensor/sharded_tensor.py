@@ -152,8 +152,8 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         # One rank's range means nothing elsewhere.
         raise RuntimeError(
-            f"parameter {self.spec.name!r} is sharded and cannot be pickled. Save "
-            "model.state_dict(), which holds full tensors, or p.full_tensor()."
+            f"parameter {self.spec.name!r} is sharded and cannot be pickled. torch.save takes "
+            "flatshard.checkpoint.full_state_dict(model); torch.distributed.checkpoint.save this."
         )
 
     def share_memory_(self) -> NoReturn:  # type: ignore[override]
