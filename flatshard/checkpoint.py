@@ -11,12 +11,15 @@ from torch import nn
 
 from flatshard.engine.unit import Unit
 from flatshard.formats.convert import convert
+from flatshard.module.full_state import full_optim_state_dict, full_state_dict
 from flatshard.module.sharding import state_dicts_in, units_between_steps
 from flatshard.state import safetensors
 from flatshard.state.model_state import UnitStateDict, options_of, options_set, without_ddp_prefix
 
 __all__ = [
     "convert",
+    "full_optim_state_dict",
+    "full_state_dict",
     "load_safetensors",
     "options_of",
     "options_set",

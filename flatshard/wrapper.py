@@ -24,6 +24,7 @@ from flatshard.engine.buffer_sync import BufferSync
 from flatshard.module import join
 from flatshard.module.construction import Construction
 from flatshard.module.conversion import convert, copy_model
+from flatshard.module.full_state import warn_of_size
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.run import accumulating
 from flatshard.module.settings import ProcessGroups, Settings, ranks_or_alone, read_strategy
@@ -43,6 +44,7 @@ from flatshard.options.flags import as_flags
 from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_backward_prefetch
+from flatshard.options.torch_request import is_getting_shards
 from flatshard.plan.divergence import Divergence
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.plan.wrap import Policy
@@ -533,10 +535,12 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         dropped, as in an unwrapped model; not where ``set_state_dict_type`` asks for CPU memory or
         rank 0 alone. RuntimeError then if the model had changed since.
 
-        See ``set_state_dict_type`` for rank 0 alone, or in CPU memory. Collective: all ranks, also
+        ``flatshard.checkpoint.full_state_dict`` and ``set_state_dict_type`` have it on rank 0
+        alone, in CPU memory. Rank 0 warns if all ranks' do not fit. Collective: all ranks, also
         those that get nothing.
         """
         self._sharding.context.recover()
+        warn_of_size(self)
         return self.module.state_dict(*args, **kwargs)
 
     def sharded_state_dict(self) -> dict[str, Any]:
@@ -810,6 +814,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
                 "model.load_state_dict(), ShardedWrapper.optim_state_dict() and "
                 "optim_state_dict_to_load(), or wrap with use_orig_params=True."
             )
+        if is_getting_shards():
+            self._sharding.state_dict.check_names()  # optimizers do not know
         return {"": "module"}
 
 

@@ -75,12 +75,14 @@ class Communicator(Tags):
         is_apart = is_gloo and self.options.collectives is not Collectives.NATIVE
         # Ordered collectives on one group match by order. Reductions start when gradients are
         # there, all-gathers when parameters are needed, and the two may interleave differently on
-        # each rank: each kind has a group of its own. What ranks agree on at the end of backward
-        # shares the all-gathers' group, where the order is that of the program.
+        # each rank: each kind has a group of its own.
         with named(self.meeting):
             gather_group = new_group(group) if is_apart else group
             reduce_group = new_group(group)
-            self._control_group, self.control_device = control_of(gather_group)
+            # gloo ends the process where what two ranks send differs in size, so that all-gathers
+            # which nobody announced share a group with nothing else.
+            control = new_group(group) if is_gloo and not is_apart else gather_group
+            self._control_group, self.control_device = control_of(control)
         self.members = Members(
             self.rank,
             self.ranks,

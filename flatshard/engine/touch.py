@@ -31,6 +31,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Phase, Unit
 from flatshard.tensor.gathered import as_views, gathered
+from flatshard.tensor.recomputation import is_counted
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, tensors_in
 
@@ -142,7 +143,9 @@ class Touch(StepObserver):
         if is_outermost:
             forward.begin()
             state.depth += 1
-        forward.saved.push()
+        packs = is_outermost or not is_counted()
+        if packs:
+            forward.saved.push()
         failed = True
         try:
             for unit in units:
@@ -150,7 +153,8 @@ class Touch(StepObserver):
             yield is_outermost
             failed = False
         finally:
-            forward.saved.pop()
+            if packs:
+                forward.saved.pop()
             if is_outermost:
                 state.depth -= 1
                 self.leave_forward()

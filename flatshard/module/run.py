@@ -59,6 +59,7 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     context.observers.add(writes)
     for one in shardings_in(root.wrapper):
         one.context, one.state_dict.writes = context, writes
+        one.state_dict.is_apart = one.settings.ranks.world.size < settings.ranks.world.size
 
 
 @contextlib.contextmanager

@@ -24,8 +24,8 @@ _STAMP = "flatshard"
 
 _ONE_RANKS = (
     "optimizer.state_dict() holds this rank's parts of sharded parameters alone, and loads nowhere "
-    "else. ShardedWrapper.optim_state_dict(model, optimizer), called on every rank, is the state "
-    "to save."
+    "else. flatshard.checkpoint.full_optim_state_dict(model, optimizer), called on every rank, is "
+    "the state to save."
 )
 
 
@@ -97,7 +97,7 @@ def _check_stamp(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
     raise RuntimeError(
         f"optimizer.state_dict() of rank {saved['rank']} of {saved['world_size']} holds that "
         f"rank's parts alone, and was loaded for {where}. Save "
-        "ShardedWrapper.optim_state_dict(model, optimizer), which loads anywhere."
+        "flatshard.checkpoint.full_optim_state_dict(model, optimizer), which loads anywhere."
     )
 
 

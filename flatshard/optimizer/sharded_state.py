@@ -24,12 +24,15 @@ def to_torch(optimizer: torch.optim.Optimizer, state_dict: StateDict, asked: Tor
     Collective if it asked for full ones: all ranks of the shard group.
     """
     for param, state in _by_parameter(optimizer, state_dict):
-        for key, value in state.items():
+        for key, value in sorted(state.items()):  # in one order on all ranks
             if not is_part(param, key, value):
+                _check_one_value(param, key, value)
                 continue
             shown = state_shard(local_range(value), param.spec)
             if asked.full and isinstance(shown, FlatShardTensor):
                 shown = shown.full_tensor()
+                if asked.rank0_only and param.spec.comm.global_rank > 0:
+                    shown = shown.new_empty(0)
             state[key] = shown.cpu() if asked.to_cpu else shown
 
 
@@ -52,6 +55,16 @@ def is_part(param: FlatShardTensor, key: str, value: Any) -> bool:
         return True
     is_tensor = isinstance(value, Tensor) and key not in ONE_PER_PARAMETER
     return is_tensor and value.shape == param.local.shape
+
+
+def _check_one_value(param: FlatShardTensor, key: str, value: Any) -> None:
+    """Raise for what no rank can make a part of, and ranks may have different values of."""
+    if isinstance(value, Tensor) and value.numel() > 1 and value.shape != param.shape:
+        raise ValueError(
+            f"optimizer state {key!r} of parameter {param.spec.name!r} has shape "
+            f"{tuple(value.shape)}: only numbers, and tensors with one value per element of the "
+            "parameter, can be saved from the ranks' parts."
+        )
 
 
 def _by_parameter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -16,14 +17,31 @@ class TorchRequest:
 
     full: bool
     to_cpu: bool
+    rank0_only: bool  # it drops what other ranks have
 
 
 def torch_request() -> TorchRequest | None:
     """The options of the innermost such call on this thread; None: there is none."""
+    for frame in _frames():
+        if "info" in frame.f_locals:
+            info = frame.f_locals["info"]
+            drops = info.full_state_dict and info.cpu_offload
+            # Not before it has looked for the frozen ones among them.
+            rank0_only = drops and not info.ignore_frozen_params
+            return TorchRequest(info.full_state_dict, info.cpu_offload, rank0_only)
+    return None
+
+
+def is_getting_shards() -> bool:
+    """Whether torch's ``get_state_dict``, or a sibling, runs without ``full_state_dict``."""
+    getters = [frame for frame in _frames() if frame.f_code.co_name.startswith("get_")]
+    return any(not getattr(f.f_locals["options"], "full_state_dict", False) for f in getters)
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames of its functions on this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") == _MODULE and "info" in frame.f_locals:
-            info = frame.f_locals["info"]
-            return TorchRequest(info.full_state_dict, info.cpu_offload)
+        if frame.f_globals.get("__name__") == _MODULE:
+            yield frame
         frame = frame.f_back
-    return None

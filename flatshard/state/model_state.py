@@ -43,6 +43,7 @@ class UnitStateDict:
     def __init__(self, unit: Unit) -> None:
         self.options = StateDictOptions()
         self.writes = WriteThrough()  # one for a model
+        self.is_apart = False  # whether fewer ranks train the unit than the model
         self._unit = unit
         # Torch calls these hooks inside one another: the outermost does the work.
         self._depth = 0
@@ -63,10 +64,11 @@ class UnitStateDict:
     ) -> None:
         if not self._leave():
             return
-        options = self._requested()
+        options = self.requested()
         if not options.gathers:
             return
         if options.is_sharded:
+            self.check_names()
             for handle in self._unit.handles:
                 _keep_sharded(handle, state_dict, options)
         is_saving = not options.rank0_only or self._unit.topology.world.rank == 0
@@ -79,9 +81,21 @@ class UnitStateDict:
         for key in [key for key in state_dict if key.startswith(prefix)]:
             _treat_rest(state_dict, key, options, is_saving)
 
-    def _requested(self) -> StateDictOptions:
+    def check_names(self) -> None:
+        """Raise if the names in the unit's sharded state dict mean something else on some ranks."""
+        if self.is_apart:
+            raise NotImplementedError(
+                f"unit {self._unit.name!r} trains on some of the model's ranks alone: other ranks "
+                "may hold other parameters of its names, and a sharded checkpoint keeps one of a "
+                "name. Save the unit's state dict apart, under names of its own."
+            )
+
+    def requested(self) -> StateDictOptions:
+        """The options, or what torch's ``get_state_dict`` asks for, if that calls."""
         asked = torch_request()
-        return self.options if asked is None else StateDictOptions(is_sharded=not asked.full)
+        if asked is None:
+            return self.options
+        return StateDictOptions(not asked.full, asked.to_cpu, asked.rank0_only)
 
     def _before_load(
         self, module: nn.Module, _: Any, prefix: str, metadata: dict[str, Any], *rest: Any

@@ -112,6 +112,12 @@ def sharded_state(
     offload_to_cpu: bool,
 ) -> StateDict:
     """An optimizer's state by name; what is per element is sharded, and shares memory with it."""
+    if len(worlds_of(units)) > 1:
+        raise NotImplementedError(
+            "optim_state_dict: some units train on some of the model's ranks alone: other ranks "
+            "may hold other state of their names, and a sharded checkpoint keeps one of a name. "
+            "Ask for FULL_STATE_DICT."
+        )
     found = _State.of(model, optimizer, units, state_dict)
     device = torch.device("cpu") if offload_to_cpu else None
     state: dict[str, StateDict] = {}

@@ -34,7 +34,7 @@ class CheckpointChunks:
         from torch.distributed.checkpoint import metadata, planner
 
         # Never an empty chunk: DCP keeps the first of those with one name and offset.
-        chunks = self.__create_chunk_list__()
+        chunks = self._chunks()
         _check_writer(fqn, len(chunks))
         data = metadata.TensorProperties(dtype=self.local.dtype)
         size = torch.Size(self.spec.shape)
@@ -48,6 +48,12 @@ class CheckpointChunks:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # DCP asks on all ranks before it loads. A rank that holds nothing of the parameter gets no
+        # write, but must unshard again, as those do whose shards are written.
+        torch.autograd.graph.increment_version(self.local)
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
@@ -66,17 +72,23 @@ class CheckpointChunks:
 
     def _boxes(self) -> Iterator[Box]:
         spec = self.spec
+        if spec.originals is not None:  # DCP would keep one rank's, as all have one name and place
+            spec.refuse("a checkpoint of what has a flat parameter's shape")
         return boxes_of(spec.shape, spec.offset, spec.offset + spec.numel, spec.order)
 
 
 def _check_writer(fqn: str, num_boxes: int) -> None:
-    """Raise for torch's safetensors writer: it keeps one box of a tensor, and says nothing."""
+    """Raise for torch's safetensors writer where it would write wrong values, and say nothing."""
     frame = sys._getframe(2)
-    while num_boxes > 1 and frame is not None:
-        writer = type(frame.f_locals.get("storage_writer")).__name__
-        if writer == "HuggingFaceStorageWriter":
-            raise RuntimeError(
-                f"{fqn!r}: this rank holds {num_boxes} boxes of it, of which {writer} would write "
-                "one. Call flatshard.checkpoint.save_safetensors(model, path)."
-            )
+    while frame is not None and "storage_writer" not in frame.f_locals:
         frame = frame.f_back  # type: ignore[assignment]
+    writer = None if frame is None else frame.f_locals["storage_writer"]
+    if "HuggingFaceStorageWriter" not in (base.__name__ for base in type(writer).__mro__):
+        return
+    # It keeps one box of a tensor from each rank; without `save_distributed` from all together.
+    if num_boxes > 1 or not writer.save_distributed:  # type: ignore[union-attr]
+        raise RuntimeError(
+            f"{fqn!r}: this rank holds {num_boxes} boxes of it. HuggingFaceStorageWriter would "
+            "write one from each rank with save_distributed=True, and one in all without it. Call "
+            "flatshard.checkpoint.save_safetensors(model, path)."
+        )

@@ -19,6 +19,7 @@ from torch.utils import hooks as torch_hooks
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.memory.disk import is_on_disk
 from flatshard.tensor.checkpoint_chunks import CheckpointChunks
+from flatshard.tensor.recomputation import is_counted, refuse_counted
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 
 # By operation name; called with the operation, its arguments and its keywords. ``elementwise_ops``
@@ -152,8 +153,8 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         # One rank's range means nothing elsewhere.
         raise RuntimeError(
-            f"parameter {self.spec.name!r} is sharded and cannot be pickled. Save "
-            "model.state_dict(), which holds full tensors, or p.full_tensor()."
+            f"parameter {self.spec.name!r} is sharded and cannot be pickled. torch.save takes "
+            "flatshard.checkpoint.full_state_dict(model); torch.distributed.checkpoint.save this."
         )
 
     def share_memory_(self) -> NoReturn:  # type: ignore[override]
@@ -195,6 +196,8 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         try:
+            if torch.is_grad_enabled() and is_counted():
+                refuse_counted(func, first_sharded(args, kwargs).spec)
             if func in ABOVE_AUTOGRAD and torch.is_grad_enabled():
                 result = ABOVE_AUTOGRAD[func](*args, **kwargs)
                 if result is not NotImplemented:

@@ -18,14 +18,20 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 MODULES = {
     "flatshard": "The wrapper, and what it is told.",
     "flatshard.wrap": "Which modules become units.",
-    "flatshard.checkpoint": "Files of a whole model.",
+    "flatshard.checkpoint": "Full state dicts, and files of a whole model.",
     "flatshard.memory_plan": "What a model will take, from its shapes alone.",
     "flatshard.diagnostics.step_report": "What a recorded step consisted of.",
 }
 """Modules with public names, and a line about each."""
 
 NAMES = {
-    "flatshard.checkpoint": ["save_safetensors", "load_safetensors", "convert"],
+    "flatshard.checkpoint": [
+        "full_state_dict",
+        "full_optim_state_dict",
+        "save_safetensors",
+        "load_safetensors",
+        "convert",
+    ],
     "flatshard.memory_plan": ["predict", "MemoryPlan", "UnitMemory"],
     "flatshard.diagnostics.step_report": ["StepReport", "UnitReport", "Range", "Kind"],
 }

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -147,14 +148,21 @@ def _compare(rank: int, world: int, way: str, make: Callable[[], nn.Module], los
 
 @each_way
 def test_uses_of_a_childs_parameters(way: str) -> None:
-    run_ranks(_uses, 2, way)
+    run_ranks(_uses, 2, way, False)
 
 
-def _uses(rank: int, world: int, way: str) -> None:
+@each_way
+def test_uses_in_a_checkpoint(way: str) -> None:
+    """In the first pass more, or less, was saved than when the checkpoint recomputed."""
+    run_ranks(_uses, 2, way, True)
+
+
+def _uses(rank: int, world: int, way: str, is_checkpointed: bool) -> None:
     for name, use in USES.items():
 
         def make(name: str = name, use: Use = use) -> nn.Module:
-            model = Parent(use)
+            model = Parent(partial(checkpoint, use, use_reentrant=False))
+            model.use = model.use if is_checkpointed else use
             model.child.requires_grad_(name != "frozen")
             return model
 

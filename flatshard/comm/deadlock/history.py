@@ -26,9 +26,24 @@ class History:
         self.digest = 0
         self.unchecked_since = 0.0  # when the first was added that nobody compared; 0: none
         self._recent: deque[Begun] = deque(maxlen=_KEPT)
+        self._last_two = "", ""
+        self._next: dict[tuple[str, str], str] = {}  # what has always followed two; "": several
+
+    def is_usual(self, what: str) -> bool:
+        """Whether every other rank, too, begins this next or asks whether all begin something else.
+
+        Nothing else has ever followed the last two, on no rank: ``learn`` is called on all.
+        """
+        return self._next.get(self._last_two) == what
+
+    def learn(self, what: str) -> None:
+        """Note what follows the last two, on all ranks."""
+        first = self._next.setdefault(self._last_two, what)
+        self._next[self._last_two] = what if what == first else ""
 
     def add(self, number: int, what: str) -> None:
         self.digest = zlib.crc32(what.encode(), self.digest)
+        self._last_two = self._last_two[1], what
         self._recent.append((number, what))
         self.unchecked_since = self.unchecked_since or time.monotonic()
 

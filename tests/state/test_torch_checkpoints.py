@@ -1,0 +1,299 @@
+"""Where ``torch.distributed.checkpoint`` (DCP) could lose or mix up values of sharded state."""
+
+import copy
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+)
+
+from flatshard import CPUOffload, FlatShardTensor, ShardedWrapper
+from flatshard.checkpoint import full_optim_state_dict, full_state_dict
+from flatshard.comm.communicator import ALONE
+from flatshard.memory.free import free_bytes
+from flatshard.module import full_state
+from flatshard.plan.layout import FlatLayout
+from flatshard.state import model_state
+from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import allow_warnings, run_ranks
+from tests.oracle import OPTIMIZERS, trainable
+from tests.state.everything import CASE, Keywords, train
+
+# ---------------------------------------------------------------- resharding
+
+
+@pytest.mark.parametrize(("saving", "loading"), list(product(range(1, 5), repeat=2)))
+def test_resharding(saving: int, loading: int) -> None:
+    """Every rank's boxes from every other number of ranks' boxes, to the bit."""
+    shapes = {"a": (7, 5), "b": (4, 3, 2), "c": (11,), "d": (), "e": (1,), "f": (2, 3, 2, 3)}
+    orders = [(1, 0), (0, 1, 2), (0,), (), (0,), (0, 2, 3, 1)]
+    values = {name: torch.randn(shape) for name, shape in shapes.items()}
+
+    def parts(num_ranks: int) -> list[list[FlatShardTensor]]:
+        layout = FlatLayout.build(shapes.items(), world_size=num_ranks, itemsize=8, orders=orders)
+        return [
+            [_part(layout, index, rank, values[span.name]) for rank in range(num_ranks)]
+            for index, span in enumerate(layout.spans)
+        ]
+
+    for saved, loaded in zip(parts(saving), parts(loading), strict=True):
+        _reshard(saved, loaded)
+
+
+def _part(layout: FlatLayout, index: int, rank: int, value: Tensor) -> FlatShardTensor:
+    span, local = layout.spans[index], layout.local_span(index, rank)
+    place: Any = {"offset": local.offset, "numel": local.numel, "order": span.order}
+    spec = ShardSpec(span.name, "", span.shape, comm=ALONE, **place)
+    return FlatShardTensor(spec.slice(value).clone(), spec)
+
+
+def _reshard(saved: list[FlatShardTensor], loaded: list[FlatShardTensor]) -> None:
+    """What DCP does, without files."""
+    chunks = [(part, chunk) for part in saved for chunk in part.__create_chunk_list__()]
+    shape = torch.Size(saved[0].spec.shape)
+    assert sum(math.prod(chunk.sizes) for _, chunk in chunks) == shape.numel()
+    metadata = TensorStorageMetadata(
+        TensorProperties(saved[0].dtype), shape, [chunk for _, chunk in chunks]
+    )
+    for part in loaded:
+        expected = part.local.clone()
+        part.local.fill_(math.nan)
+        wanted = part.__create_chunk_list__()
+        for item in create_read_items_for_chunk_list("name", metadata, wanted):
+            source, _ = chunks[item.storage_index.index]
+            target = part.__get_tensor_shard__(item.dest_index)
+            value = source.__get_tensor_shard__(item.storage_index)
+            _narrow(target, item.dest_offsets, item.lengths).copy_(
+                _narrow(value, item.storage_offsets, item.lengths)
+            )
+        assert torch.equal(part.local, expected)
+
+
+def _narrow(tensor: Tensor, offsets: Any, lengths: Any) -> Tensor:
+    return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+
+
+# ---------------------------------------------------------------- loading in place
+
+
+def _net(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 6), nn.Linear(6, 1))
+
+
+@pytest.mark.parametrize("collectives", ["auto", "native"])
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"sharding_strategy": "SHARD_OP"},
+        {"sharding_strategy": "SHARD_OP", "use_orig_params": False},
+        {"reshard_after_forward": False},
+    ],
+    ids=["op", "op-flat", "keep"],
+)
+def test_loads_into_unsharded_units(keywords: Keywords, collectives: str, tmp_path: Path) -> None:
+    """A rank that holds nothing of a unit took its stale buffer, and did not unshard again."""
+    settings = {**keywords, "collectives": collectives, "coalesce_bytes": 0}
+    run_ranks(_loads_into_unsharded, 4, settings, tmp_path)
+
+
+def _loads_into_unsharded(rank: int, world_size: int, settings: Keywords, folder: Path) -> None:
+    policy = ModuleWrapPolicy((nn.Linear,))
+    saved, model = (
+        ShardedWrapper(_net(seed), auto_wrap_policy=policy, **settings) for seed in range(2)
+    )
+    x = torch.randn(5, 3)
+    with allow_warnings():
+        dcp.save(saved.sharded_state_dict(), checkpoint_id=folder)
+        model(x).sum().backward()
+        dcp.load(model.sharded_state_dict(), checkpoint_id=folder)
+    assert torch.equal(model(x), saved(x))
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True], ids=["host", "disk"])
+def test_offloaded(is_on_disk: bool, tmp_path: Path) -> None:
+    run_ranks(_offloaded, 2, is_on_disk, tmp_path)
+
+
+def _offloaded(rank: int, world_size: int, is_on_disk: bool, folder: Path) -> None:
+    offload = CPUOffload(offload_params=True, path=folder if is_on_disk else None)
+    results = []
+    for call, steps in ((dcp.save, range(2)), (dcp.load, range(5, 6))):
+        with allow_warnings():
+            model = CASE.wrap(CASE.model(), cpu_offload=offload)
+            optimizer = OPTIMIZERS["adamw"](trainable(model))
+            train(model, optimizer, steps, CASE, rank, world_size)
+            get_state_dict(model, optimizer)
+            weights, state = get_state_dict(model, optimizer)
+            call({"model": weights, "optimizer": state["state"]}, checkpoint_id=folder / "saved")
+        full = ShardedWrapper.optim_state_dict(model, optimizer)["state"]
+        moments = {name: values["exp_avg"] for name, values in full.items()}
+        results.append((model.state_dict(), moments))
+    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=0.0)
+
+
+# ---------------------------------------------------------------- what would lose values
+
+
+def test_units_of_some_ranks(tmp_path: Path) -> None:
+    """Experts of other ranks have the same names: one rank's values were saved for all."""
+    run_ranks(_units_of_some_ranks, 2)
+
+
+def _units_of_some_ranks(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([number]) for number in range(2)]
+    model = _net(0)
+    model[1] = ShardedWrapper(model[1], process_group=groups[rank])
+    model = ShardedWrapper(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for ask in (
+        model.sharded_state_dict,
+        lambda: get_model_state_dict(model),
+        lambda: get_optimizer_state_dict(model, optimizer),
+    ):
+        with pytest.raises(NotImplementedError, match=r"on some of the model's ranks alone"):
+            ask()
+    with (
+        ShardedWrapper.state_dict_type(model, "SHARDED_STATE_DICT"),
+        pytest.raises(NotImplementedError, match=r"optim_state_dict: .* ranks alone"),
+    ):
+        ShardedWrapper.optim_state_dict(model, optimizer)
+    full = StateDictOptions(full_state_dict=True)
+    assert get_model_state_dict(model, options=full)["1.weight"].shape == (6, 1)
+
+
+def test_writer_of_safetensors(tmp_path: Path) -> None:
+    run_ranks(_writer_of_safetensors, 2, tmp_path)
+
+
+def _writer_of_safetensors(rank: int, world_size: int, folder: Path) -> None:
+    """It keeps one box of a tensor from each rank, and in its default mode one from all."""
+    cut_in_a_row = nn.Linear(5, 7)
+    one_row = nn.Linear(40, 1, bias=False)
+    for number, (layer, is_distributed, is_right) in enumerate(
+        [(cut_in_a_row, True, False), (one_row, False, False), (one_row, True, True)]
+    ):
+        model = ShardedWrapper(copy.deepcopy(layer))
+        writer = dcp.HuggingFaceStorageWriter(
+            str(folder / str(number)),
+            save_distributed=is_distributed,
+            enable_consolidation=is_distributed,
+        )
+        with allow_warnings():
+            if not is_right:
+                with pytest.raises(
+                    BaseException, match=r"'weight': this rank .*save_safetensors\("
+                ):
+                    dcp.save(model.sharded_state_dict(), storage_writer=writer)
+                continue
+            dcp.save(model.sharded_state_dict(), storage_writer=writer)
+        found = load_file(next((folder / str(number)).glob("*.safetensors")))
+        torch.testing.assert_close(found, model.state_dict(), rtol=0.0, atol=0.0)
+
+
+def test_what_has_no_boxes() -> None:
+    run_ranks(_what_has_no_boxes, 2)
+
+
+def _what_has_no_boxes(rank: int, world_size: int) -> None:
+    flat = ShardedWrapper(_net(0), use_orig_params=False)
+    flat(torch.ones(2, 3)).sum().backward()
+    (param,) = flat.parameters()
+    with pytest.raises(RuntimeError, match="a flat parameter's shape"):
+        param.grad.__create_chunk_list__()
+    model = ShardedWrapper(_net(0))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    for param in model.parameters():
+        optimizer.state[param]["rows"] = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"'rows' of parameter '0.weight' has shape \(2, 3\)"):
+        get_optimizer_state_dict(model, optimizer)
+
+
+# ---------------------------------------------------------------- full state dicts
+
+
+def test_full_on_rank_0(tmp_path: Path) -> None:
+    run_ranks(_full_on_rank_0, 2, tmp_path)
+
+
+def _full_on_rank_0(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 0 alone keeps copies, in host memory: by our functions and by torch's."""
+    model = CASE.wrap(CASE.model())
+    optimizer = OPTIMIZERS["adamw"](trainable(model))
+    train(model, optimizer, range(2), CASE, rank, world_size)
+    expected = model.state_dict(), ShardedWrapper.optim_state_dict(model, optimizer)
+    on_rank_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    with mock.patch.object(model_state, "gather_full", wraps=model_state.gather_full) as gather:
+        ours = full_state_dict(model), full_optim_state_dict(model, optimizer)
+        theirs = get_model_state_dict(model, options=on_rank_0)
+    assert {call.args[2].type for call in gather.mock_calls} == {"cpu"}
+    assert {call.kwargs["is_kept"] for call in gather.mock_calls} == {rank == 0}
+    _, state = get_state_dict(model, optimizer, options=on_rank_0)
+    if rank > 0:
+        assert (*ours, theirs, state) == ({}, {}, {}, {})
+    else:
+        for found in (ours, (theirs, ours[1])):
+            torch.testing.assert_close(found[0], expected[0], rtol=0.0, atol=0.0)
+            torch.testing.assert_close(found[1]["state"], expected[1]["state"])
+        for name in expected[1]["state"]:
+            torch.testing.assert_close(state["state"][name], expected[1]["state"][name])
+    frozen = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    left = get_model_state_dict(model, options=frozen)
+    assert ("frozen.bias" in left, "frozen.weight" in left) == (False, rank == 0)
+
+    with allow_warnings():
+        dcp.save(model.sharded_state_dict(), checkpoint_id=folder)
+    if rank == 0:
+        dcp_to_torch_save(folder, folder / "full.pt")
+        converted = torch.load(folder / "full.pt", weights_only=True)
+        torch.testing.assert_close(converted, expected[0], rtol=0.0, atol=0.0)
+        plain = CASE.model()
+        plain_optimizer = OPTIMIZERS["adamw"](trainable(plain))
+        assert full_state_dict(plain).keys() == expected[0].keys()
+        assert full_optim_state_dict(plain, plain_optimizer)["state"] == {}
+
+
+def test_warns_of_what_does_not_fit() -> None:
+    run_ranks(_warns_of_size, 2)
+
+
+def _warns_of_size(rank: int, world_size: int) -> None:
+    model = ShardedWrapper(_net(0))
+    with mock.patch.object(full_state, "free_bytes", return_value=100) as free:
+        if rank == 0:
+            with pytest.warns(UserWarning, match=r"2 x 88 bytes on cpu, where 100 are free"):
+                model.state_dict()
+        else:
+            model.state_dict()
+        full_state_dict(model)
+        model.sharded_state_dict()
+        get_model_state_dict(model)
+        free.return_value = 176
+        model.state_dict()
+    with mock.patch.object(full_state, "free_bytes", return_value=None):
+        model.state_dict()
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux alone says it so")
+def test_free_memory() -> None:
+    assert 1 << 20 < (free_bytes(torch.device("cpu")) or 0) < 1 << 50
+    assert free_bytes(torch.device("meta")) is None
