@@ -58,7 +58,7 @@ class SharedMemoryTransport(Transport):
         self.members, self.processes, self._mailbox = members, processes, mailbox
         self.reason = reason
         self._peers = {peer: processes[peer] for peer in members.peers}
-        self._published: dict[int, int] = {}  # by tag, the number of the last publication
+        self._published: dict[int, Publication] = {}
         self._open_files: list[Publication] = []
 
     @classmethod
@@ -179,18 +179,17 @@ class SharedMemoryTransport(Transport):
         """
         counter = self.members.counter
         # A mailbox has one record per tag: overwritten too early, a slow rank would never see it.
-        before = self._published.get(tag, 0)
-        last = [process.taken(tag, before) for process in self._peers.values() if before]
-        if not all(taken.is_completed() for taken in last):
-            need = counter.needs(("take", tag), before)
+        before = self._published.get(tag)
+        if before is not None and not all(taken.is_completed() for taken in before.taken):
+            need = counter.needs(("take", tag), before.number)
             with watched(lambda: f"{op_name}, not taken the last time", need):
-                for taken in last:
+                for taken in before.taken:
                     taken.wait()
-        number = before + 1
+        number = 1 if before is None else before.number + 1
         records = {peer: process.offered(tag, number) for peer, process in self._peers.items()}
         awaited = [process.taken(tag, number) for process in self._peers.values()]
         publication = Publication(self._mailbox, counter, tag, number, file, records, awaited)
-        self._published[tag] = number
+        self._published[tag] = publication
         if file >= 0:
             self._open_files.append(publication)
         # Counted before it is visible, or the detector could report it as missing.
