@@ -75,6 +75,21 @@ class _Metadata(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it holds {module}.{name}, whose loading may run code")
 
 
+def read_dcp_metadata(folder: Path) -> Any:
+    """DCP's ``Metadata`` of a folder.
+
+    Raises:
+        ValueError: it is corrupt.
+    """
+    try:
+        with open(folder / ".metadata", "rb") as stream:
+            metadata = _Metadata(stream).load()
+        metadata.storage_data.values()
+    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(f"{folder / '.metadata'}: it cannot be read: {error}") from error
+    return metadata
+
+
 def read_dcp(folder: Path) -> tuple[Any, Callable[[str], Tensor]]:
     """A folder's ``Metadata``, and what reads one of its tensors.
 
@@ -85,13 +100,8 @@ def read_dcp(folder: Path) -> tuple[Any, Callable[[str], Tensor]]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    try:
-        with open(folder / ".metadata", "rb") as stream:
-            metadata = _Metadata(stream).load()
-        stored = metadata.storage_data.values()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
-        raise ValueError(f"{folder / '.metadata'}: it cannot be read: {error}") from error
-    for one in stored:
+    metadata = read_dcp_metadata(folder)
+    for one in metadata.storage_data.values():
         file, end = folder / one.relative_path, one.offset + one.length
         nbytes = file.stat().st_size if file.exists() else 0
         if nbytes < end:
