@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ORDER = (
-    *("options", "plan", "memory", "precision", "comm", "tensor", "engine", "optimizer"),
+    *("options", "plan", "formats", "memory", "precision", "comm", "tensor", "engine", "optimizer"),
     *("diagnostics", "state", "module", "compat"),
 )
-"""A package imports those before it."""
+"""A package imports those before it; the modules beside them are what users import."""
 
 CORE = (
     *("plan/layout.py", "plan/schedule.py"),

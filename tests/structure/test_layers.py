@@ -8,14 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from measure.structure import ORDER
 
 import flatshard
-
-ORDER = (
-    *("options", "plan", "formats", "memory", "precision", "comm", "tensor", "engine", "optimizer"),
-    *("diagnostics", "state", "module", "compat"),
-)
-"""A package imports those before it; the modules beside them are what users import."""
 
 FOLDER = Path(flatshard.__file__).parent
 FILES = sorted(FOLDER.rglob("*.py"))
