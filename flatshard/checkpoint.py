@@ -1,29 +1,151 @@
-"""Files of a whole sharded model, and options of state dicts (``flatshard.state.model_state``)."""
+"""Checkpoints of a training, files of a whole model, and options of state dicts."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from flatshard.comm.host_ranks import HostRanks
 from flatshard.engine.unit import Unit
+from flatshard.formats.convert import convert
 from flatshard.module.full_state import full_optim_state_dict, full_state_dict
-from flatshard.module.sharding import state_dicts_in, units_between_steps
+from flatshard.module.sharding import shardings_in, state_dicts_in, units_between_steps
 from flatshard.state import safetensors
+from flatshard.state.checkpoint import loading, rng
+from flatshard.state.checkpoint.folder import latest
+from flatshard.state.checkpoint.saving import PendingSave, Save, Snapshot
 from flatshard.state.model_state import UnitStateDict, options_of, options_set, without_ddp_prefix
+from flatshard.wrapper import ShardedWrapper
 
 __all__ = [
+    "PendingSave",
+    "convert",
     "full_optim_state_dict",
     "full_state_dict",
+    "latest",
+    "load",
     "load_safetensors",
     "options_of",
     "options_set",
+    "save",
     "save_safetensors",
     "without_ddp_prefix",
 ]
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    extra: dict[str, Any] | None = None,
+    async_: bool = False,
+    keep: int | None = None,
+) -> PendingSave | None:
+    """Save a training in the folder ``path``, which any number of ranks can ``load``.
+
+    Each rank writes what it holds; no tensor is sent. The folder appears under its name when all
+    is on the disk, so that a kill at any moment leaves the one saved before. It is a folder of
+    ``torch.distributed.checkpoint`` (DCP), with keys ``model`` and ``optimizer`` as from torch's
+    ``get_state_dict``. Random number generators of each rank are saved as well.
+
+    Collective: all ranks that train ``model``, between steps. The hosts share the file system.
+
+    Args:
+        path: the checkpoint's folder, such as ``"runs/step-00001000"``. One of that name is
+            replaced once the new one is complete.
+        model: a wrapper, a module that contains some, or an unwrapped model (under
+            DistributedDataParallel, or the same on all ranks).
+        optimizer: an optimizer over its parameters.
+        scheduler: has ``state_dict()``, the same on all ranks.
+        extra: what else to keep (the step, the position in the data), the same on all ranks:
+            numbers, strings, tensors, lists and dicts of them. ``extra["step"]`` names the
+            step where the checkpoint is listed.
+        async_: copy to host memory and return; a thread writes. The next save or load waits for
+            it, and the end of the program. Call ``wait()`` on the result before the process group
+            is destroyed.
+        keep: delete older checkpoints beside ``path`` whose names differ in their number alone,
+            but for this many.
+
+    Returns:
+        With ``async_`` what to wait for. Its errors are raised by ``wait()``, else by the next
+        save or load, else at the end of the program.
+
+    Raises:
+        OSError: on all ranks: no space left, no permission. No checkpoint has changed.
+        TypeError: on all ranks: ``extra`` holds what loads only by running code.
+        ValueError: on all ranks: ranks pass different arguments.
+        NotImplementedError: on all ranks: a unit trains on some of the ranks alone.
+        CollectiveError: another rank has ended. No checkpoint has changed.
+    """
+
+    def take() -> Snapshot:
+        tensors: dict[str, Any] = {"model": _model_state(model, "checkpoint.save()")}
+        if optimizer is not None:
+            tensors["optimizer"] = _optim_state(model, optimizer)
+        states = None if scheduler is None else scheduler.state_dict()
+        return Snapshot(tensors, rng.streams(_device_of(model)), states, dict(extra or {}))
+
+    return Save(Path(path), _ranks_of(model), keep).run(take, async_=async_)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    verify: bool = True,
+) -> dict[str, Any]:
+    """Continue a training that ``save`` has saved, on any number of ranks; returns its ``extra``.
+
+    Each rank reads its own part into the memory of its shards; no tensor is sent, and no rank
+    holds the full model. As many ranks as saved continue their random number generators. Of
+    others, rank r continues rank r's if there was one, and is else seeded by rank 0's and r.
+
+    Collective: all ranks that train ``model``, between steps.
+
+    Args:
+        path: the checkpoint's folder; see ``latest``.
+        model: may have other units, another strategy, and may have been wrapped on the meta device.
+        optimizer: gets the saved state and options. Without it, those are not read.
+        scheduler: has ``load_state_dict()``.
+        verify: compare checksums of the files, of which each rank reads some, before anything is
+            overwritten.
+
+    Raises:
+        FileNotFoundError: on all ranks: there is no complete checkpoint; names the last one.
+        ValueError: on all ranks, before anything is overwritten: names and shapes that are
+            missing, unexpected or different, all of them; a corrupted or truncated file; a folder
+            of another format.
+    """
+
+    def take() -> loading.Wanted:
+        states = _model_state(model, "checkpoint.load()")
+        optim = None if optimizer is None else _optim_state(model, optimizer)
+        return loading.Wanted(states, optim, scheduler is not None)
+
+    ranks = _ranks_of(model)
+    loaded = loading.load(Path(path), take, ranks, verify=verify)
+    _unwrapped(model).load_state_dict(loaded.model)
+    if optimizer is not None:
+        ShardedWrapper.optim_state_dict_to_load(
+            _unwrapped(model), optimizer, loaded.optimizer, load_directly=True
+        )
+    if scheduler is not None:
+        scheduler.load_state_dict(loaded.first["scheduler"])
+    if loaded.rng is None:
+        rng.begin(ranks.rank, loaded.first["rng"])
+    else:
+        rng.restore(loaded.rng, _device_of(model))
+    return loaded.first["extra"]  # type: ignore[no-any-return]
 
 
 def save_safetensors(
@@ -102,3 +224,35 @@ def _units_of(model: nn.Module, caller: str) -> tuple[list[Unit], list[UnitState
             f"{type(model).__name__}: safetensors.torch does this for those"
         )
     return units, state_dicts_in(model)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model whose names are the unwrapped model's."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _model_state(model: nn.Module, caller: str) -> dict[str, Any]:
+    units = units_between_steps(model, caller)
+    if units:
+        safetensors.check_alike(units, safetensors.world_of(units))
+    with ShardedWrapper.state_dict_type(model, "SHARDED_STATE_DICT"):
+        return _unwrapped(model).state_dict()
+
+
+def _optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    with ShardedWrapper.state_dict_type(model, "SHARDED_STATE_DICT"):
+        return ShardedWrapper.optim_state_dict(_unwrapped(model), optimizer, offload_to_cpu=False)
+
+
+def _ranks_of(model: nn.Module) -> HostRanks:
+    """The ranks that train it together."""
+    units = [one.unit for one in shardings_in(model)]
+    if units:
+        return HostRanks(safetensors.world_of(units).group)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return HostRanks(model.process_group)
+    return HostRanks(dist.group.WORLD if dist.is_initialized() else None)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((param.device for param in model.parameters()), torch.device("cpu"))

@@ -6,8 +6,14 @@
 The second form starts the ranks itself, on this machine. A rank takes a GPU and NCCL where every
 local rank has its own, else the CPU and gloo. `--ddp` trains the same job under
 DistributedDataParallel, for comparison. The data are MNIST's files if `--data-root` has them,
-else scikit-learn's handwritten digits, enlarged to 28x28. A checkpoint of `--save` can `--resume`
-with a different world size, sharded or not.
+else scikit-learn's handwritten digits, enlarged to 28x28. A file of `--save` can `--resume` with a
+different world size, sharded or not. With `--checkpoint-dir D` the job saves now and then, and at
+SIGTERM; with `--resume` it continues from the last checkpoint there, if there is one, so that
+
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 \\
+        scripts/train_mnist.py --checkpoint-dir D --resume
+
+goes on when a rank dies.
 """
 
 import argparse
@@ -157,14 +163,14 @@ def wrap_model(model: nn.Module, args: argparse.Namespace, device: torch.device)
 # ---------------------------------------------------------------------------------------- training
 
 
-def train_epoch(
+def train_steps(
     model: nn.Module,
     batches: Iterable[list[Tensor]],
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     bar: tqdm,
-) -> tuple[list[float], float]:
-    """Returns the loss of each step, and of the epoch, over all ranks."""
+) -> tuple[list[float], list[int]]:
+    """Returns the loss of each step over all ranks, and how many samples of a rank it had."""
     model.train()
     losses, counts = [], []
     for images, labels in batches:
@@ -184,11 +190,10 @@ def train_epoch(
             bar.set_postfix(loss=f"{loss.item():.4f}")
     # A step's batches are equally long on all ranks, so the mean of their means is the step's loss.
     # The ranks' losses meet here, in one call, and do not hold up the steps.
-    step_losses = torch.stack(losses).double()
+    step_losses = torch.stack(losses).double() if losses else torch.zeros(0)
     dist.all_reduce(step_losses)
     step_losses /= dist.get_world_size()
-    sizes = torch.tensor(counts, dtype=torch.double, device=device)
-    return step_losses.tolist(), float(step_losses @ sizes / sizes.sum())
+    return step_losses.tolist(), counts
 
 
 @torch.no_grad()
@@ -372,6 +377,7 @@ class Training:
         batches = BatchSampler(self.sampler, share, drop_last=False)
         self.loader = DataLoader(data.train, sampler=batches, batch_size=None)  # a batch at once
         self.scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
+        self.checkpoints = training_job.Checkpoints(args, model, optimizer, self.scheduler)
 
     def steps(self) -> range:
         """Returns the steps of the next epoch that are left to do: none at the end."""
@@ -382,40 +388,65 @@ class Training:
         return range(first + self.done.step, last)
 
     def batches(self, steps: range) -> Iterator[Any]:
-        """Yields these steps' batches; dropout depends on seed, step and rank alone.
+        """Yields these steps' batches, up to a SIGTERM.
 
-        So a training that is resumed on as many ranks draws what it would have drawn.
+        Dropout depends on seed, step and rank alone: a training that is resumed on as many ranks
+        draws what it would have drawn.
         """
         self.sampler.set_epoch(self.done.epoch + 1)
         epoch = itertools.islice(self.loader, self.done.step, None)
         for step, batch in zip(steps, epoch, strict=False):
+            if self.checkpoints.must_stop():
+                return
             torch.manual_seed(self.args.seed + 1 + step * self.args.world_size + dist.get_rank())
             yield batch
 
-    def epoch(self, steps: range) -> tuple[list[float], dict[str, Any]]:
-        """Trains these steps and tests; returns their losses and the results. Collective."""
+    def epoch(self, log: Callable[[dict[str, Any]], None]) -> tuple[list[float], dict[str, Any]]:
+        """Trains what is left of an epoch and tests; returns losses and results. Collective."""
         start = time.perf_counter()
-        epoch, args = self.done.epoch + 1, self.args
+        epoch, args, steps = self.done.epoch + 1, self.args, self.steps()
+        losses: list[float] = []
+        counts: list[int] = []
         hide = dist.get_rank() != 0 or (False if args.progress else None)  # None: in a terminal
         with tqdm(total=len(steps), desc=f"Epoch {epoch}", leave=False, disable=hide) as bar:
-            batches = self.batches(steps)
-            losses, loss = train_epoch(self.model, batches, self.optimizer, self.device, bar)
+            while left := steps[len(losses) :]:
+                batches = self.batches(self.checkpoints.until_next(left))
+                found = train_steps(self.model, batches, self.optimizer, self.device, bar)
+                for step, loss in zip(left, found[0], strict=False):
+                    log({"step": step + 1, "loss": loss})
+                losses, counts = losses + found[0], counts + found[1]
+                self.done = Progress(epoch - 1, self.done.step + len(found[0]))
+                if self.done.step < len(self.loader):
+                    self.save()
         share = args.test_batch_size // args.world_size
         test_loss, correct = evaluate(self.model, self.data.test, share, self.device)
-        step = self.done.step + len(steps)
-        self.done = Progress(epoch - 1, step)
-        if step == len(self.loader):
+        if self.done.step == len(self.loader):
             self.scheduler.step()
             self.done = Progress(epoch)
+            self.save()
+        samples = torch.tensor(counts, dtype=torch.double)
         return losses, {
             "epoch": epoch,
             "steps": len(steps),
-            "train_loss": loss,
+            "train_loss": float(torch.tensor(losses).double() @ samples / samples.sum()),
             "test_loss": test_loss,
             "correct": correct,
             "accuracy": 100 * correct / len(self.data.test),
             "seconds": time.perf_counter() - start,
         }
+
+    def save(self) -> None:
+        """Saves where it is time to, and ends the job where it must. Collective."""
+        step = self.done.epoch * len(self.loader) + self.done.step
+        position = {**self.done._asdict(), "batch_size": self.args.batch_size}
+        self.checkpoints.after_step(step, position=position)
+
+    def resume(self) -> None:
+        """Continues from the last checkpoint, if there is one. Collective."""
+        position = self.checkpoints.resume().get("position")
+        if position is not None:
+            check_batch_size(self.args, position)
+            self.done = Progress(position["epoch"], position["step"])
 
 
 def fit(training: Training, log: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -423,10 +454,8 @@ def fit(training: Training, log: Callable[[dict[str, Any]], None]) -> dict[str, 
     epochs: list[dict[str, Any]] = []
     first_losses: list[float] = []
     start = time.perf_counter()
-    while steps := training.steps():
-        losses, result = training.epoch(steps)
-        for step, loss in zip(steps, losses, strict=True):
-            log({"step": step + 1, "loss": loss})
+    while training.steps():
+        losses, result = training.epoch(log)
         log(result)
         say(f"Train Epoch: {result['epoch']} \tLoss: {result['train_loss']:.6f}")
         say(
@@ -443,12 +472,16 @@ def read_state(args: argparse.Namespace, plain: nn.Module) -> dict[str, Any]:
     """Returns the checkpoint to resume from, which must fit the unwrapped model."""
     state = training_job.read_checkpoint(args.resume, *Progress._fields, "batch_size")
     training_job.check_fits(args.resume, state, plain)
+    check_batch_size(args, state)
+    return state
+
+
+def check_batch_size(args: argparse.Namespace, state: dict[str, Any]) -> None:
     if state["step"] and state["batch_size"] != args.batch_size:
         raise training_job.Refused(
-            f"--resume: {args.resume} is in the middle of an epoch with "
+            f"--resume: {args.resume or args.checkpoint_dir} is in the middle of an epoch with "
             f"--batch-size {state['batch_size']}, got {args.batch_size}"
         )
-    return state
 
 
 def run_job(args: argparse.Namespace, device: torch.device) -> None:
@@ -456,7 +489,7 @@ def run_job(args: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(args.seed)  # the same weights on every rank
     model = Net()
     state = None
-    if args.resume:
+    if args.resume not in (None, training_job.LATEST):
         state = training_job.on_all_ranks(lambda: read_state(args, model))
     data = load_data(args)
     say(f"Data: {data.name} ({len(data.train):,} / {len(data.test):,}){data.source}")
@@ -470,6 +503,9 @@ def run_job(args: argparse.Namespace, device: torch.device) -> None:
     if state:
         training_job.resume(args.resume, model, optimizer, state)
         training.done = Progress(state["epoch"], state["step"])
+    else:
+        training.resume()
+    if any(training.done):
         say(f"Resumed after {training.done}")
     about = {
         "settings": vars(args),

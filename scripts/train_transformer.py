@@ -7,8 +7,10 @@ The second form starts the ranks itself, on this machine. A rank takes a GPU and
 local rank has its own, else the CPU and gloo. The text is Python's own documentation
 (pydoc_data.topics), or any file by `--text`; a token is a byte. Batches depend on `--seed` and the
 step alone, and the test always uses the same rows, so the losses are the same for any world size,
-also after `--save` and `--resume` with a different one. `--compare` trains a few steps under every
-strategy and tabulates time, memory and communication volume.
+also after `--save` and `--resume` with a different one. With `--checkpoint-dir D` the job saves now
+and then, and at SIGTERM; `--resume` without a file continues from the last checkpoint there, if
+there is one (torchrun's `--max-restarts`). `--compare` trains a few steps under every strategy and
+tabulates time, memory and communication volume.
 """
 
 import argparse
@@ -289,7 +291,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     from tqdm import tqdm
 
     state = None
-    if args.resume:
+    if args.resume not in (None, training_job.LATEST):
         plain, state = training_job.on_all_ranks(lambda: build_resumed(args))
     else:
         plain = build(args)
@@ -300,6 +302,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     if state:
         training_job.resume(args.resume, model, optimizer, state)
+    checkpoints = training_job.Checkpoints(args, model, optimizer)
+    first = checkpoints.resume().get("step", first)
     how = "DDP" if args.ddp else f"{args.strategy}{', bf16' if args.bf16 else ''}"
     say(f"{numel:,} parameters, {args.world_size} ranks, {device.type}, {how}")
     if first:
@@ -322,6 +326,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
             if bar.disable and (step + 1) % max(1, args.steps // 4) == 0:
                 say(f"step {step + 1}: loss {mean:.4f}")
+            checkpoints.after_step(step + 1)
         tested = test_loss(model, test_text, args, device)
         log({"test_loss": tested})
     say(f"Test loss: {tested:.4f}")

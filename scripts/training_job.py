@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +24,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flatshard import ShardedWrapper, ShardingStrategy
+from flatshard import ShardedWrapper, ShardingStrategy, checkpoint
 
 Result = TypeVar("Result")
 Job = Callable[[argparse.Namespace, torch.device], None]
@@ -126,13 +127,28 @@ def add_files(add: Callable[..., Any]) -> None:
     """Adds the options of checkpoints and logs."""
     path = {"type": output_file, "metavar": "PATH"}
     add("--save", **path, help="write model, optimizer and progress there")
-    add("--resume", type=input_file, metavar="PATH", help="resume from there, with any world size")
+    add(
+        "--resume",
+        type=input_file,
+        nargs="?",
+        const=LATEST,
+        metavar="PATH",
+        help="resume with any world size: from a file of --save, else from the last checkpoint",
+    )
+    add("--checkpoint-dir", type=directory, metavar="DIR", help="save checkpoints there")
+    add("--checkpoint-every", type=at_least(1), default=100, metavar="N", help="steps (100)")
     add("--log-file", **path, help="write lines of JSON there; --resume appends")
     add("--progress", action="store_true", help="show the progress bar also outside a terminal")
 
 
+LATEST = True
+"""What `--resume` is without a file: from the last checkpoint."""
+
+
 def set_world_size(args: argparse.Namespace) -> None:
     """Sets the number of ranks."""
+    if args.resume == LATEST and not args.checkpoint_dir:
+        stop("--resume: needs a file, or --checkpoint-dir")
     if "LOCAL_RANK" in os.environ:  # torchrun has started the ranks
         world_size = int(os.environ["WORLD_SIZE"])
         if args.world_size not in (None, world_size):
@@ -335,6 +351,67 @@ def resume(path: Path, model: nn.Module, optimizer: Any, state: dict[str, Any]) 
             raise Refused(f"--resume: {path} is of another optimizer: {error!r}") from error
 
     on_all_ranks(load)
+
+
+class Checkpoints:
+    """Saves the job every `--checkpoint-every` steps, and once where SIGTERM asks for its end."""
+
+    def __init__(
+        self, args: argparse.Namespace, model: nn.Module, optimizer: Any, scheduler: Any = None
+    ) -> None:
+        self.folder: Path | None = args.checkpoint_dir
+        self.every, self.resumes = args.checkpoint_every, args.resume == LATEST
+        self.training = model, optimizer
+        self.scheduler, self.is_stopping, self.is_asked = scheduler, False, False
+        if self.folder:  # as preempted machines, and torchrun for them, ask
+            signal.signal(signal.SIGTERM, self.ask)
+
+    def ask(self, *_: Any) -> None:
+        self.is_asked = True
+
+    def resume(self) -> dict[str, Any]:
+        """Continues from the last checkpoint; returns what was saved beside. Collective."""
+        path = checkpoint.latest(self.folder) if self.folder and self.resumes else None
+        if path is None:
+            return {}
+        try:
+            return checkpoint.load(path, *self.training, scheduler=self.scheduler)
+        except (OSError, ValueError) as error:  # on all ranks
+            stop(" ".join(str(error).split()))
+
+    def until_next(self, steps: range) -> range:
+        """Returns those of the steps that come before the next checkpoint."""
+        return steps[: self.every - steps.start % self.every] if self.folder else steps
+
+    def must_stop(self) -> bool:
+        """Whether a rank was asked to end; all ranks hear of it at the same step. Collective."""
+        if self.folder and not self.is_stopping:
+            # On the device that the group communicates with.
+            asked = torch.tensor(self.is_asked, dtype=torch.int32)
+            asked = asked.to("cuda") if dist.get_backend() == "nccl" else asked
+            dist.all_reduce(asked, dist.ReduceOp.MAX)
+            self.is_stopping = bool(asked)
+        return self.is_stopping
+
+    def after_step(self, step: int, **extra: Any) -> None:
+        """Saves when it is time to; ends the job where a rank was asked to. Collective."""
+        must_stop = self.must_stop()
+        if self.folder and (must_stop or step % self.every == 0):
+            path = self.folder / f"step-{step:08d}"
+            if not path.exists():
+                try:
+                    checkpoint.save(
+                        path,
+                        *self.training,
+                        scheduler=self.scheduler,
+                        extra={"step": step, **extra},
+                        keep=3,
+                    )
+                except OSError as error:  # on all ranks
+                    stop(" ".join(str(error).split()))
+            if must_stop:
+                say(f"SIGTERM: saved {path.name}")
+                sys.exit(0)
 
 
 # ------------------------------------------------------------------------------------------ launch

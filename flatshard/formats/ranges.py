@@ -89,7 +89,7 @@ def write_range(file: int, place: Place, part: Tensor, order: Sequence[int], sta
     size = place.dtype.itemsize
     for slab in _slabs(place.shape, order, start, start + part.numel(), PIECE_BYTES // size):
         values = slab.in_file_order(part).to(place.dtype).cpu().contiguous()
-        data = _bytes_of(values)
+        data = bytes_of(values)
         for index, run in enumerate(slab.runs):
             at, step = place.offset + run * size, slab.run_numel * size
             left = data[index * step : (index + 1) * step]
@@ -111,7 +111,7 @@ def read_range(file: int, place: Place, part: Tensor, order: Sequence[int], star
         values = target if fits and target.dtype == place.dtype else None
         if values is None:
             values = torch.empty(target.shape, dtype=place.dtype)
-        data = _bytes_of(values)
+        data = bytes_of(values)
         for index, run in enumerate(slab.runs):
             at, step = place.offset + run * size, slab.run_numel * size
             left = data[index * step : (index + 1) * step]
@@ -149,7 +149,7 @@ class OpenFiles:
             os.close(file)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor in host memory; without numpy, which torch may lack."""
     array = ctypes.c_char * tensor.nbytes
     return memoryview(array.from_address(tensor.data_ptr())).cast("B")

@@ -429,7 +429,9 @@ def _local(param: OptimParam, values: dict[str, Tensor], elementwise: bool) -> T
     if handle.is_whole:
         # In the parameter's strides, which optimizers' fast paths compare.
         return specs[fqn].empty(value.new_empty(0, device=handle.shard.device)).copy_(value)
-    part = _own(specs[fqn], value.detach()).to(handle.shard.device, copy=True)
+    # Sharded state is taken as it is, as torch's load_state_dict takes tensors.
+    is_full = not isinstance(value, FlatShardTensor)
+    part = _own(specs[fqn], value.detach()).to(handle.shard.device, copy=is_full)
     return part if elementwise else FlatShardTensor(part, specs[fqn])
 
 

@@ -92,7 +92,8 @@ def _parts_of(
     return parts
 
 
-def _world_of(units: Sequence[Unit]) -> Communicator:
+def world_of(units: Sequence[Unit]) -> Communicator:
+    """The ranks that train a model together."""
     return max((unit.topology.world for unit in units), key=lambda world: world.size)
 
 
@@ -106,11 +107,11 @@ def save(
     dtype: torch.dtype | None,
 ) -> None:
     """See ``flatshard.checkpoint.save_safetensors``."""
-    world, caller = _world_of(units), "save_safetensors"
+    world, caller = world_of(units), "save_safetensors"
     with ExitStack() as incomplete:
 
         def prepare() -> tuple[tuple[dict[str, _Part], Plan], Facts]:
-            _check_alike(units, world)
+            check_alike(units, world)
             parts = _parts_of(model, units, states)
             first: dict[tuple[int, ...], str] = {}
             for name, part in parts.items():
@@ -141,7 +142,8 @@ def _everywhere(work: Callable[[], None], world: Communicator) -> None:
     raise_everywhere(error, world)
 
 
-def _check_alike(units: Iterable[Unit], world: Communicator) -> None:
+def check_alike(units: Iterable[Unit], world: Communicator) -> None:
+    """Raise NotImplementedError if a unit trains on some of the ranks alone."""
     for unit in units:
         if unit.topology.world.size != world.size:
             raise NotImplementedError(
@@ -190,7 +192,7 @@ def load(
     strict: bool,
 ) -> _IncompatibleKeys:
     """See ``flatshard.checkpoint.load_safetensors``."""
-    world, caller = _world_of(units), "load_safetensors"
+    world, caller = world_of(units), "load_safetensors"
 
     def prepare() -> tuple[tuple[dict[str, _Part], dict[str, Place], _IncompatibleKeys], Facts]:
         parts, found = _parts_of(model, units, states), find_tensors(path)

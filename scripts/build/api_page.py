@@ -18,7 +18,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 MODULES = {
     "flatshard": "The wrapper, and what it is told.",
     "flatshard.wrap": "Which modules become units.",
-    "flatshard.checkpoint": "Full state dicts, and files of a whole model.",
+    "flatshard.checkpoint": "Checkpoints of a training, and files of a whole model.",
     "flatshard.memory_plan": "What a model will take, from its shapes alone.",
     "flatshard.diagnostics.step_report": "What a recorded step consisted of.",
 }
@@ -26,10 +26,12 @@ MODULES = {
 
 NAMES = {
     "flatshard.checkpoint": [
+        *("save", "load", "latest", "PendingSave", "save_safetensors", "load_safetensors"),
         "full_state_dict",
         "full_optim_state_dict",
         "save_safetensors",
         "load_safetensors",
+        "convert",
     ],
     "flatshard.memory_plan": ["predict", "MemoryPlan", "UnitMemory"],
     "flatshard.diagnostics.step_report": ["StepReport", "UnitReport", "Range", "Kind"],

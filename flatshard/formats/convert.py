@@ -1,0 +1,156 @@
+"""``convert``: a model's tensors from files of one library to those of another, one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import mmap
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatshard.formats.ranges import OpenFiles, write_range
+from flatshard.formats.safetensors import plan_files
+from flatshard.formats.sources import open_source
+from flatshard.formats.torch_files import without_warning
+
+FORMATS = ("safetensors", "torch", "dcp")
+_LONG_BYTES = 1 << 28
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    to: str | None = None,
+    key: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str | None = None,
+) -> None:
+    """Convert a model's weights between the files of several libraries, on one process.
+
+    ``source``: a file of ``torch.save`` (also of DistributedDataParallel, and nested in a
+    dictionary), a folder of ``torch.distributed.checkpoint`` (flatshard, FSDP1, FSDP2), a folder of
+    DeepSpeed (ZeRO-1, 2, 3), or safetensors. Tensors are read and written one at a time.
+
+    Args:
+        source: a file or a folder.
+        destination: a file that ends with ``.safetensors`` or ``.pt``, or a folder; must not exist.
+        to: "safetensors", "torch" or "dcp"; None: by the destination's name, for folders
+            safetensors.
+        key: which entry of a nested checkpoint is the model ("app.model", say); None: the one that
+            is called model, module, state_dict or model_state_dict.
+        dtype: for floating point tensors.
+        max_shard_size: of safetensors files in a folder.
+
+    Raises:
+        ValueError: the source is of no known format, incomplete or corrupt; ``destination`` exists.
+        OSError: a file cannot be read or written.
+    """
+    final = Path(destination)
+    is_torch = final.suffix in _TORCH_SUFFIXES
+    to = to or ("torch" if is_torch else "safetensors")
+    if to not in FORMATS:
+        raise ValueError(f"to: expected one of {', '.join(FORMATS)}, got {to!r}")
+    if final.exists():
+        raise ValueError(f"{final}: it exists. Choose another name, or remove it")
+    found = open_source(source)
+    try:
+        model = found.model(key)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(source)}: {error}") from error
+    like: dict[str, Tensor] = {}
+    ties = {alias: kept for alias, kept in found.ties.items() if kept in model}
+    first: dict[Any, str] = {}
+    for name, names in model.items():
+        one = found.tensors[names]
+        # In files of torch.save tied tensors share memory.
+        place = name if one.is_meta or not one.numel() else (one.data_ptr(), one.shape)
+        if first.setdefault(place, name) != name:
+            ties[name] = first[place]
+            continue
+        wanted = dtype if dtype is not None and one.is_floating_point() else one.dtype
+        like[name] = torch.empty(one.shape, dtype=wanted, device="meta")
+    write = {"safetensors": _write_safetensors, "torch": _write_torch, "dcp": _write_dcp}[to]
+    advance = _progress(sum(one.nbytes for one in like.values()))
+
+    def read(name: str) -> Tensor:
+        kept = ties.get(name, name)
+        advance(like[kept].nbytes)
+        return found.read(model[kept]).to(like[kept].dtype)
+
+    write(final, like, ties, read, max_shard_size)
+
+
+Read = Callable[[str], Tensor]
+
+
+def _write_safetensors(
+    final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read, size: int | str | None
+) -> None:
+    plan = plan_files(like, final, size, ties)
+    try:
+        plan.create()
+        with OpenFiles(os.O_WRONLY) as files:
+            for name, place in plan.places.items():
+                value = read(name).reshape(-1)
+                write_range(files[place.path], place, value, range(len(place.shape)), 0)
+            files.sync()
+        plan.commit()
+    finally:
+        plan.discard()
+
+
+def _write_torch(
+    final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read, _: object
+) -> None:
+    beside = final.with_name(f"{final.name}.incomplete")
+    # Memory that nobody touches; the file has room for it, which is then filled.
+    state = {name: torch.empty_like(one, device="cpu") for name, one in like.items()}
+    state |= {alias: state[kept] for alias, kept in ties.items()}
+    with torch.serialization.skip_data():
+        torch.save(state, beside)
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        state = torch.load(beside, mmap=True, weights_only=True)
+    for name in like:
+        state[name].copy_(read(name))
+    del state
+    with open(beside, "rb") as file:
+        os.fsync(file.fileno())
+    beside.replace(final)
+
+
+def _write_dcp(
+    final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read, _: object
+) -> None:
+    # Here, as the package is slow to load.
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    class Planner(DefaultSavePlanner):
+        def lookup_object(self, index: Any) -> Tensor:
+            return read(index.fqn)
+
+    beside = final.with_name(f"{final.name}.incomplete")
+    shutil.rmtree(beside, ignore_errors=True)
+    state = like | {alias: like[kept] for alias, kept in ties.items()}
+    with without_warning():
+        save(state, checkpoint_id=beside, planner=Planner(), no_dist=True)
+    beside.replace(final)
+
+
+def _progress(nbytes: int) -> Callable[[int], object]:
+    """Of tqdm, if it is installed, for what takes long and somebody sees: takes bytes done."""
+    if nbytes >= _LONG_BYTES and sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            tqdm = importlib.import_module("tqdm").tqdm
+            advance: Callable[[int], object] = tqdm(total=nbytes, unit="B", unit_scale=True).update
+            return advance
+    return lambda _: None

@@ -1,0 +1,196 @@
+"""A checkpoint's folder: its marker, how it becomes complete, which ones stay.
+
+[Note: a checkpoint is complete or not there]
+Ranks write into ``NAME.incomplete`` and sync what they wrote. Then rank 0 writes the marker, syncs
+the folder and renames it to ``NAME``. A kill before leaves ``NAME.incomplete``, which the next save
+removes. What is deleted gets that name first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+MARKER = "flatshard.json"
+_FORMAT = "flatshard.checkpoint/1"
+_INCOMPLETE = ".incomplete"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file's length, and the CRC-32 of its bytes as in zip and gzip."""
+
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What rank 0 writes last: a folder that has it is complete."""
+
+    world_size: int
+    step: int | None
+    files: dict[str, FileRecord]
+    saved_at: float = field(default_factory=time.time)  # seconds since 1970
+    format: str = _FORMAT
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values())
+
+
+def read_marker(folder: Path) -> Marker | None:
+    """The marker of a complete checkpoint; None for another folder, and for none.
+
+    Raises:
+        ValueError: it is damaged, or of another version.
+    """
+    if folder.name.endswith(_INCOMPLETE) or not (folder / MARKER).is_file():
+        return None
+    try:
+        said: dict[str, Any] = json.loads((folder / MARKER).read_text())
+        if said["format"] != _FORMAT:
+            raise ValueError(f"expected format {_FORMAT!r}, got {said['format']!r}")
+        files = {name: FileRecord(**record) for name, record in said.pop("files").items()}
+        return Marker(files=files, **said)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / MARKER} cannot be read: {error}") from error
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint in ``directory`` that was completed last; None if there is none.
+
+    No communication; all ranks see the same one while none of them saves.
+    """
+    return max(_complete_in(Path(directory)), default=(0.0, None))[1]
+
+
+def _complete_in(directory: Path) -> list[tuple[float, Path]]:
+    """When checkpoints were completed, and where they are."""
+    found: list[tuple[float, Path]] = []
+    for folder in directory.iterdir() if directory.is_dir() else ():
+        with contextlib.suppress(ValueError):  # a damaged one raises when it is asked for
+            marker = read_marker(folder)
+            if marker is not None:
+                found.append((marker.saved_at, folder))
+    return found
+
+
+def require_complete(path: Path) -> Marker:
+    """The marker of a checkpoint whose files are all there, and as long as they were.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or it is incomplete.
+        ValueError: it has another format, or a file is missing or truncated.
+    """
+    marker = read_marker(path)
+    if marker is None:
+        inside = latest(path)
+        last = inside or latest(path.parent)
+        remedy = f"The last complete one is {last}." if last else "There is no complete one."
+        if not path.exists() or path.name.endswith(_INCOMPLETE):
+            is_begun = incomplete(path).exists() or path.exists()
+            state = "is incomplete: its save did not end" if is_begun else "does not exist"
+            raise FileNotFoundError(f"the checkpoint {path} {state}. {remedy}")
+        if inside is not None:
+            raise ValueError(f"{path} is a directory of checkpoints. {remedy}")
+        names = sorted(one.name for one in path.iterdir()) if path.is_dir() else ["one file"]
+        raise ValueError(
+            f"{path} was not saved by flatshard.checkpoint.save: expected {MARKER}, got "
+            f"{', '.join(names[:4]) or 'nothing'}. {remedy}"
+        )
+    for name, record in marker.files.items():
+        got = (path / name).stat().st_size if (path / name).exists() else None
+        if got != record.bytes:
+            state = "missing" if got is None else f"truncated: it has {got} bytes"
+            raise ValueError(
+                f"{path / name} is {state}, expected {record.bytes}. Load another checkpoint. (The "
+                "hosts must share the file system.)"
+            )
+    return marker
+
+
+def own_file(rank: int) -> str:
+    """Names the file of what one rank has for itself: its generators; of rank 0 more."""
+    return f"rank-{rank:05d}.pt"
+
+
+def incomplete(path: Path) -> Path:
+    """Where the checkpoint ``path`` is written."""
+    return path.with_name(path.name + _INCOMPLETE)
+
+
+# ---------------------------------------------------------------- writing, on rank 0
+
+
+def begin(path: Path, keep: int | None) -> None:
+    """Make a folder to write to, and remove what killed saves of the series have left.
+
+    Raises:
+        FileExistsError: there is something of that name.
+        ValueError: ``keep`` cannot be.
+    """
+    if keep is not None and (keep < 1 or not re.search(r"\d", path.name)):
+        raise ValueError(
+            f"keep={keep}: expected at least 1, and a checkpoint with a number in its name, such "
+            f"as 'step-00001000', got {path.name!r}: older ones are known by it"
+        )
+    if path.exists():
+        raise FileExistsError(f"{path} exists. Save under another name, or delete it")
+    for one in sorted(path.parent.glob(f"*{_INCOMPLETE}")):
+        if _series(one.with_name(one.name.removesuffix(_INCOMPLETE))) == _series(path):
+            shutil.rmtree(one)
+    incomplete(path).mkdir(parents=True)
+
+
+def finish(path: Path, marker: Marker, keep: int | None) -> None:
+    """Let what was written be the checkpoint ``path``, and keep ``keep`` of its series."""
+    folder = incomplete(path)
+    for name, record in marker.files.items():
+        _wait_for(folder / name, record)
+    with (folder / MARKER).open("w") as file:
+        json.dump(asdict(marker), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    sync(folder)
+    os.rename(folder, path)
+    sync(path.parent)
+    found = sorted(one for one in _complete_in(path.parent) if _series(one[1]) == _series(path))
+    for _, old in found[: -keep if keep else 0]:
+        os.rename(old, incomplete(old))  # a kill must leave no checkpoint with fewer files
+        shutil.rmtree(incomplete(old))
+
+
+def _wait_for(path: Path, record: FileRecord) -> None:
+    """A network's file system may show another host's file a little later."""
+    deadline = time.monotonic() + 10
+    while not (path.exists() and path.stat().st_size == record.bytes):
+        if time.monotonic() > deadline:
+            raise FileNotFoundError(
+                f"rank 0 does not see {path} with its {record.bytes} bytes, which another rank "
+                "wrote. Save on a file system that all hosts share"
+            )
+        time.sleep(0.1)
+
+
+def sync(folder: Path) -> None:
+    """Have the names in a folder written to the disk."""
+    if os.name == "nt":  # which opens no folders
+        return
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _series(path: Path) -> str:
+    """The name without its numbers: checkpoints of one training share it."""
+    return re.sub(r"\d+", "0", path.name)

@@ -1,0 +1,155 @@
+"""``load``: a checkpoint becomes a model in training; each rank reads its own part, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flatshard.comm.host_ranks import HostRanks
+from flatshard.formats.torch_files import read_dcp_metadata
+from flatshard.optimizer.buckets import ONE_PER_PARAMETER
+from flatshard.state.checkpoint import folder as folders
+from flatshard.state.checkpoint.folder import Marker
+from flatshard.state.checkpoint.progress import Progress
+from flatshard.state.checkpoint.saving import wait_for_pending
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+StateDict = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Sharded state dicts, which are overwritten; of an optimizer, if its state is wanted."""
+
+    model: StateDict
+    optimizer: StateDict | None
+    scheduler: bool
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What is not in the model yet.
+
+    Attributes:
+        model: its state dict, whose tensors have been overwritten.
+        optimizer: its state by name; tensors per element are sharded as the model's.
+        rng: the generators of this rank when it was saved; None for a rank that was not there.
+        first: what rank 0 saved: its generators (rng), the scheduler's state, ``extra``.
+    """
+
+    model: StateDict
+    optimizer: StateDict
+    rng: StateDict | None
+    first: StateDict
+
+
+def load(path: Path, take: Callable[[], Wanted], ranks: HostRanks, *, verify: bool) -> Loaded:
+    """Read a checkpoint into ``take()``; see ``flatshard.checkpoint.load``.
+
+    Collective: all ranks of ``ranks``. They exchange errors alone.
+    """
+    # Here, as torch's package is slow to load.
+    from flatshard.state.checkpoint import dcp_files
+
+    wait_for_pending()
+    op_name = f"checkpoint.load({str(path)!r})"
+
+    def own_file(rank: int) -> StateDict:
+        file = path / folders.own_file(rank)
+        return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+
+    def prepare() -> tuple[Marker, Metadata, Wanted, StateDict]:
+        marker = folders.require_complete(path)
+        found, wanted = read_dcp_metadata(path), take()
+        if wanted.scheduler and own_file(0)["scheduler"] is None:
+            raise ValueError(f"{path} was saved without a scheduler. Load without it")
+        return marker, found, wanted, _targets(path, found, wanted)
+
+    # Errors of one rank are raised on all, before anything is overwritten.
+    marker, found, wanted, targets = ranks.agree(prepare, op_name)
+    if len(set(ranks.gather(marker.saved_at, op_name))) > 1:
+        raise ValueError(f"{op_name}: ranks see different checkpoints. Share the file system.")
+    num_bytes = marker.bytes * (1 + verify) // ranks.size
+    progress = Progress("loading", num_bytes, is_shown=ranks.rank == 0)
+    if verify:
+        mine = sorted(marker.files)[ranks.rank :: ranks.size]
+        check = partial(dcp_files.check_sum, path, marker, advance=progress.advance)
+        ranks.agree(lambda: [check(name) for name in mine], op_name)
+
+    def read() -> tuple[StateDict | None, StateDict]:
+        dcp_files.read(path, found, targets, progress.advance)
+        is_there = ranks.rank < marker.world_size
+        return own_file(ranks.rank)["rng"] if is_there else None, own_file(0)
+
+    rng, first = ranks.agree(read, op_name)
+    progress.end(path, marker.bytes)
+    nested = _nested(targets, found)
+    return Loaded({**wanted.model, **nested["model"]}, nested["optimizer"], rng, first)
+
+
+def _targets(path: Path, found: Metadata, wanted: Wanted) -> StateDict:
+    """By DCP's key, what is overwritten: tensors that are there, and new ones.
+
+    Raises:
+        ValueError: lists what is missing, what is unexpected, and what has another shape.
+    """
+    targets: StateDict = {}
+    problems: list[str] = []
+    missing = {fqn for fqn, value in wanted.model.items() if isinstance(value, Tensor)}
+    missing |= {"the optimizer"} if wanted.optimizer is not None else set()
+    for key, names in found.planner_data.items():
+        part, *rest = names
+        if part == "optimizer" and wanted.optimizer is None:
+            continue
+        saved: Any = found.state_dict_metadata[key]
+        size = getattr(saved, "size", None)  # None: no tensor
+        missing.discard("the optimizer" if part == "optimizer" else rest[0])
+        fqn = rest[0] if part == "model" else rest[1]
+        held, param = _held(part, rest, wanted), wanted.model.get(fqn)
+        if rest[0] != "param_groups" and fqn not in wanted.model:
+            problems.append(f"{key!r}: expected nothing, got {_shape(size)}")
+        elif part == "model" and isinstance(held, Tensor) and held.shape != size:
+            problems.append(f"{key!r}: expected {_shape(held.shape)}, got {_shape(size)}")
+        targets[key] = held
+        if size is not None and not (isinstance(held, Tensor) and held.shape == size):
+            is_alike = isinstance(param, Tensor) and param.shape == size
+            like: Any = param if is_alike and rest[-1] not in ONE_PER_PARAMETER else torch.empty(0)
+            targets[key] = like.new_empty(size, dtype=saved.properties.dtype)
+    problems += [f"{name!r}: expected it, got nothing" for name in sorted(missing)]
+    if problems:
+        raise ValueError(f"{path} is of another model: {'; '.join(problems)}")
+    return targets
+
+
+def _held(part: str, names: list[Any], wanted: Wanted) -> Any:
+    """What the program has under a name, if anything."""
+    held: Any = wanted.model if part == "model" else wanted.optimizer
+    for name in names:
+        held = held.get(name) if isinstance(held, dict) else None
+    return held
+
+
+def _shape(size: Any) -> str:
+    return "no tensor" if size is None else f"shape {tuple(size)}"
+
+
+def _nested(targets: StateDict, found: Metadata) -> StateDict:
+    """What was read, as it was nested when it was saved."""
+    nested: StateDict = {"model": {}, "optimizer": {"state": {}}}
+    for key, value in targets.items():
+        *outer, last = found.planner_data[key]
+        at: Any = nested
+        for name in outer:
+            at = at.setdefault(name, {})
+        at[last] = value
+    groups = nested["optimizer"].get("param_groups", {})  # by number
+    nested["optimizer"]["param_groups"] = [groups[number] for number in sorted(groups)]
+    return nested

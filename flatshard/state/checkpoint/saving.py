@@ -1,0 +1,218 @@
+"""``Save``: a model in training becomes a checkpoint, at once or while training goes on."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import logging
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from flatshard.comm.host_ranks import HostRanks
+from flatshard.comm.work import CollectiveError, named
+from flatshard.formats.torch_files import without_warning
+from flatshard.state.checkpoint import folder as folders
+from flatshard.state.checkpoint.folder import Marker
+from flatshard.state.checkpoint.progress import Progress
+
+logger = logging.getLogger("flatshard.checkpoint")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this rank saves.
+
+    Attributes:
+        tensors: nested; DCP asks each tensor for the boxes that this rank holds.
+        rng: this rank's generators.
+        scheduler: a scheduler's state, if there is one.
+        extra: what the user gave, the same on all ranks.
+    """
+
+    tensors: dict[str, Any]
+    rng: dict[str, Any]
+    scheduler: dict[str, Any] | None
+    extra: dict[str, Any]
+
+    def own_file(self, rank: int) -> bytes:
+        """What is not sharded, as ``torch.save`` writes it. Raises TypeError for code."""
+        own: dict[str, Any] = {"rng": self.rng}
+        if rank == 0:
+            own |= {"scheduler": self.scheduler, "extra": self.extra}
+        for name, value in {"the scheduler's state": self.scheduler, **self.extra}.items():
+            try:
+                torch.load(io.BytesIO(_saved(value)), weights_only=True)
+            except Exception as error:
+                raise TypeError(
+                    f"{name!r} is nothing that torch.load(weights_only=True) loads: "
+                    f"{str(error).splitlines()[0]:.200} Pass numbers, strings, tensors, and lists "
+                    "and dicts of them."
+                ) from error
+        return _saved(own)
+
+    def staged(self) -> Snapshot:
+        """The same with copies of the tensors in host memory."""
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor.detach().to("cpu", copy=True)
+
+        return replace(self, tensors=pytree.tree_map_only(Tensor, copied, self.tensors))
+
+    def num_bytes(self) -> int:
+        """About how many bytes this rank writes."""
+        leaves = (leaf for leaf in pytree.tree_leaves(self.tensors) if isinstance(leaf, Tensor))
+        return sum(getattr(leaf, "local", leaf).nbytes for leaf in leaves)
+
+
+def _saved(value: object) -> bytes:
+    data = io.BytesIO()
+    torch.save(value, data)
+    return data.getvalue()
+
+
+class PendingSave:
+    """A checkpoint that a thread writes while training goes on."""
+
+    def __init__(self, path: Path, write: Callable[[], None]) -> None:
+        self.path, self._write = path, write
+        self._error: BaseException | None = None
+        # Python waits for the thread at the end of the program.
+        self._thread = threading.Thread(target=self._run, name="flatshard-checkpoint")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:  # raised by who waits
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete; raises, once, what ``save`` raises."""
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+_pending: PendingSave | None = None
+
+
+@atexit.register
+def wait_for_pending() -> None:
+    """Wait for the save that is going on; raises its error if nobody has seen it."""
+    global _pending
+    pending, _pending = _pending, None
+    if pending is not None:
+        if not pending.done():
+            logger.info("waiting until %s is saved", pending.path)
+        pending.wait()
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save: where to, by whom, and how many checkpoints to keep."""
+
+    path: Path
+    ranks: HostRanks
+    keep: int | None
+
+    def run(self, take: Callable[[], Snapshot], *, async_: bool) -> PendingSave | None:
+        """Write what ``take`` returns on each rank, at once or in a thread. Collective."""
+        global _pending
+        wait_for_pending()
+        # Errors of one rank are raised on all, before anything is written.
+        prepare = partial(self._prepare, take, async_)
+        snapshot, own = self.ranks.agree(prepare, self.op_name)
+        self._check_same(snapshot)
+        write = partial(self._write, snapshot, own)
+        _pending = PendingSave(self.path, write) if async_ else None
+        if not async_:
+            write()
+        return _pending
+
+    @property
+    def op_name(self) -> str:
+        return f"checkpoint.save({str(self.path)!r})"
+
+    def _prepare(self, take: Callable[[], Snapshot], async_: bool) -> tuple[Snapshot, bytes]:
+        snapshot = take()
+        own = snapshot.own_file(self.ranks.rank)
+        if self.ranks.rank == 0:
+            folders.begin(self.path, self.keep)
+        return snapshot.staged() if async_ else snapshot, own
+
+    def _check_same(self, snapshot: Snapshot) -> None:
+        """Raise ValueError on all ranks where they pass different arguments."""
+        mine = {f"extra[{key!r}]": repr(value) for key, value in snapshot.extra.items()}
+        mine |= {"the path": str(self.path.absolute()), "keep": str(self.keep)}
+        first, *others = self.ranks.gather(mine, self.op_name)
+        for rank, theirs in enumerate(others, 1):
+            for key in {**first, **theirs}:
+                here, there = first.get(key, "nothing"), theirs.get(key, "nothing")
+                if here != there:
+                    raise ValueError(
+                        f"{self.op_name}: {key} is {here:.100} on rank "
+                        f"{self.ranks.global_rank_of(0)}, {there:.100} on rank "
+                        f"{self.ranks.global_rank_of(rank)}. Pass the same on every rank; gather "
+                        "what differs into a list first."
+                    )
+
+    def _write(self, snapshot: Snapshot, own: bytes) -> None:
+        """Write the files, and make them a checkpoint. Collective."""
+        try:
+            self._write_files(snapshot, own)
+        except Exception as error:
+            # After a CollectiveError the ranks that are still there may be writing.
+            if self.ranks.rank == 0 and not isinstance(error, CollectiveError):
+                shutil.rmtree(folders.incomplete(self.path), ignore_errors=True)
+            last = folders.latest(self.path.parent)
+            error.add_note(f"{self.path} was not saved. The last complete one is {last}.")
+            raise
+
+    def _write_files(self, snapshot: Snapshot, own: bytes) -> None:
+        # Here, as the package is slow to load.
+        from torch.distributed.checkpoint import api, state_dict_saver
+
+        from flatshard.state.checkpoint import dcp_files
+
+        ranks, folder = self.ranks, folders.incomplete(self.path)
+        progress = Progress("saving", snapshot.num_bytes(), is_shown=ranks.rank == 0)
+        own_file = folders.own_file(ranks.rank), own
+        writer = dcp_files.Writer(folder, own_file, progress.advance)
+        try:
+            with named(f"{self.op_name}, rank {ranks.global_rank}"), without_warning():
+                state_dict_saver.save(
+                    snapshot.tensors,
+                    storage_writer=writer,
+                    process_group=ranks.group,
+                    no_dist=ranks.group is None,
+                )
+        except api.CheckpointException as raised:  # on all ranks
+            rank, (error, _) = next(iter(raised.failures.items()))
+            raise ranks.told_by(rank, error, self.op_name) from raised
+        folders.sync(folder)
+        records = ranks.gather(writer.records, self.op_name)
+
+        def complete() -> None:
+            if ranks.rank != 0:
+                return
+            files = {name: record for one in records for name, record in one.items()}
+            step = snapshot.extra.get("step")
+            marker = Marker(ranks.size, step if isinstance(step, int) else None, files)
+            folders.finish(self.path, marker, self.keep)
+            progress.end(self.path, marker.bytes)
+
+        ranks.agree(complete, self.op_name)

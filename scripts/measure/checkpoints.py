@@ -1,0 +1,258 @@
+"""Measures saving and loading a model and its AdamW state, beside the disk's own speed.
+
+    python scripts/measure/checkpoints.py --world-size 2 --folder /tmp
+
+flatshard.checkpoint, FSDP1 and FSDP2 (each by torch.distributed.checkpoint, sharded) and torch.save
+of an unwrapped model on rank 0 take turns, on this machine's CPU (gloo). `dd` writes as many bytes
+and syncs them. Files are dropped from the page cache before they are loaded. Prints the median
+seconds, GB/s, the collectives of a save, and the peak RSS above the RSS before.
+"""
+
+import argparse
+import functools
+import os
+import shutil
+import statistics
+import subprocess
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import measuring  # first: it may end this
+import torch
+import torch.distributed as dist
+from construction import build_flatshard, build_fsdp1, build_fsdp2
+from measuring import mib, reset_peak, resident_bytes
+from offload import Decoder
+from rich import print as rich_print
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from training_job import at_least, directory
+
+from flatshard import checkpoint, collectives
+
+Way = tuple[Callable[..., nn.Module], Callable[..., None], Callable[..., None]]
+
+# ----------------------------------------------------------------------------------------- the ways
+
+
+def save_flatshard(path: Path, model: nn.Module, optimizer: Any) -> None:
+    checkpoint.save(path, model, optimizer)
+
+
+def load_flatshard(path: Path, model: nn.Module, optimizer: Any) -> None:
+    checkpoint.load(path, model, optimizer)
+
+
+def load_unverified(path: Path, model: nn.Module, optimizer: Any) -> None:
+    checkpoint.load(path, model, optimizer, verify=False)
+
+
+def save_dcp(path: Path, model: nn.Module, optimizer: Any) -> None:
+    dcp.save(
+        dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)),
+        checkpoint_id=path,
+    )
+
+
+def load_dcp(path: Path, model: nn.Module, optimizer: Any) -> None:
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=path)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=states["model"],
+        optim_state_dict=states["optimizer"],
+    )
+
+
+def save_file(path: Path, model: nn.Module, optimizer: Any) -> None:
+    if dist.get_rank() == 0:
+        path.mkdir()
+        with (path / "all.pt").open("wb") as file:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def load_file(path: Path, model: nn.Module, optimizer: Any) -> None:
+    if dist.get_rank() == 0:
+        states = torch.load(path / "all.pt", weights_only=True)
+        model.load_state_dict(states["model"])
+        optimizer.load_state_dict(states["optimizer"])
+
+
+def build_unwrapped(model: Decoder) -> nn.Module:
+    model.to_empty(device="cpu")
+    return model if dist.get_rank() == 0 else Decoder(1, 16, 16)
+
+
+WAYS: dict[str, Way] = {
+    "flatshard": (build_flatshard, save_flatshard, load_flatshard),
+    "flatshard, verify=False": (build_flatshard, save_flatshard, load_unverified),
+    "FSDP1, DCP": (build_fsdp1, save_dcp, load_dcp),
+    "FSDP2, DCP": (build_fsdp2, save_dcp, load_dcp),
+    "torch.save, rank 0": (build_unwrapped, save_file, load_file),
+}
+
+# -------------------------------------------------------------------------------------------- ranks
+
+
+def evict(path: Path) -> None:
+    """Drop written files from the page cache, so that they are read from the disk."""
+    for one in path.rglob("*") if path.is_dir() else [path]:
+        if one.is_file():
+            with one.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measured(work: Callable[..., None], *given: Any) -> dict[str, float]:
+    """Seconds of the slowest rank, and the peak RSS of the rank above that before."""
+    dist.barrier()
+    reset_peak()
+    before, start = resident_bytes("VmRSS"), time.perf_counter()
+    work(*given)
+    peak = resident_bytes("VmHWM") - before
+    seconds = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return {"seconds": seconds.item(), "peak_bytes": peak}
+
+
+def run_dd(path: Path, num_bytes: int) -> dict[str, dict[str, float]]:
+    """What dd takes to write and sync so many bytes, and to read them, on rank 0."""
+
+    def run(*arguments: str) -> None:
+        if dist.get_rank() == 0:
+            subprocess.run(["dd", *arguments, "bs=16M"], check=True, stderr=subprocess.DEVNULL)
+
+    count = f"count={-(-num_bytes // 2**24)}"
+    save = measured(lambda: run("if=/dev/zero", f"of={path}", count, "conv=fsync"))
+    if dist.get_rank() == 0:
+        evict(path)
+    load = measured(lambda: run(f"if={path}", "of=/dev/null"))
+    if dist.get_rank() == 0:
+        path.unlink()
+    return {"save": save, "load": load}
+
+
+def count_calls(work: Callable[..., None], *given: Any) -> dict[str, int]:
+    """How often `work` calls the collectives of torch.distributed, and flatshard's recorder."""
+    calls: Counter[str] = Counter()
+    names = ("all_gather_into_tensor", "all_gather_single", "all_reduce", "broadcast", "gather")
+    names += ("reduce_scatter_tensor", "scatter", "all_to_all_single", "all_gather", "barrier")
+    kept = {name: getattr(dist.distributed_c10d, name) for name in names if hasattr(dist, name)}
+
+    def counted(name: str, function: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        calls[name] += 1
+        return function(*given, **more)
+
+    try:
+        for name, function in kept.items():
+            setattr(dist.distributed_c10d, name, functools.partial(counted, name, function))
+        with collectives.record() as events:
+            work(*given)
+    finally:
+        for name, function in kept.items():
+            setattr(dist.distributed_c10d, name, function)
+    return {**calls, "of tensors (recorder)": len(events)}
+
+
+def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
+    warnings.simplefilter("ignore")  # the other wrappers' deprecations
+    folder = args.folder / "flatshard-measured"
+    sides: dict[str, tuple[nn.Module, Any]] = {}
+    for build in {build for build, *_ in WAYS.values()}:
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = Decoder(args.layers, args.width, args.width)
+        model = build(model)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.normal_(std=0.02)
+        optimizer = torch.optim.AdamW(model.parameters())
+        # Random state: zeros would be pages that do not exist.
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param).normal_()
+        optimizer.step()
+        optimizer.zero_grad()
+        sides[build.__name__] = model, optimizer
+    num_bytes = 0
+    figures: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in ["dd", *WAYS]}
+    calls: dict[str, dict[str, int]] = {}
+    for repeat in range(args.repeat + 1):  # the first one warms up
+        for name, (build, save, load) in WAYS.items():
+            side, path = sides[build.__name__], folder / name.replace(" ", "")
+            dist.barrier()
+            if dist.get_rank() == 0:
+                folder.mkdir(exist_ok=True)
+                os.sync()
+            if repeat == 0:
+                calls[name] = count_calls(save, path, *side)
+            else:
+                figure = {"save": measured(save, path, *side)}
+                dist.barrier()
+                if name == "flatshard":
+                    num_bytes = sum(one.stat().st_size for one in path.iterdir())
+                evict(path)
+                figure["load"] = measured(load, path, *side)
+                figures[name].append(figure)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(path)
+        if repeat:
+            figures["dd"].append(run_dd(folder / "dd", num_bytes))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    return {"figures": figures, "calls": calls, "bytes": num_bytes}
+
+
+# ------------------------------------------------------------------------------------------- tables
+
+
+def show(ranks: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    num_bytes = ranks[0]["bytes"]
+    title = f"{num_bytes / 1e9:.2f} GB, {args.world_size} ranks, median of {args.repeat}"
+    made = measuring.table(title, "way", "save s", "GB/s", "load s", "GB/s", "save MiB", "load MiB")
+    for name, own in ranks[0]["figures"].items():
+        row: list[str] = []
+        for action in ("save", "load"):
+            seconds = statistics.median(one[action]["seconds"] for one in own)
+            row += [f"{seconds:.2f}", f"{num_bytes / seconds / 1e9:.2f}"]
+        for action in ("save", "load"):
+            peaks = (one[action]["peak_bytes"] for rank in ranks for one in rank["figures"][name])
+            row.append(mib(max(peaks)))
+        made.add_row(name, *row)
+    rich_print(made)
+    for name, calls in ranks[0]["calls"].items():
+        listed = ", ".join(f"{one} {number}" for one, number in calls.items())
+        print(f"collectives of a save, {name}: {listed}")
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = measuring.Parser(__doc__)
+    add = parser.add_argument
+    add("--layers", type=at_least(1), default=10)
+    add("--width", type=at_least(16), default=1024)
+    add("--world-size", type=at_least(2), default=2)
+    add("--repeat", type=at_least(1), default=5)
+    add("--folder", type=directory, default=Path("."), help="on the disk to measure (here)")
+    add("--json", type=Path, metavar="PATH", help="write the figures there")
+    args = parser.parse_args(arguments)
+    measuring.require_proc(parser)
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    ranks = measuring.figures_of_ranks(measure_rank, args.world_size, args)
+    show(ranks, args)
+    measuring.write_json(args, ranks)
+
+
+if __name__ == "__main__":
+    main()

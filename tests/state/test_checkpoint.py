@@ -1,0 +1,268 @@
+"""`flatshard.checkpoint`: a training that is saved goes on on any ranks, as if it had not ended."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from flatshard import ShardedWrapper, checkpoint
+from flatshard.collectives import record
+from flatshard.formats.torch_files import read_dcp_metadata
+from flatshard.state.checkpoint import dcp_files
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import allow_warnings, naming, run_ranks
+from tests.oracle import OPTIMIZERS, snapshot, trainable
+from tests.state.everything import CASE, Keywords, StateDict, train
+
+DDP = "ddp"
+# Keywords, ranks, ranks per node; None: an unwrapped model in one process.
+STAGES: list[tuple[Keywords | str, int, int] | None] = [
+    ({}, 2, 2),
+    ({"sharding_strategy": "SHARD_GRAD_OP"}, 3, 3),
+    None,
+    ({"sharding_strategy": "HYBRID_SHARD"}, 4, 2),
+    ({"use_orig_params": False}, 2, 2),
+    (DDP, 2, 2),
+    ({"sharding_strategy": "SHARD_OP", "auto_wrap_policy": None}, 3, 3),
+    ({"use_orig_params": False, "sharding_strategy": "NO_SHARD"}, 3, 3),
+    ({"sharding_strategy": "HYBRID_SHARD_OP"}, 4, 2),
+    ({}, 1, 1),
+]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_goes_on_anywhere(kind: str, tmp_path: Path) -> None:
+    """Each stage loads what the one before it saved; together they are one training run."""
+    plain = CASE.model()
+    optimizer = OPTIMIZERS[kind](trainable(plain))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for number, stage in enumerate(STAGES if kind == "adamw" else STAGES[:3]):
+        with naming(f"stage {number}: {stage}"):
+            _, world_size, _ = stage or (None, 1, 1)
+            state = run_ranks(_stage, world_size, kind, number, stage, tmp_path)[0]
+            for step in range(2 * number, 2 * number + 2):
+                train(plain, optimizer, range(step, step + 1))
+                schedule.step()
+            torch.testing.assert_close(state, snapshot(plain), rtol=0.0, atol=1e-10)
+    assert [one.name for one in tmp_path.iterdir()] == [f"step-{number}"]  # keep=1
+
+
+def _stage(
+    rank: int, world_size: int, kind: str, number: int, stage: Any, folder: Path
+) -> StateDict | None:
+    keywords, _, per_node = stage or (None, 1, 1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    model: nn.Module = CASE.model()
+    if keywords == DDP:
+        model = DistributedDataParallel(model, find_unused_parameters=True)
+    elif keywords is not None:
+        model = CASE.wrap(model, **keywords)
+    optimizer = OPTIMIZERS[kind](trainable(model))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    if number:
+        path = checkpoint.latest(folder)
+        assert path is not None
+        with record() as events:
+            extra = checkpoint.load(path, model, optimizer, scheduler=schedule)
+        assert extra == {"step": 2 * number, "seen": [[1, 2.5], torch.tensor(3)]}
+        assert not events
+    for step in range(2 * number, 2 * number + 2):
+        train(model, optimizer, range(step, step + 1), CASE, rank, world_size)
+        schedule.step()
+    extra = {"step": 2 * number + 2, "seen": [[1, 2.5], torch.tensor(3)]}
+    path = folder / f"step-{number}"
+    with record() as events:
+        saving = checkpoint.save(
+            path, model, optimizer, scheduler=schedule, extra=extra, keep=1, async_=number % 3 == 1
+        )
+    assert not events, "no tensor is sent"
+    if saving is not None:
+        train(model, optimizer, range(1), CASE, rank, world_size)  # which it does not see
+        saving.wait()
+        checkpoint.load(path, model, optimizer)
+    result = snapshot(model.module if keywords == DDP else model)
+    return result if rank == 0 else None
+
+
+def test_generators_go_on(tmp_path: Path) -> None:
+    first = run_ranks(_draw_saved, 3, tmp_path)
+    assert run_ranks(_draw_loaded, 3, tmp_path) == first
+    assert len({tuple(drawn) for drawn in first}) == 3
+    more = run_ranks(_draw_loaded, 4, tmp_path)
+    assert more[:3] == first
+    assert more[3] not in first
+    assert run_ranks(_draw_loaded, 4, tmp_path)[3] == more[3]
+
+
+def _draw_saved(rank: int, _: int, folder: Path) -> list[float]:
+    model = ShardedWrapper(nn.Linear(2, 2))
+    torch.manual_seed(rank)
+    random.seed(rank)
+    torch.rand(5)
+    checkpoint.save(folder / "one", model)
+    return [torch.rand(1).item(), random.random()]
+
+
+def _draw_loaded(rank: int, _: int, folder: Path) -> list[float]:
+    checkpoint.load(folder / "one", ShardedWrapper(nn.Linear(2, 2)))
+    return [torch.rand(1).item(), random.random()]
+
+
+def _wide(device: str = "cpu") -> nn.Module:
+    """Parameters of more than the few kilobytes that torch writes and reads by itself."""
+    torch.manual_seed(1)
+    layers = nn.Linear(67, 65), nn.Linear(65, 131), nn.Conv2d(33, 31, 3)
+    with torch.device(device):
+        model = nn.Sequential(*(type(one)(*_sizes(one)) for one in layers))
+    return model if device == "meta" else model.to(memory_format=torch.channels_last)
+
+
+def _sizes(layer: nn.Module) -> list[int]:
+    if isinstance(layer, nn.Linear):
+        return [layer.in_features, layer.out_features]
+    assert isinstance(layer, nn.Conv2d)
+    return [layer.in_channels, layer.out_channels, 3]
+
+
+def _stepped(model: nn.Module, seed: int) -> torch.optim.Optimizer:
+    """AdamW with a state that nobody else has."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.manual_seed(seed)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param).uniform_()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+PAIRS = [(1, 2), (2, 2), (2, 1), (2, 3), (3, 4), (4, 2)]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
+def test_any_ranks_bit_by_bit(saved: int, loaded: int, tmp_path: Path) -> None:
+    expected = run_ranks(_save_wide, saved, tmp_path)[0]
+    for model, optimizer in run_ranks(_load_wide, loaded, tmp_path):
+        torch.testing.assert_close(model, expected[0], rtol=0, atol=0)
+        torch.testing.assert_close(optimizer, expected[1], rtol=0, atol=0)
+
+
+def _save_wide(rank: int, world_size: int, folder: Path) -> tuple[StateDict, StateDict]:
+    model = ShardedWrapper(_wide(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    optimizer = _stepped(model, rank)
+    checkpoint.save(folder / "one", model, optimizer)
+    if world_size == 2:
+        _read_by_others(rank, folder, snapshot(model))
+    return snapshot(model), ShardedWrapper.optim_state_dict(model, optimizer)["state"]
+
+
+def _read_by_others(rank: int, folder: Path, expected: StateDict) -> None:
+    """DCP's own readers, into an unwrapped model and into FSDP2's; and torch's converter."""
+    plain = _wide().state_dict()
+    theirs = fully_shard(_wide().to(memory_format=torch.contiguous_format)).state_dict()
+    with allow_warnings():
+        dcp.load({"model": plain}, checkpoint_id=folder / "one")
+        dcp.load({"model": theirs}, checkpoint_id=folder / "one")
+    for name, value in expected.items():
+        assert torch.equal(plain[name], value)
+        assert torch.equal(theirs[name].full_tensor(), value)
+    if rank == 0:
+        with allow_warnings():
+            dcp_to_torch_save(folder / "one", folder / "all.pt")
+        found = torch.load(folder / "all.pt")["model"]
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def _load_wide(rank: int, world_size: int, folder: Path) -> tuple[StateDict, StateDict]:
+    """Into a model made on meta and wrapped otherwise, without state of the optimizer."""
+    model = ShardedWrapper(_wide("meta"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
+    checkpoint.load(folder / "one", model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    return snapshot(model), ShardedWrapper.optim_state_dict(model, optimizer)["state"]
+
+
+def test_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into where it belongs; what torch's own writer wrote, torch reads."""
+    model = _wide()
+    checkpoint.save(tmp_path / "ours", model)
+    with allow_warnings():
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "theirs")
+    loads: list[int] = []
+    load = torch.load
+
+    def counted(file: Any, **keywords: Any) -> Any:
+        loads.append(file.getbuffer().nbytes)
+        return load(file, **keywords)
+
+    monkeypatch.setattr(torch, "load", counted)
+    for name, num_loads in (("ours", 0), ("theirs", 3)):
+        loads.clear()
+        found = read_dcp_metadata(tmp_path / name)
+        targets = {f"model.{key}": torch.zeros_like(v) for key, v in model.state_dict().items()}
+        dcp_files.read(tmp_path / name, found, targets, lambda _: None)
+        for key, value in model.state_dict().items():
+            assert torch.equal(targets[f"model.{key}"], value), (name, key)
+        assert sum(size > 2 * dcp_files._SMALL for size in loads) == num_loads
+
+
+def test_without_state_of_the_optimizer(tmp_path: Path) -> None:
+    """Saved before the first step; loading makes no state, and changes no parameter."""
+    model = nn.Linear(3, 3)
+    checkpoint.save(tmp_path / "one", model, torch.optim.AdamW(model.parameters(), lr=0.5))
+    other = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(other.parameters())
+    assert checkpoint.load(tmp_path / "one", other, optimizer) == {}
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert torch.equal(other.weight, model.weight)
+
+
+class Counting(nn.Module):
+    """Has state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.count: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return self.count
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state
+
+
+@pytest.mark.parametrize("count", [3, {"a": {"b": 1}}, torch.tensor([1, 2])])
+def test_extra_state(count: Any, tmp_path: Path) -> None:
+    model, other = Counting(), Counting()
+    model.count = count
+    checkpoint.save(tmp_path / "one", model)
+    checkpoint.load(tmp_path / "one", other)
+    torch.testing.assert_close(other.count, count)
+
+
+def test_asynchronous_saves_do_not_mix_with_training(tmp_path: Path) -> None:
+    run_ranks(_async, 2, tmp_path)
+
+
+def _async(rank: int, world_size: int, folder: Path) -> None:
+    model = CASE.wrap(CASE.model())
+    optimizer = OPTIMIZERS["adamw"](trainable(model))
+    expected: dict[int, dict[str, Tensor]] = {}
+    for step in range(6):
+        train(model, optimizer, range(step, step + 1), CASE, rank, world_size)
+        expected[step] = snapshot(model)
+        checkpoint.save(folder / f"step-{step}", model, optimizer, async_=True)
+        dist.all_reduce(torch.ones(3))  # the program's own
+    for step, state in expected.items():  # the first load waits for the last save
+        checkpoint.load(folder / f"step-{step}", model, optimizer)
+        torch.testing.assert_close(snapshot(model), state, rtol=0, atol=0)

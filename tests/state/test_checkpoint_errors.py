@@ -1,0 +1,285 @@
+"""What `flatshard.checkpoint` refuses: named on every rank, the checkpoints before it untouched."""
+
+import json
+import os
+import pickle
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatshard import CollectiveError, ShardedWrapper, checkpoint
+from flatshard.comm import host_ranks
+from flatshard.formats.torch_files import read_dcp_metadata
+from flatshard.state.checkpoint import dcp_files, folder, saving
+from tests.harness import run_ranks
+from tests.oracle import snapshot
+
+
+def _model(width: int = 40) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 50), nn.Linear(50, 60))
+
+
+def _saved(path: Path, width: int = 40) -> nn.Module:
+    model = _model(width)
+    checkpoint.save(path, model)
+    return model
+
+
+# ---------------------------------------------------------------- loading
+
+
+def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
+    run_ranks(_does_not_fit, 2, tmp_path)
+
+
+def _does_not_fit(rank: int, _: int, path: Path) -> None:
+    saved = ShardedWrapper(_model())
+    checkpoint.save(path / "one", saved, torch.optim.SGD(saved.parameters()))
+    other = nn.Sequential(nn.Linear(41, 50), nn.Linear(50, 60), nn.LayerNorm(60))
+    model = ShardedWrapper(other)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"rank 0: .*one is of another model: ") as error:
+        checkpoint.load(path / "one", model)
+    assert "'model.0.weight': expected shape (50, 41), got shape (50, 40)" in str(error.value)
+    assert "'2.bias': expected it, got nothing; '2.weight': expected it" in str(error.value)
+    assert str(error.value).count("expected") == 3
+    torch.testing.assert_close(snapshot(model), before, rtol=0, atol=0)
+    smaller = ShardedWrapper(nn.Sequential(nn.Linear(40, 50)))
+    with pytest.raises(ValueError, match=r"'model.1.weight': expected nothing, got shape \(60, 50"):
+        checkpoint.load(path / "one", smaller)
+    checkpoint.save(path / "two", saved)
+    with pytest.raises(ValueError, match="'the optimizer': expected it, got nothing"):
+        checkpoint.load(path / "two", saved, torch.optim.SGD(saved.parameters()))
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "rank-00000.pt", "flatshard.json"])
+@pytest.mark.parametrize("how", ["truncated", "corrupted", "missing"])
+def test_broken_files_are_named(name: str, how: str, tmp_path: Path) -> None:
+    _saved(tmp_path / "one")
+    path = tmp_path / "one" / name
+    content = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(content[:-9])
+    else:
+        content[len(content) // 2] ^= 0x40
+        path.write_bytes(content)
+    model = _model()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    with pytest.raises((ValueError, FileNotFoundError), match=name.replace(".", r"\.")):
+        checkpoint.load(tmp_path / "one", model)
+    assert not model[0].weight.any(), "something was overwritten"
+
+
+def test_other_folders_are_named(tmp_path: Path) -> None:
+    _saved(tmp_path / "step-1")
+    model = _model()
+    last = rf"The last complete one is {tmp_path / 'step-1'}\."
+    (tmp_path / "step-2.incomplete").mkdir()
+    with pytest.raises(FileNotFoundError, match=f"step-2 is incomplete: .* {last}"):
+        checkpoint.load(tmp_path / "step-2", model)
+    with pytest.raises(FileNotFoundError, match=f"step-2.incomplete is incomplete: .* {last}"):
+        checkpoint.load(tmp_path / "step-2.incomplete", model)
+    with pytest.raises(FileNotFoundError, match=f"step-3 does not exist. {last}"):
+        checkpoint.load(tmp_path / "step-3", model)
+    with pytest.raises(ValueError, match=f"is a directory of checkpoints. {last}"):
+        checkpoint.load(tmp_path, model)
+    torch.save(model.state_dict(), tmp_path / "net.pt")
+    with pytest.raises(ValueError, match=f"not saved by flatshard.checkpoint.save: .* {last}"):
+        checkpoint.load(tmp_path / "net.pt", model)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.safetensors").touch()
+    with pytest.raises(ValueError, match=r"expected flatshard.json, got model.safetensors"):
+        checkpoint.load(tmp_path / "other", model)
+    marker = tmp_path / "step-1" / "flatshard.json"
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": "other/9"}))
+    with pytest.raises(ValueError, match=r"expected format 'flatshard.checkpoint/1', got 'o"):
+        checkpoint.load(tmp_path / "step-1", model)
+    assert checkpoint.latest(tmp_path) is None
+
+
+class Evil:
+    """Runs a function when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("evil",)
+
+
+def test_no_code_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = _saved(tmp_path / "one")
+    for name, content in ((".metadata", pickle.dumps(Evil())), ("rank-00000.pt", None)):
+        path = tmp_path / "one" / name
+        before = path.read_bytes()
+        if content is None:
+            torch.save({"rng": Evil()}, path)
+        else:
+            path.write_bytes(content)
+        _record(path)
+        with pytest.raises((ValueError, RuntimeError), match=r"mkdir|Weights only"):
+            checkpoint.load(tmp_path / "one", model)
+        path.write_bytes(before)
+        _record(path)
+    imported = b"\x80\x04\x8c\x25" + b"torch.distributed.checkpoint.metadata"
+    imported += b"\x8c\x08os.mkdir\x93\x8c\x04evil\x85R."
+    (tmp_path / ".metadata").write_bytes(imported)
+    with pytest.raises(ValueError, match=r"os\.mkdir, whose loading may run code"):
+        read_dcp_metadata(tmp_path)
+    assert not (tmp_path / "evil").exists()
+    with pytest.raises(TypeError, match=r"rank 0: 'x' is nothing that torch.load\(weights_only"):
+        checkpoint.save(tmp_path / "two", model, extra={"x": Evil()})
+    assert not (tmp_path / "two.incomplete").exists()
+
+
+def _record(path: Path) -> None:
+    """Write into the marker what the file is now."""
+    with path.open("rb") as file:
+        record = dcp_files._SummedFile(os.devnull, "wb")
+        record.write(file.read())
+    marker = path.parent / "flatshard.json"
+    said = json.loads(marker.read_text())
+    said["files"][path.name] = {"bytes": record.num_bytes, "crc32": record.crc32}
+    marker.write_text(json.dumps(said))
+    record.close()
+
+
+# ---------------------------------------------------------------- saving
+
+
+def test_names_and_old_ones(tmp_path: Path) -> None:
+    for step in (8, 9, 10, 11):
+        _saved(tmp_path / f"other-{step}")
+        checkpoint.save(tmp_path / f"step-{step}", _model(), keep=2, extra={"step": step})
+    (tmp_path / "step-7.incomplete").mkdir()  # of a save that was killed
+    (tmp_path / "other-7.incomplete").mkdir()  # of another training
+    checkpoint.save(tmp_path / "step-12", _model(), keep=2)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    others = [f"other-{step}" for step in (10, 11, "7.incomplete", 8, 9)]
+    assert names == [*others, "step-11", "step-12"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-12"
+    marker = folder.read_marker(tmp_path / "step-11")
+    assert marker is not None
+    assert (marker.step, marker.world_size) == (11, 1)
+    with pytest.raises(FileExistsError, match=r"step-12 exists\. Save under another name"):
+        _saved(tmp_path / "step-12")
+    for path, keep in (("step-13", 0), ("last", 1)):
+        with pytest.raises(ValueError, match=f"keep={keep}: expected at least 1, and a checkpoint"):
+            checkpoint.save(tmp_path / path, _model(), keep=keep)
+
+
+def test_ranks_pass_the_same(tmp_path: Path) -> None:
+    run_ranks(_different, 2, tmp_path)
+
+
+def _different(rank: int, _: int, path: Path) -> None:
+    model = ShardedWrapper(_model())
+    expected = r"extra\['loss'\] is 0 on rank 0, 1 on rank 1. Pass the same"
+    with pytest.raises(ValueError, match=expected):
+        checkpoint.save(path / "one", model, extra={"loss": rank})
+    with pytest.raises(ValueError, match=r"the path is .*one0.* on rank 0, .*one1"):
+        checkpoint.save(path / f"one{rank}", model)
+    with pytest.raises(TypeError, match="rank 1: 'x' is nothing that"):
+        checkpoint.save(path / "one", model, extra={"x": Evil() if rank else None})
+    assert checkpoint.latest(path) is None
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_a_full_disk_is_an_error_on_all_ranks(async_: bool, tmp_path: Path) -> None:
+    """A limit on the size of files, met in the middle of one: EFBIG, as ENOSPC would be."""
+    run_ranks(_full_disk, 2, tmp_path, async_, fresh=True)
+
+
+def _full_disk(rank: int, _: int, path: Path, async_: bool) -> None:
+    model = ShardedWrapper(_model())
+    checkpoint.save(path / "step-1", model)
+    before = {one.name: one.read_bytes() for one in (path / "step-1").iterdir()}
+    if rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    expected = r"save\(.*step-2'\), rank 1: .*too large"
+    if async_:
+        checkpoint.save(path / "step-2", model, async_=True)
+        with pytest.raises(OSError, match=expected) as error:
+            checkpoint.save(path / "step-3", model)  # raises what happened in the thread
+    else:
+        with pytest.raises(OSError, match=expected) as error:
+            checkpoint.save(path / "step-2", model)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    (note,) = error.value.__notes__
+    assert note.endswith(f"step-2 was not saved. The last complete one is {path / 'step-1'}.")
+    checkpoint.save(path / "step-3", model)
+    names = sorted(one.name for one in path.iterdir())
+    assert names == ["step-1", "step-3"]
+    assert before == {one.name: one.read_bytes() for one in (path / "step-1").iterdir()}
+
+
+def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", "x")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(PermissionError, match=r"rank 0: .*Permission denied: 'x'"):
+        _saved(tmp_path / "one")
+
+
+def test_a_rank_that_dies_while_saving(tmp_path: Path) -> None:
+    run_ranks(_dies, 3, tmp_path, expendable=[1], group_timeout=8)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
+    _saved(tmp_path / "step-3")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-3"]
+
+
+def _dies(rank: int, _: int, path: Path) -> None:
+    model = ShardedWrapper(_model())
+    checkpoint.save(path / "step-1", model)
+    if rank == 1:
+        dcp_files.Writer.write_data = lambda *_: os._exit(9)  # type: ignore[method-assign]
+    with pytest.raises(CollectiveError, match=rf"save\(.*step-2'\), rank {rank}.* failed") as error:
+        checkpoint.save(path / "step-2", model)
+    assert f"The last complete one is {path / 'step-1'}." in error.value.__notes__[0]
+
+
+def test_an_error_nobody_waited_for_is_raised_at_the_end(tmp_path: Path) -> None:
+    run_ranks(_forgotten, 1, tmp_path, fresh=True)
+
+
+def _forgotten(_: int, __: int, path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("the disk is on fire")
+
+    folder.finish = fail  # type: ignore[assignment]
+    pending = checkpoint.save(path / "one", _model(), async_=True)
+    assert pending is not None
+    while not pending.done():
+        time.sleep(0.01)
+    with pytest.raises(OSError, match="the disk is on fire"):
+        saving.wait_for_pending()  # as Python calls it
+    saving.wait_for_pending()
+
+
+def test_other_hosts_files_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file system that the hosts do not share, rank 0 sees its own files alone."""
+    monkeypatch.setattr(time, "monotonic", iter(range(0, 1000, 6)).__next__)
+    with pytest.raises(FileNotFoundError, match=r"rank 0 does not see .* Save on a file system"):
+        folder._wait_for(tmp_path / "__1_0.distcp", folder.FileRecord(1, 0))
+
+
+def test_errors_keep_their_type() -> None:
+    alone = host_ranks.HostRanks(None)
+    for error in (OSError("x"), FileExistsError("x"), TypeError("x"), RuntimeError("x")):
+
+        def work(error: Exception = error) -> None:
+            raise error
+
+        with pytest.raises(type(error), match=r"^save, rank 0: (\w+: )?x$"):
+            alone.agree(work, "save")
