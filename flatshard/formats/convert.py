@@ -132,6 +132,7 @@ def _write_dcp(
 ) -> None:
     # Here, as the package is slow to load.
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     class Planner(DefaultSavePlanner):
@@ -142,7 +143,9 @@ def _write_dcp(
     shutil.rmtree(beside, ignore_errors=True)
     state = like | {alias: like[kept] for alias, kept in ties.items()}
     with without_warning():
-        save(state, checkpoint_id=beside, planner=Planner(), no_dist=True)
+        # It holds all tensors of a file in memory until that is written: a file for each.
+        writer = FileSystemWriter(beside, single_file_per_rank=False)
+        save(state, storage_writer=writer, planner=Planner(), no_dist=True)
     beside.replace(final)
 
 

@@ -83,6 +83,8 @@ def _parts_of(
         is_sharded = isinstance(value, FlatShardTensor)
         found = owners.get(id(value.spec if is_sharded else value))
         is_plain = isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
+        if is_sharded and found is not None and value.numel():  # a user's hook may have copied it
+            found = found if value.data_ptr() == found[0].part(found[1]).data_ptr() else None
         if found is None and (is_sharded or not is_plain or value.layout != torch.strided):
             others.append(f"{name!r} ({type(value).__name__})")
             continue
@@ -170,12 +172,11 @@ def _write(parts: Mapping[str, _Part], plan: Plan, world: Communicator) -> None:
             for name, place in plan.places.items():
                 path, part = place.path, parts[name]
                 local, order, start = part.local()
-                # Ranks that hold the same write a part each; of what is not sharded rank 0 all.
-                same = world if part.handle is None else part.handle.topology.replicate
-                low, high = (local.numel() * one // same.size for one in (same.rank, same.rank + 1))
-                if part.handle is None:
-                    low, high = 0, local.numel() if world.rank == 0 else 0
-                if low < high:
+                low, high = 0, local.numel()
+                if part.handle is not None:  # ranks that hold the same write a part each
+                    same = part.handle.topology.replicate
+                    low, high = high * same.rank // same.size, high * (same.rank + 1) // same.size
+                if low < high and (part.handle is not None or world.rank == 0):
                     write_range(files[path], place, local[low:high], order, start + low)
             files.sync()
     except OSError as error:
@@ -207,14 +208,16 @@ def load(
         return (parts, places, keys), facts
 
     parts, places, keys = agreed(prepare, [world], caller, _REMEDY)
-    _everywhere(lambda: _read(parts, places), world)
-    for unit in units:
-        unit.num_loads += 1
-        for handle in unit.handles:
-            # What was read into memory passed the version counters by.
-            written = handle.sharded if handle.params.are_originals else [handle.shard]
-            torch.autograd.graph.increment_version(written)
-            handle.page_out()
+    try:
+        _everywhere(lambda: _read(parts, places), world)
+    finally:
+        for unit in units:
+            unit.num_loads += 1
+            for handle in unit.handles:
+                # What was read into memory passed the version counters by.
+                written = handle.sharded if handle.params.are_originals else [handle.shard]
+                torch.autograd.graph.increment_version(written)
+                handle.page_out()
     return keys
 
 

@@ -3,6 +3,7 @@
 import pickle
 import sys
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from flatshard import ShardedWrapper
 from flatshard.__main__ import main
 from flatshard.checkpoint import convert
-from flatshard.formats.sources import open_source
+from flatshard.formats import convert as convert_module
+from flatshard.formats.sources import Source, open_source
 from tests.harness import allow_warnings, run_ranks
 from tests.models import CASES, Odd
 from tests.oracle import snapshot
@@ -96,6 +98,27 @@ def _save_dcp(rank: int, world_size: int, folder: Path, kind: str) -> None:
     app = {"app": {"model": states, "epoch": 3}, "step": torch.tensor(7)}
     with allow_warnings():
         dcp.save(app, checkpoint_id=folder)
+
+
+class _Bytes(bytearray):
+    """Memory of a tensor; a weak reference tells whether it is still there."""
+
+
+@pytest.mark.parametrize(("name", "to"), [("a.safetensors", None), ("a.pt", None), ("b", "dcp")])
+def test_one_tensor_at_a_time(tmp_path: Path, name: str, to: str | None) -> None:
+    alive: list[weakref.ref[_Bytes]] = []
+
+    def read(names: tuple[str, ...]) -> Tensor:
+        # The last one may still be held, its copy in a writer is not counted.
+        assert sum(one() is not None for one in alive) <= 1, names
+        memory = _Bytes(400)
+        alive.append(weakref.ref(memory))
+        return torch.frombuffer(memory, dtype=torch.float32)
+
+    like = {(f"{number}",): torch.empty(100, device="meta") for number in range(9)}
+    with mock.patch.object(convert_module, "open_source", return_value=Source("any", like, read)):
+        convert("anything", tmp_path / name, to=to)
+    assert len(alive) == 9
 
 
 # ---------------------------------------------------------------- DeepSpeed

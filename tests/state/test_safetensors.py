@@ -2,8 +2,10 @@
 
 import json
 import resource
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import ShardedWrapper
+from flatshard import CPUOffload, ShardedWrapper
 from flatshard.checkpoint import load_safetensors, save_safetensors
+from flatshard.comm import event_log
+from flatshard.state import safetensors
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES
 from tests.oracle import assert_same_state, snapshot, train_steps, trainable
@@ -246,6 +250,10 @@ class _WithExtraState(nn.Linear):
         return {"a": 1}
 
 
+def _double(_: nn.Module, state_dict: dict[str, Tensor], *rest: Any) -> None:
+    state_dict["weight"] = state_dict["weight"].detach() * 2
+
+
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     run_ranks(_cannot_be_saved, 2, tmp_path)
 
@@ -255,6 +263,11 @@ def _cannot_be_saved(rank: int, world_size: int, folder: Path) -> None:
         save_safetensors(ShardedWrapper(_WithExtraState(2, 2)), folder)
     with pytest.raises(ValueError, match=r"no such dtype: 'phase' \(torch.complex128\)"):
         save_safetensors(ShardedWrapper(CASES["mixed-types"].model()), folder)
+    # A user's hook changes an entry: what the shard holds would be another value.
+    doubled = nn.Linear(3, 3)
+    doubled.register_state_dict_post_hook(_double)
+    with pytest.raises(ValueError, match=r"'weight' \(FlatShardTensor\)"):
+        save_safetensors(ShardedWrapper(doubled), folder)
     group = [torch.distributed.new_group([one]) for one in range(world_size)][rank]
     experts = nn.Sequential(ShardedWrapper(nn.Linear(3, 3), process_group=group), nn.Linear(3, 3))
     with pytest.raises(NotImplementedError, match="unit '0' trains on ranks"):
@@ -288,3 +301,45 @@ def _cannot_write(rank: int, world_size: int, folder: Path) -> None:
         save_safetensors(model, path / "below")
     save_safetensors(model, path)  # as before, and all ranks still together
     assert path.read_bytes() == before
+
+
+def test_a_rank_that_cannot_read(tmp_path: Path) -> None:
+    run_ranks(_cannot_read, 2, tmp_path)
+
+
+def _cannot_read(rank: int, world_size: int, folder: Path) -> None:
+    model = _trained("mlp", "full", rank, world_size)
+    save_safetensors(model, folder)
+    inputs, _ = CASES["mlp"].batch(0, 3, torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert not model(inputs).any()
+    failing = mock.patch.object(safetensors, "_read", side_effect=OSError("the disk is gone"))
+    with failing if rank == 1 else nullcontext():
+        with pytest.raises(OSError, match=r"the disk is gone \(rank 1\)"):
+            load_safetensors(model, folder)
+    # What the other rank has read is seen, and not what was gathered before.
+    plain = CASES["mlp"].model(torch.float32)
+    plain.load_state_dict(snapshot(model))
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs), plain(inputs))
+    assert plain.fc1.weight.any()
+
+
+def test_shards_on_disk(tmp_path: Path) -> None:
+    run_ranks(_shards_on_disk, 2, tmp_path)
+
+
+def _shards_on_disk(rank: int, world_size: int, folder: Path) -> None:
+    offload = CPUOffload(offload_params=True, path=folder)
+    model = _trained("nested", "full", rank, world_size, cpu_offload=offload)
+    expected = snapshot(model)
+    with event_log.record() as events:
+        save_safetensors(model, folder / "export")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        load_safetensors(model, folder / "export")
+    assert not events  # no tensor is sent
+    _assert_identical(snapshot(model), expected)
