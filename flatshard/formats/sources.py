@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -67,6 +68,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")
+    if path.name.endswith(".incomplete"):  # also one that was complete, and is being deleted
+        raise ValueError(f"{path}: incomplete: its save did not end")
     if path.is_dir():
         if (path / ".metadata").exists():
             return _dcp(path)
@@ -137,6 +140,11 @@ def _dcp(folder: Path) -> Source:
                 source.facts[names[0]] = source.read(names).item()
         else:
             source.others.append(name)
+    marker = folder / "flatshard.json"  # of flatshard.checkpoint.save
+    if marker.exists():
+        source.kind, said = "flatshard.checkpoint", json.loads(marker.read_text())
+        source.facts |= {"step": said["step"], "world size": said["world_size"]}
+        return source
     # DCP calls files __RANK_NUMBER.distcp.
     files = {one.relative_path for one in metadata.storage_data.values()}
     source.facts["world size"] = len({one.split("_")[2] for one in files if one.count("_") > 2})

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from flatshard import CollectiveError, ShardedWrapper, checkpoint
+from flatshard.__main__ import main
 from flatshard.comm import host_ranks
 from flatshard.formats.torch_files import read_dcp_metadata
 from flatshard.state.checkpoint import dcp_files, folder, saving
@@ -59,6 +61,27 @@ def _does_not_fit(rank: int, _: int, path: Path) -> None:
         checkpoint.load(path / "two", saved, torch.optim.SGD(saved.parameters()))
 
 
+def test_saved_without_a_scheduler(tmp_path: Path) -> None:
+    model = _saved(tmp_path / "one")
+    optimizer = torch.optim.SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ValueError, match="one was saved without a scheduler"):
+        checkpoint.load(tmp_path / "one", model, scheduler=scheduler)
+
+
+def test_units_of_some_ranks(tmp_path: Path) -> None:
+    run_ranks(_some_ranks, 2, tmp_path)
+
+
+def _some_ranks(rank: int, _: int, path: Path) -> None:
+    """Ranks hold other experts under one name, of which DCP would keep one."""
+    groups = [dist.new_group([one]) for one in range(2)]
+    model = _model()
+    model[1] = ShardedWrapper(model[1], process_group=groups[rank])
+    with pytest.raises(NotImplementedError, match="unit '1' trains on ranks"):
+        checkpoint.save(path / "one", ShardedWrapper(model))
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "rank-00000.pt", "flatshard.json"])
 @pytest.mark.parametrize("how", ["truncated", "corrupted", "missing"])
 def test_broken_files_are_named(name: str, how: str, tmp_path: Path) -> None:
@@ -94,12 +117,14 @@ def test_other_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"is a directory of checkpoints. {last}"):
         checkpoint.load(tmp_path, model)
     torch.save(model.state_dict(), tmp_path / "net.pt")
-    with pytest.raises(ValueError, match=f"not saved by flatshard.checkpoint.save: .* {last}"):
+    with pytest.raises(ValueError, match=f"json, got the format of torch.save. {last}"):
         checkpoint.load(tmp_path / "net.pt", model)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "model.safetensors").touch()
-    with pytest.raises(ValueError, match=r"expected flatshard.json, got model.safetensors"):
+    checkpoint.convert(tmp_path / "net.pt", tmp_path / "other", to="safetensors")
+    with pytest.raises(ValueError, match=r"expected flatshard.json, got the format of safetensors"):
         checkpoint.load(tmp_path / "other", model)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"expected flatshard.json, got nothing that is known"):
+        checkpoint.load(tmp_path / "empty", model)
     marker = tmp_path / "step-1" / "flatshard.json"
     marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": "other/9"}))
     with pytest.raises(ValueError, match=r"expected format 'flatshard.checkpoint/1', got 'o"):
@@ -155,7 +180,7 @@ def _record(path: Path) -> None:
 # ---------------------------------------------------------------- saving
 
 
-def test_names_and_old_ones(tmp_path: Path) -> None:
+def test_names_and_old_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (8, 9, 10, 11):
         _saved(tmp_path / f"other-{step}")
         checkpoint.save(tmp_path / f"step-{step}", _model(), keep=2, extra={"step": step})
@@ -166,6 +191,9 @@ def test_names_and_old_ones(tmp_path: Path) -> None:
     others = [f"other-{step}" for step in (10, 11, "7.incomplete", 8, 9)]
     assert names == [*others, "step-11", "step-12"]
     assert checkpoint.latest(tmp_path) == tmp_path / "step-12"
+    assert main(["inspect", str(tmp_path / "step-11")]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("format: flatshard.checkpoint\nstep: 11\nworld size: 1\nmodel.0.weight")
     marker = folder.read_marker(tmp_path / "step-11")
     assert marker is not None
     assert (marker.step, marker.world_size) == (11, 1)

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flatshard.formats.sources import open_source
+
 MARKER = "flatshard.json"
 _FORMAT = "flatshard.checkpoint/1"
 _INCOMPLETE = ".incomplete"
@@ -101,10 +103,12 @@ def require_complete(path: Path) -> Marker:
             raise FileNotFoundError(f"the checkpoint {path} {state}. {remedy}")
         if inside is not None:
             raise ValueError(f"{path} is a directory of checkpoints. {remedy}")
-        names = sorted(one.name for one in path.iterdir()) if path.is_dir() else ["one file"]
+        kind = "nothing that is known"
+        with contextlib.suppress(ValueError, OSError):
+            kind = f"the format of {open_source(path).kind}"
         raise ValueError(
-            f"{path} was not saved by flatshard.checkpoint.save: expected {MARKER}, got "
-            f"{', '.join(names[:4]) or 'nothing'}. {remedy}"
+            f"{path} was not saved by flatshard.checkpoint.save: expected {MARKER}, got {kind}. "
+            f"{remedy}"
         )
     for name, record in marker.files.items():
         got = (path / name).stat().st_size if (path / name).exists() else None
