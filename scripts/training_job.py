@@ -270,13 +270,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def save(path: Path, model: nn.Module, optimizer: Any, **progress: Any) -> None:
     """Writes full tensors by name, so that any world size can resume. Collective.
 
+    Rank 0 alone holds them, in host memory.
+
     Where it cannot be written, this ends all ranks.
     """
     plain = unwrapped(model)
-    weights = plain.state_dict()
     state = {
-        "model": {name: tensor.cpu() for name, tensor in weights.items()},
-        "optimizer": ShardedWrapper.optim_state_dict(plain, optimizer),
+        "model": checkpoint.full_state_dict(plain),
+        "optimizer": checkpoint.full_optim_state_dict(plain, optimizer),
         **progress,
     }
 

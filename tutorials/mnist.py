@@ -102,7 +102,7 @@ show(training_job.connect)
 # `loss.backward()` and `optimizer.step()`.
 
 # %%
-show(train_mnist.train_epoch)
+show(train_mnist.train_steps)
 
 # %% [markdown]
 # Testing has one rule: with sharded parameters a forward is *collective*. Every rank must call it
@@ -334,11 +334,11 @@ print(
 # %% [markdown]
 # ## Saving
 #
-# `model.state_dict()` returns full tensors under the unwrapped model's names. It is collective, so
-# every rank calls it, and one rank writes:
+# `full_state_dict(model)` gives rank 0 full tensors under the unwrapped model's names, in host
+# memory. It is collective, so every rank calls it, and rank 0 writes:
 #
 # ```python
-# weights = model.state_dict()
+# weights = flatshard.checkpoint.full_state_dict(model)
 # if dist.get_rank() == 0:
 #     torch.save(weights, "net.pt")
 # ```
@@ -352,7 +352,7 @@ print(
 # | | |
 # |---|---|
 # | replace the wrapper, then make the optimizer | `ShardedWrapper(model)` |
-# | call forward and `state_dict()` on every rank | also in evaluation |
+# | call forward and `full_state_dict(model)` on every rank | also in evaluation |
 # | divide large models into units | `auto_wrap_policy="auto"`, by class, or by size |
 # | see where a step's time goes | `with model.record_steps(): ...`, `print(model.step_report())` |
 #

@@ -94,8 +94,8 @@ show(train_transformer.train_step)
 # %% [markdown]
 # ## Training and saving
 #
-# Both state dicts are collective and hold full tensors by name. They do not depend on ranks, units
-# or strategies.
+# Both state dicts are collective, and hold full tensors by name on rank 0. They do not depend on
+# ranks, units or strategies.
 
 # %%
 show(training_job.unwrapped, training_job.save, training_job.resume)

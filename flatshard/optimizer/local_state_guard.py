@@ -79,7 +79,8 @@ def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
     Of what torch's ``set_state_dict`` or a sharded state dict has, this rank's part.
     """
     if not is_stamped(state_dict):
-        return sharded_state.from_torch(optimizer, state_dict) if torch_request() else state_dict
+        asked = torch_request()
+        return sharded_state.from_torch(optimizer, state_dict, asked) if asked else state_dict
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
         if _STAMP in group:

@@ -36,16 +36,27 @@ def to_torch(optimizer: torch.optim.Optimizer, state_dict: StateDict, asked: Tor
             state[key] = shown.cpu() if asked.to_cpu else shown
 
 
-def from_torch(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+def from_torch(
+    optimizer: torch.optim.Optimizer, state_dict: StateDict, asked: TorchRequest
+) -> StateDict:
     """The same with this rank's part for each sharded or full tensor of state per element."""
     state_dict = {**state_dict, "state": {k: dict(s) for k, s in state_dict["state"].items()}}
     for param, state in _by_parameter(optimizer, state_dict):
+        spec = param.spec
+        asked.check_order(spec.name, spec.order)
         for key, value in state.items():
             if isinstance(value, FlatShardTensor):
-                state[key] = value.local
+                if value.spec.place != spec.place:
+                    raise ValueError(
+                        f"optimizer state {key!r} of parameter {spec.name!r} is sharded in another "
+                        "way. Load it through torch.distributed.checkpoint into the state that "
+                        "this model has."
+                    )
+                state[key] = FlatShardTensor(value.local, spec)
             elif isinstance(value, Tensor) and key not in ONE_PER_PARAMETER:
-                is_full = tuple(value.shape) == param.spec.shape
-                state[key] = param.spec.slice(value).clone() if is_full else value
+                # What steps element by element takes the 1-D part of it in the next step.
+                is_full = tuple(value.shape) == spec.shape
+                state[key] = FlatShardTensor(spec.slice(value).clone(), spec) if is_full else value
     return state_dict
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
@@ -18,6 +18,16 @@ class TorchRequest:
     full: bool
     to_cpu: bool
     rank0_only: bool  # it drops what other ranks have
+    broadcasts: bool  # from rank 0
+
+    def check_order(self, name: str, order: Sequence[int]) -> None:
+        """Raise for a parameter, with its dimensions in memory order, that was mixed up."""
+        if self.broadcasts and list(order) != sorted(order):
+            raise ValueError(
+                f"parameter {name!r}: broadcast_from_rank0 sends memory as it lies, and mixes up "
+                "tensors that are not contiguous (channels_last). Pass full tensors on every rank, "
+                "with StateDictOptions(full_state_dict=True) alone."
+            )
 
 
 def torch_request() -> TorchRequest | None:
@@ -28,7 +38,9 @@ def torch_request() -> TorchRequest | None:
             drops = info.full_state_dict and info.cpu_offload
             # Not before it has looked for the frozen ones among them.
             rank0_only = drops and not info.ignore_frozen_params
-            return TorchRequest(info.full_state_dict, info.cpu_offload, rank0_only)
+            return TorchRequest(
+                info.full_state_dict, info.cpu_offload, rank0_only, info.broadcast_from_rank0
+            )
     return None
 
 

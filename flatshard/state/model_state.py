@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -105,6 +106,10 @@ class UnitStateDict:
                 "load_state_dict(assign=True) would put full tensors where shards are. Load "
                 "without assign: values are copied into the shards and cast to their dtype."
             )
+        asked = torch_request()
+        if asked is not None:
+            for spec in chain.from_iterable(handle.params.specs for handle in self._unit.handles):
+                asked.check_order(spec.name, spec.order)
         self._enter(module)
 
     def _after_load(self, *_: Any) -> None:

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
 )
 
 from flatshard import CPUOffload, FlatShardTensor, ShardedWrapper
@@ -33,8 +35,9 @@ from flatshard.state import model_state
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, run_ranks
-from tests.oracle import OPTIMIZERS, trainable
-from tests.state.everything import CASE, Keywords, train
+from tests.models import CASES
+from tests.oracle import OPTIMIZERS, snapshot, trainable
+from tests.state.everything import CASE, Keywords, loss_of_rows, train
 
 # ---------------------------------------------------------------- resharding
 
@@ -226,6 +229,71 @@ def _what_has_no_boxes(rank: int, world_size: int) -> None:
         optimizer.state[param]["rows"] = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"'rows' of parameter '0.weight' has shape \(2, 3\)"):
         get_optimizer_state_dict(model, optimizer)
+
+
+def test_broadcast_from_rank_0() -> None:
+    run_ranks(_broadcast_from_rank_0, 2)
+
+
+def _broadcast_from_rank_0(rank: int, world_size: int) -> None:
+    """Torch sends memory as it lies: channels_last arrived as other values, on some ranks."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    for case in (CASES["mlp"], CASE):
+        plain, model = case.model(), case.wrap(case.model())
+        theirs, optimizer = (OPTIMIZERS["adamw"](trainable(one)) for one in (plain, model))
+        loss_of_rows(plain, case, 0, 0, 1).backward()
+        theirs.step()
+        expected = copy.deepcopy(get_state_dict(plain, theirs))
+        weights, state = get_state_dict(plain, theirs) if rank == 0 else ({}, {})
+        for load, value in ((set_model_state_dict, weights), (set_optimizer_state_dict, state)):
+            if case is not CASE:
+                load(model, *([optimizer] if value is state else []), value, options=options)
+                continue
+            with pytest.raises(ValueError, match=r"'conv.weight': broadcast_from_rank0"):
+                load(model, *([optimizer] if value is state else []), value, options=options)
+        if case is not CASE:
+            loaded = ShardedWrapper.optim_state_dict(model, optimizer)["state"]
+            torch.testing.assert_close(
+                (model.state_dict(), loaded),
+                (expected[0], expected[1]["state"]),
+                rtol=0.0,
+                atol=0.0,
+            )
+
+
+class Trust(torch.optim.Optimizer):
+    """Scales the step by norms: it works on sharded parameters, not on each rank's elements."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if param.grad is not None:
+                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                momentum.mul_(0.9).add_(param.grad)
+                param.add_(momentum * (param.norm() / (momentum.norm() + 1e-3)), alpha=-0.1)
+
+
+def test_optimizers_that_are_not_elementwise(tmp_path: Path) -> None:
+    run_ranks(_not_elementwise, 2, tmp_path)
+
+
+def _not_elementwise(rank: int, world_size: int, folder: Path) -> None:
+    case, results = CASES["mlp"], []
+    for call, steps in ((dcp.save, range(2)), (dcp.load, range(5, 6))):
+        model = case.wrap(case.model())
+        optimizer = Trust(model.parameters())
+        train(model, optimizer, steps, case, rank, world_size)
+        weights, state = get_state_dict(model, optimizer)
+        with allow_warnings():
+            call({"model": weights, "optimizer": state}, checkpoint_id=folder)
+        set_model_state_dict(model, weights)
+        set_optimizer_state_dict(model, optimizer, state)
+        train(model, optimizer, range(2, 3), case, rank, world_size)
+        results.append(snapshot(model))
+    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=0.0)
 
 
 # ---------------------------------------------------------------- full state dicts
