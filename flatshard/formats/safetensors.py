@@ -68,11 +68,14 @@ class Plan:
         ends = {place.path: place.offset + place.nbytes for place in self.places.values()}
         for name, header in self.headers.items():
             with open(self.temporary(name), "wb") as file:
-                file.write(header)
-                file.flush()
-                # Else a full disk is noticed in the middle, or only when the system writes.
                 end = max(ends.get(file.name, 0), len(header))
-                os.posix_fallocate(file.fileno(), 0, end)
+                try:
+                    # Else a full disk is noticed in the middle, or only when the system writes.
+                    os.posix_fallocate(file.fileno(), 0, end)
+                except OSError as error:
+                    what = f"{error.strerror}, for {end:,} bytes"
+                    raise OSError(error.errno, what, file.name) from error
+                file.write(header)
 
     def commit(self) -> None:
         """Give complete files, which are on the disk, their names. Raises OSError."""

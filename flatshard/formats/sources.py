@@ -68,6 +68,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")
+    if path.name.endswith(".incomplete"):  # also one that was complete, and is being deleted
+        raise ValueError(f"{path}: incomplete: its save did not end")
     if path.is_dir():
         if (path / ".metadata").exists():
             return _dcp(path)
@@ -143,8 +145,6 @@ def _dcp(folder: Path) -> Source:
         source.kind, said = "flatshard.checkpoint", json.loads(marker.read_text())
         source.facts |= {"step": said["step"], "world size": said["world_size"]}
         return source
-    if folder.name.endswith(".incomplete"):
-        raise ValueError(f"{folder}: incomplete: its save did not end")
     # DCP calls files __RANK_NUMBER.distcp.
     files = {one.relative_path for one in metadata.storage_data.values()}
     source.facts["world size"] = len({one.split("_")[2] for one in files if one.count("_") > 2})

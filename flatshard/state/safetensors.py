@@ -123,12 +123,12 @@ def save(
             ties = {n: first[p.key] for n, p in parts.items() if n not in kept}
             plan = plan_files(kept, path, max_shard_size, {**ties, **(metadata or {})})
             facts = {name: str(header) for name, header in plan.headers.items()}
-            if world.rank == 0:
-                incomplete.callback(plan.discard)
-                plan.create()
             return (parts, plan), facts | {"the path": str(plan.folder)}
 
         parts, plan = agreed(prepare, [world], caller, _REMEDY)
+        if world.rank == 0:
+            incomplete.callback(plan.discard)
+        _everywhere(plan.create if world.rank == 0 else lambda: None, world)
         _everywhere(lambda: _write(parts, plan, world), world)
         _everywhere(plan.commit if world.rank == 0 else lambda: None, world)
         incomplete.pop_all()

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from flatshard import ShardedWrapper
+from flatshard import ShardedWrapper, checkpoint
 from flatshard.__main__ import main
 from flatshard.checkpoint import convert
 from flatshard.formats import convert as convert_module
@@ -98,6 +98,23 @@ def _save_dcp(rank: int, world_size: int, folder: Path, kind: str) -> None:
     app = {"app": {"model": states, "epoch": 3}, "step": torch.tensor(7)}
     with allow_warnings():
         dcp.save(app, checkpoint_id=folder)
+
+
+def test_own_checkpoints(tmp_path: Path) -> None:
+    run_ranks(_save_own, 2, tmp_path / "own")
+    source = open_source(tmp_path / "own")
+    assert source.facts == {"world size": 2, "step": 7}
+    assert source.kind.startswith("flatshard.checkpoint")
+    _check(tmp_path / "own", tmp_path, snapshot(_model()), key="model")
+    (tmp_path / "own").rename(tmp_path / "own.incomplete")
+    with pytest.raises(ValueError, match="incomplete"):
+        open_source(tmp_path / "own.incomplete")
+
+
+def _save_own(rank: int, world_size: int, folder: Path) -> None:
+    model = ShardedWrapper(_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoint.save(folder, model, optimizer, extra={"step": 7})
 
 
 class _Bytes(bytearray):

@@ -115,10 +115,10 @@ class PeerProcess:
 
     def read(self, address: int, out: Tensor) -> None:
         """Fill ``out``, contiguous on the CPU; raises ``RuntimeError`` if the process is gone."""
-        _read(self.pid, address, out.data_ptr(), out.numel() * out.element_size())
+        _read(self, address, out.data_ptr(), out.numel() * out.element_size())
 
     def read_array(self, address: int, out: ctypes.Array[ctypes.c_int64]) -> None:
-        _read(self.pid, address, ctypes.addressof(out), ctypes.sizeof(out))
+        _read(self, address, ctypes.addressof(out), ctypes.sizeof(out))
 
     def check_alive(self) -> None:
         """Raise ``RuntimeError`` where it cannot be read any more; its mailbox outlives it."""
@@ -297,14 +297,14 @@ _readv = mapped_files.c_function(
 _order_memory = mapped_files.c_function("getpid", ctypes.c_int)
 
 
-def _read(pid: int, source: int, destination: int, nbytes: int) -> None:
+def _read(process: PeerProcess, source: int, destination: int, nbytes: int) -> None:
     done = 0
     while done < nbytes:
         here = _Range(destination + done, nbytes - done)
         there = _Range(source + done, nbytes - done)
-        got = _readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        got = _readv(process.pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if got <= 0:
             number = ctypes.get_errno()
             kind = _ProcessGone if number == errno.ESRCH else RuntimeError
-            raise kind(f"reading {nbytes} bytes of process {pid} failed: {os.strerror(number)}")
+            raise kind(f"reading {nbytes} B of {process.name} failed: {os.strerror(number)}")
         done += got
