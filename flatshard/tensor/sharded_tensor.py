@@ -112,11 +112,9 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
         is_flat = spec.originals is not None
         start = spec.number * spec.numel if is_flat else spec.offset
         flat = local.new_zeros(spec.comm.size * spec.numel if is_flat else self.numel())
+        flat[start : start + spec.numel] = local
         # Of each byte at most one rank's is not zero: the sum only puts ranges side by side.
-        full_bytes = as_bytes(flat)
-        size = local.element_size()
-        full_bytes[start * size : (start + spec.numel) * size] = as_bytes(local.contiguous())
-        spec.comm.reduce_scalars(full_bytes, "SUM", op_name=spec.name)
+        spec.comm.reduce_scalars(as_bytes(flat), "SUM", op_name=spec.name)
         return flat if is_flat else flat.as_strided(spec.shape, spec.strides)
 
     @property

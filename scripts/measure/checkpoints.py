@@ -2,10 +2,11 @@
 
     python scripts/measure/checkpoints.py --world-size 2 --folder /tmp
 
-flatshard.checkpoint, FSDP1 and FSDP2 (each by torch.distributed.checkpoint, sharded) and torch.save
-of an unwrapped model on rank 0 take turns, on this machine's CPU (gloo). `dd` writes as many bytes
-and syncs them. Files are dropped from the page cache before they are loaded. Prints the fastest
-run's seconds and GB/s, the collectives of a save, and the peak RSS above the RSS before.
+flatshard.checkpoint (also with verify=False: unverified), FSDP1 and FSDP2 (both by
+torch.distributed.checkpoint, sharded) and torch.save of an unwrapped model on rank 0 take turns, on
+this machine's CPU (gloo). `dd` writes as many bytes and syncs them. Files are dropped from the page
+cache before they are loaded. Prints the fastest run's seconds and GB/s, the CPU seconds of all
+ranks, the collectives of a save, and the peak RSS above the RSS before.
 """
 
 import argparse
@@ -92,10 +93,10 @@ def build_unwrapped(model: Decoder) -> nn.Module:
 
 WAYS: dict[str, Way] = {
     "flatshard": (build_flatshard, save_flatshard, load_flatshard),
-    "flatshard, verify=False": (build_flatshard, save_flatshard, load_unverified),
-    "FSDP1, DCP": (build_fsdp1, save_dcp, load_dcp),
-    "FSDP2, DCP": (build_fsdp2, save_dcp, load_dcp),
-    "torch.save, rank 0": (build_unwrapped, save_file, load_file),
+    "unverified": (build_flatshard, save_flatshard, load_unverified),
+    "fsdp1": (build_fsdp1, save_dcp, load_dcp),
+    "fsdp2": (build_fsdp2, save_dcp, load_dcp),
+    "torch.save": (build_unwrapped, save_file, load_file),
 }
 
 # -------------------------------------------------------------------------------------------- ranks
@@ -113,12 +114,13 @@ def measured(work: Callable[..., None], *given: Any) -> dict[str, float]:
     """Seconds of the slowest rank, and the peak RSS of the rank above that before."""
     dist.barrier()
     reset_peak()
-    before, start = resident_bytes("VmRSS"), time.perf_counter()
+    before, start, cpu = resident_bytes("VmRSS"), time.perf_counter(), time.process_time()
     work(*given)
     peak = resident_bytes("VmHWM") - before
+    cpu = time.process_time() - cpu
     seconds = torch.tensor(time.perf_counter() - start)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return {"seconds": seconds.item(), "peak_bytes": peak}
+    return {"seconds": seconds.item(), "cpu_seconds": cpu, "peak_bytes": peak}
 
 
 def run_dd(path: Path, num_bytes: int) -> dict[str, dict[str, float]]:
@@ -164,7 +166,7 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
     warnings.simplefilter("ignore")  # the other wrappers' deprecations
     folder = args.folder / "flatshard-measured"
     sides: dict[str, tuple[nn.Module, Any]] = {}
-    for build in {build for build, *_ in WAYS.values()}:
+    for build in {WAYS[name][0] for name in args.impl}:
         torch.manual_seed(0)
         with torch.device("meta"):
             model = Decoder(args.layers, args.width, args.width)
@@ -180,14 +182,16 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad()
         sides[build.__name__] = model, optimizer
     num_bytes = 0
-    figures: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in ["dd", *WAYS]}
+    figures: dict[str, list[dict[str, dict[str, float]]]] = {
+        name: [] for name in ["dd", *args.impl]
+    }
     calls: dict[str, dict[str, int]] = {}
     for repeat in range(args.repeat + 1):  # the first one warms up
         # Whoever comes first finds another page cache: each does, in turn.
-        names = list(WAYS)
+        names = args.impl
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
             build, save, load = WAYS[name]
-            side, path = sides[build.__name__], folder / name.replace(" ", "")
+            side, path = sides[build.__name__], folder / name
             dist.barrier()
             if dist.get_rank() == 0:
                 folder.mkdir(exist_ok=True)
@@ -219,15 +223,19 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
 def show(ranks: list[dict[str, Any]], args: argparse.Namespace) -> None:
     num_bytes = ranks[0]["bytes"]
     title = f"{num_bytes / 1e9:.2f} GB, {args.world_size} ranks, fastest of {args.repeat}"
-    made = measuring.table(title, "way", "save s", "GB/s", "load s", "GB/s", "save MiB", "load MiB")
+    made = measuring.table(
+        title, "way", *("save s", "GB/s", "CPU s", "MiB"), *("load s", "GB/s", "CPU s", "MiB")
+    )
     for name, own in ranks[0]["figures"].items():
         row: list[str] = []
         for action in ("save", "load"):
             seconds = min(one[action]["seconds"] for one in own)
-            row += [f"{seconds:.2f}", f"{num_bytes / seconds / 1e9:.2f}"]
-        for action in ("save", "load"):
-            peaks = (one[action]["peak_bytes"] for rank in ranks for one in rank["figures"][name])
-            row.append(mib(max(peaks)))
+            of_ranks = [[one[action] for one in rank["figures"][name]] for rank in ranks]
+            cpu = min(
+                sum(run["cpu_seconds"] for run in runs) for runs in zip(*of_ranks, strict=True)
+            )
+            peak = max(run["peak_bytes"] for runs in of_ranks for run in runs)
+            row += [f"{seconds:.2f}", f"{num_bytes / seconds / 1e9:.2f}", f"{cpu:.2f}", mib(peak)]
         made.add_row(name, *row)
     rich_print(made)
     for name, calls in ranks[0]["calls"].items():
@@ -238,6 +246,7 @@ def show(ranks: list[dict[str, Any]], args: argparse.Namespace) -> None:
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = measuring.Parser(__doc__)
     add = parser.add_argument
+    add("--impl", default=",".join(WAYS), help=f"which, with commas between ({','.join(WAYS)})")
     add("--layers", type=at_least(1), default=10)
     add("--width", type=at_least(16), default=1024)
     add("--world-size", type=at_least(2), default=2)
@@ -245,6 +254,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--folder", type=directory, default=Path("."), help="on the disk to measure (here)")
     add("--json", type=Path, metavar="PATH", help="write the figures there")
     args = parser.parse_args(arguments)
+    args.impl = measuring.choose(parser, "--impl", args.impl, WAYS)
     measuring.require_proc(parser)
     return args
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from flatshard import ShardedWrapper, checkpoint
+from flatshard import CPUOffload, ShardedWrapper, checkpoint
 from flatshard.collectives import record
 from flatshard.formats.torch_files import read_dcp_metadata
 from flatshard.state.checkpoint import dcp_files
@@ -24,6 +24,7 @@ from tests.oracle import OPTIMIZERS, snapshot, trainable
 from tests.state.everything import CASE, Keywords, StateDict, train
 
 DDP = "ddp"
+ON_DISK = "shards and optimizer state in files"
 # Keywords, ranks, ranks per node; None: an unwrapped model in one process.
 STAGES: list[tuple[Keywords | str, int, int] | None] = [
     ({}, 2, 2),
@@ -32,6 +33,7 @@ STAGES: list[tuple[Keywords | str, int, int] | None] = [
     ({"sharding_strategy": "HYBRID_SHARD"}, 4, 2),
     ({"use_orig_params": False}, 2, 2),
     (DDP, 2, 2),
+    (ON_DISK, 2, 2),
     ({"sharding_strategy": "SHARD_OP", "auto_wrap_policy": None}, 3, 3),
     ({"use_orig_params": False, "sharding_strategy": "NO_SHARD"}, 3, 3),
     ({"sharding_strategy": "HYBRID_SHARD_OP"}, 4, 2),
@@ -64,6 +66,8 @@ def _stage(
     model: nn.Module = CASE.model()
     if keywords == DDP:
         model = DistributedDataParallel(model, find_unused_parameters=True)
+    elif keywords == ON_DISK:
+        model = CASE.wrap(model, cpu_offload=CPUOffload(offload_params=True, path=folder.parent))
     elif keywords is not None:
         model = CASE.wrap(model, **keywords)
     optimizer = OPTIMIZERS[kind](trainable(model))
