@@ -20,7 +20,10 @@ import contextlib
 import datetime
 import re
 import sys
+import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import prerequisites  # noqa: F401  (first: it may end this)
@@ -107,37 +110,48 @@ def _first(texts: Iterable[str]) -> str:
 
 
 def run_table(
-    idioms: list[Idiom], implementations: list[str], world: int, seconds: float
+    idioms: list[Idiom], implementations: list[str], world: int, seconds: float, jobs: int = 1
 ) -> dict[str, dict[str, Cell]]:
-    """The cells by idiom and implementation. DistributedDataParallel runs in any case."""
+    """The cells by idiom and implementation, ``jobs`` at a time. DDP runs in any case."""
     table: dict[str, dict[str, Cell]] = {idiom.name: {} for idiom in idioms}
     expected: dict[str, list[Said]] = {}
-    with Ranks(world, preload=PRELOAD) as ranks:
+    ranks_of_thread = threading.local()
 
-        def run(idiom: Idiom, implementation: str) -> list[Said]:
-            limit = seconds * (SLOW_FACTOR if idiom.slow else 1)
-            return ranks.run(run_cell, world, idiom.name, implementation, seconds=limit)
+    def run(idiom: Idiom, implementation: str) -> list[Said]:
+        limit = seconds * (SLOW_FACTOR if idiom.slow else 1)
+        ranks: Ranks = ranks_of_thread.ranks
+        return ranks.run(run_cell, world, idiom.name, implementation, seconds=limit)
 
-        for idiom in _progress(idioms, "oracles"):
-            theirs = run(idiom, "ddp")
-            expected[idiom.name] = theirs
-            if idiom.is_by_hand or any(one.outcome != "returned" for one in theirs):
-                expected[idiom.name] = run(idiom, "by hand")
-            table[idiom.name]["ddp"] = judge(theirs, expected[idiom.name])
+    def run_oracle(idiom: Idiom) -> Cell:
+        theirs = run(idiom, "ddp")
+        expected[idiom.name] = theirs
+        if idiom.is_by_hand or any(one.outcome != "returned" for one in theirs):
+            expected[idiom.name] = run(idiom, "by hand")
+        return judge(theirs, expected[idiom.name])
+
+    with contextlib.ExitStack() as stack:
+
+        def start() -> None:
+            ranks_of_thread.ranks = stack.enter_context(Ranks(world, preload=PRELOAD))
+
+        # Much of the time is spent waiting: for ranks that hang, and for the ends of those left.
+        threads = stack.enter_context(ThreadPoolExecutor(jobs, initializer=start))
+        for idiom, cell in zip(idioms, threads.map(run_oracle, idioms), strict=True):
+            table[idiom.name]["ddp"] = cell
         # One implementation after the other: what is warm for it stays so.
-        for implementation in implementations:
-            if implementation not in ORACLES:
-                for idiom in _progress(idioms, implementation):
-                    cell = judge(run(idiom, implementation), expected[idiom.name])
-                    table[idiom.name][implementation] = cell
+        for implementation in (name for name in implementations if name not in ORACLES):
+            found = threads.map(partial(run, implementation=implementation), idioms)
+            pairs = zip(idioms, found, strict=True)
+            for idiom, said in _progress(pairs, implementation, len(idioms)):
+                table[idiom.name][implementation] = judge(said, expected[idiom.name])
     return table
 
 
-def _progress(items: list[Any], title: str) -> Iterator[Any]:
+def _progress(items: Iterable[Any], title: str, total: int) -> Iterator[Any]:
     with contextlib.suppress(ImportError):
         from tqdm import tqdm
 
-        items = tqdm(items, title, leave=False, disable=None)  # type: ignore[assignment]
+        items = tqdm(items, title, total, leave=False, disable=None)
     return iter(items)
 
 
@@ -255,13 +269,14 @@ def main() -> int:
     )
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=20.0, help="seconds, the hard limit")
+    parser.add_argument("--jobs", type=int, default=3, help="idioms that run at the same time")
     parser.add_argument("--list", action="store_true", help="print the names of the idioms")
     options = parser.parse_args()
     if options.list:
         print("\n".join(f"{idiom.name}: {idiom.title}" for idiom in IDIOMS.values()))
         return 0
     idioms = [IDIOMS[name] for name in options.idiom]
-    table = run_table(idioms, options.impl, options.world_size, options.timeout)
+    table = run_table(idioms, options.impl, options.world_size, options.timeout, options.jobs)
     command = " ".join(["python scripts/conformance.py", *sys.argv[1:]])
     print(markdown(table, options.world_size, command))
     ours = (cells.get(name, Cell("right")) for cells in table.values() for name in FLATSHARD)
