@@ -93,7 +93,8 @@ def save(
         states = None if scheduler is None else scheduler.state_dict()
         return Snapshot(tensors, rng.streams(_device_of(model)), states, dict(extra or {}))
 
-    return Save(Path(path), _ranks_of(model), keep).run(take, async_=async_)
+    ranks = _ranks_of(model, "checkpoint.save()")
+    return Save(Path(path), ranks, keep).run(take, async_=async_)
 
 
 def load(
@@ -132,7 +133,7 @@ def load(
         optim = None if optimizer is None else _optim_state(model, optimizer)
         return loading.Wanted(states, optim, scheduler is not None)
 
-    ranks = _ranks_of(model)
+    ranks = _ranks_of(model, "checkpoint.load()")
     loaded = loading.load(Path(path), take, ranks, verify=verify)
     _unwrapped(model).load_state_dict(loaded.model)
     if optimizer is not None:
@@ -244,11 +245,14 @@ def _optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         return ShardedWrapper.optim_state_dict(_unwrapped(model), optimizer, offload_to_cpu=False)
 
 
-def _ranks_of(model: nn.Module) -> HostRanks:
-    """The ranks that train it together."""
+def _ranks_of(model: nn.Module, caller: str) -> HostRanks:
+    """The ranks that train it together, once all of them call this."""
     units = [one.unit for one in shardings_in(model)]
     if units:
-        return HostRanks(safetensors.world_of(units).group)
+        world = safetensors.world_of(units)
+        # Where some never come (`if rank == 0:`), deadlock detection sees it here.
+        world.gather_objects(None, op_name=caller)
+        return HostRanks(world.group)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return HostRanks(model.process_group)
     return HostRanks(dist.group.WORLD if dist.is_initialized() else None)

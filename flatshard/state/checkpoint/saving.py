@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -136,7 +137,11 @@ class Save:
         # Errors of one rank are raised on all, before anything is written.
         prepare = partial(self._prepare, take, async_)
         snapshot, own = self.ranks.agree(prepare, self.op_name)
-        self._check_same(snapshot)
+        try:
+            self._check_same(snapshot)
+        except ValueError:
+            self._discard()
+            raise
         write = partial(self._write, snapshot, own)
         _pending = PendingSave(self.path, write) if async_ else None
         if not async_:
@@ -176,11 +181,20 @@ class Save:
             self._write_files(snapshot, own)
         except Exception as error:
             # After a CollectiveError the ranks that are still there may be writing.
-            if self.ranks.rank == 0 and not isinstance(error, CollectiveError):
-                shutil.rmtree(folders.incomplete(self.path), ignore_errors=True)
+            if not isinstance(error, CollectiveError):
+                self._discard()
+            if self.ranks.group is not None and not dist.is_initialized():
+                error.add_note(
+                    "The process group was destroyed while it was saved: call wait() on what "
+                    "save() returned before."
+                )
             last = folders.latest(self.path.parent)
             error.add_note(f"{self.path} was not saved. The last complete one is {last}.")
             raise
+
+    def _discard(self) -> None:
+        if self.ranks.rank == 0:
+            shutil.rmtree(folders.incomplete(self.path), ignore_errors=True)
 
     def _write_files(self, snapshot: Snapshot, own: bytes) -> None:
         # Here, as the package is slow to load.
