@@ -40,11 +40,11 @@ class Yama:
         self.readers.append(reader)
         (self.folder / str(os.getpid())).write_text(str(reader))
 
-    def read(self, pid: int, *args: int) -> None:
-        named = self.folder / str(pid)
+    def read(self, process: peer_memory.PeerProcess, *args: int) -> None:
+        named = self.folder / str(process.pid)
         if not named.exists() or int(named.read_text()) not in (os.getppid(), peer_memory._ANY):
-            raise RuntimeError(f"reading of process {pid} failed: Operation not permitted")
-        READ(pid, *args)
+            raise RuntimeError(f"reading of {process.name} failed: Operation not permitted")
+        READ(process, *args)
 
 
 READ = peer_memory._read

@@ -108,8 +108,8 @@ def test_attributes_and_refused_methods() -> None:
     assert ShardedWrapper.fsdp_modules(model) == [model]
     with ShardedWrapper.state_dict_type(model, "FULL_STATE_DICT"):
         assert next(iter(model.state_dict())) == "0.weight"
-    with pytest.raises(NotImplementedError, match="got SHARDED_STATE_DICT"):
-        ShardedWrapper.set_state_dict_type(model, "SHARDED_STATE_DICT")
+    with pytest.raises(NotImplementedError, match="got LOCAL_STATE_DICT"):
+        ShardedWrapper.set_state_dict_type(model, "LOCAL_STATE_DICT")
     for name in ("join_hook", "scatter", "full_optim_state_dict"):
         for owner in (model, ShardedWrapper):
             with pytest.raises(AttributeError, match=f"{name} is not available"):

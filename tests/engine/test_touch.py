@@ -151,7 +151,7 @@ def test_uses_of_a_childs_parameters(way: str) -> None:
     run_ranks(_uses, 2, way, False)
 
 
-@each_way
+@pytest.mark.parametrize("way", ["full", "full-flat", "no_shard"])
 def test_uses_in_a_checkpoint(way: str) -> None:
     """In the first pass more, or less, was saved than when the checkpoint recomputed."""
     run_ranks(_uses, 2, way, True)

@@ -87,9 +87,7 @@ STAGES: list[tuple[Keywords, int, int] | None] = [
     ({"use_orig_params": False}, 2, 2),
     ({"sharding_strategy": "NO_SHARD"}, 2, 2),
     ({"sharding_strategy": "SHARD_OP", "auto_wrap_policy": None}, 3, 3),
-    ({"use_orig_params": False, "sharding_strategy": "NO_SHARD"}, 2, 2),
     ({}, 1, 1),
-    ({}, 4, 4),
 ]
 
 
