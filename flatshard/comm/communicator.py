@@ -224,6 +224,26 @@ class Communicator(Tags):
         with named(f"{op_name!r}, rank {self.global_rank}: broadcasting from rank {src}", need):
             dist.broadcast(as_bytes(tensor), src=src, group=group)
 
+    def exchange(
+        self, sent: Tensor, lengths: list[int], expected: list[int], *, op_name: str
+    ) -> tuple[AsyncWork, Tensor]:
+        """Begin to send each rank, in their order, so many ``lengths`` of the bytes ``sent``.
+
+        Returns what fills the bytes that come from each rank, as many as ``expected``, and those.
+
+        Collective: all ranks of the group, in the same order of calls.
+        """
+        note("all_to_all", op_name, sent.nbytes, self.ranks)
+        wire = sent.cpu() if self.members.is_gloo else sent
+        came = wire.new_empty(sum(expected))
+        group, name = self._group_for(wire), f"{op_name!r}, rank {self.global_rank}: exchanging"
+        need = self._begin(group, op_name)
+        with named(name, need):
+            work = dist.all_to_all_single(
+                came, wire, expected, lengths, group=group, async_op=True
+            )
+        return AsyncWork([work], name, [wire, came], need=need), came
+
     def transfer(self, tensor: Tensor, *, source: int, to: int, op_name: str) -> None:
         """Overwrite a contiguous tensor of rank ``to`` with that of rank ``source``; both wait."""
         sends = self.rank == source
