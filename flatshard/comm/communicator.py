@@ -239,9 +239,7 @@ class Communicator(Tags):
         group, name = self._group_for(wire), f"{op_name!r}, rank {self.global_rank}: exchanging"
         need = self._begin(group, op_name)
         with named(name, need):
-            work = dist.all_to_all_single(
-                came, wire, expected, lengths, group=group, async_op=True
-            )
+            work = dist.all_to_all_single(came, wire, expected, lengths, group=group, async_op=True)
         return AsyncWork([work], name, [wire, came], need=need), came
 
     def transfer(self, tensor: Tensor, *, source: int, to: int, op_name: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
@@ -45,7 +46,7 @@ _SCALES = (1.0, 1e-3, 1e3)
 _NOT_COPIED = ("state", "param_groups", "step", "profile_hook_step")
 
 
-def manner_of(optimizer: torch.optim.Optimizer, closure: Any) -> Manner:
+def manner_of(optimizer: torch.optim.Optimizer) -> Manner:
     """What the optimizer needs; its state and its parameters do not change.
 
     Collective: the ranks of its sharded parameters, which try the same operations.
@@ -54,9 +55,9 @@ def manner_of(optimizer: torch.optim.Optimizer, closure: Any) -> Manner:
     if known is not None:
         return known
     with _undisturbed():
-        if _works_on_shards(optimizer, closure):
+        if _works_on_shards(optimizer):
             return Manner.ON_SHARDS
-        return _manner_with_full(optimizer, closure)
+        return _manner_with_full(optimizer)
 
 
 @contextmanager
@@ -113,7 +114,7 @@ def inert(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 # ------------------------------------------------------------ on sharded parameters
 
 
-def _works_on_shards(optimizer: torch.optim.Optimizer, closure: Any) -> bool:
+def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step of copies of the sharded parameters goes well, with state like them."""
     groups = [[_copied(param) for param in group["params"]] for group in optimizer.param_groups]
     try:
@@ -121,21 +122,23 @@ def _works_on_shards(optimizer: torch.optim.Optimizer, closure: Any) -> bool:
         for old, new in zip(_params(optimizer), _params(twin), strict=True):
             if old in optimizer.state:
                 twin.state[new] = copy.deepcopy(optimizer.state[old])
-        step_of(twin)(twin, *([] if closure is None else [lambda: torch.zeros(())]))
+        step_of(twin)(twin)
     except Exception:
         return False
-    # A tensor that was made for as many elements as the full parameter has, and in which the
-    # optimizer hides what it does (8-bit states), is not computed from all of them.
-    values = (
-        value
+    # What the optimizer made for as many elements as the full parameter has (8-bit states), or to
+    # multiply it by later (factors), was not made of all of them.
+    return all(
+        _is_sharded_or_number(value)
         for param in _params(twin)
         if isinstance(param, FlatShardTensor)
-        for value in twin.state.get(param, {}).values()
+        for value in pytree.tree_leaves(twin.state.get(param, {}))
     )
-    return all(
-        isinstance(value, FlatShardTensor) or not isinstance(value, Tensor) or value.numel() == 1
-        for value in values
-    )
+
+
+def _is_sharded_or_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return isinstance(value, FlatShardTensor) or value.numel() == 1
+    return value is None or isinstance(value, int | float | str)
 
 
 def _copied(param: Tensor) -> Tensor:
@@ -154,23 +157,22 @@ def _copied(param: Tensor) -> Tensor:
 # ------------------------------------------------------------ on full ones
 
 
-def _manner_with_full(optimizer: torch.optim.Optimizer, closure: Any) -> Manner:
-    """Whether full parameters, which small ones stand for, are stepped apart as they are together."""
+def _manner_with_full(optimizer: torch.optim.Optimizer) -> Manner:
+    """Whether full parameters (small ones try it) are stepped apart as they are together."""
     try:
-        return _tried(optimizer, closure)
+        return _tried(optimizer)
     except Exception:
         return Manner.ON_EVERY_RANK  # where nothing can differ from the unwrapped model
 
 
-def _tried(optimizer: torch.optim.Optimizer, closure: Any) -> Manner:
+def _tried(optimizer: torch.optim.Optimizer) -> Manner:
     shapes = [_some(group["params"]) for group in optimizer.param_groups]
     first = [[index % 2 == 0 for index, _ in enumerate(group)] for group in shapes]
     second = [[not one for one in group] for group in first]
     every = [[True] * len(group) for group in shapes]
-    together, *apart = (_Trial(optimizer, shapes, kept, closure) for kept in (every, first, second))
-    empty = _Trial(optimizer, shapes, [[] for _ in shapes], closure)
-    arguments: list[Any] = [] if closure is None else [lambda: torch.zeros(())]
-    step_of(optimizer)(inert(twin_of(optimizer, [[] for _ in shapes])), *arguments)
+    together, *apart = (_Trial(optimizer, shapes, kept) for kept in (every, first, second))
+    empty = _Trial(optimizer, shapes, [[] for _ in shapes])
+    step_of(optimizer)(inert(twin_of(optimizer, [[] for _ in shapes])))
     manner = Manner.IN_PARTS
     for scale in _SCALES:
         before = together.outside()
@@ -202,7 +204,6 @@ class _Trial:
         optimizer: torch.optim.Optimizer,
         shapes: Sequence[Sequence[tuple[tuple[int, ...], Tensor]]],
         kept: Sequence[Sequence[bool]],
-        closure: Any,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self._grads: dict[nn.Parameter, Tensor] = {}
@@ -219,21 +220,12 @@ class _Trial:
                 self.params[number, index] = param
                 groups[-1].append(param)
         self._twin = twin_of(optimizer, groups)
-        self._closure, self.num_closures = closure, 0
 
     def step(self, scale: float) -> None:
         for param, grad in self._grads.items():
             param.grad = grad * scale
-        arguments: list[Any] = [] if self._closure is None else [self._called]
         torch.manual_seed(1)  # one that draws numbers draws others for fewer parameters
-        step_of(self._twin)(self._twin, *arguments)
-        if self.num_closures > 1:
-            raise RuntimeError("the closure runs several times in a step")
-        self.num_closures = 0
-
-    def _called(self) -> Tensor:
-        self.num_closures += 1
-        return torch.zeros(())
+        step_of(self._twin)(self._twin)
 
     def outside(self) -> str:
         """What it keeps that belongs to no parameter."""

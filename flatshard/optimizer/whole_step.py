@@ -9,8 +9,7 @@ together, has the state, and gives the new values back. What looks at several pa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -20,11 +19,10 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed, raise_everywhere
-from flatshard.optimizer.trial import Manner, inert, manner_of, step_of
+from flatshard.optimizer.trial import Manner, manner_of, step_of
 from flatshard.optimizer.whole_tensors import Held, Piece, Whole, collect, spread
 from flatshard.plan.owners import choose_owners
 from flatshard.precision.casts import set_grad
-from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor, attributes_of, check_data, wrote
 
 # Of the parameters and gradients that come together on the owners at a time: on each rank about.
@@ -34,9 +32,83 @@ _OP = "optimizer.step()"
 _REMEDY = "Every rank must step the same optimizer, with gradients of the same parameters."
 
 
+_manners: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Manner, set[int]]] = (
+    weakref.WeakKeyDictionary()
+)
+_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, WholeStep] = weakref.WeakKeyDictionary()
+
+
+def manner_for(optimizer: torch.optim.Optimizer) -> Manner:
+    """How an optimizer that is not element-wise steps the parameters that have gradients now.
+
+    Collective: all ranks of its sharded parameters.
+    """
+    with_grads = {id(param) for param in _sharded(optimizer) if param.grad is not None}
+    manner, tried = _manners.get(optimizer, (Manner.ON_SHARDS, set()))
+    if manner is Manner.ON_SHARDS and not with_grads <= tried:
+        # For other parameters it may do something else.
+        manner = manner_of(optimizer)
+        _manners[optimizer] = manner, tried | with_grads
+    return manner
+
+
+def step_for(optimizer: torch.optim.Optimizer, manner: Manner) -> WholeStep:
+    """Collective at the first call, and after parameters were added."""
+    step = _steps.get(optimizer)
+    if step is None or not step.is_of(optimizer):
+        step = _steps[optimizer] = WholeStep(optimizer, manner)
+    return step
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
 def _sharded(optimizer: torch.optim.Optimizer) -> list[FlatShardTensor]:
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return [param for param in params if isinstance(param, FlatShardTensor)]
+    return [param for param in _params(optimizer) if isinstance(param, FlatShardTensor)]
+
+
+def _others(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [param for param in _params(optimizer) if not isinstance(param, FlatShardTensor)]
+
+
+class Shown:
+    """Inside, an optimizer has full parameters in the place of sharded ones, and their state."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        shown: dict[FlatShardTensor, nn.Parameter],
+        others: Collection[Any] | None,
+    ) -> None:
+        """Of its parameters without a full one it has only those in ``others``."""
+        self._optimizer, self._groups, self._shown = optimizer, optimizer.param_groups, shown
+        self._before = [list(group["params"]) for group in self._groups]
+        self._others = {id(param) for param in others or ()}
+        self._states = [one.state for one in _family(optimizer)]
+
+    def __enter__(self) -> list[dict[str, Any]]:
+        for group in self._groups:
+            # In place: LBFGS, say, keeps the list.
+            group["params"][:] = [
+                self._shown.get(param, param)
+                for param in group["params"]
+                if param in self._shown or id(param) in self._others
+            ]
+        self._move_state((sharded, full) for sharded, full in self._shown.items())
+        return self._groups
+
+    def __exit__(self, *_: object) -> None:
+        self._optimizer.param_groups = self._groups
+        for group, params in zip(self._groups, self._before, strict=True):
+            group["params"][:] = params
+        self._move_state((full, sharded) for sharded, full in self._shown.items())
+
+    def _move_state(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        for old, new in pairs:
+            for state in self._states:
+                if old in state:
+                    state[new] = state.pop(old)
 
 
 @dataclass(frozen=True)
@@ -83,32 +155,37 @@ class WholeStep:
             for mine, theirs in zip(self._params, params, strict=True)
         )
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "it is stepping"
+        return optimizer
+
     # ------------------------------------------------------------ on owners
 
-    def step(self, loss: Any, *, has_closure: bool) -> None:
-        """Step each parameter on its owner; of a closure, ``loss`` is what it returned.
+    def step(self, arguments: Sequence[Any]) -> None:
+        """Step each parameter that has a gradient on its owner.
 
         Collective. Where a rank's step raises, all raise that, and no parameter has changed.
         """
-        optimizer = self._optimizer()
-        assert optimizer is not None, "it is stepping"
-        arguments: list[Any] = [lambda: loss] if has_closure else []
-        owned = self._with_gradients(optimizer)
+        optimizer = self.optimizer
+        owned = self.agree_on_gradients()
         parts = self._parts(owned) if self.manner is Manner.IN_PARTS else [owned]
-        others = [g["params"] for g in optimizer.param_groups]
-        kept = [[p for p in params if not isinstance(p, FlatShardTensor)] for params in others]
+        others = _others(optimizer)
         error: Exception | None = None
         done: dict[FlatShardTensor, Tensor] = {}
         # The next part is under way while one is stepped.
-        coming = self._bring(parts[0]) if parts else None
+        coming = self.bring(parts[0]) if parts else None
         for number, _ in enumerate(parts):
             assert coming is not None, "it was begun"
             shown = coming()
-            coming = self._bring(parts[number + 1]) if number + 1 < len(parts) else None
+            coming = self.bring(parts[number + 1]) if number + 1 < len(parts) else None
             if error is not None:
                 continue  # the other ranks wait for this one's parts
             try:
-                with self._shown(optimizer, shown, kept if number == 0 else None):
+                with Shown(optimizer, shown, others if number == 0 else None) as groups:
+                    if self.manner is Manner.IN_PARTS:  # some optimizers take no empty group
+                        optimizer.param_groups = [group for group in groups if group["params"]]
                     if optimizer.param_groups:
                         step_of(optimizer)(optimizer, *arguments)
                 for param, full in shown.items():
@@ -118,16 +195,25 @@ class WholeStep:
                 error = raised
         self._raise_everywhere(error)
         for part in parts:
-            self._give_back(part, done)
+            self.give_back(part, done)
 
-    def _with_gradients(self, optimizer: torch.optim.Optimizer) -> list[Owned]:
-        """The parameters that are to be stepped, in the optimizer's order, the same on all ranks."""
+    def agree_on_gradients(self) -> list[Owned]:
+        """The parameters that have gradients, in the optimizer's order. Collective.
+
+        Raises:
+            ValueError: on all ranks, where they differ in these.
+        """
+        optimizer = self.optimizer
 
         def prepare() -> tuple[list[Owned], Facts]:
             some = [Owned(p, whole) for p, whole in self.owned.items() if p.grad is not None]
             facts: Facts = {"the manner": self.manner.value}
             for one in some:
-                name, grad, state = one.param.spec.name, one.param.grad, optimizer.state.get(one.param)
+                name, grad, state = (
+                    one.param.spec.name,
+                    one.param.grad,
+                    optimizer.state.get(one.param),
+                )
                 assert grad is not None
                 sharded = sorted(_sharded_state(state)) if state else []
                 facts[f"parameter {name!r}"] = f"gradient {grad.dtype}, state {sharded}"
@@ -145,10 +231,9 @@ class WholeStep:
             parts.setdefault((filled[key] - 1) // PART_BYTES, []).append(one)
         return [parts[number] for number in sorted(parts)]
 
-    def _bring(self, owned: Sequence[Owned]) -> Callable[[], dict[FlatShardTensor, nn.Parameter]]:
-        """Begin to bring values, gradients and loaded state together."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
+    def bring(self, owned: Sequence[Owned]) -> Callable[[], dict[FlatShardTensor, nn.Parameter]]:
+        """Begin to bring values, gradients and loaded state together; what is returned waits."""
+        optimizer = self.optimizer
         waits = []
         for comm in self.comms:
             here = [one for one in owned if one.whole.spec.comm is comm]
@@ -160,11 +245,11 @@ class WholeStep:
                 if param.grad is not None:
                     pieces.append((whole, _local_grad(param)))
                     places.append((param, None, True))
-                state = optimizer.state.get(param)
-                for key in sorted(_sharded_state(state)) if state else ():
-                    pieces.append((whole, state[key].local))
+                for key, value in sorted(_sharded_state(optimizer.state.get(param)).items()):
+                    pieces.append((whole, value.local))
                     places.append((param, key, False))
-            mine = [place for place, (whole, _) in zip(places, pieces, strict=True) if whole.is_here]
+            pairs = zip(places, pieces, strict=True)
+            mine = [place for place, (whole, _) in pairs if whole.is_here]
             waits.append((mine, collect(comm, pieces, f"{_OP}: to the owners")))
 
         def finish() -> dict[FlatShardTensor, nn.Parameter]:
@@ -185,36 +270,16 @@ class WholeStep:
 
         return finish
 
-    @contextmanager
-    def _shown(
-        self,
-        optimizer: torch.optim.Optimizer,
-        shown: dict[FlatShardTensor, nn.Parameter],
-        others: list[list[Any]] | None,
-    ) -> Iterator[None]:
-        """Inside, the optimizer has the full parameters, and of its ``others`` those given."""
-        groups = optimizer.param_groups
-        before = [list(group["params"]) for group in groups]
-        states = [one.state for one in _family(optimizer)]
-        for number, group in enumerate(groups):
-            group["params"][:] = [shown[p] for p in group["params"] if p in shown]
-            group["params"] += others[number] if others else []
-        for state in states:
-            for param, full in shown.items():
-                if param in state:
-                    state[full] = state.pop(param)
-        if self.manner is Manner.IN_PARTS:  # some optimizers take no empty group
-            optimizer.param_groups = [group for group in groups if group["params"]]
-        try:
-            yield
-        finally:
-            optimizer.param_groups = groups
-            for group, params in zip(groups, before, strict=True):
-                group["params"][:] = params
-            for state in states:
-                for param, full in shown.items():
-                    if full in state:
-                        state[param] = state.pop(full)
+    def average(self, loss: Any) -> Any:
+        """The mean of the ranks' losses, which is that of all their inputs. Collective."""
+        # From different losses the ranks would draw different conclusions.
+        if not isinstance(loss, Tensor | float) or not self._params:
+            return loss
+        value = torch.as_tensor(loss).detach().to(torch.float64, copy=True).cpu()
+        for comm in (self._params[0].spec.comm, self._params[0].spec.replicas):
+            value = comm.reduce_scalars(value.to(comm.control_device), "SUM", op_name=_OP).cpu()
+            value /= comm.size
+        return value.to(loss) if isinstance(loss, Tensor) else value.item()
 
     def _raise_everywhere(self, error: Exception | None) -> None:
         for comm in self.comms:
@@ -222,7 +287,7 @@ class WholeStep:
         for replicas in {param.spec.replicas: None for param in self._params}:
             raise_everywhere(error, replicas)
 
-    def _give_back(self, owned: Sequence[Owned], done: dict[FlatShardTensor, Tensor]) -> None:
+    def give_back(self, owned: Sequence[Owned], done: dict[FlatShardTensor, Tensor]) -> None:
         for comm in self.comms:
             here = [one for one in owned if one.whole.spec.comm is comm]
             pieces = [(one.whole, done.get(one.param, one.param.local)) for one in here]
@@ -232,8 +297,63 @@ class WholeStep:
         wrote([one.param for one in owned])
 
 
-def _sharded_state(state: dict[str, Any]) -> list[str]:
-    return [key for key, value in state.items() if isinstance(value, FlatShardTensor)]
+class Closure:
+    """A closure that has been called once: its first result is there, others are made."""
+
+    def __init__(self, again: Callable[[], Any], loss: Any) -> None:
+        self._again, self._first = again, [loss]
+
+    def __call__(self) -> Any:
+        return self._first.pop() if self._first else self._again()
+
+
+class EveryRank:
+    """All full parameters in place of the sharded ones while an optimizer steps on every rank.
+
+    Collective: all ranks of its parameters, whose steps are the same.
+    """
+
+    def __init__(self, step: WholeStep) -> None:
+        self._step = step
+        self._owned = [Owned(param, whole) for param, whole in step.owned.items()]
+        self._full: dict[FlatShardTensor, nn.Parameter] = {}
+        self._show()
+
+    def _show(self) -> None:
+        step = self._step
+        with torch.no_grad():
+            step.agree_on_gradients()
+            for param, full in step.bring(self._owned)().items():
+                # The objects stay: the optimizer may have noted them.
+                known = self._full.setdefault(param, full)
+                known.data = full.data
+                set_grad(known, full.grad)
+            self._shown = Shown(step.optimizer, self._full, _others(step.optimizer))
+            self._shown.__enter__()
+
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
+        """The mean of what the ranks' closures return for the values of now."""
+        with torch.no_grad():
+            self.write_back()
+        self.undo()
+        with torch.enable_grad():
+            loss = closure()
+        self._show()
+        return self._step.average(loss)
+
+    def write_back(self) -> None:
+        """Write the new values to the shards."""
+        done = {param: full.detach() for param, full in self._full.items()}
+        self._step.give_back(self._owned, done)
+
+    def undo(self) -> None:
+        """Put the sharded parameters back."""
+        self._shown.__exit__()
+
+
+def _sharded_state(state: dict[str, Any] | None) -> dict[str, FlatShardTensor]:
+    """State of which this rank holds a part: a checkpoint's."""
+    return {k: v for k, v in (state or {}).items() if isinstance(v, FlatShardTensor)}
 
 
 def _local_grad(param: FlatShardTensor) -> Tensor:

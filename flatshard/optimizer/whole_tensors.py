@@ -97,9 +97,7 @@ def collect(comm: Communicator, pieces: Sequence[Piece], what: str) -> Callable[
     return finish
 
 
-def spread(
-    comm: Communicator, pieces: Sequence[Piece], parts: Sequence[Tensor], what: str
-) -> None:
+def spread(comm: Communicator, pieces: Sequence[Piece], parts: Sequence[Tensor], what: str) -> None:
     """Overwrite ``parts``, of this rank, by the owners' full tensors.
 
     ``pieces`` have these where they are here; elsewhere any tensor of their dtype and device.
@@ -138,7 +136,7 @@ def _send(
     place_of: Callable[[Route], Tensor],
     what: str,
 ) -> Callable[[], None]:
-    """Begin to move elements along all routes, which all ranks know; returns what waits for them."""
+    """Begin to move elements along routes, which all ranks know; what is returned waits."""
     routes = [route for route in routes if route.range.numel]
     if not routes:
         return lambda: None
