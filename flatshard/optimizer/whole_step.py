@@ -12,13 +12,14 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed, raise_everywhere
+from flatshard.optimizer.buckets import ONE_PER_PARAMETER
 from flatshard.optimizer.trial import Manner, manner_of, step_of
 from flatshard.optimizer.whole_tensors import Held, Piece, Whole, collect, spread
 from flatshard.plan.owners import choose_owners
@@ -264,8 +265,9 @@ class WholeStep:
                         shown[param] = nn.Parameter(full, param.requires_grad)
                         shown[param].__dict__.update(attributes_of(param))
             for one in owned:
-                if not one.whole.is_here:  # the owner has it
-                    optimizer.state.pop(one.param, None)
+                if not one.whole.is_here:
+                    # The owner has it. Without any, torch's get_state_dict would make a step.
+                    optimizer.state[one.param] = {}
             return shown
 
         return finish
@@ -295,6 +297,74 @@ class WholeStep:
             if pieces:
                 spread(comm, pieces, parts, f"{_OP}: to the shards")
         wrote([one.param for one in owned])
+
+
+class _PerElement(NamedTuple):
+    """State that its owner has in the parameter's shape."""
+
+    dtype: torch.dtype
+
+
+def shared_state(
+    optimizer: torch.optim.Optimizer,
+) -> dict[FlatShardTensor, dict[str, Any]]:
+    """State that owners have, on all ranks: per element sharded, all else (factors, say) full.
+
+    Empty for an optimizer that has no owners.
+
+    Collective: all ranks of its sharded parameters.
+    """
+    step = _steps.get(optimizer)
+    if step is None or step.manner is Manner.ON_EVERY_RANK:
+        return {}
+    shared: dict[FlatShardTensor, dict[str, Any]] = {}
+    for comm in step.comms:
+        params = [param for param in step.owned if param.spec.comm is comm]
+        mine = [_described(param, optimizer.state.get(param, {})) for param in params]
+        everyone = comm.gather_objects(mine, op_name="optimizer state")
+        pieces: list[Piece] = []
+        parts: list[Tensor] = []
+        for number, param in enumerate(params):
+            whole = step.owned[param]
+            # Loaded, and not stepped since: it is shared as it is.
+            if _sharded_state(optimizer.state.get(param)):
+                continue
+            assert whole.owner is not None
+            state = everyone[whole.owner][number]
+            for key, value in state.items():
+                if not isinstance(value, _PerElement):
+                    continue
+                like = param.local.detach().new_empty(0, dtype=value.dtype)
+                pieces.append((whole, optimizer.state[param][key] if whole.is_here else like))
+                parts.append(like.new_empty(param.spec.numel))
+                state[key] = FlatShardTensor(parts[-1], param.spec)
+            shared[param] = state
+        if pieces:
+            spread(comm, pieces, parts, "optimizer state: to the shards")
+    return shared
+
+
+def with_owners(
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    shared: dict[FlatShardTensor, dict[str, Any]],
+) -> dict[str, Any]:
+    """A state dict of the optimizer with ``shared`` state in the place of what this rank has."""
+    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    key_of = {id(param): key for key, param in zip(keys, _params(optimizer), strict=False)}
+    theirs = {key_of[id(param)]: state for param, state in shared.items() if id(param) in key_of}
+    state = {key: value for key, value in {**state_dict["state"], **theirs}.items() if value != {}}
+    return {**state_dict, "state": state}
+
+
+def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _PerElement(value.dtype)
+        if type(value) is Tensor and value.shape == param.shape and key not in ONE_PER_PARAMETER
+        else value
+        for key, value in state.items()
+        if not isinstance(value, FlatShardTensor)
+    }
 
 
 class Closure:
