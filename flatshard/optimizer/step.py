@@ -40,6 +40,7 @@ from flatshard.optimizer.offload import StepPart
 from flatshard.optimizer.trial import Manner, inert
 from flatshard.optimizer.whole_step import Closure, EveryRank, manner_for, step_for
 from flatshard.precision.casts import check_dtype
+from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.param_swap import FlattenedParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 from flatshard.tensor.tensor_notes import UNREDUCED
@@ -203,6 +204,7 @@ def _step_whole(
     """Let an optimizer that is not known to be element-wise see what it needs to see."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     loss, again = None, closure
+    _check_in_true_shape(optimizer)
     if closure is not None:
         # Now, as it makes the gradients. Every optimizer begins with that.
         with torch.enable_grad():
@@ -225,6 +227,18 @@ def _step_whole(
     if again is None:
         return args, kwargs
     return _with_closure(Closure(again, loss), args, kwargs)
+
+
+def _check_in_true_shape(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for parameters whose full tensors nobody can show the optimizer."""
+    for param in all_params(optimizer):
+        if isinstance(param, FlatParameter) and param.flat_layout.world_size > 1:
+            raise NotImplementedError(
+                f"{type(optimizer).__name__} may look at more than one element at a time, and "
+                f"{param!r} is this rank's part of several parameters. Wrap with "
+                "use_orig_params=True; if it treats every element alike, call "
+                f"flatshard.declare_elementwise({type(optimizer).__name__})."
+            )
 
 
 def _evaluate(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed, raise_everywhere
@@ -133,6 +134,7 @@ class WholeStep:
         self.manner = manner
         self._optimizer = weakref.ref(optimizer)
         self._params = _sharded(optimizer)
+        _check_attributes(optimizer)
         self.owned: dict[FlatShardTensor, Whole] = {}
         by_comm: dict[Communicator, list[FlatShardTensor]] = {}
         for param in self._params:
@@ -424,6 +426,20 @@ class EveryRank:
 def _sharded_state(state: dict[str, Any] | None) -> dict[str, FlatShardTensor]:
     """State of which this rank holds a part: a checkpoint's."""
     return {k: v for k, v in (state or {}).items() if isinstance(v, FlatShardTensor)}
+
+
+def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
+    """Raise NotImplementedError for parameters that cannot be replaced for a step."""
+    groups = optimizer.param_groups
+    known = {id(group["params"]) for group in groups} | {id(groups), id(optimizer.state)}
+    for name, value in optimizer.__dict__.items():
+        for kept in pytree.tree_leaves(value, is_leaf=lambda one: id(one) in known):
+            if isinstance(kept, FlatShardTensor):
+                raise NotImplementedError(
+                    f"{type(optimizer).__name__} keeps parameter {kept.spec.name!r} in its "
+                    f"attribute {name!r}, and would not see the full one that it needs. Let it "
+                    "take parameters from param_groups."
+                )
 
 
 def _local_grad(param: FlatShardTensor) -> Tensor:

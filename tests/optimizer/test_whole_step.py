@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatshard import ShardedWrapper, checkpoint
+from flatshard import CPUOffload, ShardedWrapper, checkpoint
 from flatshard.collectives import record
 from flatshard.optimizer import whole_step
 from flatshard.optimizer.trial import Manner
 from tests.harness import run_ranks
-from tests.side import TOLERANCE, Run, pair
+from tests.side import TOLERANCE, Run, assert_same_model, pair
 from tests.ways import WAYS
 
 pytestmark = pytest.mark.by_turns
@@ -290,7 +290,9 @@ class Failing(RowNorms):
     def step(self, closure: Any = None) -> None:
         super().step()
         if any(
-            p.numel() == self.defaults.get("largest") for g in self.param_groups for p in g["params"]
+            p.numel() == self.defaults.get("largest")
+            for g in self.param_groups
+            for p in g["params"]
         ):
             raise FloatingPointError("not finite")
 
@@ -330,3 +332,91 @@ def _other_gradients(rank: int, world_size: int) -> None:
         ValueError, match=r"ranks differ: parameter '.*' is .* Every rank must step"
     ):
         optimizer.step()
+
+
+class Keeping(RowNorms):
+    """Keeps its parameters in a list of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.kept = {"all": list(self.param_groups[0]["params"])}
+
+
+def test_what_cannot_be_shown_full_parameters_raises() -> None:
+    run_ranks(_cannot, 2)
+
+
+def _cannot(rank: int, world_size: int) -> None:
+    run, _ = pair(rank, world_size, "full", "mlp")
+    run.loss(0).backward()
+    with pytest.raises(NotImplementedError, match=r"Keeping keeps parameter .fc1.weight. in its"):
+        Keeping(run.model.parameters()).step()
+    run, _ = pair(rank, world_size, "full-flat", "mlp")
+    run.loss(0).backward()
+    with pytest.raises(NotImplementedError, match=r"RowNorms may .* use_orig_params=True; if"):
+        RowNorms(run.model.parameters()).step()
+
+
+# ------------------------------------------------------------ everything around it
+
+
+def test_schedulers_clipping_and_accumulation() -> None:
+    run_ranks(_around, 2)
+
+
+def _around(rank: int, world_size: int) -> None:
+    runs = pair(rank, world_size, "full", "mlp")
+    for run in runs:
+        lr = torch.tensor(0.05)
+        optimizer = torch.optim.Adafactor(run.model.parameters(), lr=lr)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        seen = []
+        optimizer.register_step_pre_hook(lambda one, *_, seen=seen: seen.append(_shapes(one)))
+        optimizer.register_step_post_hook(lambda one, *_, seen=seen: seen.append(_shapes(one)))
+        for number in range(0, 6, 2):
+            with run.no_sync():
+                run.loss(number).backward()
+            run.loss(number + 1).backward()
+            clip = getattr(run.model, "clip_grad_norm_", None)
+            if clip is None:
+                torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+            else:
+                clip(0.1)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        # The user's hooks have seen sharded parameters, before and after.
+        expected = _shapes(optimizer)
+        assert seen == [expected] * 6
+    assert_same_model(*runs)
+
+
+def _shapes(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [(type(p), p.shape) for group in optimizer.param_groups for p in group["params"]]
+
+
+def test_parameters_in_files(tmp_path: Path) -> None:
+    run_ranks(_offloaded, 2, tmp_path)
+
+
+def _offloaded(rank: int, world_size: int, folder: Path) -> None:
+    offload = CPUOffload(offload_params=True, path=folder)
+    runs = pair(rank, world_size, "full", "mlp", cpu_offload=offload)
+    for run in runs:
+        _train(run, _optimizers(run, "adafactor"), range(3))
+    assert_same_model(*runs)
+
+
+def test_groups_that_grow_and_parameters_that_thaw() -> None:
+    run_ranks(_grow, 2)
+
+
+def _grow(rank: int, world_size: int) -> None:
+    runs = pair(rank, world_size, "full", "mlp")
+    for run in runs:
+        first, *others = run.model.parameters()
+        optimizer = RowNorms([first])
+        _train(run, [optimizer], range(1))
+        optimizer.add_param_group({"params": others, "lr": 0.02})
+        _train(run, [optimizer], range(1, 3))
+    assert_same_model(*runs)
