@@ -173,7 +173,7 @@ def _report_otherwise(rank: int, world_size: int, use_orig_params: bool) -> None
     assert table(model.fc3) == {
         "unit": table(model)["unit"],
         "fc3": table(model)["fc3"],
-        "total": ["1 unit", "15", "1", "64 B"],
+        "total": ["1 unit", "15", "1 (6.7%)", "64 B"],
     }
 
 
