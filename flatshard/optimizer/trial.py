@@ -11,6 +11,7 @@ import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -146,10 +147,9 @@ def _copied(param: Tensor) -> Tensor:
         if not isinstance(param, FlatShardTensor):
             twin: Tensor = nn.Parameter(param.detach().clone(), param.requires_grad)
         else:
+            spec = replace(param.spec.detached(), start=0)
             local = param.local.detach().clone()
-            spec = param.spec.detached()
-            twin = FlatShardTensor(local, spec, param.requires_grad)
-            twin._is_param = twin.is_parameter = twin.is_alike = True
+            twin = FlatShardTensor.parameter(local, spec, param.requires_grad)
         twin.grad = None if param.grad is None else param.grad.detach().clone()
     return twin
 

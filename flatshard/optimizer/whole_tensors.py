@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
+from flatshard.comm.exchange import exchange
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.tensor.shard_spec import ShardSpec
 
@@ -144,7 +145,8 @@ def _send(
     sent = [[as_bytes(source_of(r)) for r in routes if (r.source, r.to) == (me, k)] for k in ranks]
     places = [[place_of(r) for r in routes if (r.source, r.to) == (k, me)] for k in ranks]
     lengths = [[one.nbytes for one in some] for some in places]
-    work, came = comm.exchange(
+    work, came = exchange(
+        comm,
         torch.cat([one for some in sent for one in some] or [like.new_empty(0, dtype=torch.uint8)]),
         [sum(one.nbytes for one in some) for some in sent],
         [sum(some) for some in lengths],
