@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -39,10 +39,34 @@ from torch import Tensor, nn
 PHASES = ("forward", "backward", "optimizer")
 # Largest relative difference from the loss of the unwrapped float32 model.
 TOLERANCES = {"none": 1e-4, "bf16": 2e-2}
+
+
+class MuonAndAdamW:
+    """Muon for the matrices, AdamW for embeddings and vectors, as Muon is meant to be used."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        found = list(params)
+        # A vocabulary is longer than a matrix of a block in these shapes.
+        blocks = {id(p) for p in found if p.dim() == 2 and max(p.shape) <= 4 * min(p.shape)}
+        self.both = (
+            torch.optim.Muon([p for p in found if id(p) in blocks], lr=1e-2),
+            torch.optim.AdamW([p for p in found if id(p) not in blocks], lr=1e-3),
+        )
+
+    def step(self) -> None:
+        for one in self.both:
+            one.step()
+
+    def zero_grad(self) -> None:
+        for one in self.both:
+            one.zero_grad()
+
+
 OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-3),
     "adamw-fused": functools.partial(torch.optim.AdamW, lr=1e-3, fused=True),
     "sgd": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "muon": MuonAndAdamW,
 }
 
 # -------------------------------------------------------------------------------------- the model

@@ -1,0 +1,241 @@
+"""Optimizers of several packages on a sharded model: the numbers of the unwrapped model or not?
+
+    python scripts/optimizer_table.py --page docs/optimizers.md
+    python scripts/optimizer_table.py --only Muon SOAP --impl flatshard fsdp2 --world-size 3
+
+Each takes five steps on gloo ranks, in processes of its own. All ranks have the same rows, so that
+the averaged gradients are, bit for bit, those of the unwrapped model: what differs is the
+optimizer's. A cell is *right*, *raises*, *wrong* (other numbers, and no error), *crashes* or
+*hangs*. Optimizers whose package is not installed (`pip install ".[optimizers]"`) are left out.
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import prerequisites  # noqa: F401  (first: it may end this)
+
+# isort: split
+import torch
+from conformance_idioms.side import Side
+from rank_processes import Ranks, Said
+from torch import Tensor, nn
+
+STEPS = 5
+EXACT, RIGHT = 0.0, 1e-6
+IMPLEMENTATIONS = {"flatshard": "flatshard FULL_SHARD", "fsdp1": "fsdp1", "fsdp2": "fsdp2"}
+IMPLEMENTATIONS["ddp"] = "ddp"
+TITLES = {"flatshard": "flatshard", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP"}
+DEFAULT = {"lr": 0.01}
+MARK = "## What was tried"
+
+Make = Callable[[Sequence[nn.Parameter]], list[torch.optim.Optimizer]]
+
+
+def _of(module: str, name: str, **options: Any) -> Make:
+    """One optimizer over all parameters."""
+
+    def make(params: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        kind = getattr(importlib.import_module(module), name)
+        return [kind(params, **{**DEFAULT, **options})]
+
+    return make
+
+
+def _muon(params: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    matrices = [param for param in params if param.dim() == 2]
+    rest = [param for param in params if param.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest, lr=0.01)]
+
+
+PACKAGES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "torch": (
+        "torch.optim",
+        {
+            **{name: {} for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax")},
+            **{name: {} for name in ("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")},
+            "Adafactor": {},
+            "LBFGS": {"max_iter": 3},
+        },
+    ),
+    "transformers": ("transformers.optimization", {"Adafactor": {"relative_step": False}}),
+    "pytorch-optimizer": (
+        "pytorch_optimizer",
+        {
+            **{name: {} for name in ("SOAP", "Shampoo", "ScalableShampoo", "Kron", "CAME")},
+            **{name: {} for name in ("Lamb", "LARS", "Lion", "Adan", "AdaBelief", "Ranger")},
+            **{name: {} for name in ("Prodigy", "DAdaptAdam", "SCION", "SM3", "AdamP", "Nero")},
+            **{name: {} for name in ("Fromage", "NovoGrad", "ADOPT", "MARS", "StableAdamW")},
+            **{name: {} for name in ("AdEMAMix", "Alice", "Conda", "Amos")},
+        },
+    ),
+    "schedulefree": (
+        "schedulefree",
+        {"AdamWScheduleFree": {}, "SGDScheduleFree": {}, "RAdamScheduleFree": {}},
+    ),
+    "torchao": ("torchao.optim", {"AdamW8bit": {}, "AdamW4bit": {}, "AdamWFp8": {}}),
+    "bitsandbytes": ("bitsandbytes.optim", {"AdamW8bit": {}, "Lion8bit": {}, "Lion": {}}),
+}
+
+OPTIMIZERS: dict[tuple[str, str], Make] = {("torch", "Muon"): _muon} | {
+    (package, name): _of(module, name, **options)
+    for package, (module, kinds) in PACKAGES.items()
+    for name, options in kinds.items()
+    if importlib.util.find_spec(module.partition(".")[0])
+}
+
+
+class Model(nn.Module):
+    """Matrices, vectors and a convolution; some have enough elements for 8-bit states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(24, 72), nn.LayerNorm(72)
+        self.mix = nn.Conv1d(8, 6, 3)
+        self.down, self.head = nn.Linear(42, 128, bias=False), nn.Linear(128, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(torch.relu(self.up(x))).unflatten(1, (8, 9))
+        return self.head(torch.tanh(self.down(self.mix(rows).flatten(1))))
+
+
+def train(package: str, name: str, implementation: str) -> tuple[float, str]:
+    """The largest difference from the unwrapped model, and how flatshard stepped it."""
+    warnings.simplefilter("ignore")
+    states: list[dict[str, Tensor]] = []
+    side = Side(implementation)
+    for is_wrapped in (False, True):
+        torch.manual_seed(7)
+        model = Model()
+        if is_wrapped:
+            model = side.wrap(model, nn.Linear, nn.Conv1d)
+        optimizers = OPTIMIZERS[package, name](list(model.parameters()))
+        with _in_training(optimizers):
+            for number in range(STEPS):
+                _step(model, optimizers, number)
+        states.append(side.state(model) if is_wrapped else model.state_dict())
+    plain, wrapped = states
+    largest = max(float((wrapped[key] - value).abs().max()) for key, value in plain.items())
+    return largest, _manner(optimizers[0]) if "flatshard" in implementation else ""
+
+
+@contextlib.contextmanager
+def _in_training(optimizers: Sequence[Any]) -> Iterator[None]:
+    """Some average weights: they say when they show which."""
+    for mode in ("train", "eval"):
+        for optimizer in optimizers:
+            getattr(optimizer, mode, lambda: None)()
+        if mode == "train":
+            yield
+
+
+def _step(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    x, y = (torch.randn(16, size, generator=generator) for size in (24, 5))
+
+    def closure() -> Tensor:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        optimizers[0].step(closure)
+        return
+    closure()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def _manner(optimizer: torch.optim.Optimizer) -> str:
+    from flatshard.optimizer import step, whole_step
+
+    if step.is_elementwise(optimizer):
+        return "shards"
+    manner = whole_step.manner_for(optimizer)
+    return {"ON_SHARDS": "sharded tensors", "ON_EVERY_RANK": "every rank"}.get(
+        manner.name, "owners"
+    )
+
+
+def judge(said: Sequence[Said]) -> tuple[str, str]:
+    """A verdict over all ranks, and how it was stepped or why not."""
+    outcomes = {one.outcome: one.what for one in said}
+    if "raised" in outcomes:
+        raised = outcomes["raised"]
+        return "raises", f"{raised.kind}: {raised.message.splitlines()[0]:.160}"
+    for outcome, verdict in (("died", "crashes"), ("hangs", "hangs")):
+        if outcome in outcomes:
+            return verdict, ""
+    largest = max(one.what[0] for one in said)
+    verdict = "right, to the bit" if largest == EXACT else "right" if largest <= RIGHT else "wrong"
+    return verdict, said[0].what[1] if verdict != "wrong" else f"differs by {largest:.1e}"
+
+
+def table(
+    names: Sequence[tuple[str, str]], implementations: Sequence[str], world: int, seconds: float
+) -> dict[tuple[str, str], dict[str, tuple[str, str]]]:
+    """Verdicts by optimizer and implementation."""
+    cells: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
+    with Ranks(world, preload=("conformance_idioms", "torch.distributed.fsdp")) as ranks:
+        for package, name in names:
+            row = cells[package, name] = {}
+            for one in implementations:
+                way = IMPLEMENTATIONS[one]
+                row[one] = judge(ranks.run(train, world, package, name, way, seconds=seconds))
+                print(f"{package} {name}, {one}: {' '.join(row[one])}", file=sys.stderr)
+    return cells
+
+
+def markdown(cells: dict[tuple[str, str], dict[str, tuple[str, str]]], about: str) -> str:
+    """The table, what it is of, and the reasons."""
+    implementations = list(next(iter(cells.values())))
+    header = ["optimizer", "package", "flatshard steps it on", *map(TITLES.get, implementations)]
+    lines = ["| " + " | ".join(map(str, header)) + " |", "|---" * len(header) + "|"]
+    reasons: dict[str, int] = {}
+    for (package, name), row in cells.items():
+        verdict, manner = row.get("flatshard", ("", ""))
+        shown = [f"`{name}`", package, manner if verdict.startswith("right") else ""]
+        for verdict, why in row.values():
+            is_good = verdict.startswith("right")
+            note = "" if is_good or not why else f" [{reasons.setdefault(why, len(reasons) + 1)}]"
+            shown.append(verdict + note)
+        lines.append("| " + " | ".join(shown) + " |")
+    notes = [f"{number}. `{why.replace('`', '')}`" for why, number in reasons.items()]
+    return "\n".join([MARK, "", about, "", *lines, "", *notes, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="optimizers by name")
+    parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one cell")
+    parser.add_argument("--page", type=Path, help="write the end of this page instead")
+    args = parser.parse_args()
+    names = [key for key in OPTIMIZERS if not args.only or key[1] in args.only]
+    if not names:
+        parser.error(f"--only: expected some of {sorted({name for _, name in OPTIMIZERS})}")
+    cells = table(names, args.impl, args.world_size, args.timeout)
+    about = (
+        f"Five steps of a small model on {args.world_size} gloo ranks with equal rows, torch "
+        f"{torch.__version__.partition('+')[0]}; *right*: no value differs from the unwrapped "
+        f"model's by more than {RIGHT:g}, *to the bit*: none differs."
+    )
+    text = markdown(cells, about)
+    if args.page is None:
+        print(text)
+    else:
+        before, _, _ = args.page.read_text().partition(MARK)
+        args.page.write_text(before + text)
+
+
+if __name__ == "__main__":
+    main()
