@@ -39,6 +39,7 @@ from flatshard.module.sharding import (
 from flatshard.module.summon import summon
 from flatshard.optimizer import grad_norm, in_backward
 from flatshard.optimizer.in_backward import StepInBackward
+from flatshard.options.boundary import as_boundary
 from flatshard.options.collectives import as_coalesce_bytes, as_transport
 from flatshard.options.flags import as_flags
 from flatshard.options.offload import CPUOffload, as_cpu_offload
@@ -133,6 +134,10 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             units that these are or contain; True: all units. They stay unsharded from
             the beginning of the outermost forward until backward is over, and every rank needs
             that memory.
+        boundary: where shards may cut a parameter. ``"element"``: anywhere; ``"row"``: between
+            rows of its outermost dimension in memory; ``"tensor"``: nowhere, so that each is whole
+            on one rank; an int: at multiples of so many elements from its start, as optimizers
+            with 8-bit states in blocks need. It costs padding, see ``unit_report()``.
         extra: other keywords of DistributedDataParallel: accepted if they have a meaning here,
             otherwise ignored with one warning, or they raise; see docs/migration.md.
 
@@ -140,7 +145,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         TypeError: an argument of the wrong type, or an unknown keyword.
         ValueError: parameters on several devices, ranks that build different models, an
             ``auto_wrap_policy`` over a model that already contains units, a module or parameter
-            to ignore that is sharded already.
+            to ignore that is sharded already, a ``boundary`` that needs more than 25 % padding.
         RuntimeError: several ranks were started, but there is no process group.
         OffloadError: on all ranks, before anything is changed: the disk of ``cpu_offload`` is full.
     """
@@ -172,6 +177,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
         allow_divergence: Divergence = False,
+        boundary: str | int = "element",
         **extra: Any,
     ) -> None:
         super().__init__()
@@ -211,6 +217,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
             broadcast_buffers=flags["broadcast_buffers"] is not False,
             device=model.find_device(given["device_id"], ranks.world.group),
+            boundary=as_boundary(boundary),
         )
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
         construction = Construction(model, settings, param_init_fn)

@@ -97,9 +97,11 @@ def describe(rows: Sequence[UnitRow]) -> str:
 
 
 def _sizes(kinds: str, flat_params: Sequence[FlatParamRow]) -> tuple[str, str, str, str]:
+    numel = sum(one.numel for one in flat_params)
+    padding = sum(one.padding_numel for one in flat_params)
     return (
-        f"{sum(one.numel for one in flat_params):,}",
-        f"{sum(one.padding_numel for one in flat_params):,}",
+        f"{numel:,}",
+        f"{padding:,} ({padding / max(numel, 1):.1%})",
         kinds,
         show_bytes(sum(one.unsharded_bytes for one in flat_params)),
     )

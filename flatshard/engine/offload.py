@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatshard.comm.work import AsyncWork
 from flatshard.engine.run_link import RunLink
@@ -27,7 +27,7 @@ from flatshard.memory.buffer_cache import BufferCache
 from flatshard.memory.disk import DiskMemory, fetch, release, rounded
 from flatshard.memory.mapped_files import Files
 from flatshard.options.offload import CPUOffload
-from flatshard.plan.layout import ALIGNMENT_BYTES, PAGE_BYTES
+from flatshard.plan.layout import PAGE_BYTES
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,11 @@ class OffloadTargets:
             return cls(disk, disk, memory, keeps_copy=not offload.takes_params)
         return cls(state=memory)
 
-    def reserve(self, unit: str, params: Iterable[nn.Parameter], shard_size: int) -> None:
+    def reserve(self, unit: str, nbytes: Iterable[int]) -> None:
         """Keep room on the disk for a unit's shards and gradients. Raises OffloadError."""
         if self.state is None or self.shard.is_device:
             return
-        nbytes: dict[torch.dtype, int] = {}
-        for param in params:
-            times = 2 if param.requires_grad else 1
-            held = -(-param.numel() // shard_size) * param.element_size() + ALIGNMENT_BYTES
-            nbytes[param.dtype] = nbytes.get(param.dtype, 0) + times * held
-        total = sum(rounded(one) + 2 * PAGE_BYTES for one in nbytes.values())
+        total = sum(rounded(one) + 2 * PAGE_BYTES for one in nbytes)
         what = f"unit {unit!r}" if unit else "the root unit"
         self.state.reserve(total, f"{what} (shards and gradients)")
 

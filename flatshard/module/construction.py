@@ -101,15 +101,18 @@ class Construction:
     def _reserve_offload(self) -> None:
         """Choose the offload targets, and reserve room for shards that live on disk.
 
-        Collective if they do: all ranks.
+        Collective if they do: all ranks. Raises ValueError where a unit has too much padding.
         """
         offload, world = self._settings.offload, self._settings.ranks.world
+        units = self._plan.units
+        layouts_of = [unit.layouts(unit.settings.topology.shard.size) for unit in units]
         error: Exception | None = None
         try:
             self._offload = OffloadTargets.find(offload, self._settings.device)
-            for unit in self._plan.units:
-                params = [one.param for one in unit.owned]
-                self._offload.reserve(unit.name, params, unit.settings.topology.shard.size)
+            for unit, layouts in zip(units, layouts_of, strict=True):
+                numels = [(kind, one.shard_numel) for kind, one in layouts.items()]
+                nbytes = [n * kind.dtype.itemsize * (1 + kind.requires_grad) for kind, n in numels]
+                self._offload.reserve(unit.name, nbytes)
         except (ValueError, NotImplementedError, OffloadError) as found:
             error = found
         # Without a path no rank can fail alone.
@@ -229,6 +232,7 @@ class Construction:
                     use_orig_params=settings.use_orig_params,
                     reduces_alone=kind.apart != 0,
                 ),
+                boundary=settings.boundary,
                 device=settings.device,
                 missing=initial_values.missing,
                 source=initial_values.source(topology),

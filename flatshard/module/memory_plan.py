@@ -20,11 +20,11 @@ from flatshard.diagnostics.unit_report import show_bytes, tabulate
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.settings import Settings, read_strategy
+from flatshard.options.boundary import as_boundary
 from flatshard.options.collectives import TransportOptions, as_coalesce_bytes
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
-from flatshard.plan.param_info import layout_of
 from flatshard.plan.wrap import Policy
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
@@ -187,6 +187,7 @@ def predict(
     mixed_precision: MixedPrecision | None = None,
     reshard_after_forward: bool | int | None = None,
     coalesce_bytes: int | None = None,
+    boundary: str | int = "element",
     ranks_per_node: int | None = None,
     optimizer_bytes: float | None = None,
 ) -> MemoryPlan:
@@ -203,6 +204,7 @@ def predict(
         mixed_precision: as ``ShardedWrapper``'s.
         reshard_after_forward: as ``ShardedWrapper``'s.
         coalesce_bytes: as ``ShardedWrapper``'s.
+        boundary: as ``ShardedWrapper``'s.
         ranks_per_node: for HYBRID strategies: number of ranks that share one copy.
         optimizer_bytes: bytes of the optimizer's state per trained element. None: two tensors of
             the parameter's dtype, as AdamW has.
@@ -210,7 +212,8 @@ def predict(
     Raises:
         TypeError: ``auto_wrap_policy`` is no policy, or another keyword has the wrong type.
         ValueError: ``world_size`` below 1, a HYBRID strategy without ``ranks_per_node``, one that
-            does not divide the ranks, or a model that is sharded already.
+            does not divide the ranks, a boundary that needs too much padding, or a model that is
+            sharded already.
     """
     if world_size < 1:
         raise ValueError(f"predict: world_size must be at least 1, got {world_size}")
@@ -230,6 +233,7 @@ def predict(
         coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
         broadcast_buffers=True,
         device=torch.device("meta"),
+        boundary=as_boundary(boundary),
     )
     plan = ModelPlan(UnwrappedModel(model, auto_wrap_policy), settings)
     units = [_unit_memory(unit, world_size, optimizer_bytes) for unit in plan.units]
@@ -258,8 +262,7 @@ def _unit_memory(unit: PlannedUnit, world_size: int, optimizer_bytes: float | No
     placement = unit.settings.placement
     is_freed = placement.sharded and placement.reshard_after_forward and unit.name != ""
     total = {one.name: 0 for one in dataclasses.fields(UnitMemory) if one.name.endswith("_bytes")}
-    for kind, owned in unit.flat_params.items():
-        layout = layout_of(owned, num_shards)
+    for kind, layout in unit.layouts(num_shards).items():
         shard_numel, itemsize = layout.shard_numel, kind.dtype.itemsize
         compute_dtype = kind.precision.unsharded_dtype(kind.dtype)
         unsharded = layout.padded_numel * compute_dtype.itemsize

@@ -15,9 +15,11 @@ import torch
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.settings import Settings
 from flatshard.options.precision import ParamPrecision
+from flatshard.plan.boundary import check_padding
 from flatshard.plan.coalescing import coalesce, is_apart
+from flatshard.plan.layout import FlatLayout
 from flatshard.plan.module_tree import name_of
-from flatshard.plan.param_info import ParamInfo, find_owners
+from flatshard.plan.param_info import ParamInfo, find_owners, layout_of
 from flatshard.plan.wrap import UnitPlan, find_units
 from flatshard.precision.overrides import PrecisionPlan
 
@@ -48,6 +50,14 @@ class PlannedUnit:
     def name(self) -> str:
         """The unit's name in messages; empty for the root."""
         return name_of(self.names)
+
+    def layouts(self, world_size: int) -> dict[FlatParamKind, FlatLayout]:
+        """Of its flat parameters, over so many shards. ValueError: they have too much padding."""
+        boundary, params = self.settings.boundary, self.flat_params.items()
+        layouts = {kind: layout_of(owned, world_size, boundary) for kind, owned in params}
+        if boundary != "element":
+            check_padding(self.name, layouts.values(), boundary)
+        return layouts
 
 
 class ModelPlan:
@@ -96,7 +106,8 @@ class ModelPlan:
                 param.dtype,
                 param.requires_grad,
                 self.precision.of_param(param, settings.precision),
-                id(param) if splits and is_apart(param) else 0,
+                # Whole parameters balance only beside others.
+                id(param) if splits and is_apart(param) and settings.boundary != "tensor" else 0,
             )
             unit.flat_params.setdefault(kind, []).append(one)
         return unit

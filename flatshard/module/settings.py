@@ -12,10 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.comm.ranks import Ranks, read_ranks
 from flatshard.comm.topology import Topology
-from flatshard.options.collectives import (
-    TransportOptions,
-    check_launch_without_group,
-)
+from flatshard.options.boundary import Boundary, as_boundary
+from flatshard.options.collectives import TransportOptions, check_launch_without_group
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.options.strategy import (
@@ -45,6 +43,7 @@ class Settings:
     coalesce_bytes: int
     broadcast_buffers: bool
     device: torch.device
+    boundary: Boundary = "element"
 
     @property
     def topology(self) -> Topology:
@@ -58,7 +57,7 @@ class Settings:
             f"{self.strategy}, {self.placement}, {groups}{self.precision.describe()}, "
             f"{self.offload.describe()}, "
             f"use_orig_params={self.use_orig_params}, coalesce_bytes={self.coalesce_bytes}, "
-            f"broadcast_buffers={self.broadcast_buffers}"
+            f"broadcast_buffers={self.broadcast_buffers}, boundary={self.boundary!r}"
         )
 
     def override(self, plan: UnitPlan, *, may_diverge: bool) -> Settings:
@@ -80,13 +79,15 @@ class Settings:
             )
         if "mixed_precision" in keywords:
             precision = as_mixed_precision(keywords.pop("mixed_precision"))
+        boundary = as_boundary(keywords.pop("boundary", self.boundary))
         if keywords.pop("allow_divergence", may_diverge):
             placement = placement.diverging()
         if keywords:
             raise ValueError(
                 f"auto_wrap_policy: for unit {plan.name!r} it sets {', '.join(sorted(keywords))}; "
                 "units of one model can differ in sharding_strategy, reshard_after_forward, "
-                "allow_divergence and mixed_precision. Set the others on the outermost wrapper."
+                "allow_divergence, mixed_precision and boundary. Set the others on the outermost "
+                "wrapper."
             )
         keeps_secondary = placement.regather_size is not None or placement.over_all
         if precision.gather_dtype is not None and keeps_secondary:
@@ -96,7 +97,7 @@ class Settings:
                 "supported. Leave one of them out."
             )
         return dataclasses.replace(
-            self, strategy=strategy, placement=placement, precision=precision
+            self, strategy=strategy, placement=placement, precision=precision, boundary=boundary
         )
 
     def check(self) -> None:

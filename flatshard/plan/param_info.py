@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from flatshard.options.boundary import Boundary
+from flatshard.plan.boundary import move
 from flatshard.plan.layout import FlatLayout, memory_order
 from flatshard.plan.module_tree import paths
 
@@ -35,15 +37,16 @@ class ParamInfo:
         return self.locations[0].name
 
 
-def layout_of(owned: Sequence[ParamInfo], world_size: int) -> FlatLayout:
-    """The layout of a flat parameter of these, over ``world_size`` shards."""
+def layout_of(owned: Sequence[ParamInfo], world_size: int, boundary: Boundary) -> FlatLayout:
+    """The layout of a flat parameter of these, over ``world_size`` shards; may reorder them."""
     params = [one.param for one in owned]
-    return FlatLayout.build(
+    layout = FlatLayout.build(
         ((one.name, one.param.shape) for one in owned),
         world_size=world_size,
         itemsize=params[0].element_size(),
         orders=[memory_order(param.shape, param.stride()) for param in params],
     )
+    return move(layout, boundary, params[0].element_size())
 
 
 def find_params(root: nn.Module, left_alone: Collection[int] = ()) -> list[ParamInfo]:

@@ -38,22 +38,28 @@ def test_the_table() -> None:
     assert [cell.strip() for cell in cells[0]] == header.split(",")
     assert [[cell.strip() for cell in line] for line in cells[1:]] == [
         [
-            *("(root)", "Net", "0", "0", "none", "0 B"),
+            *("(root)", "Net", "0", "0 (0.0%)", "none", "0 B"),
             *("FULL_SHARD", "2", "sockets", "root: what is left"),
         ],
         [
-            *("blocks.0", "Block", "1,000,000", "24", "float32", "3.8 MiB"),
+            *("blocks.0", "Block", "1,000,000", "24 (0.0%)", "float32", "3.8 MiB"),
             *("FULL_SHARD", "2", "sockets", "by hand"),
         ],
         [
-            *("head", "Linear", "1,000,500", "24", "float32 1,000,000 + bfloat16 frozen 500"),
+            *(
+                "head",
+                "Linear",
+                "1,000,500",
+                "24 (0.0%)",
+                "float32 1,000,000 + bfloat16 frozen 500",
+            ),
             *("3.8 MiB", "SHARD_GRAD_OP", "16", "shared memory", "policy p"),
         ],
-        ["total", "3 units", "2,000,500", "48", "7.6 MiB"],
+        ["total", "3 units", "2,000,500", "48 (0.0%)", "7.6 MiB"],
     ]
     # Numbers end, and words begin, in the same column.
     assert {line.index("FULL_SHARD") for line in lines[1:3]} == {lines[0].index("strategy")}
-    assert {line.index("24") + 2 for line in lines[2:4]} == {lines[0].index("padding") + 7}
+    assert {line.index("24 (") + 9 for line in lines[2:4]} == {lines[0].index("padding") + 7}
 
 
 def sizes(**numels: int) -> list[UnitSize]:

@@ -133,12 +133,18 @@ def _report(rank: int, world_size: int) -> None:
             *("strategy", "ranks", "transport", "why"),
         ],
         "(root)": [
-            *("Wide", f"{rest:,}", "5", "float32", f"{2 * (rest + 5) / 1024:.1f} KiB"),
+            *(
+                "Wide",
+                f"{rest:,}",
+                f"5 ({5 / rest:.1%})",
+                "float32",
+                f"{2 * (rest + 5) / 1024:.1f} KiB",
+            ),
             *("FULL_SHARD", "2", "sockets", "root: what is left"),
         ],
-        "layers.0": ["Layer", f"{layer:,}", "0", "float32", size, *ways],
-        "layers.1": ["Layer", f"{layer:,}", "0", kinds, size, *ways],
-        "total": ["3 units", f"{2 * layer + rest:,}", "5", "1.5 MiB"],
+        "layers.0": ["Layer", f"{layer:,}", "0 (0.0%)", "float32", size, *ways],
+        "layers.1": ["Layer", f"{layer:,}", "0 (0.0%)", kinds, size, *ways],
+        "total": ["3 units", f"{2 * layer + rest:,}", "5 (0.0%)", "1.5 MiB"],
     }
     assert "repeated" not in repr(model)  # `print(model)` stays as short as the model
 
@@ -156,18 +162,18 @@ def _report_otherwise(rank: int, world_size: int, use_orig_params: bool) -> None
     plain.fc2 = ShardedWrapper(plain.fc2, sharding_strategy="NO_SHARD", **keywords)
     assert table(plain.fc1)["(root)"][-1] == "root: the whole model"
     found = table(ShardedWrapper(plain, **keywords))
-    assert found["fc1"][1:5] == ["40", "8", "float32", "192 B"]
+    assert found["fc1"][1:5] == ["40", "8 (20.0%)", "float32", "192 B"]
     assert found["fc1"][5:] == ["SHARD_GRAD_OP", "2", "gloo", "by hand"]
     assert found["fc2"][-5:] == ["0 B", "NO_SHARD", "1", "gloo", "by hand"]
     policy = ModuleWrapPolicy({nn.Linear})
     model = ShardedWrapper(Mlp(), auto_wrap_policy=policy, **keywords)
     reason = "policy ModuleWrapPolicy({Linear})"
     assert table(model)["fc3"][-1] == reason
-    assert table(model)["(root)"][:4] == ["Mlp", "0", "0", "none"]
+    assert table(model)["(root)"][:4] == ["Mlp", "0", "0 (0.0%)", "none"]
     assert table(model.fc3) == {
         "unit": table(model)["unit"],
         "fc3": table(model)["fc3"],
-        "total": ["1 unit", "15", "1", "64 B"],
+        "total": ["1 unit", "15", "1 (6.7%)", "64 B"],
     }
 
 

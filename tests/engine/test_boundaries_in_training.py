@@ -1,0 +1,253 @@
+"""Training with boundaries: the numbers of a model without, to the bit, wherever shards cut."""
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from flatshard import MixedPrecision, ShardedWrapper
+from flatshard.checkpoint import (
+    full_optim_state_dict,
+    load_safetensors,
+    save_safetensors,
+)
+from flatshard.memory_plan import predict
+from flatshard.module.sharding import handles_in
+from flatshard.options.boundary import Boundary
+from flatshard.plan.boundary import block_numel
+from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
+from tests.harness import naming, run_ranks
+from tests.models import CASES
+from tests.oracle import assert_same_state, local_loss, snapshot, train_steps, trainable
+from tests.ways import WAYS
+
+BOUNDARIES: list[Boundary] = ["row", "tensor", 6]
+
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def _same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert_same_state(actual, expected, rtol=0.0, atol=0.0)
+
+
+def _train(name: str, rank: int, world_size: int, optimizer: Any = sgd, **keywords: Any) -> Any:
+    case = CASES[name]
+    model = case.wrap(case.model(), **keywords)
+    losses = train_steps(model, optimizer(trainable(model)), case, rank, world_size, steps=3)
+    return model, losses
+
+
+def _check_cuts(model: nn.Module, boundary: Boundary) -> None:
+    """Each rank's part begins where the boundary allows, and holds the values of the parameter."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    for handle in handles_in(model):
+        layout = handle.layout
+        assert [names[id(one)] for one in handle.sharded] == [span.name for span in layout.spans]
+        for span, local in zip(layout.spans, handle.local_spans, strict=True):
+            block = block_numel(span, boundary)
+            ends = {local.offset, local.offset + local.numel} - {span.numel}
+            assert not local.numel or all(end % block == 0 for end in ends)
+
+
+# ---------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_same_losses_and_weights(boundary: Boundary, world_size: int) -> None:
+    run_ranks(_same_training, world_size, boundary)
+
+
+def _same_training(rank: int, world_size: int, boundary: Boundary) -> None:
+    names = ("mlp-one-unit", "cnn-channels-last", "tied-in-unit", "tied-blocks", "nested")
+    for number, name in enumerate((*names, "odd-shapes", "mixed-types", "frozen", "unused")):
+        keywords = {"collectives": "sockets"} if number % 2 else {}
+        with naming(name):
+            plain, expected = _train(name, rank, world_size, **keywords)
+            model, losses = _train(name, rank, world_size, boundary=boundary, **keywords)
+            assert losses == expected
+            _same(snapshot(model), snapshot(plain))
+            names_of = [[name for name, _ in one.named_parameters()] for one in (model, plain)]
+            assert names_of[0] == names_of[1]
+            _check_cuts(model, boundary)
+
+
+@pytest.mark.parametrize("way", ["no_shard", "hybrid", "hybrid-op", "regather", "full-flat"])
+def test_strategies(way: str) -> None:
+    run_ranks(_same_with, WAYS[way].world_size, way, WAYS[way].keywords)
+
+
+def test_mixed_precision() -> None:
+    half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    run_ranks(_same_with, 2, "full", {"mixed_precision": half, "use_orig_params": True})
+
+
+def _same_with(rank: int, world_size: int, way: str, keywords: dict[str, Any]) -> None:
+    WAYS[way].set_nodes()
+    plain, expected = _train("transformer", rank, world_size, **keywords)
+    for boundary in BOUNDARIES:
+        with naming(boundary):
+            model, losses = _train("transformer", rank, world_size, boundary=boundary, **keywords)
+            assert losses == expected
+            _same(snapshot(model), snapshot(plain))
+
+
+def test_step_in_backward_accumulation_clipping_and_copies() -> None:
+    run_ranks(_idioms, 2)
+
+
+def _idioms(rank: int, world_size: int) -> None:
+    expected = _with_idioms(rank, world_size, "element")
+    for boundary in BOUNDARIES:
+        with naming(boundary):
+            actual = _with_idioms(rank, world_size, boundary)
+            # Norms are added up in another order.
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+
+
+def _with_idioms(rank: int, world_size: int, boundary: Boundary) -> list[Any]:
+    case, found = CASES["transformer"], []
+    model = case.wrap(case.model(), boundary=boundary)
+    optimizer = sgd(trainable(model))
+    with model.no_sync():
+        local_loss(model, case, 0, rank, world_size).backward()
+    local_loss(model, case, 1, rank, world_size).backward()
+    found.append(model.clip_grad_norm_(0.1))
+    optimizer.step()
+    optimizer.zero_grad()
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(trainable(twin), lr=0.01)
+    twin.step_in_backward(optimizer)
+    train_steps(twin, optimizer, case, rank, world_size, steps=2)
+    return [*found, snapshot(model), snapshot(twin)]
+
+
+OPTIMIZERS: dict[str, Any] = {
+    **{
+        one.__name__: partial(one, lr=0.01)
+        for one in (
+            *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW),
+            *(torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam),
+            *(torch.optim.RMSprop, torch.optim.Rprop),
+        )
+    },
+    "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+}
+
+
+def test_optimizers() -> None:
+    run_ranks(_optimizers, 2)
+
+
+def _optimizers(rank: int, world_size: int) -> None:
+    for number, (name, optimizer) in enumerate(OPTIMIZERS.items()):
+        with naming(name):
+            states = []
+            for boundary in ("element", BOUNDARIES[number % 3]):
+                model, _ = _train("mlp", rank, world_size, optimizer, boundary=boundary)
+                states.append(snapshot(model))
+            # Kernels round what is left over of a vector differently.
+            assert_same_state(*states, rtol=1e-12, atol=1e-18)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 2)])
+def test_checkpoints_are_those_of_any_boundary(tmp_path: Path, saving: int, loading: int) -> None:
+    expected = run_ranks(_save, saving, tmp_path)[0]
+    run_ranks(_load, loading, tmp_path, expected)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trainable(model), lr=0.01)
+
+
+def _save(rank: int, world_size: int, folder: Path) -> Any:
+    case = CASES["transformer"]
+    model = case.wrap(case.model(), boundary="tensor")
+    optimizer = _adamw(model)
+    train_steps(model, optimizer, case, rank, world_size, steps=2)
+    dcp.save(model.sharded_state_dict(), checkpoint_id=folder / "dcp")
+    save_safetensors(model, folder / "model.safetensors")
+    return snapshot(model), full_optim_state_dict(model, optimizer)
+
+
+def _load(rank: int, world_size: int, folder: Path, expected: Any) -> None:
+    case = CASES["transformer"]
+    for boundary in ("element", *BOUNDARIES):
+        with naming(boundary):
+            model = _moved(case.wrap(case.model(), boundary=boundary))
+            state = model.sharded_state_dict()
+            dcp.load(state, checkpoint_id=folder / "dcp")
+            model.load_state_dict(state)
+            _same(snapshot(model), expected[0])
+            model = _moved(model)
+            assert load_safetensors(model, folder / "model.safetensors") == ([], [])
+            _same(snapshot(model), expected[0])
+            model.load_state_dict(expected[0])
+            _same(snapshot(model), expected[0])
+            optimizer = _adamw(model)
+            optimizer.load_state_dict(
+                ShardedWrapper.optim_state_dict_to_load(model, optimizer, expected[1])
+            )
+            actual = full_optim_state_dict(model, optimizer)
+            if rank == 0:
+                assert actual["param_groups"] == expected[1]["param_groups"]
+                assert list(actual["state"]) == list(expected[1]["state"])
+                _same(_flattened(actual), _flattened(expected[1]))
+
+
+def _flattened(state: dict[str, Any]) -> dict[str, Tensor]:
+    states = state["state"].items()
+    return {f"{name}.{key}": value for name, one in states for key, value in one.items()}
+
+
+def _moved(model: ShardedWrapper) -> ShardedWrapper:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    return model
+
+
+# ---------------------------------------------------------------- plans and errors
+
+
+def test_plans_and_refusals() -> None:
+    run_ranks(_plans, 2)
+
+
+def _large() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512), nn.Linear(512, 8))
+
+
+def _plans(rank: int, world_size: int) -> None:
+    linears = ModuleWrapPolicy([nn.Linear])
+    module = _large()
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match=r"unit '0' would have 523,264 elements of padding, 100%"):
+        ShardedWrapper(module, auto_wrap_policy=linears, coalesce_bytes=0, boundary="tensor")
+    assert all(type(one) is nn.Linear for one in module)
+    _same(module.state_dict(), before)
+    with pytest.raises(ValueError, match=r"settings.*boundary='row'|boundary='row'.*settings"):
+        ShardedWrapper(_large(), boundary="row" if rank else "element")
+
+    # Together they are balanced, and a policy may say so for some alone.
+    def wanted(one: nn.Module) -> Any:
+        return {"boundary": "tensor"} if isinstance(one, nn.Linear) else False
+
+    keywords = {"auto_wrap_policy": CustomPolicy(wanted), "coalesce_bytes": 1 << 30}
+    model = ShardedWrapper(_large(), **keywords)
+    report = model.unit_report()
+    assert "%)" in report
+    for boundary, policy in (("element", keywords), ("row", {}), ("tensor", {}), (256, {})):
+        predicted = predict(_large(), world_size=2, boundary=boundary, **policy)
+        if policy == {}:
+            model = ShardedWrapper(_large(), boundary=boundary)
+        held = sum(handle.shard.nbytes for handle in handles_in(model))
+        assert predicted.parameter_bytes == held

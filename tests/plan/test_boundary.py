@@ -1,0 +1,163 @@
+"""Boundaries of a layout, as properties over arbitrary shapes, world sizes and element sizes."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatshard.options.boundary import Boundary, as_boundary
+from flatshard.plan.boundary import FREE_PADDING, MAX_PADDING, block_numel, check_padding, move
+from flatshard.plan.layout import ALIGNMENT_BYTES, PAGE_BYTES, PAGED_BYTES, FlatLayout
+
+PARAMS = st.lists(
+    st.lists(st.integers(0, 9), max_size=4).flatmap(
+        lambda shape: st.tuples(st.just(tuple(shape)), st.permutations(range(len(shape))))
+    ),
+    max_size=8,
+)
+WORLDS = st.integers(1, 8)
+ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
+BOUNDARIES = st.sampled_from(["element", "row", "tensor"]) | st.integers(2, 40)
+
+Param = tuple[tuple[int, ...], list[int]]
+
+
+def _plain(params: list[Param], world_size: int, itemsize: int) -> FlatLayout:
+    return FlatLayout.build(
+        [(f"p{index}", shape) for index, (shape, _) in enumerate(params)],
+        world_size=world_size,
+        itemsize=itemsize,
+        orders=[order for _, order in params],
+    )
+
+
+def _cuts(layout: FlatLayout, index: int) -> list[int]:
+    """After how many of its elements a parameter is cut."""
+    locals_ = [layout.local_span(index, rank) for rank in range(layout.world_size)]
+    return [local.offset for local in locals_ if local.numel and local.offset]
+
+
+@given(PARAMS, WORLDS, ITEMSIZES, BOUNDARIES)
+def test_every_element_in_one_place_and_no_forbidden_cut(
+    params: list[Param], world_size: int, itemsize: int, boundary: Boundary
+) -> None:
+    plain = _plain(params, world_size, itemsize)
+    layout = move(plain, boundary, itemsize)
+    assert layout == move(plain, boundary, itemsize)
+    assert layout.world_size == world_size
+    # The same parameters.
+    spans = {span.name: span for span in layout.spans}
+    assert len(layout.spans) == len(params)
+    for index, (shape, order) in enumerate(params):
+        span = spans[f"p{index}"]
+        assert (span.shape, span.order, span.numel) == (shape, tuple(order), math.prod(shape))
+    # Ascending, disjoint, aligned, and filled up by the gaps.
+    position = 0
+    for start, end in sorted([*((s.start, s.end) for s in layout.spans if s.numel), *layout.gaps]):
+        assert start == position
+        position = end
+    assert position == layout.padded_numel
+    starts = [span.start for span in layout.spans]
+    assert starts == sorted(starts)
+    assert all(start * itemsize % ALIGNMENT_BYTES == 0 for start in [*starts, layout.shard_numel])
+    for index, span in enumerate(layout.spans):
+        held: list[int] = []
+        for rank in range(world_size):
+            local = layout.local_span(index, rank)
+            held.extend(range(local.offset, local.offset + local.numel))
+        assert held == list(range(span.numel))
+        block = block_numel(span, boundary)
+        assert all(cut % block == 0 for cut in _cuts(layout, index))
+        if boundary == "tensor":
+            assert not _cuts(layout, index)
+
+
+@given(PARAMS, WORLDS, ITEMSIZES)
+def test_whole_parameters_are_balanced(params: list[Param], world_size: int, itemsize: int) -> None:
+    plain = _plain(params, world_size, itemsize)
+    layout = move(plain, "tensor", itemsize)
+    align = max(1, ALIGNMENT_BYTES // itemsize)
+    sizes = [-(-span.numel // align) * align for span in plain.spans]
+    # Graham's bound for the largest first: 4/3 of the best, which is at least the largest and mean.
+    best = max(sum(sizes) / world_size, max(sizes, default=0))
+    second = sorted(sizes)[-world_size - 1] if len(sizes) > world_size else 0
+    assert layout.shard_numel <= max(best, second * 2) * 4 / 3 + align
+
+
+@given(PARAMS, ITEMSIZES, BOUNDARIES)
+def test_one_rank_is_left_alone(params: list[Param], itemsize: int, boundary: Boundary) -> None:
+    plain = _plain(params, 1, itemsize)
+    assert move(plain, boundary, itemsize) is plain
+
+
+def _shapes_of_blocks(blocks: int, dim: int, world_size: int) -> FlatLayout:
+    """The parameters of some blocks of GPT-2."""
+    shapes = [
+        *((dim,), (dim,), (3 * dim, dim), (3 * dim,), (dim, dim), (dim,)),
+        *((dim,), (dim,), (4 * dim, dim), (4 * dim,), (dim, 4 * dim), (dim,)),
+    ]
+    named = [(f"{block}.{n}", shape) for block in range(blocks) for n, shape in enumerate(shapes)]
+    return FlatLayout.build(named, world_size=world_size, itemsize=4)
+
+
+@pytest.mark.parametrize(
+    ("boundary", "blocks", "world_size", "percent"),
+    [
+        *[("row", 1, world, 2) for world in (2, 4, 8)],
+        *[(256, 1, world, 2) for world in (2, 4, 8)],
+        *[("tensor", 1, 2, 17), ("tensor", 12, 2, 1), ("tensor", 12, 4, 1), ("tensor", 12, 8, 12)],
+    ],
+)
+def test_padding_of_transformers(
+    boundary: Boundary, blocks: int, world_size: int, percent: float
+) -> None:
+    layout = move(_shapes_of_blocks(blocks, 384, world_size), boundary, 4)
+    assert 100 * layout.padding_numel / layout.numel < percent
+    assert layout.shard_numel * 4 < PAGED_BYTES or layout.shard_numel * 4 % PAGE_BYTES == 0
+    check_padding("blocks.0", [layout], boundary)
+
+
+def test_rows_are_those_in_memory() -> None:
+    """Of channels_last images, and of transposed matrices."""
+    layout = FlatLayout.build(
+        [("conv", (8, 4, 3, 3)), ("transposed", (6, 5)), ("number", ()), ("bias", (7,))],
+        world_size=1,
+        itemsize=4,
+        orders=[(0, 2, 3, 1), (1, 0), (), (0,)],
+    )
+    assert [block_numel(span, "row") for span in layout.spans] == [36, 6, 1, 1]
+    assert [block_numel(span, "tensor") for span in layout.spans] == [288, 30, 1, 7]
+
+
+def test_too_much_padding_is_refused() -> None:
+    named = [("head.bias", (10,)), ("head.weight", (2048, 512))]
+    plain = FlatLayout.build(named, world_size=4, itemsize=4)
+    check_padding("head", [move(plain, "row", 4)], "row")
+    layout = move(plain, "tensor", 4)
+    assert layout.padding_numel > max(FREE_PADDING, MAX_PADDING * layout.numel)
+    with pytest.raises(ValueError, match=r"unit 'head' would have 3,1.*, 300% of its 1,048,586"):
+        check_padding("head", [layout], "tensor")
+    with pytest.raises(ValueError, match=r"'head.weight', \(2048, 512\), keeps 1,048,576 elements"):
+        check_padding("head", [layout, plain], "tensor")
+    # Small units may: it costs nothing.
+    tiny = FlatLayout.build([("weight", (10, 10))], world_size=8, itemsize=4)
+    check_padding("", [move(tiny, "tensor", 4)], "tensor")
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        *[(value, ValueError) for value in ("rows", "", 0, -256)],
+        *[(value, TypeError) for value in (True, False, None, 2.0, ("row",))],
+    ],
+)
+def test_what_is_no_boundary(value: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^boundary: expected 'element', 'row', 'tensor' or a number"):
+        as_boundary(value)
+
+
+def test_boundaries() -> None:
+    assert [as_boundary(one) for one in ("element", "row", "tensor", 256, 1)] == [
+        *("element", "row", "tensor", 256, "element")
+    ]
