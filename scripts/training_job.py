@@ -193,7 +193,16 @@ def connect(init_method: str) -> torch.device:
     rank, world_size, local_rank, local_size = (
         int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     )
-    group = {"init_method": init_method, "rank": rank, "world_size": world_size}
+    group: dict[str, Any] = {"rank": rank, "world_size": world_size}
+    if os.environ.get("GROUP_WORLD_SIZE") == "1" and init_method == "env://":
+        # torchrun's store outlives a restart, and has the addresses of ranks that are gone: those
+        # who read one before it is overwritten would hang. (On several hosts restarts are counted
+        # apart; see docs/checkpoints.md.)
+        store, *_ = next(dist.rendezvous(init_method))
+        restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        group["store"] = dist.PrefixStore(f"restart-{restarts}", store)
+    else:
+        group["init_method"] = init_method
     if torch.cuda.device_count() >= local_size:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

@@ -181,11 +181,11 @@ class Communicator(Tags):
 
     # ------------------------------------------------------------ small things, at once
 
-    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
+    def group_for(self, tensor: Tensor) -> dist.ProcessGroup:
         on_host = tensor.device.type == "cpu"
         return self._control_group if on_host else self.members.gather_group
 
-    def _begin(self, group: dist.ProcessGroup, op_name: str) -> WaitCondition | None:
+    def begin(self, group: dist.ProcessGroup, op_name: str) -> WaitCondition | None:
         # On a stream it is not the host that waits.
         is_control = group is self._control_group and dist.is_gloo_available()
         what = _alike(op_name) if self.transport_for().is_ordered else ""
@@ -199,9 +199,9 @@ class Communicator(Tags):
         if self.size == 1:
             return values
         note("scalars", op_name, values.nbytes, self.ranks)
-        group = self._group_for(values)
+        group = self.group_for(values)
         action = f"combining values over ranks {self._rank_list}"
-        with named(f"{op_name!r}, rank {self.global_rank}: {action}", self._begin(group, op_name)):
+        with named(f"{op_name!r}, rank {self.global_rank}: {action}", self.begin(group, op_name)):
             dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=group)
         return values
 
@@ -213,8 +213,8 @@ class Communicator(Tags):
         if self.size == 1:
             return
         note("broadcast", op_name, tensor.nbytes, self.ranks)
-        src, group = self.ranks[source], self._group_for(tensor)
-        need = self._begin(group, op_name)
+        src, group = self.ranks[source], self.group_for(tensor)
+        need = self.begin(group, op_name)
         if need is not None:
             # It needs not every rank: receivers need the source, and the source, in gloo's
             # broadcast, the ranks a power of two behind.
@@ -224,26 +224,6 @@ class Communicator(Tags):
         with named(f"{op_name!r}, rank {self.global_rank}: broadcasting from rank {src}", need):
             dist.broadcast(as_bytes(tensor), src=src, group=group)
 
-    def transfer(self, tensor: Tensor, *, source: int, to: int, op_name: str) -> None:
-        """Overwrite a contiguous tensor of rank ``to`` with that of rank ``source``; both wait."""
-        sends = self.rank == source
-        data, action, peer = as_bytes(tensor), "receiving from", source
-        if sends:
-            note("send", op_name, tensor.nbytes, self.ranks)
-            action, peer = "sending to", to
-        wire = data
-        if self.members.is_gloo:
-            wire = data.cpu()
-        elif data.device.type == "cpu":
-            # An offloaded shard's. The current device may be another rank's.
-            wire = data.to(self.control_device)
-        group = self._group_for(wire)
-        # No WaitCondition: point-to-point messages are not counted, so no deadlock is proved.
-        with named(f"{op_name!r}, rank {self.global_rank}: {action} rank {self.ranks[peer]}"):
-            (group.send if sends else group.recv)([wire], peer, 0).wait()
-        if not sends and wire.device != data.device:
-            data.copy_(wire)
-
     def gather_objects(self, value: Any, *, op_name: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order, on every rank.
 
@@ -251,7 +231,7 @@ class Communicator(Tags):
         """
         if self.size == 1:
             return [value]
-        need, device = self._begin(self._control_group, op_name), self.control_device
+        need, device = self.begin(self._control_group, op_name), self.control_device
         with named(f"{op_name}, rank {self.global_rank}", need):
             said = native.gather_objects((_alike(op_name), value), self._control_group, device)
             check_same({rank: name for rank, (name, _) in zip(self.ranks, said, strict=True)})

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flatshard.optimizer import sharded_state
+from flatshard.optimizer import sharded_state, whole_step
 from flatshard.optimizer.buckets import apart
 from flatshard.options.torch_request import torch_request
 from flatshard.tensor.flat_parameter import FlatParameter
@@ -54,7 +54,10 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     if stamp is not None and state_dict["state"]:
         asked = torch_request()
         if asked is not None:
-            sharded_state.to_torch(optimizer, state_dict, asked)
+            shared = whole_step.shared_state(optimizer)
+            whole = whole_step.with_owners(optimizer, state_dict, shared)
+            state_dict["state"] = whole["state"]
+            sharded_state.to_torch(optimizer, state_dict, asked, shared)
             return
         state_dict["param_groups"][0][_STAMP] = stamp
         if stamp["rank"] == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import Any
 
@@ -18,15 +18,23 @@ from flatshard.tensor.state_shard import state_shard
 StateDict = dict[str, Any]
 
 
-def to_torch(optimizer: torch.optim.Optimizer, state_dict: StateDict, asked: TorchRequest) -> None:
+def to_torch(
+    optimizer: torch.optim.Optimizer,
+    state_dict: StateDict,
+    asked: TorchRequest,
+    alike: Collection[FlatShardTensor],
+) -> None:
     """Give torch's ``get_state_dict`` sharded tensors, or full ones, for this rank's parts.
+
+    What is not per element is the same on all ranks for the parameters in ``alike``.
 
     Collective if it asked for full ones: all ranks of the shard group.
     """
     for param, state in _by_parameter(optimizer, state_dict):
         for key, value in sorted(state.items()):  # in one order on all ranks
             if not is_part(param, key, value):
-                _check_one_value(param, key, value)
+                if param not in alike:
+                    _check_one_value(param, key, value)
                 continue
             shown = state_shard(local_range(value), param.spec)
             if asked.full and isinstance(shown, FlatShardTensor):

@@ -13,8 +13,9 @@ import inspect
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,10 @@ from flatshard.optimizer.buckets import (
 from flatshard.optimizer.consumed_grad import drop_consumed
 from flatshard.optimizer.local_state_guard import check_state
 from flatshard.optimizer.offload import StepPart
+from flatshard.optimizer.trial import Manner, inert
+from flatshard.optimizer.whole_step import Closure, EveryRank, manner_for, step_for
 from flatshard.precision.casts import check_dtype
+from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.param_swap import FlattenedParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 from flatshard.tensor.tensor_notes import UNREDUCED
@@ -47,7 +51,7 @@ _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.o
 # In narrower ones the kernel computes in fp32 what the operations round again and again.
 _FUSED_DTYPES = torch.float32, torch.float64
 
-_swapped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Swap | _Eager] = (
+_swapped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Swap | _Eager | EveryRank] = (
     weakref.WeakKeyDictionary()
 )
 # Per optimizer its buckets of the last step, by the id of their first member.
@@ -91,6 +95,11 @@ def restore_all() -> None:
         _swap_out(optimizer)
 
 
+def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Those of all groups, in their order."""
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -100,10 +109,11 @@ def _before_step(
     # Before a closure has run there is nothing to say of gradients: its backward may reduce them.
     _check_params(optimizer, has_grads=closure is None)
     check_state(optimizer)
+    is_traced = torch.compiler.is_compiling()  # then it is too late
     if is_elementwise(optimizer):
-        _hook_innermost(optimizer)
-    elif closure is None:  # it may run a compiled model
-        _step_eagerly(optimizer)
+        _hook_innermost(optimizer, _exchange)
+    elif not is_traced and any(map(is_sharded, all_params(optimizer))):
+        _hook_innermost(optimizer, _step_whole)
     if closure is None:
         return None
 
@@ -123,10 +133,10 @@ def _with_closure(
     return args, {**kwargs, "closure": closure}
 
 
-def _hook_innermost(optimizer: torch.optim.Optimizer) -> None:
+def _hook_innermost(optimizer: torch.optim.Optimizer, begin: Callable[..., Any]) -> None:
     before: Any = optimizer._optimizer_step_pre_hooks
     after: Any = optimizer._optimizer_step_post_hooks
-    for table, hook in ((before, _exchange), (after, _swap_out)):
+    for table, hook in ((before, begin), (after, _end)):
         key = next((key for key, own in table.items() if own is hook), None)
         if key is None:
             key = torch_hooks.RemovableHandle(table).id
@@ -188,13 +198,64 @@ def _exchange(
     return _with_closure(with_sharded_parameters, args, kwargs)
 
 
-def _step_eagerly(optimizer: torch.optim.Optimizer) -> None:
-    """Let the functions that a step compiles run as they are."""
-    # Compilers fail on sharded parameters with errors of their own, also where every operation is
-    # right. While one traces the whole step it is too late.
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    if not torch.compiler.is_compiling() and any(map(is_sharded, params)):
+def _step_whole(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Let an optimizer that is not known to be element-wise see what it needs to see."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    loss, again = None, closure
+    _check_in_true_shape(optimizer)
+    if closure is not None:
+        # Now, as it makes the gradients. Every optimizer begins with that.
+        with torch.enable_grad():
+            loss = closure()
+    manner = manner_for(optimizer)
+    if manner is Manner.ON_EVERY_RANK:
+        step = step_for(optimizer, manner)
+        every = _swapped[optimizer] = EveryRank(step)
+        if closure is not None:
+            again, loss = partial(_evaluate, optimizer, every, closure), step.average(loss)
+    elif manner is not Manner.ON_SHARDS:
+        if closure is not None:
+            again = partial(_refuse, optimizer)
+        with torch.no_grad():
+            first = [] if again is None else [Closure(again, loss)]
+            step_for(optimizer, manner).step(first)
+        args = (inert(optimizer), *args[1:])  # the step has been made
+    elif closure is None:  # a closure may run a compiled model
         _swapped[optimizer] = _Eager()
+    if again is None:
+        return args, kwargs
+    return _with_closure(Closure(again, loss), args, kwargs)
+
+
+def _check_in_true_shape(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for parameters whose full tensors nobody can show the optimizer."""
+    for param in all_params(optimizer):
+        if isinstance(param, FlatParameter) and param.flat_layout.world_size > 1:
+            raise NotImplementedError(
+                f"{type(optimizer).__name__} may look at more than one element at a time, and "
+                f"{param!r} is this rank's part of several parameters. Wrap with "
+                "use_orig_params=True; if it treats every element alike, call "
+                f"flatshard.declare_elementwise({type(optimizer).__name__})."
+            )
+
+
+def _evaluate(
+    optimizer: torch.optim.Optimizer, every: EveryRank, closure: Callable[[], Any]
+) -> Any:
+    """Call a closure at the values that the optimizer has reached, with sharded parameters."""
+    del _swapped[optimizer]  # the closure's forward undoes what it finds there
+    loss = every.evaluate(closure)
+    _swapped[optimizer] = every
+    return loss
+
+
+def _refuse(optimizer: torch.optim.Optimizer) -> NoReturn:
+    raise NotImplementedError(
+        f"{type(optimizer).__name__}.step() calls its closure several times, and needs full "
+        "parameters, each of which one rank alone has meanwhile. Step it without a closure."
+    )
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -360,7 +421,16 @@ def _swap_in(optimizer: torch.optim.Optimizer, stepped: Collection[int] = ()) ->
         swap.begin(stepped)
 
 
-def _swap_out(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Undo the exchange of a step that went well."""
+    swap = _swapped.get(optimizer)
+    if isinstance(swap, EveryRank):
+        with torch.no_grad():
+            swap.write_back()
+    _swap_out(optimizer)
+
+
+def _swap_out(optimizer: torch.optim.Optimizer) -> None:
     swap = _swapped.pop(optimizer, None)
     if swap is not None:
         with torch._C.DisableTorchFunctionSubclass():

@@ -21,6 +21,7 @@ from flatshard.engine.unit import Unit
 from flatshard.optimizer import local_state_guard
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.buckets import ONE_PER_PARAMETER
+from flatshard.optimizer.whole_step import shared_state, with_owners
 from flatshard.state.full_params import gather_full, join, worlds_of
 from flatshard.state.model_state import without_ddp_prefix
 from flatshard.state.optim_fqns import OptimParam, OptimParams, unwrapped
@@ -39,10 +40,12 @@ class _Entry:
 
     param: OptimParam
     state: StateDict
+    is_alike: bool  # what is not per element, whatever its shape, is the same on all ranks
     parts: dict[str, Tensor] = field(init=False)  # this rank's part of what is per element, 1-D
 
     def __post_init__(self) -> None:
-        parts = {key: _part(self.param, key, value) for key, value in self.state.items()}
+        items = self.state.items()
+        parts = {key: _part(self.param, key, value, self.is_alike) for key, value in items}
         self.parts = {key: part for key, part in parts.items() if part is not None}
 
     def sharded(self, key: str, index: int, device: torch.device | None) -> Tensor:
@@ -80,9 +83,10 @@ def full_state(
 
     Collective: all ranks that train ``units``, which are those in ``model``.
     """
+    shared = _shared(optimizer)
 
     def prepare() -> tuple[_State, Facts]:
-        found = _State.of(model, optimizer, units, state_dict)
+        found = _State.of(model, optimizer, units, state_dict, shared)
         return found, dict(chain.from_iterable(entry.facts() for entry in found.entries.values()))
 
     # Errors of one rank are raised on all, before the first all-gather.
@@ -118,7 +122,7 @@ def sharded_state(
             "may hold other state of their names, and a sharded checkpoint keeps one of a name. "
             "Ask for FULL_STATE_DICT."
         )
-    found = _State.of(model, optimizer, units, state_dict)
+    found = _State.of(model, optimizer, units, state_dict, _shared(optimizer))
     device = torch.device("cpu") if offload_to_cpu else None
     state: dict[str, StateDict] = {}
     for entry in found.entries.values():
@@ -128,6 +132,10 @@ def sharded_state(
                 for key, value in entry.state.items()
             }
     return found.by_name(state, device)
+
+
+def _shared(optimizer: torch.optim.Optimizer) -> dict[FlatShardTensor, StateDict]:
+    return shared_state(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else {}
 
 
 @dataclass
@@ -145,14 +153,20 @@ class _State:
         optimizer: torch.optim.Optimizer,
         units: Sequence[Unit],
         state_dict: StateDict | None,
+        shared: dict[FlatShardTensor, StateDict],
     ) -> _State:
         _check_optimizer(optimizer)
         local_state_guard.watch(optimizer)
         own = local_state_guard.parts(optimizer) if state_dict is None else state_dict
         _check_form(own)
-        own = local_state_guard.unstamped(optimizer, own)
+        own = with_owners(optimizer, local_state_guard.unstamped(optimizer, own), shared)
         params = OptimParams(model, optimizer, units).by_key(own)
-        entries = {k: _Entry(params[k], state) for k, state in own["state"].items() if k in params}
+        is_alike = not optimizer_step.is_elementwise(optimizer)
+        entries = {
+            key: _Entry(params[key], state, is_alike)
+            for key, state in own["state"].items()
+            if key in params
+        }
         return cls(own, params, entries)
 
     def by_name(self, state: StateDict, device: torch.device | None) -> StateDict:
@@ -184,7 +198,7 @@ def _check_form(state_dict: Any) -> None:
     )
 
 
-def _part(param: OptimParam, key: str, value: Any) -> Tensor | None:
+def _part(param: OptimParam, key: str, value: Any, is_alike: bool) -> Tensor | None:
     """This rank's part of state per element, 1-D; None for what is one per parameter."""
     handle = param.handle
     if handle is None or key in ONE_PER_PARAMETER:
@@ -202,7 +216,7 @@ def _part(param: OptimParam, key: str, value: Any) -> Tensor | None:
         if tuple(value.shape) == (spec.numel,) and not handle.is_whole:
             return value  # of an optimizer that steps on local ranges
     shapes = {tuple(leaf.shape) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
-    if shapes - {()} and not handle.is_whole:
+    if shapes - {()} and not handle.is_whole and (param.is_flat or not is_alike):
         fqn, *_ = param.indices
         raise ValueError(
             f"state {key!r} of parameter {fqn!r} (unit {handle.unit_name!r}) has "
@@ -406,7 +420,7 @@ def _is_per_element(param: OptimParam, key: str, values: dict[str, Any], element
             return False
         if tuple(value.shape) == shape:
             continue
-        if param.handle.is_whole and not param.is_flat and not elementwise:
+        if not param.is_flat and not elementwise:
             return False  # the optimizer's own business, as in an unwrapped model
         raise ValueError(
             f"state {key!r} of parameter {fqn!r} (unit {param.handle.unit_name!r}): expected "

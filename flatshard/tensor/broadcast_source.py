@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flatshard.comm.exchange import transfer
 from flatshard.comm.topology import Topology
 from flatshard.plan.layout import FlatLayout
 from flatshard.tensor.flat_parameter import part_of
@@ -37,7 +38,7 @@ class BroadcastSource:
         span, world = layout.spans[index], self._world
         if world.rank != 0:
             if world.rank in self._parts and part.numel():
-                world.transfer(part, source=0, to=world.rank, op_name=span.name)
+                transfer(world, part, source=0, to=world.rank, op_name=span.name)
             return
         assert value is not None, "rank 0 has the values"
         # In the ranks' order, one parameter at a time, as those that receive ask for them.
@@ -47,7 +48,7 @@ class BroadcastSource:
                 part.copy_(theirs)
             elif theirs.numel():
                 wire = theirs.to(part.device, part.dtype).contiguous()
-                world.transfer(wire, source=0, to=place, op_name=span.name)
+                transfer(world, wire, source=0, to=place, op_name=span.name)
 
     def replicate(self, shard: Tensor) -> None:
         """Give the replicas of a filled shard the same. Collective: all ranks."""

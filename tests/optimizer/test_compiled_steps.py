@@ -19,16 +19,17 @@ def _by_rows(param: Tensor, grad: Tensor, mean: Tensor) -> None:
 
 
 class _Compiling(torch.optim.Optimizer):
-    def __init__(self, params: Any, function: Any) -> None:
+    def __init__(self, params: Any, function: Any, backend: Any) -> None:
         super().__init__(params, {})
         self.function = function
+        self.backend = backend
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for param in self.param_groups[0]["params"]:
             state = self.state[param]
             state.setdefault("mean", torch.zeros_like(param))
-            compiled = torch.compile(self.function, fullgraph=True, backend=_not_asked)
+            compiled = torch.compile(self.function, fullgraph=True, backend=self.backend)
             compiled(param.detach(), param.grad, state["mean"])
 
 
@@ -47,7 +48,7 @@ def _compiled_steps(rank: int, world_size: int) -> None:
     plain = nn.Linear(3, 4)
     model = ShardedWrapper(nn.Linear(3, 4), sync_module_states=True)
     model.load_state_dict(plain.state_dict())
-    optimizer = _Compiling(model.parameters(), _average)
+    optimizer = _Compiling(model.parameters(), _average, _not_asked)
     means = [torch.zeros_like(param) for param in plain.parameters()]
     for _ in range(2):
         for one in (plain, model):
@@ -59,8 +60,11 @@ def _compiled_steps(rank: int, world_size: int) -> None:
                 _average(param, param.grad, mean)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name])
-    with pytest.raises(RuntimeError, match=r"'weight' .* is sharded: .* along a dimension needs"):
-        _Compiling(model.parameters(), _by_rows).step()
+    # What needs full parameters gets them, compiled or not.
+    _Compiling([model.weight], _by_rows, "eager").step()
+    with torch.no_grad():
+        _by_rows(plain.weight, plain.weight.grad, means[0])
+    torch.testing.assert_close(model.state_dict()["weight"], plain.weight.detach())
     # What failed is over when the next forward begins: models are compiled again.
     model(inputs)
     with pytest.raises(Exception, match="reached a compiler"):

@@ -150,6 +150,14 @@ def _nested(targets: StateDict, found: Metadata) -> StateDict:
         for name in outer:
             at = at.setdefault(name, {})
         at[last] = value
-    groups = nested["optimizer"].get("param_groups", {})  # by number
-    nested["optimizer"]["param_groups"] = [groups[number] for number in sorted(groups)]
-    return nested
+    nested["optimizer"].setdefault("param_groups", [])
+    return _with_lists(nested)  # type: ignore[no-any-return]
+
+
+def _with_lists(value: Any) -> Any:
+    """The same with a list where values were found by number."""
+    if not isinstance(value, dict):
+        return value
+    values = {key: _with_lists(one) for key, one in value.items()}
+    is_list = values and all(isinstance(key, int) for key in values)
+    return [values[number] for number in sorted(values)] if is_list else values

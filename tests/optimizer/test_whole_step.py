@@ -1,0 +1,422 @@
+"""Optimizers that need full tensors step a sharded model as they step an unwrapped one."""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatshard import CPUOffload, ShardedWrapper, checkpoint
+from flatshard.collectives import record
+from flatshard.optimizer import whole_step
+from flatshard.optimizer.trial import Manner
+from tests.harness import run_ranks
+from tests.side import TOLERANCE, Run, assert_same_model, pair
+from tests.ways import WAYS
+
+pytestmark = pytest.mark.by_turns
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+class RowNorms(torch.optim.Optimizer):
+    """Divides a gradient by the running norms of its rows; one that nobody has heard of."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                rows = param.grad.reshape(len(param) if param.dim() else 1, -1)
+                if not state:
+                    state["norms"] = torch.zeros(len(rows), 1, dtype=param.dtype)
+                    state["momentum"] = torch.zeros_like(param)
+                state["norms"].mul_(0.9).add_(rows.norm(dim=1, keepdim=True))
+                state["momentum"].mul_(0.9).add_((rows / (1 + state["norms"])).view_as(param))
+                param.add_(state["momentum"], alpha=-group["lr"])
+
+
+class Counting(RowNorms):
+    """Has a number in its group that changes with each step, and steps less and less."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["number"] = group.get("number", 0) + 1
+            group["lr"] = 0.05 / group["number"]
+        super().step.__wrapped__(self)
+
+
+class Together(torch.optim.Optimizer):
+    """Divides by the norm of the rows of all parameters together."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        flat = torch.cat([param.grad.reshape(-1) for param in params])
+        for param in params:
+            param.sub_(param.grad / (1 + flat.norm()), alpha=0.5)
+
+
+def _muon(params: Sequence[nn.Parameter]) -> Optimizers:
+    matrices = [param for param in params if param.dim() == 2]
+    others = [param for param in params if param.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(others, lr=0.01)]
+
+
+KINDS: dict[str, Callable[[Sequence[nn.Parameter]], Optimizers]] = {
+    "muon": _muon,
+    "adafactor": lambda params: [torch.optim.Adafactor(params, lr=0.05)],
+    "lbfgs": lambda params: [torch.optim.LBFGS(params, lr=0.1, max_iter=3)],
+    "rows": lambda params: [RowNorms(params)],
+    "counting": lambda params: [Counting(params)],
+    "together": lambda params: [Together(params)],
+}
+MANNERS = {
+    "muon": Manner.IN_PARTS,
+    "adafactor": Manner.IN_PARTS,
+    "lbfgs": Manner.ON_EVERY_RANK,
+    "rows": Manner.IN_PARTS,
+    "counting": Manner.ON_OWNERS,
+    "together": Manner.ON_EVERY_RANK,
+}
+
+
+def _optimizers(run: Run, kind: str) -> Optimizers:
+    params = [param for param in run.model.parameters() if param.requires_grad]
+    return KINDS[kind](params)
+
+
+def _train(run: Run, optimizers: Optimizers, steps: range) -> None:
+    for number in steps:
+
+        def closure(number: int = number) -> Tensor:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = run.loss(number)
+            loss.backward()
+            return loss
+
+        if isinstance(optimizers[0], torch.optim.LBFGS):
+            optimizers[0].step(closure)
+            continue
+        closure()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def _tolerance(kind: str) -> float:
+    return 1e-2 if kind == "muon" else TOLERANCE  # torch's multiplies in bfloat16
+
+
+# ------------------------------------------------------------ the same numbers
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_as_an_unwrapped_model(kind: str, world_size: int) -> None:
+    run_ranks(_steps, world_size, kind)
+
+
+def _steps(rank: int, world_size: int, kind: str) -> None:
+    for case in ("mlp", "cnn"):
+        runs = pair(rank, world_size, "full", case)
+        for run in runs:
+            optimizers = _optimizers(run, kind)
+            _train(run, optimizers, range(3))
+            if run.is_sharded and world_size > 1:
+                assert whole_step.manner_for(optimizers[0]) is MANNERS[kind]
+        _assert_close(runs, kind)
+
+
+def _assert_close(runs: tuple[Run, Run], kind: str) -> None:
+    sharded, plain = (run.model.state_dict() for run in runs)
+    for name, expected in plain.items():
+        torch.testing.assert_close(sharded[name], expected, rtol=0, atol=_tolerance(kind))
+
+
+@pytest.mark.parametrize("way", ["grad_op", "no_shard", "hybrid", "native-hybrid"])
+def test_every_strategy_and_transport(way: str) -> None:
+    run_ranks(_way, WAYS[way].world_size, way)
+
+
+def _way(rank: int, world_size: int, way: str) -> None:
+    WAYS[way].set_nodes()
+    for kind in ("adafactor", "together"):
+        runs = pair(rank, world_size, way, "cnn")
+        for run in runs:
+            _train(run, _optimizers(run, kind), range(3))
+        _assert_close(runs, kind)
+
+
+def test_muon_on_gradients_of_equal_bits() -> None:
+    """Where the gradients are the same, the values are, bit for bit."""
+    run_ranks(_equal_bits, 2)
+
+
+def _equal_bits(rank: int, world_size: int) -> None:
+    runs = pair(rank, world_size, "full", "transformer")
+    for run in runs:
+        optimizers = _optimizers(run, "muon")
+        for number in range(3):
+            for index, param in enumerate(run.model.parameters()):
+                generator = torch.Generator().manual_seed(100 * number + index)
+                param.grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+            for optimizer in optimizers:
+                optimizer.step()
+    sharded, plain = (run.model.state_dict() for run in runs)
+    for name, expected in plain.items():
+        assert torch.equal(sharded[name], expected), name
+
+
+# ------------------------------------------------------------ who does what
+
+
+def test_work_is_done_once() -> None:
+    """Each matrix has one owner, whose state it is alone; what moves is a part of the model."""
+    run_ranks(_owners, 2)
+
+
+def _owners(rank: int, world_size: int) -> None:
+    run, _ = pair(rank, world_size, "full", "transformer")
+    optimizer, _ = optimizers = _optimizers(run, "muon")
+    with record() as events:
+        _train(run, optimizers, range(1))
+    params = optimizer.param_groups[0]["params"]
+    mine = [index for index, param in enumerate(params) if optimizer.state[param]]
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, mine)
+    assert sorted(chain.from_iterable(everyone)) == list(range(len(params)))
+    assert all(everyone)
+    assert all(type(optimizer.state[params[index]]["momentum_buffer"]) is Tensor for index in mine)
+    sent = torch.tensor(sum(event.nbytes for event in events if event.kind == "all_to_all"))
+    dist.all_reduce(sent)
+    assert 0 < sent <= 2 * sum(param.nbytes for param in params)
+
+
+def test_parts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(_bounded, 2, fresh=True)
+
+
+def _bounded(rank: int, world_size: int) -> None:
+    whole_step.PART_BYTES = 2000
+    runs = pair(rank, world_size, "full", "cnn")
+    for run in runs:
+        _train(run, _optimizers(run, "adafactor"), range(3))
+    _assert_close(runs, "adafactor")
+
+
+# ------------------------------------------------------------ state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_goes_anywhere(kind: str, tmp_path: Path) -> None:
+    """Full state of two ranks continues on three, on one, and in an unwrapped model."""
+    run_ranks(_save, 2, kind, tmp_path)
+    for world_size in (1, 2, 3):
+        run_ranks(_continue, world_size, kind, tmp_path)
+
+
+def _pair_of(rank: int, world_size: int) -> tuple[Run, Run]:
+    runs = pair(rank, world_size, "full", "mlp")
+    for run in runs:  # the same inputs for any number of ranks
+        run.rank, run.world_size = 0, 1
+    return runs
+
+
+def _save(rank: int, world_size: int, kind: str, folder: Path) -> None:
+    for run, name in zip(_pair_of(rank, world_size), ("sharded", "plain"), strict=True):
+        optimizers = _optimizers(run, kind)
+        _train(run, optimizers, range(2))
+        if run.is_sharded:
+            for number, optimizer in enumerate(optimizers):
+                checkpoint.save(folder / f"dcp{number}", run.model, optimizer)
+        state = checkpoint.full_state_dict(run.model)
+        optim = [checkpoint.full_optim_state_dict(run.model, one) for one in optimizers]
+        if rank == 0:
+            torch.save((state, optim), folder / name)
+        _train(run, optimizers, range(2, 4))
+        end = checkpoint.full_state_dict(run.model)
+        if rank == 0:
+            torch.save(end, folder / f"{name}-end")
+
+
+def _continue(rank: int, world_size: int, kind: str, folder: Path) -> None:
+    expected = torch.load(folder / "plain-end")
+    torch.testing.assert_close(torch.load(folder / "sharded-end"), expected, rtol=0, atol=1e-2)
+    ends = []
+    for name in ("sharded", "plain", "dcp"):
+        for run in _pair_of(rank, world_size):
+            optimizers = _optimizers(run, kind)
+            if name != "dcp":
+                state, optim = torch.load(folder / name)
+                run.model.load_state_dict(state)
+                for optimizer, one in zip(optimizers, optim, strict=True):
+                    ShardedWrapper.optim_state_dict_to_load(
+                        run.model, optimizer, one, load_directly=True
+                    )
+            elif not run.is_sharded:
+                continue
+            else:
+                for number, optimizer in enumerate(optimizers):
+                    checkpoint.load(folder / f"dcp{number}", run.model, optimizer)
+            # Saved again before a step, it is what was loaded.
+            checkpoint.full_optim_state_dict(run.model, optimizers[0])
+            _train(run, optimizers, range(2, 4))
+            ends.append(run.model.state_dict())
+    for end in ends:
+        for key, value in expected.items():
+            torch.testing.assert_close(end[key], value, rtol=0, atol=_tolerance(kind))
+
+
+# ------------------------------------------------------------ what fails
+
+
+class Failing(RowNorms):
+    """Fails on the rank that steps the largest parameter, once it has changed some."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        if any(
+            p.numel() == self.defaults.get("largest")
+            for g in self.param_groups
+            for p in g["params"]
+        ):
+            raise FloatingPointError("not finite")
+
+
+def test_a_step_that_fails_on_one_rank_fails_on_all() -> None:
+    run_ranks(_fails, 2)
+
+
+def _fails(rank: int, world_size: int) -> None:
+    run, _ = pair(rank, world_size, "full", "mlp")
+    optimizer = Failing(list(run.model.parameters()))
+    run.loss(0).backward()
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    optimizer.step()
+    after = run.model.state_dict()
+    optimizer.defaults["largest"] = max(param.numel() for param in run.model.parameters())
+    with pytest.raises(FloatingPointError, match=r"not finite \(rank [01]\)"):
+        optimizer.step()
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(value, after[name]), name
+    assert any(not torch.equal(before[name], value) for name, value in after.items())
+    optimizer.defaults["largest"] = 0
+    optimizer.step()  # and it goes on
+
+
+def test_ranks_with_other_gradients_raise() -> None:
+    run_ranks(_other_gradients, 2)
+
+
+def _other_gradients(rank: int, world_size: int) -> None:
+    run, _ = pair(rank, world_size, "full", "mlp")
+    optimizer = torch.optim.Adafactor(run.model.parameters())
+    run.loss(0).backward()
+    if rank:
+        next(iter(run.model.parameters())).grad = None
+    with pytest.raises(
+        ValueError, match=r"ranks differ: parameter '.*' is .* Every rank must step"
+    ):
+        optimizer.step()
+
+
+class Keeping(RowNorms):
+    """Keeps its parameters in a list of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.kept = {"all": list(self.param_groups[0]["params"])}
+
+
+def test_what_cannot_be_shown_full_parameters_raises() -> None:
+    run_ranks(_cannot, 2)
+
+
+def _cannot(rank: int, world_size: int) -> None:
+    run, _ = pair(rank, world_size, "full", "mlp")
+    run.loss(0).backward()
+    with pytest.raises(NotImplementedError, match=r"Keeping keeps parameter .fc1.weight. in its"):
+        Keeping(run.model.parameters()).step()
+    run, _ = pair(rank, world_size, "full-flat", "mlp")
+    run.loss(0).backward()
+    with pytest.raises(NotImplementedError, match=r"RowNorms may .* use_orig_params=True; if"):
+        RowNorms(run.model.parameters()).step()
+
+
+# ------------------------------------------------------------ everything around it
+
+
+def test_schedulers_clipping_and_accumulation() -> None:
+    run_ranks(_around, 2)
+
+
+def _around(rank: int, world_size: int) -> None:
+    runs = pair(rank, world_size, "full", "mlp")
+    for run in runs:
+        lr = torch.tensor(0.05)
+        optimizer = torch.optim.Adafactor(run.model.parameters(), lr=lr)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        seen = []
+        optimizer.register_step_pre_hook(lambda one, *_, seen=seen: seen.append(_shapes(one)))
+        optimizer.register_step_post_hook(lambda one, *_, seen=seen: seen.append(_shapes(one)))
+        for number in range(0, 6, 2):
+            with run.no_sync():
+                run.loss(number).backward()
+            run.loss(number + 1).backward()
+            clip = getattr(run.model, "clip_grad_norm_", None)
+            if clip is None:
+                torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+            else:
+                clip(0.1)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        # The user's hooks have seen sharded parameters, before and after.
+        expected = _shapes(optimizer)
+        assert seen == [expected] * 6
+    assert_same_model(*runs)
+
+
+def _shapes(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [(type(p), p.shape) for group in optimizer.param_groups for p in group["params"]]
+
+
+def test_parameters_in_files(tmp_path: Path) -> None:
+    run_ranks(_offloaded, 2, tmp_path)
+
+
+def _offloaded(rank: int, world_size: int, folder: Path) -> None:
+    offload = CPUOffload(offload_params=True, path=folder)
+    runs = pair(rank, world_size, "full", "mlp", cpu_offload=offload)
+    for run in runs:
+        _train(run, _optimizers(run, "adafactor"), range(3))
+    assert_same_model(*runs)
+
+
+def test_groups_that_grow_and_parameters_that_thaw() -> None:
+    run_ranks(_grow, 2)
+
+
+def _grow(rank: int, world_size: int) -> None:
+    runs = pair(rank, world_size, "full", "mlp")
+    for run in runs:
+        first, *others = run.model.parameters()
+        optimizer = RowNorms([first])
+        _train(run, [optimizer], range(1))
+        optimizer.add_param_group({"params": others, "lr": 0.02})
+        _train(run, [optimizer], range(1, 3))
+    assert_same_model(*runs)
