@@ -106,7 +106,7 @@ class Construction:
         """
         offload, world = self._settings.offload, self._settings.ranks.world
         units = self._plan.units
-        layouts_of = [unit.layouts(unit.settings.topology.shard.size) for unit in units]
+        layouts_of = [unit.lay_out(unit.settings.topology.shard.size) for unit in units]
         error: Exception | None = None
         try:
             self._offload = OffloadTargets.find(offload, self._settings.device)
@@ -233,7 +233,7 @@ class Construction:
                     use_orig_params=settings.use_orig_params,
                     reduces_alone=kind.apart != 0,
                 ),
-                boundary=settings.boundary,
+                layout=planned.layouts[kind],
                 device=settings.device,
                 missing=initial_values.missing,
                 source=initial_values.source(topology),
