@@ -1,6 +1,7 @@
 """Jobs that are killed go on from their last checkpoint, as if they had not been."""
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -8,9 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from flatshard import checkpoint
 from tests.combinations import THOROUGH
@@ -74,6 +78,28 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     assert max(curve(killed / "log")) == steps + 2
     left = sorted(path.name for path in killed.iterdir() if path.is_dir())
     assert left == [f"step-{step:08d}" for step in range(steps, steps + 3)]
+
+
+def test_a_restart_finds_no_addresses_of_ranks_that_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torchrun's store has them still."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    training_job = importlib.import_module("training_job")
+    limit = timedelta(seconds=30)
+    kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    ones = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"], "1")
+    zeros = dict.fromkeys(["RANK", "LOCAL_RANK"], "0")
+    served = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.port)}
+    for name, value in {**ones, **zeros, **served, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    num_keys = []
+    for restarts in "01":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        training_job.connect("env://")
+        dist.destroy_process_group()
+        num_keys.append(kept.num_keys())
+    assert num_keys[1] > num_keys[0]  # the second start has its own
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
