@@ -63,8 +63,8 @@ _buckets: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, ParamBucket
 def declare_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
     """Say that an optimizer updates every element from that element's own gradient and state.
 
-    Its ``step`` then works on plain 1-D tensors, as torch's own do. Without this it sees
-    true-shape sharded parameters, where an operation is right or raises.
+    Its ``step`` then works on plain 1-D tensors, as torch's own do. Without this flatshard tries,
+    at the first step, whether it works on true-shape sharded parameters, or needs full ones.
     """
     _ELEMENTWISE.add(inspect.unwrap(optimizer_class.step))
 

@@ -126,7 +126,6 @@ class ShardSpec:
         raise NeedsFullTensor(
             f"parameter {self.name!r} (unit {self.unit!r}, rank {self.comm.global_rank}) is "
             f"sharded: {operation} needs the full tensor. Use it inside the forward of the module "
-            "that owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor(). "
-            "(For an optimizer that treats every element alike: flatshard.declare_elementwise.)",
+            "that owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor().",
             self,
         )

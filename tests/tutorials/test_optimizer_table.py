@@ -1,0 +1,35 @@
+"""The table of optimizers: a sample of it is right, and its page has all of them."""
+
+from pathlib import Path
+
+import optimizer_table
+import pytest
+from optimizer_table import OPTIMIZERS, PACKAGES
+
+pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(120)]
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
+SAMPLE = {
+    ("torch", "Muon"): "owners",
+    ("torch", "LBFGS"): "every rank",
+    ("torch", "RAdam"): "shards",
+    ("transformers", "Adafactor"): "owners",
+    ("pytorch-optimizer", "SOAP"): "owners",
+    ("pytorch-optimizer", "Lamb"): "sharded tensors",
+    ("schedulefree", "AdamWScheduleFree"): "sharded tensors",
+    ("torchao", "AdamW8bit"): "owners",
+}
+
+
+def test_a_sample() -> None:
+    names = [name for name in SAMPLE if name in OPTIMIZERS]
+    cells = optimizer_table.table(names, ["flatshard"], 2, seconds=60)
+    found = {name: row["flatshard"] for name, row in cells.items()}
+    assert all(verdict.startswith("right") for verdict, _ in found.values()), found
+    assert {name: how for name, (_, how) in found.items()} == {n: SAMPLE[n] for n in names}
+
+
+def test_the_page_has_all() -> None:
+    rows = {("torch", "Muon"), *((p, n) for p, (_, kinds) in PACKAGES.items() for n in kinds)}
+    text = PAGE.read_text()
+    assert [f"`{name}`" for p, name in rows if f"| `{name}` | {p} |" not in text] == []
+    assert "| wrong" not in "".join(line.split("|")[4] for line in text.splitlines() if "| `" in line)
