@@ -8,6 +8,7 @@ together, has the state, and gives the new values back. What looks at several pa
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,12 +28,13 @@ from flatshard.plan.owners import choose_owners
 from flatshard.precision.casts import set_grad
 from flatshard.tensor.sharded_tensor import FlatShardTensor, attributes_of, check_data, wrote
 
-# Of the parameters and gradients that come together on the owners at a time: on each rank about.
+# About how many bytes of parameters and gradients come together at a time on each rank.
 PART_BYTES = 64 << 20
+
+_logger = logging.getLogger("flatshard")
 
 _OP = "optimizer.step()"
 _REMEDY = "Every rank must step the same optimizer, with gradients of the same parameters."
-
 
 _manners: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Manner, set[int]]] = (
     weakref.WeakKeyDictionary()
@@ -50,6 +52,8 @@ def manner_for(optimizer: torch.optim.Optimizer) -> Manner:
     if manner is Manner.ON_SHARDS and not with_grads <= tried:
         # For other parameters it may do something else.
         manner = manner_of(optimizer)
+        if with_grads:
+            _logger.info("%s steps %s", type(optimizer).__name__, manner.value)
         _manners[optimizer] = manner, tried | with_grads
     return manner
 
@@ -173,16 +177,16 @@ class WholeStep:
         """
         optimizer = self.optimizer
         owned = self.agree_on_gradients()
-        parts = self._parts(owned) if self.manner is Manner.IN_PARTS else [owned]
+        parts = (self._parts(owned) if self.manner is Manner.IN_PARTS else None) or [owned]
         others = _others(optimizer)
         error: Exception | None = None
         done: dict[FlatShardTensor, Tensor] = {}
         # The next part is under way while one is stepped.
-        coming = self.bring(parts[0]) if parts else None
+        coming = self.bring(parts[0])
         for number, _ in enumerate(parts):
-            assert coming is not None, "it was begun"
             shown = coming()
-            coming = self.bring(parts[number + 1]) if number + 1 < len(parts) else None
+            if number + 1 < len(parts):
+                coming = self.bring(parts[number + 1])
             if error is not None:
                 continue  # the other ranks wait for this one's parts
             try:
@@ -212,14 +216,9 @@ class WholeStep:
             some = [Owned(p, whole) for p, whole in self.owned.items() if p.grad is not None]
             facts: Facts = {"the manner": self.manner.value}
             for one in some:
-                name, grad, state = (
-                    one.param.spec.name,
-                    one.param.grad,
-                    optimizer.state.get(one.param),
-                )
-                assert grad is not None
-                sharded = sorted(_sharded_state(state)) if state else []
-                facts[f"parameter {name!r}"] = f"gradient {grad.dtype}, state {sharded}"
+                loaded = sorted(_sharded_state(optimizer.state.get(one.param)))
+                grad: Any = one.param.grad
+                facts[f"parameter {one.param.spec.name!r}"] = f"gradient {grad.dtype}, {loaded}"
             return some, facts
 
         return agreed(prepare, self.comms, _OP, _REMEDY)

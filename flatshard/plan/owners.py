@@ -43,7 +43,7 @@ def choose_owners(shapes: Sequence[Sequence[int]], held: Sequence[Sequence[int]]
         else:
             divided.append(index)
     for index in sorted(divided, key=lambda index: (-works[index], index)):
-        least, about_equal = min(shares), 0.02
+        least, about_equal = min(shares), 0.1 / size
         near = [rank for rank in range(size) if shares[rank] <= least + about_equal]
         give(index, max(near, key=lambda rank: (held[index][rank], -shares[rank], -rank)))
     return owners

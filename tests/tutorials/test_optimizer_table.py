@@ -32,4 +32,6 @@ def test_the_page_has_all() -> None:
     rows = {("torch", "Muon"), *((p, n) for p, (_, kinds) in PACKAGES.items() for n in kinds)}
     text = PAGE.read_text()
     assert [f"`{name}`" for p, name in rows if f"| `{name}` | {p} |" not in text] == []
-    assert "| wrong" not in "".join(line.split("|")[4] for line in text.splitlines() if "| `" in line)
+    assert "| wrong" not in "".join(
+        line.split("|")[4] for line in text.splitlines() if "| `" in line
+    )

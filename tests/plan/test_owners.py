@@ -1,0 +1,49 @@
+"""Owners: every rank chooses the same, nobody has much more than others, little moves."""
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatshard.plan.layout import FlatLayout
+from flatshard.plan.owners import choose_owners, step_cost
+
+SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12)
+
+
+def _held(shapes: list[tuple[int, ...]], world_size: int) -> list[list[int]]:
+    named = [(str(number), shape) for number, shape in enumerate(shapes)]
+    layout = FlatLayout.build(named, world_size=world_size, itemsize=4)
+    ranks = range(world_size)
+    return [[layout.local_span(i, rank).numel for rank in ranks] for i in range(len(shapes))]
+
+
+@given(SHAPES, st.integers(1, 8))
+def test_what_one_rank_holds_stays_there(shapes: list[tuple[int, ...]], world_size: int) -> None:
+    held = _held(shapes, world_size)
+    owners = choose_owners(shapes, held)
+    for shape, parts, owner in zip(shapes, held, owners, strict=True):
+        assert 0 <= owner < world_size
+        if math.prod(shape) in parts:
+            assert parts[owner] == math.prod(shape)
+    assert choose_owners(shapes, held) == owners
+
+
+def test_work_and_elements_are_shared_out() -> None:
+    """The blocks of a transformer: no rank has more than 15 % above its part."""
+    block = [(1152, 384), (384, 384), (1536, 384), (384, 1536)]
+    for world_size in (2, 3, 4, 8):
+        shapes, held = block * 12, _held(block, world_size) * 12
+        owners = choose_owners(shapes, held)
+        for measure in (math.prod, step_cost):
+            total = sum(map(measure, shapes))
+            for rank in range(world_size):
+                own = sum(measure(s) for s, o in zip(shapes, owners, strict=True) if o == rank)
+                assert own <= 1.15 * total / world_size, (world_size, measure, rank)
+        # At most the parts that are not there already, twice to the owner and once back.
+        moved = sum(sum(h) - h[o] for h, o in zip(held, owners, strict=True))
+        assert 3 * moved <= 2.2 * sum(map(math.prod, shapes)), (world_size, moved)
+
+
+def test_nothing_to_own() -> None:
+    assert choose_owners([], []) == []
