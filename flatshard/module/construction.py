@@ -53,7 +53,8 @@ class Construction:
         is_sharded = settings.ranks.world.size > 1 and settings.placement.sharded
         model.check_params(drops_gradients=is_sharded)
         model.check_apart()
-        self._model, self._settings, self._init_fn = model, settings, init_fn
+        self._model, self._settings = model, settings
+        self._init_fn = init_fn and meta_init.sparing(init_fn, model.ignored)
         self._plan = ModelPlan(model, settings)
         self._offload = OffloadTargets()
 
