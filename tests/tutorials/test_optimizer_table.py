@@ -16,7 +16,7 @@ SAMPLE = {
     ("pytorch-optimizer", "SOAP"): "owners",
     ("pytorch-optimizer", "Lamb"): "sharded tensors",
     ("schedulefree", "AdamWScheduleFree"): "sharded tensors",
-    ("torchao", "AdamW8bit"): "owners",
+    ("bitsandbytes", "AdamW8bit"): "owners",
 }
 
 
