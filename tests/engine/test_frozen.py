@@ -118,8 +118,14 @@ def _inputs(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 7, generator=generator), torch.randn(rows, 3, generator=generator)
 
 
-@pytest.mark.parametrize("way", ["full", "full-flat", "grad_op", "op", "hybrid-nodes-of-one"])
-@pytest.mark.parametrize("collectives", ["auto", "sockets", "native"])
+@pytest.mark.parametrize(
+    ("way", "collectives"),
+    diagonal(
+        2,
+        ["full", "full-flat", "grad_op", "op", "hybrid-nodes-of-one"],
+        ["auto", "sockets", "native"],
+    ),
+)
 def test_same_numbers(way: str, collectives: str) -> None:
     """They ended by SIGSEGV, or in errors of autograd's and of storages."""
     # Wide enough for mapped pages in every other way.

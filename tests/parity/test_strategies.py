@@ -42,7 +42,8 @@ NOT_IN_FULL = ["hybrid-op-flat", "regather-flat", "hybrid-nodes-of-one", "keep"]
 
 
 @pytest.mark.parametrize(
-    ("way", "use_orig_params"), [way for way in _ways() if way.id not in NOT_IN_FULL]
+    ("way", "use_orig_params"),
+    every(2, [way for way in _ways() if way.id not in NOT_IN_FULL]),
 )
 def test_scripts(way: str, use_orig_params: bool) -> None:
     number = list(TOPOLOGIES).index(way)

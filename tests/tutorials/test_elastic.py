@@ -22,7 +22,7 @@ from tests.scripts import Started
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SMALL = ["--width", "16", "--depth", "2", "--context", "16", "--batch-size", "12"]
-KILLS = int(os.environ.get("KILLS", "2"))
+KILLS = int(os.environ.get("KILLS", "1"))
 """By hand: KILLS=50."""
 
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(60 + 20 * KILLS)]
