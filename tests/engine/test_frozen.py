@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from flatshard import ShardedWrapper, collectives
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
-from tests.combinations import every
+from tests.combinations import diagonal, every
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import Case
 from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
