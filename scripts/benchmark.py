@@ -15,7 +15,6 @@ import ctypes
 import functools
 import gc
 import importlib.util
-import json
 import os
 import signal
 import statistics
@@ -34,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from output_files import output_file, write_json, writing
 from torch import Tensor, nn
 
 PHASES = ("forward", "backward", "optimizer")
@@ -491,7 +491,8 @@ def plot(figures: dict[str, Any], path: Path) -> None:
         container = axes.bar(list(heights), list(heights.values()))
         axes.bar_label(container, fmt="{:,.0f}")
         axes.set_ylabel(label)
-    figure.savefig(path)
+    with writing(path) as part:
+        figure.savefig(part, format=path.suffix[1:])
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -522,8 +523,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--collectives", choices=COLLECTIVES, default="auto", help="flatshard's (auto)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of the parameters (adamw)")
     add("--threads", type=int, default=1, help="of each rank (1)")
-    add("--json", type=Path, metavar="PATH", help="write all figures there")
-    add("--plot", type=Path, metavar="PATH", help="draw times and memory there")
+    add("--json", type=output_file, metavar="PATH", help="write all figures there")
+    add("--plot", type=output_file, metavar="PATH", help="draw times and memory there")
     args = parser.parse_args(arguments)
     args.impl = args.impl.split(",")
     if unknown := set(args.impl) - set(IMPLEMENTATIONS):
@@ -539,9 +540,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         )
     if args.strategy == "NO_SHARD" and "fsdp2" in args.impl:
         parser.error("--strategy NO_SHARD: FSDP2 has none, leave fsdp2 out of --impl")
-    for path in (args.json, args.plot):
-        if path and not path.parent.is_dir():
-            parser.error(f"{path}: there is no folder {path.parent}")
     if args.plot and args.plot.suffix not in (".pdf", ".png", ".svg"):
         parser.error(f"--plot: {args.plot} must end in .pdf, .png or .svg")
     for package in ("rich", *(["matplotlib"] if args.plot else [])):
@@ -561,12 +559,8 @@ def main() -> None:
         figures = summarize(run(args), plain, args)
     except RankError as error:
         sys.exit(f"error: {error}; all others were stopped")
-    except KeyboardInterrupt:
-        print("interrupted: all ranks were stopped", file=sys.stderr)
-        sys.exit(130)
     show(figures)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(args.json, figures)
     if args.plot:
         plot(figures, args.plot)
     most = TOLERANCES[args.mixed_precision] * abs(plain)

@@ -14,7 +14,6 @@ table is *right*, *raises* (an error on some rank), *wrong* (other numbers, and 
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import datetime
@@ -34,6 +33,7 @@ from conformance_idioms import IDIOMS, Idiom
 from conformance_idioms.side import AUTO, IMPLEMENTATIONS, ORACLES, STRATEGIES, run_cell
 from rank_processes import Ranks, Said
 from torch import Tensor
+from training_job import Parser, at_least, positive_number
 
 SECTIONS = {
     "loops": "Training loops",
@@ -136,14 +136,18 @@ def run_table(
 
         # Much of the time is spent waiting: for ranks that hang, and for the ends of those left.
         threads = stack.enter_context(ThreadPoolExecutor(jobs, initializer=start))
-        for idiom, cell in zip(idioms, threads.map(run_oracle, idioms), strict=True):
-            table[idiom.name]["ddp"] = cell
-        # One implementation after the other: what is warm for it stays so.
-        for implementation in (name for name in implementations if name not in ORACLES):
-            found = threads.map(partial(run, implementation=implementation), idioms)
-            pairs = zip(idioms, found, strict=True)
-            for idiom, said in _progress(pairs, implementation, len(idioms)):
-                table[idiom.name][implementation] = judge(said, expected[idiom.name])
+        try:
+            for idiom, cell in zip(idioms, threads.map(run_oracle, idioms), strict=True):
+                table[idiom.name]["ddp"] = cell
+            # One implementation after the other: what is warm for it stays so.
+            for implementation in (name for name in implementations if name not in ORACLES):
+                found = threads.map(partial(run, implementation=implementation), idioms)
+                pairs = zip(idioms, found, strict=True)
+                for idiom, said in _progress(pairs, implementation, len(idioms)):
+                    table[idiom.name][implementation] = judge(said, expected[idiom.name])
+        except KeyboardInterrupt:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
     return table
 
 
@@ -257,7 +261,7 @@ def _summary(table: dict[str, dict[str, Cell]], present: Iterable[str]) -> list[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("--idiom", nargs="+", choices=IDIOMS, metavar="NAME", default=list(IDIOMS))
     parser.add_argument(
         "--impl",
@@ -267,9 +271,9 @@ def main() -> int:
         default=[name for name in IMPLEMENTATIONS if name not in ORACLES],
         help=f"of {', '.join(IMPLEMENTATIONS)}",
     )
-    parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=20.0, help="seconds, the hard limit")
-    parser.add_argument("--jobs", type=int, default=3, help="idioms that run at the same time")
+    parser.add_argument("--world-size", type=at_least(1), default=2)
+    parser.add_argument("--timeout", type=positive_number, default=20.0, help="seconds, at most")
+    parser.add_argument("--jobs", type=at_least(1), default=3, help="idioms that run at once")
     parser.add_argument("--list", action="store_true", help="print the names of the idioms")
     options = parser.parse_args()
     if options.list:

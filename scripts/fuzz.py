@@ -39,6 +39,7 @@ from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 from rank_processes import Ranks, Said
 from torch import Tensor, nn
+from training_job import Parser, at_least
 
 ROWS = 3
 HANG_SECONDS = 60.0
@@ -93,6 +94,7 @@ def cases(worlds: list[int], without: set[str]) -> st.SearchStrategy[Json]:
             "regather": st.sampled_from([None, None, True, False, 2]),
             "orig": st.sampled_from([True, True, False]),
             "coalesce": st.sampled_from([0, None, 300]),
+            "boundary": st.sampled_from(["element", "element", "row", "tensor", 3, 8]),
             "backward_prefetch": st.sampled_from(["AUTO", "BACKWARD_PRE", "BACKWARD_POST", None]),
             "forward_prefetch": st.sampled_from([None, False]),
             "collectives": st.sampled_from(["auto", "sockets", "native"]),
@@ -246,6 +248,7 @@ def wrap(case: Json, model: nn.Module) -> nn.Module:
         reshard_after_forward=case["regather"],
         use_orig_params=case["orig"],
         coalesce_bytes=case["coalesce"],
+        boundary=case["boundary"],
         backward_prefetch=case["backward_prefetch"],
         forward_prefetch=case["forward_prefetch"],
         collectives=case["collectives"],
@@ -326,23 +329,23 @@ def run(ranks: Ranks, case: Json) -> list[Said]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=100)
+    parser = Parser(__doc__)
+    parser.add_argument("--cases", type=at_least(1), default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 3, 4])
+    parser.add_argument("--worlds", type=at_least(1), nargs="+", default=[1, 2, 3, 4])
     parser.add_argument(
         "--without", nargs="+", default=[], choices=(*LEAVES, *BOXES), help="kinds of modules"
     )
     parser.add_argument("--no-raises", action="store_true", help="errors of flatshard's fail, too")
     parser.add_argument("--database", help="folder that keeps failing cases")
-    parser.add_argument("--case", help="run this one case")
+    parser.add_argument("--case", type=json.loads, help="run this one case")
     parser.add_argument("--verbose", action="store_true", help="print every case")
     options = parser.parse_args()
     with warnings.catch_warnings(), Ranks(max(options.worlds), preload=["fuzz"]) as ranks:
         warnings.simplefilter("ignore")
         if options.case is None:
             return search(ranks, options)
-        case = json.loads(options.case)
+        case = options.case
         verdict, why = judge(case, run(ranks, case))
     print(verdict, why)
     return int(verdict != "right")

@@ -43,6 +43,7 @@ from gpu_checks.overlap import part_overlap
 from gpu_checks.places import FAIL, NO_GPU, PASS, SKIP, Outcome, Place, in_ranks, one_line
 from gpu_checks.streams import part_single, part_streams
 from gpu_checks.waits import part_sync
+from output_files import output_file, write_json
 
 
 def add_up(rank: int, device: torch.device, place: Place) -> float:
@@ -182,8 +183,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--minutes", type=float, default=8, help="for everything (8)")
     add("--ranks", type=int, default=0, help="on one GPU or the CPU (4, 2)")
     add("--quick", action="store_true", help="nccl, gloo: FULL_SHARD alone")
-    add("--json", type=Path, metavar="PATH", help="write all figures there")
-    add("--trace", type=Path, metavar="PATH", help="write the profile of `overlap` there")
+    add("--json", type=output_file, metavar="PATH", help="write all figures there")
+    add("--trace", type=output_file, metavar="PATH", help="write the profile of `overlap` there")
     # How the script starts itself for a part.
     for name, kind in (("worker", str), ("device", str), ("backend", str), ("limit", float)):
         add(f"--{name}", type=kind, help=argparse.SUPPRESS)
@@ -197,9 +198,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--minutes must be positive, got {args.minutes}")
     if not args.worker and (args.ranks < 0 or args.ranks == 1):
         parser.error(f"--ranks must be at least 2, got {args.ranks}")
-    for path in (args.json, args.trace):
-        if path and not path.parent.is_dir():
-            parser.error(f"{path}: there is no folder {path.parent}")
     args.gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return args
 
@@ -231,7 +229,7 @@ def main() -> None:
         if args.gpus:
             machine["gpu"] = torch.cuda.get_device_name(0)
         parts = {name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()}
-        args.json.write_text(json.dumps({"machine": machine, "parts": parts}, indent=2) + "\n")
+        write_json(args.json, {"machine": machine, "parts": parts})
     if any(outcome.result == FAIL for outcome in outcomes.values()):
         sys.exit(1)
 

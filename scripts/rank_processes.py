@@ -53,7 +53,8 @@ class Ranks:
     def __init__(self, number: int, preload: Sequence[str] = ()) -> None:
         self._number = number
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch._dynamo", "flatshard.wrap", *preload])
+        always = ["not_interrupted", "torch._dynamo", "flatshard.wrap"]
+        self._context.set_forkserver_preload([*always, *preload])
         self._folder = tempfile.TemporaryDirectory(prefix="flatshard-ranks-")
         self._ranks: list[tuple[Any, Any]] = []
         self._num_calls = 0

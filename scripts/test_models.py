@@ -12,7 +12,6 @@ have to be those under DistributedDataParallel. A cell is *right*, *raises* (an 
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import re
 import sys
@@ -28,6 +27,7 @@ import torch
 from model_zoo.families import FAMILIES, models_of
 from model_zoo.trial import POLICIES, train
 from rank_processes import Ranks, Said
+from training_job import Parser, positive_number
 
 WORLD = 2
 SIDES = ("flatshard", "fsdp1")
@@ -133,17 +133,19 @@ def _shortened(why: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--model", nargs="+", metavar="NAME", help="these alone; see --list")
     parser.add_argument("--side", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds, the hard limit")
+    parser.add_argument("--timeout", type=positive_number, default=120.0, help="seconds, at most")
     parser.add_argument("--list", action="store_true", help="print the names of the models")
     options = parser.parse_args()
     names = [name for family in options.family for name in models_of(family)]
     if options.list:
         print("\n".join(names))
         return 0
+    if unknown := sorted(set(options.model or ()) - set(names)):
+        parser.error(f"--model: there is no {unknown[0]}; see --list")
     rows: list[Row] = []
     wanted: list[Any] = options.model or names
     with Ranks(WORLD, preload=(*PRELOAD, *options.family)) as ranks:

@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import functools
 import itertools
-import json
 import resource
 import sys
 import time
@@ -34,6 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import training_job
 from mnist_data import Data, load_data
+from output_files import output_file, write_json
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -43,9 +43,7 @@ from training_job import (
     at_least,
     directory,
     held_bytes,
-    output_file,
     positive_number,
-    replacing,
     say,
     stop,
 )
@@ -538,8 +536,7 @@ def run_job(args: argparse.Namespace, device: torch.device) -> None:
 def write(path: Path, figures: dict[str, Any], indent: int | None = None) -> None:
     """Writes JSON on rank 0."""
     if dist.get_rank() == 0:
-        with replacing(path) as part:
-            part.write_text(json.dumps(figures, indent=indent, default=str) + "\n")
+        write_json(path, figures, indent)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ tabulates time, memory and communication volume.
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
 import statistics
 import time
@@ -28,9 +27,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import training_job
+from output_files import output_file, write_json, writing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training_job import at_least, held_bytes, input_file, output_file, positive_number, say, stop
+from training_job import at_least, held_bytes, input_file, positive_number, say, stop
 
 from flatshard import MixedPrecision, ShardedWrapper, collectives
 from flatshard.wrap import ModuleWrapPolicy
@@ -439,8 +439,7 @@ def compare(args: argparse.Namespace, device: torch.device) -> None:
     }
     print(f"\n{numel:,} parameters, {world_size} ranks, {args.steps} steps, {device.type}")
     print(table(results))
-    if args.json:
-        args.json.write_text(json.dumps(about, indent=2) + "\n")
+    write_json(args.json, about)
     if args.plot:
         draw(about, args.plot)
 
@@ -488,7 +487,8 @@ def draw(about: dict[str, Any], path: Path) -> None:
     axes.set_xlabel(f"MiB on each of {about['world_size']} ranks; {size}, fp32 AdamW")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=5, fontsize=8)
-    figure.savefig(path, dpi=110)
+    with writing(path) as part:
+        figure.savefig(part, format=path.suffix[1:], dpi=110)
 
 
 def run_job(args: argparse.Namespace, device: torch.device) -> None:

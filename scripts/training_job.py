@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from output_files import output_file, replacing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,26 +58,6 @@ def input_file(text: str) -> Path:
     if not os.path.isfile(text):
         raise argparse.ArgumentTypeError(f"there is no file {text}")
     return Path(text)
-
-
-def output_file(text: str) -> Path:
-    """A path that can be written, which is tried now rather than after hours of training."""
-    path = Path(text)
-    if os.path.islink(path):
-        path = Path(os.path.realpath(text))  # what it leads to is replaced
-    if os.path.isdir(path) or not os.path.isdir(path.parent):
-        raise argparse.ArgumentTypeError(f"not a file in an existing directory: {text}")
-    if os.path.exists(path) and not os.path.isfile(path):  # a device, a pipe
-        raise argparse.ArgumentTypeError(f"not a regular file: {text}")
-    try:
-        for one in (part_of(path), path):
-            with contextlib.suppress(FileNotFoundError):
-                one.open("rb+").close()
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write {text}: {error.strerror}") from None
-    return path
 
 
 def directory(text: str) -> Path:
@@ -228,37 +209,6 @@ def held_bytes(tensors: Iterable[Any]) -> int:
 
 
 # -------------------------------------------------------------------------------- files of a job
-
-
-def part_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.part")
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path to write to, which takes the place of the regular file `path` at the end.
-
-    It does so when all went well. Whenever the process is killed, nothing else is left.
-    """
-    part = part_of(path)
-    part.unlink(missing_ok=True)
-    try:
-        # Without a name until all is written.
-        file = os.open(path.parent, os.O_RDWR | os.O_TMPFILE, 0o666)
-    except (AttributeError, OSError):  # not every system has that, nor every file system
-        file = None
-    try:
-        if file is None:
-            yield part
-        else:
-            nameless = Path(f"/proc/self/fd/{file}")
-            yield nameless
-            os.link(nameless, part, src_dir_fd=file)  # without the last, Python links the link
-        os.replace(part, path)
-    finally:
-        if file is not None:
-            os.close(file)
-        part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -483,8 +433,13 @@ def spawn(work: Callable[..., None], arguments: tuple[Any, ...], world_size: int
     """
     # That it ends the others, too: here is said why.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    # Ctrl-C reaches all of the terminal's processes: it is for this one to end the ranks.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ranks = mp.spawn(work, arguments, nprocs=world_size, join=False)
+    signal.signal(signal.SIGINT, handler)
     try:
-        mp.spawn(work, arguments, nprocs=world_size)
+        while not ranks.join():
+            pass
     except mp.ProcessRaisedException as error:
         sys.exit(f"{error}\nerror: rank {error.error_index} failed, the job was stopped")
     except mp.ProcessExitedException as error:
@@ -493,4 +448,6 @@ def spawn(work: Callable[..., None], arguments: tuple[Any, ...], world_size: int
         how = error.signal_name or f"exit status {error.exit_code}"
         sys.exit(f"error: rank {error.error_index} ended by {how}, the job was stopped")
     except KeyboardInterrupt:
-        sys.exit(130)
+        for process in ranks.processes:
+            process.kill()
+        raise

@@ -12,9 +12,8 @@ from flatshard.engine.gather import HandleOptions
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.param_views import ParamViews
 from flatshard.engine.run_link import RunLink
-from flatshard.options.boundary import Boundary
-from flatshard.plan.layout import memory_order, strides_of
-from flatshard.plan.param_info import ParamInfo, layout_of
+from flatshard.plan.layout import FlatLayout, memory_order, strides_of
+from flatshard.plan.param_info import ParamInfo
 from flatshard.tensor.broadcast_source import BroadcastSource
 from flatshard.tensor.flat_parameter import part_of
 
@@ -24,7 +23,7 @@ def make_handle(
     unit_name: str,
     options: HandleOptions,
     *,
-    boundary: Boundary,
+    layout: FlatLayout,
     device: torch.device,
     missing: Collection[int],
     source: BroadcastSource | None,
@@ -34,8 +33,7 @@ def make_handle(
     Collective with a ``source``, which hands rank 0's values out. ``missing`` are ids of parameters
     without values yet. The unit computes on ``device``.
     """
-    layout, dtype = layout_of(owned, options.topology.shard.size, boundary), owned[0].param.dtype
-    by_name = {one.name: one for one in owned}
+    by_name, dtype = {one.name: one for one in owned}, owned[0].param.dtype
     owned = [by_name[span.name] for span in layout.spans]
     params = ParamViews(owned, RunLink(unit_name), options, layout)
     handle = FlatParamHandle(params, dtype=dtype, device=device)

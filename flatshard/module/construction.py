@@ -53,7 +53,8 @@ class Construction:
         is_sharded = settings.ranks.world.size > 1 and settings.placement.sharded
         model.check_params(drops_gradients=is_sharded)
         model.check_apart()
-        self._model, self._settings, self._init_fn = model, settings, init_fn
+        self._model, self._settings = model, settings
+        self._init_fn = init_fn and meta_init.sparing(init_fn, model.ignored)
         self._plan = ModelPlan(model, settings)
         self._offload = OffloadTargets()
 
@@ -105,7 +106,7 @@ class Construction:
         """
         offload, world = self._settings.offload, self._settings.ranks.world
         units = self._plan.units
-        layouts_of = [unit.layouts(unit.settings.topology.shard.size) for unit in units]
+        layouts_of = [unit.lay_out(unit.settings.topology.shard.size) for unit in units]
         error: Exception | None = None
         try:
             self._offload = OffloadTargets.find(offload, self._settings.device)
@@ -232,7 +233,7 @@ class Construction:
                     use_orig_params=settings.use_orig_params,
                     reduces_alone=kind.apart != 0,
                 ),
-                boundary=settings.boundary,
+                layout=planned.layouts[kind],
                 device=settings.device,
                 missing=initial_values.missing,
                 source=initial_values.source(topology),

@@ -262,7 +262,7 @@ def _unit_memory(unit: PlannedUnit, world_size: int, optimizer_bytes: float | No
     placement = unit.settings.placement
     is_freed = placement.sharded and placement.reshard_after_forward and unit.name != ""
     total = {one.name: 0 for one in dataclasses.fields(UnitMemory) if one.name.endswith("_bytes")}
-    for kind, layout in unit.layouts(num_shards).items():
+    for kind, layout in unit.lay_out(num_shards).items():
         shard_numel, itemsize = layout.shard_numel, kind.dtype.itemsize
         compute_dtype = kind.precision.unsharded_dtype(kind.dtype)
         unsharded = layout.padded_numel * compute_dtype.itemsize

@@ -27,6 +27,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.handle_making import fill
 from flatshard.module.initial_values import InitialValues, names_of_different
 from flatshard.module.inspection import UnwrappedModel
+from flatshard.plan.ignored import Ignored
 from flatshard.plan.module_proxy import ModuleProxy
 from flatshard.tensor.sharded_tensor import attributes_of
 
@@ -45,6 +46,25 @@ def leave_empty(module: nn.Module) -> None:
     It allocates no memory beside the shards. The first forward checks that all values were loaded.
     """
     module.__dict__[_LEFT_EMPTY] = True
+
+
+def sparing(init_fn: InitFn, ignored: Ignored) -> InitFn:
+    """A ``param_init_fn`` that leaves single ignored parameters of its module as they are."""
+
+    def init(module: nn.Module) -> None:
+        places = [name for owner, name in ignored.places if owner is module]
+        kept = {
+            name: param
+            for name in places
+            if (param := module._parameters.get(name)) is not None and not param.is_meta
+        }
+        values = [param.detach().clone() for param in kept.values()]
+        init_fn(module)
+        for param, value in zip(kept.values(), values, strict=True):
+            param.data = value
+        module._parameters.update(kept)
+
+    return init
 
 
 def find_resets(model: UnwrappedModel, start: InitialValues, init_fn: InitFn | None) -> Resets:

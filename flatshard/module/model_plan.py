@@ -7,7 +7,7 @@ It changes nothing, reads no values and does not communicate: the model may be o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -40,7 +40,9 @@ class PlannedUnit:
     members: Sequence[UnitPlan]
     settings: Settings
     owned: Sequence[ParamInfo]
-    flat_params: dict[FlatParamKind, list[ParamInfo]]
+    number: int  # among the units of the model
+    flat_params: dict[FlatParamKind, list[ParamInfo]] = field(default_factory=dict)
+    layouts: dict[FlatParamKind, FlatLayout] = field(default_factory=dict)  # once laid out
 
     @property
     def names(self) -> list[str]:
@@ -51,13 +53,14 @@ class PlannedUnit:
         """The unit's name in messages; empty for the root."""
         return name_of(self.names)
 
-    def layouts(self, world_size: int) -> dict[FlatParamKind, FlatLayout]:
+    def lay_out(self, world_size: int) -> dict[FlatParamKind, FlatLayout]:
         """Of its flat parameters, over so many shards. ValueError: they have too much padding."""
-        boundary, params = self.settings.boundary, self.flat_params.items()
-        layouts = {kind: layout_of(owned, world_size, boundary) for kind, owned in params}
+        boundary = self.settings.boundary
+        for kind, owned in self.flat_params.items():
+            self.layouts[kind] = layout_of(owned, world_size, boundary, self.number)
         if boundary != "element":
-            check_padding(self.name, layouts.values(), boundary)
-        return layouts
+            check_padding(self.name, self.layouts.values(), boundary)
+        return self.layouts
 
 
 class ModelPlan:
@@ -86,20 +89,19 @@ class ModelPlan:
         max_bytes = settings.coalesce_bytes if settings.use_orig_params else 0
         groups = coalesce(self.chosen, owners, max_bytes, self.settings_of)
         # In registration order, the root last.
-        self.units = [
+        self.units: list[PlannedUnit] = []
+        for members in groups:
             self._plan_unit(members, [one for plan in members for one in owners[plan.module]])
-            for members in groups
-        ]
         # A large parameter of the root is reduced by itself, while units inside compute: the rest
         # of the root is complete only at the end of backward.
         splits = bool(groups) and settings.use_orig_params
-        self.units.append(self._plan_unit([root], owners[module], splits=splits))
+        self._plan_unit([root], owners[module], splits=splits)
 
     def _plan_unit(
         self, members: list[UnitPlan], owned: list[ParamInfo], *, splits: bool = False
-    ) -> PlannedUnit:
+    ) -> None:
         settings = self.settings_of[members[0].module]
-        unit = PlannedUnit(members, settings, owned, {})
+        unit = PlannedUnit(members, settings, owned, len(self.units))
         for one in owned:
             param = one.param
             kind = FlatParamKind(
@@ -110,4 +112,4 @@ class ModelPlan:
                 id(param) if splits and is_apart(param) and settings.boundary != "tensor" else 0,
             )
             unit.flat_params.setdefault(kind, []).append(one)
-        return unit
+        self.units.append(unit)

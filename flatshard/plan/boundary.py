@@ -40,10 +40,11 @@ def block_numel(span: ParamSpan, boundary: Boundary) -> int:
     return span.numel // span.shape[span.order[0]] if is_cut else span.numel
 
 
-def move(layout: FlatLayout, boundary: Boundary, itemsize: int) -> FlatLayout:
+def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) -> FlatLayout:
     """The same parameters at places where no shard cuts one elsewhere than ``boundary`` allows.
 
     ``layout`` is one without boundaries. The result's spans ascend too, but in another order.
+    Where whole parameters are dealt out, rank ``first``, counted on, gets the largest.
     """
     spans, world_size, lower = layout.spans, layout.world_size, layout.shard_numel
     align = max(1, ALIGNMENT_BYTES // itemsize)
@@ -59,7 +60,7 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int) -> FlatLayout:
     # Whole parameters in bins suit every boundary, and are the longest.
     bins, used = _in_bins(spans, world_size, align)
     shard_numel = length(used, align)
-    starts = [rank * shard_numel + at for rank, at in bins]
+    starts = [(first + rank) % world_size * shard_numel + at for rank, at in bins]
     for multiple in _multiples(spans, blocks, lower, align):
         for number in range(_TRIES):
             tried = length(lower + number * (lower // _FINENESS), multiple)

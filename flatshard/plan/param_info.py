@@ -37,8 +37,10 @@ class ParamInfo:
         return self.locations[0].name
 
 
-def layout_of(owned: Sequence[ParamInfo], world_size: int, boundary: Boundary) -> FlatLayout:
-    """The layout of a flat parameter of these, over ``world_size`` shards; may reorder them."""
+def layout_of(
+    owned: Sequence[ParamInfo], world_size: int, boundary: Boundary, first: int
+) -> FlatLayout:
+    """The layout of a flat parameter of these, over ``world_size`` shards; see ``move``."""
     params = [one.param for one in owned]
     layout = FlatLayout.build(
         ((one.name, one.param.shape) for one in owned),
@@ -46,7 +48,7 @@ def layout_of(owned: Sequence[ParamInfo], world_size: int, boundary: Boundary) -
         itemsize=params[0].element_size(),
         orders=[memory_order(param.shape, param.stride()) for param in params],
     )
-    return move(layout, boundary, params[0].element_size())
+    return move(layout, boundary, params[0].element_size(), first)
 
 
 def find_params(root: nn.Module, left_alone: Collection[int] = ()) -> list[ParamInfo]:

@@ -14,6 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from output_files import writing
+
 FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
 NEEDED = ("ipykernel", "jupytext", "matplotlib", "nbclient", "nbformat", "rich", "tqdm")
 
@@ -95,7 +99,8 @@ def main() -> None:
     for name in args.names or names():
         start = time.perf_counter()
         notebook = execute(name)
-        nbformat.write(notebook, args.out / f"{name}.ipynb")
+        with writing(args.out / f"{name}.ipynb") as part:
+            nbformat.write(notebook, part)
         print(f"{name}.ipynb: {time.perf_counter() - start:.0f} seconds")
 
 

@@ -252,7 +252,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--world-size", type=at_least(2), default=2)
     add("--repeat", type=at_least(1), default=5, help="how often; the fastest counts (5)")
     add("--folder", type=directory, default=Path("."), help="on the disk to measure (here)")
-    add("--json", type=Path, metavar="PATH", help="write the figures there")
+    add("--json", type=measuring.output_file, metavar="PATH", help="write the figures there")
     args = parser.parse_args(arguments)
     args.impl = measuring.choose(parser, "--impl", args.impl, WAYS)
     measuring.require_proc(parser)
@@ -263,7 +263,7 @@ def main() -> None:
     args = parse_args()
     ranks = measuring.figures_of_ranks(measure_rank, args.world_size, args)
     show(ranks, args)
-    measuring.write_json(args, ranks)
+    measuring.write_json(args.json, ranks)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import gc
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import measuring  # first: it may end this
@@ -129,7 +128,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--vocabulary", type=int, default=8192, help="tokens (8192)")
     add("--dtype", choices=DTYPES, default="float32", help="of the parameters (float32)")
     add("--rounds", type=int, default=1, help="how often; the fastest counts (1)")
-    add("--json", type=Path, metavar="PATH", help="write all figures there, in bytes")
+    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures, in bytes")
     args = parser.parse_args(arguments)
     args.impl = measuring.choose(parser, "--impl", args.impl, WAYS)
     if min(args.world_size, args.layers, args.width, args.vocabulary, args.rounds) < 1:
@@ -144,4 +143,4 @@ if __name__ == "__main__":
     runs = [[measure(way, args) for way in args.impl] for _ in range(args.rounds)]
     rows = [min(of_way, key=lambda run: run["seconds"]) for of_way in zip(*runs, strict=True)]
     show(rows)
-    measuring.write_json(args, rows)
+    measuring.write_json(args.json, rows)

@@ -1,6 +1,5 @@
 """What the scripts beside this one share: options, ranks that write figures, memory and tables."""
 
-import argparse
 import importlib.util
 import json
 import sys
@@ -16,6 +15,7 @@ import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 from benchmark import resident_bytes
+from output_files import output_file, write_json
 from training_job import Parser, spawn
 
 if importlib.util.find_spec("rich") is None:
@@ -30,6 +30,7 @@ __all__ = [
     "figures_of_ranks",
     "join",
     "mib",
+    "output_file",
     "require_proc",
     "reset_peak",
     "resident_bytes",
@@ -96,8 +97,3 @@ def table(title: str, *columns: str) -> Table:
 
 def mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:,.0f}"
-
-
-def write_json(args: argparse.Namespace, figures: Any) -> None:
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")

@@ -157,7 +157,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--length", type=int, default=32, help="of a row (32)")
     add("--steps", type=int, default=3, help="to time (3)")
     add("--check", action="store_true", help="fail if the peak is more than allowed")
-    add("--json", type=Path, metavar="PATH", help="write all figures there, in bytes")
+    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures, in bytes")
     args = parser.parse_args(arguments)
     args.offload = measuring.choose(parser, "--offload", args.offload, WAYS)
     sizes = (args.world_size, args.layers, args.width, args.vocabulary, args.rows, args.length)
@@ -177,7 +177,7 @@ if __name__ == "__main__":
     show(rows)
     if any(row["losses"] != rows[0]["losses"] for row in rows):
         sys.exit("error: the losses differ")
-    measuring.write_json(args, rows)
+    measuring.write_json(args.json, rows)
     over = [r["way"] for r in rows if r["way"] in WAYS[2:] and r["peak"] > r["formula"] / 3]
     if args.check and over:
         sys.exit(f"error: the peak RSS is more than allowed: {', '.join(over)}")

@@ -15,7 +15,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import measuring  # first: it may end this
@@ -718,7 +717,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--width", type=int, default=128, help="of the model; a multiple of 8, at least 96 (128)")
     add("--depth", type=int, default=5, help="its blocks, at least 4 (5)")
     add("--steps", type=int, default=20, help="to compare with the unwrapped model (20)")
-    add("--json", type=Path, metavar="PATH", help="write all figures there, in bytes")
+    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures, in bytes")
     args = parser.parse_args(arguments)
     nodes, rest = divmod(args.world_size, max(args.ranks_per_node, 1))
     if rest or nodes < 2 or args.ranks_per_node < 2:
@@ -735,4 +734,4 @@ if __name__ == "__main__":
     args = parse_args()
     figures = measuring.figures_of_ranks(measure, args.world_size, args)[0]
     show(figures)
-    measuring.write_json(args, figures)
+    measuring.write_json(args.json, figures)

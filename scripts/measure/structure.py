@@ -11,12 +11,16 @@ gradient and an optimizer step pass are those that docs/architecture.md lists.
 import argparse
 import ast
 import io
-import json
 import re
+import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from output_files import output_file, write_json
 
 ORDER = (
     *("options", "plan", "formats", "memory", "precision", "comm", "tensor", "engine", "optimizer"),
@@ -340,14 +344,15 @@ def main() -> None:
     )
     here = Path(__file__).resolve().parents[2]
     parser.add_argument("--repo", type=Path, default=here, help="the checkout (this one)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write figures and lists there")
+    parser.add_argument(
+        "--json", type=output_file, metavar="PATH", help="write figures, lists there"
+    )
     args = parser.parse_args()
     if not (args.repo / "flatshard").is_dir():
         parser.error(f"--repo: there is no flatshard in {args.repo}")
     figures = measure(args.repo)
     show(figures)
-    if args.json:
-        args.json.write_text(json.dumps(asdict(figures), indent=2) + "\n")
+    write_json(args.json, asdict(figures))
 
 
 if __name__ == "__main__":

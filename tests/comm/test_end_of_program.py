@@ -90,7 +90,7 @@ def _exits_in_forward(rank: int, folder: Path) -> None:
     )
     model(torch.ones(1, 64)).sum().backward()
     if rank == 0:
-        model.module[1].register_forward_hook(lambda *_: ctypes.pythonapi.Py_Exit(3))
+        model.module[1].register_forward_hook(lambda *_: os._exit(3))  # and tells nobody
     try:
         for _ in range(2):
             model(torch.ones(1, 64)).sum().backward()

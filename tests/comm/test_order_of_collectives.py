@@ -1,5 +1,6 @@
 """Ranks that do different things where collectives match by order: all raise, and say where."""
 
+import atexit
 import contextlib
 import io
 import os
@@ -189,12 +190,34 @@ def _ends(rank: int, world_size: int, collectives: str) -> None:
         _step(model)
 
 
+@pytest.mark.parametrize("collectives", ["native", "sockets", "auto"])
+def test_a_program_that_is_over_is_told_at_once(collectives: str) -> None:
+    """The others heard of it from their backend, without a reason, once its process had ended."""
+    run_ranks(_is_over, 2, collectives, expendable=[1], group_timeout=120)
+
+
+def _is_over(rank: int, world_size: int, collectives: str) -> None:
+    if rank == 1:
+        atexit.register(time.sleep, 60)  # by another library
+    model = _wrapped(*EQUAL, collectives=collectives)
+    if rank == 1:
+        if os.fork() == 0:
+            watchdog._tell("a fork's end, which is nobody's")
+            os._exit(0)
+        os.wait()
+        _step(model)
+        atexit._run_exitfuncs()
+    _step(model)
+    with _raises(r"rank 1 ended by sys.exit\(\)"):
+        _step(model)
+
+
 def test_what_was_in_the_hook_is_called() -> None:
     called: list[str] = []
     before: Callable[..., None] = lambda kind, error, trace: called.append(str(error))  # noqa: E731
     with mock.patch.object(sys, "excepthook", before):
-        watchdog.tell_of_exceptions()
-        watchdog.tell_of_exceptions()  # once is enough
+        watchdog.tell_of_end()
+        watchdog.tell_of_end()  # once is enough
         sys.excepthook(ValueError, ValueError("one"), None)
     assert called == ["one"]
 

@@ -7,19 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from flatshard import MixedPrecision, ShardedWrapper
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
 from flatshard.checkpoint import (
     full_optim_state_dict,
+    load,
     load_safetensors,
+    save,
     save_safetensors,
 )
 from flatshard.memory_plan import predict
 from flatshard.module.sharding import handles_in
 from flatshard.options.boundary import Boundary
 from flatshard.plan.boundary import block_numel
+from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 from tests.models import CASES
@@ -97,6 +99,27 @@ def _same_with(rank: int, world_size: int, way: str, keywords: dict[str, Any]) -
             _same(snapshot(model), snapshot(plain))
 
 
+def test_values_from_elsewhere(tmp_path: Path) -> None:
+    run_ranks(_values, 3, tmp_path)
+
+
+def _values(rank: int, world_size: int, folder: Path) -> None:
+    """On the meta device, of rank 0 alone, and on disk."""
+    case = CASES["transformer"]
+    expected, losses = _train("transformer", rank, world_size)
+    for boundary in BOUNDARIES:
+        with naming(boundary):
+            with torch.device("meta" if rank else "cpu"):
+                module = case.model()
+            keywords = {"sync_module_states": True, "device_id": "cpu", "boundary": boundary}
+            _same(snapshot(case.wrap(module, **keywords)), case.model().state_dict())
+            disk = CPUOffload(offload_params=True, path=folder)
+            keywords = {"cpu_offload": disk, "boundary": boundary}
+            model, actual = _train("transformer", rank, world_size, **keywords)
+            assert actual == losses
+            _same(snapshot(model), snapshot(expected))
+
+
 def test_step_in_backward_accumulation_clipping_and_copies() -> None:
     run_ranks(_idioms, 2)
 
@@ -170,37 +193,32 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def _save(rank: int, world_size: int, folder: Path) -> Any:
     case = CASES["transformer"]
-    model = case.wrap(case.model(), boundary="tensor")
+    model = case.wrap(case.model(), boundary="row" if world_size == 3 else "tensor")
     optimizer = _adamw(model)
     train_steps(model, optimizer, case, rank, world_size, steps=2)
-    dcp.save(model.sharded_state_dict(), checkpoint_id=folder / "dcp")
+    save(folder / "training", model, optimizer)
     save_safetensors(model, folder / "model.safetensors")
     return snapshot(model), full_optim_state_dict(model, optimizer)
 
 
 def _load(rank: int, world_size: int, folder: Path, expected: Any) -> None:
-    case = CASES["transformer"]
+    case, (weights, state) = CASES["transformer"], expected
     for boundary in ("element", *BOUNDARIES):
         with naming(boundary):
-            model = _moved(case.wrap(case.model(), boundary=boundary))
-            state = model.sharded_state_dict()
-            dcp.load(state, checkpoint_id=folder / "dcp")
-            model.load_state_dict(state)
-            _same(snapshot(model), expected[0])
-            model = _moved(model)
+            model = case.wrap(_moved(case.model()), boundary=boundary)
             assert load_safetensors(model, folder / "model.safetensors") == ([], [])
-            _same(snapshot(model), expected[0])
-            model.load_state_dict(expected[0])
-            _same(snapshot(model), expected[0])
-            optimizer = _adamw(model)
-            optimizer.load_state_dict(
-                ShardedWrapper.optim_state_dict_to_load(model, optimizer, expected[1])
-            )
-            actual = full_optim_state_dict(model, optimizer)
-            if rank == 0:
-                assert actual["param_groups"] == expected[1]["param_groups"]
-                assert list(actual["state"]) == list(expected[1]["state"])
-                _same(_flattened(actual), _flattened(expected[1]))
+            _same(snapshot(model), weights)
+            model = case.wrap(_moved(case.model()), boundary=boundary)
+            optimizer, other = _adamw(model), _adamw(model)
+            load(folder / "training", model, optimizer)
+            _same(snapshot(model), weights)
+            to_load = ShardedWrapper.optim_state_dict_to_load(model, other, state)
+            other.load_state_dict(to_load)
+            for one in (optimizer, other):
+                actual = full_optim_state_dict(model, one)
+                if rank == 0:
+                    assert list(actual["state"]) == list(state["state"])
+                    _same(_flattened(actual), _flattened(state))
 
 
 def _flattened(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -208,7 +226,7 @@ def _flattened(state: dict[str, Any]) -> dict[str, Tensor]:
     return {f"{name}.{key}": value for name, one in states for key, value in one.items()}
 
 
-def _moved(model: ShardedWrapper) -> ShardedWrapper:
+def _moved(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
@@ -251,3 +269,37 @@ def _plans(rank: int, world_size: int) -> None:
             model = ShardedWrapper(_large(), boundary=boundary)
         held = sum(handle.shard.nbytes for handle in handles_in(model))
         assert predicted.parameter_bytes == held
+
+
+# ---------------------------------------------------------------- what it is for
+
+
+def test_muon_without_communication() -> None:
+    run_ranks(_muon, 2)
+
+
+def _muon(rank: int, world_size: int) -> None:
+    """Each matrix is whole on one rank, which steps it alone; the others have nothing of it."""
+    case = CASES["transformer"]
+    plain = case.model()
+    model = ShardedWrapper(case.model(), boundary="tensor")
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    held = [p for p in matrices if local_range(p).numel()]
+    assert all(local_range(p).numel() == p.numel() for p in held)
+    assert 0 < len(held) < len(matrices)
+    whole = [nn.Parameter(local_range(p).view(p.shape)) for p in held]
+    muon = partial(torch.optim.Muon, lr=0.02, momentum=0.9)
+    steps = [muon([p for p in plain.parameters() if p.ndim == 2]), muon(whole)]
+    rest = [sgd([p for p in one.parameters() if p.ndim != 2]) for one in (plain, model)]
+    for step in range(3):
+        for number in range(world_size):
+            (local_loss(plain, case, step, number, world_size) / world_size).backward()
+        local_loss(model, case, step, rank, world_size).backward()
+        for mine, param in zip(whole, held, strict=True):
+            mine.grad = param.grad.local.view(param.shape)
+        for optimizer in (*steps, *rest):
+            optimizer.step()
+        for one in (plain, model):
+            one.zero_grad()
+        torch.autograd.graph.increment_version([local_range(p) for p in held])
+    _same(snapshot(model), snapshot(plain))

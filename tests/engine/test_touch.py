@@ -2,18 +2,22 @@
 
 import contextlib
 import copy
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import CollectiveError, ShardedWrapper
+from flatshard import CollectiveError, MixedPrecision, ShardedWrapper
+from flatshard.comm.deadlock import detector
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, run_ranks
 from tests.oracle import assert_same, assert_same_state, snapshot
@@ -23,6 +27,8 @@ each_way = pytest.mark.parametrize("way", BASIC)
 
 D = 6
 Use = Callable[["Parent", Tensor], Tensor]
+
+QUICK = {"FIRST_LOOK_SECONDS": 0.3, "LOOK_SECONDS": 0.1, "LONGEST_LOOK_SECONDS": 0.4}
 
 
 class Child(nn.Linear):
@@ -104,11 +110,10 @@ USES: dict[str, Use] = {
 }
 
 
-def _wrap(model: nn.Module, way: str, *units: type[nn.Module]) -> ShardedWrapper:
+def _wrap(model: nn.Module, way: str, *units: type[nn.Module], **others: Any) -> ShardedWrapper:
     policy = ModuleWrapPolicy(units or (Child, Chain))
-    return ShardedWrapper(
-        model.double(), auto_wrap_policy=policy, coalesce_bytes=0, **WAYS[way].keywords
-    )
+    keywords = {**WAYS[way].keywords, **others}
+    return ShardedWrapper(model.double(), auto_wrap_policy=policy, coalesce_bytes=0, **keywords)
 
 
 def _quiet() -> contextlib.AbstractContextManager[None]:
@@ -322,6 +327,81 @@ def _alone(rank: int, world: int) -> None:
 
     with _quiet(), pytest.raises(CollectiveError, match=r"different collectives|rank . raised"):
         run()
+
+
+def test_in_forward_on_one_rank_alone() -> None:
+    """Where collectives match by their order, too; it once waited for a minute."""
+    run_ranks(_alone_in_forward, 2, group_timeout=120)
+
+
+def _alone_in_forward(rank: int, world: int) -> None:
+    def use(model: Parent, x: Tensor) -> Tensor:
+        x = model.child(x)
+        return x @ model.child.weight if rank == 0 and is_on else x
+
+    for collectives in ("native", "sockets"):
+        is_on = False
+        sharded = _wrap(
+            Parent(use), "full", process_group=dist.new_group(), collectives=collectives
+        )
+        _train(sharded, lambda m, x: m(x).pow(2).mean(), [rank], 1)
+        is_on = True
+        start = time.monotonic()
+        with (
+            _quiet(),
+            mock.patch.multiple(detector, **QUICK),
+            pytest.raises(CollectiveError, match=r"different collectives|rank . ended"),
+        ):
+            _train(sharded, lambda m, x: m(x).pow(2).mean(), [rank], 2)
+        assert time.monotonic() - start < 20
+
+
+def test_in_a_hybrid_strategy() -> None:
+    run_ranks(_in_hybrid, 4, "native-hybrid")
+
+
+def _in_hybrid(rank: int, world: int, way: str) -> None:
+    WAYS[way].set_nodes()
+    for name in ("again", "checkpointed"):
+        _compare(rank, world, way, lambda name=name: Parent(USES[name]), lambda m, x: m(x).mean())
+
+
+def test_with_steps_in_backward() -> None:
+    run_ranks(_steps_in_backward, 2)
+
+
+def _steps_in_backward(rank: int, world: int) -> None:
+    """A parameter steps when its last use, which may be the parent's, has its gradient."""
+    for name, native in (("linear", False), ("again", True), ("joined", True)):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            keywords = {"collectives": "native"} if native else {}
+            models.append(_wrap(Parent(USES[name]), "full", **keywords))
+        ours, other = models
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
+        ours.step_in_backward(optimizer)
+        with _quiet():
+            for step in range(3):
+                ours(_batch(step, rank)).pow(2).mean().backward()
+                optimizer.step()
+            _train(other, lambda m, x: m(x).pow(2).mean(), [rank])
+        assert_same_state(snapshot(ours), snapshot(other), 0.0, 0.0)
+
+
+def test_replicated_parameters_are_not_cast() -> None:
+    run_ranks(_replicated_in_bf16, 2)
+
+
+def _replicated_in_bf16(rank: int, world: int) -> None:
+    """torch's error said nothing of where it came from; one of another cause stays alone."""
+    for use, count in (USES["linear"], 1), (lambda m, x: x[:, 1:] @ x, 0):
+        precision = MixedPrecision(torch.bfloat16)
+        sharded = _wrap(Parent(use), "no_shard", mixed_precision=precision)
+        with _quiet(), pytest.raises(RuntimeError, match=r"dtype|shapes") as caught:
+            sharded(_batch(0, rank))
+        notes = [note for note in getattr(caught.value, "__notes__", ()) if "NO_SHARD" in note]
+        assert len(notes) == count
 
 
 def test_uses_outside_of_forward_in_a_loss() -> None:

@@ -118,6 +118,16 @@ def test_padding_of_transformers(
     check_padding("blocks.0", [layout], boundary)
 
 
+def test_units_take_turns() -> None:
+    """The largest parameter of each is on another rank."""
+    plain = FlatLayout.build([("a", (400, 100)), ("b", (300, 100))], world_size=2, itemsize=4)
+    held = [
+        [layout.local_span(0, rank).numel for rank in range(2)]
+        for layout in (move(plain, "tensor", 4, first) for first in range(3))
+    ]
+    assert held == [[40_000, 0], [30_000, 0], [40_000, 0]]  # of what comes first in memory
+
+
 def test_rows_are_those_in_memory() -> None:
     """Of channels_last images, and of transposed matrices."""
     layout = FlatLayout.build(

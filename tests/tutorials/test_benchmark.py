@@ -63,7 +63,7 @@ def test_measures_implementations_beside_one_another(tmp_path: Path) -> None:
         (["--preset", "huge"], "--preset: invalid choice"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--strategy", "SHARD_OP"], "leave fsdp1 and fsdp2 out"),
-        (["--json", "missing/out.json"], "there is no folder missing"),
+        (["--json", "missing/out.json"], "not a file in an existing directory: missing"),
         (["--plot", "out.png"], 'matplotlib is not installed: pip install ".[examples]"'),
     ],
 )

@@ -305,6 +305,14 @@ def _check_skipped(names: dict[str, Any], rank: int) -> None:
     assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
 
 
+def _check_experts(names: dict[str, Any], rank: int) -> None:
+    norms = [nn.utils.get_total_norm([p.grad for p in names[part]]) for part in ("own", "shared")]
+    squares = norms[0].square()
+    dist.all_reduce(squares)
+    assert names["total"] > 0.1
+    assert_close((squares + norms[1].square()).sqrt(), torch.tensor(0.1))
+
+
 def _check_batch_norm(names: dict[str, Any], rank: int) -> None:
     mean = names["resnet"].module.bn1.running_mean
     assert mean.abs().sum() > 0
@@ -331,6 +339,7 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
     ("recipes.md", "Accumulating gradients"): _check_accumulated,
     ("strategies.md", "Accumulating gradients"): _check_accumulated,
     ("recipes.md", "Inputs that end sooner on some ranks"): _check_uneven,
+    ("recipes.md", "Experts of one rank"): _check_experts,
     ("recipes.md", "Units that some ranks skip"): _check_skipped,
     ("recipes.md", "An average of the weights"): _check_average,
     ("recipes.md", "Fine-tuning with frozen weights"): _check_frozen,

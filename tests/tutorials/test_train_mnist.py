@@ -386,22 +386,3 @@ def test_a_dead_rank_ends_the_job(tmp_path: Path) -> None:
     assert status == 1
     assert "error: rank 1 ended by SIGKILL, the job was stopped" in err.splitlines()
     assert time.monotonic() - start_time < 30
-
-
-def test_only_a_whole_file_takes_a_files_place(tmp_path: Path) -> None:
-    """A device was replaced by a file; a part of one was left by a run that was killed."""
-    script = load_script()
-    target, link = tmp_path / "target", tmp_path / "link"
-    link.symlink_to(target)
-    path = script.training_job.output_file(str(link))
-    with script.replacing(path) as part:
-        part.write_text("whole")
-        if hasattr(os, "O_TMPFILE"):
-            assert list(tmp_path.iterdir()) == [link]
-    assert link.is_symlink()
-    assert target.read_text() == "whole"
-    with contextlib.suppress(ValueError), script.replacing(path) as part:
-        part.write_text("a part")
-        raise ValueError("the cause")
-    assert target.read_text() == "whole"
-    assert sorted(tmp_path.iterdir()) == [link, target]

@@ -124,18 +124,27 @@ class Watchdog:
         return ". ".join([*lines, _REMEDY])
 
 
-def tell_of_exceptions() -> None:
-    """From now on tell the other ranks of an exception that ends this program, at once."""
+def tell_of_end() -> None:
+    """From now on tell the other ranks of this program's end, and of what it ends by, at once."""
     # They would hear of it when the process ends, which takes as long as what else it does then.
-    # Not where it is raised: who catches it goes on.
-    if getattr(sys.excepthook, "func", None) is not _tell:
-        sys.excepthook = partial(_tell, sys.excepthook)
+    # Not where an exception is raised: who catches it goes on.
+    if getattr(sys.excepthook, "func", None) is not _tell_error:
+        sys.excepthook = partial(_tell_error, sys.excepthook)
+    # Called last and so run first, before what the end of other libraries takes.
+    atexit.unregister(_tell)
+    atexit.register(_tell, "sys.exit(), or as its program was over")
 
 
-def _tell(before: Callable[..., object], kind: type, error: BaseException, trace: Any) -> None:
-    with contextlib.suppress(Exception):  # the store may have ended: they see that, too
-        detector.tell_end(f"{kind.__name__}: {error}"[:400])
+def _tell_error(before: Callable[..., Any], kind: type, error: BaseException, trace: Any) -> None:
+    _tell(f"{kind.__name__}: {error}"[:400])
     before(kind, error, trace)
+
+
+def _tell(how: str) -> None:
+    if _watchdog._pid != os.getpid():  # a fork, say, is no rank
+        return
+    with contextlib.suppress(Exception):  # the store may have ended: they see that, too
+        detector.tell_end(how)
 
 
 _watchdog = Watchdog()

@@ -40,7 +40,7 @@ class Members:
     gather_objects: Callable[..., list[Any]]
 
     def __post_init__(self) -> None:
-        watchdog.tell_of_exceptions()  # from now on others wait for this rank
+        watchdog.tell_of_end()  # from now on others wait for this rank
 
     @property
     def history(self) -> History:

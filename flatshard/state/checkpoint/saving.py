@@ -205,10 +205,14 @@ class Save:
                 self._discard()
             last = folders.latest(self.path.parent)
             outcome = f"{self.path} was not saved. The last complete one is {last}."
-            if self.ranks.group is not None and not dist.is_initialized():
+            if not self._has_group():
                 raise RuntimeError(f"{self.op_name}: {_DESTROYED} {outcome}") from error
             error.add_note(outcome)
             raise
+
+    def _has_group(self) -> bool:
+        """Whether ranks are still together; torch's package would save as if each were alone."""
+        return self.ranks.group is None or dist.is_initialized()
 
     def _discard(self) -> None:
         if self.ranks.rank == 0:
@@ -221,6 +225,8 @@ class Save:
         from flatshard.state.checkpoint import dcp_files
 
         ranks, folder = self.ranks, folders.incomplete(self.path)
+        if not self._has_group():
+            raise RuntimeError(f"{self.op_name}: {_DESTROYED}")
         progress = Progress("saving", snapshot.num_bytes(), is_shown=ranks.rank == 0)
         own_file = folders.own_file(ranks.rank), own
         writer = dcp_files.Writer(folder, own_file, progress.advance)
@@ -236,10 +242,8 @@ class Save:
             rank, (error, _) = next(iter(raised.failures.items()))
             raise ranks.told_by(rank, error, self.op_name) from raised
         folders.sync(folder)
-        # Without a process group torch's package saves as if each rank were alone.
-        is_whole = ranks.group is None or dist.is_initialized()
-        records = ranks.gather(writer.records if is_whole else None, self.op_name)
-        if None in records:
+        records = ranks.gather(self._has_group() and writer.records, self.op_name)
+        if False in records:
             raise RuntimeError(f"{self.op_name}: {_DESTROYED}")
 
         def complete() -> None:

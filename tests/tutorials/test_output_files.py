@@ -1,0 +1,74 @@
+"""What scripts write: refused at once, in one line, where it cannot be; whole, or not there."""
+
+import contextlib
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import output_files
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = (
+    *("benchmark", "gpu_check", "train_mnist", "train_transformer"),
+    *("checkpoints", "construction", "offload", "precision", "strategies"),
+)
+
+pytestmark = pytest.mark.tutorial
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "missing/out.json", "."])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_paths_that_cannot_be_written(
+    script: str, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some wrote there all the same, others after minutes of work, or in a traceback."""
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(script).parse_args(["--json", path])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error: argument --json: not a " in line
+    assert path in line
+
+
+def test_only_a_whole_file_takes_a_files_place(tmp_path: Path) -> None:
+    """A device was replaced by a file; a part of one was left by a run that was killed."""
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    path = output_files.output_file(str(link))
+    with output_files.replacing(path) as part:
+        part.write_text("whole")
+        if hasattr(os, "O_TMPFILE"):
+            assert list(tmp_path.iterdir()) == [link]
+    assert link.is_symlink()
+    assert target.read_text() == "whole"
+    with contextlib.suppress(ValueError), output_files.replacing(path) as part:
+        part.write_text("a part")
+        raise ValueError("the cause")
+    assert target.read_text() == "whole"
+    assert sorted(tmp_path.iterdir()) == [link, target]
+
+
+def test_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("before")
+    full = mock.patch.object(Path, "write_text", side_effect=OSError(28, os.strerror(28)))
+    with full, pytest.raises(SystemExit) as stopped:
+        output_files.write_json(path, {"a": 1})
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"error: cannot write {path}: {os.strerror(28)}\n"
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_ctrl_c_is_one_line() -> None:
+    program = "import prerequisites; raise KeyboardInterrupt"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT / "scripts", capture_output=True, text=True
+    )
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stderr == "interrupted\n"
