@@ -21,6 +21,7 @@ from flatshard.memory_plan import predict
 from flatshard.module.sharding import handles_in
 from flatshard.options.boundary import Boundary
 from flatshard.plan.boundary import block_numel
+from flatshard.plan.layout import PAGED_BYTES
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness import naming, run_ranks
@@ -97,6 +98,42 @@ def _same_with(rank: int, world_size: int, way: str, keywords: dict[str, Any]) -
             model, losses = _train("transformer", rank, world_size, boundary=boundary, **keywords)
             assert losses == expected
             _same(snapshot(model), snapshot(plain))
+
+
+@pytest.mark.parametrize("collectives", ["auto", "sockets"])
+def test_large_shards(collectives: str) -> None:
+    run_ranks(_large_shards, 3, collectives)
+
+
+def _large_shards(rank: int, world_size: int, collectives: str) -> None:
+    """Of whole pages, and with gradients that are read where autograd made them."""
+    found = []
+    for boundary in ("element", *BOUNDARIES[:2], 2048):
+        with naming(boundary):
+            torch.manual_seed(0)
+            layers = [*_large(), nn.Linear(8, 700), nn.Linear(700, 1000), nn.Linear(1000, 9)]
+            model = ShardedWrapper(
+                nn.Sequential(*layers), boundary=boundary, collectives=collectives
+            )
+            (handle,) = handles_in(model)
+            assert handle.shard.nbytes > PAGED_BYTES
+            inner = [end - start for start, end in handle.layout.gaps[:-1]]
+            assert boundary == "element" or max(inner) > 4, "padding in the middle"
+            optimizer = sgd(model.parameters())
+            torch.manual_seed(rank)
+            for _ in range(3):
+                model(torch.randn(2, 512)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert all(not handle.shard[a:b].any() for a, b in _own_gaps(handle))
+            found.append(snapshot(model))
+            _same(found[-1], found[0])
+
+
+def _own_gaps(handle: Any) -> list[tuple[int, int]]:
+    first, last = handle.layout.shard_range(handle.topology.index)
+    inside = [(max(a, first) - first, min(b, last) - first) for a, b in handle.layout.gaps]
+    return [(a, b) for a, b in inside if a < b]
 
 
 def test_values_from_elsewhere(tmp_path: Path) -> None:
@@ -250,6 +287,14 @@ def _plans(rank: int, world_size: int) -> None:
     before = copy.deepcopy(module.state_dict())
     with pytest.raises(ValueError, match=r"unit '0' would have 523,264 elements of padding, 100%"):
         ShardedWrapper(module, auto_wrap_policy=linears, coalesce_bytes=0, boundary="tensor")
+    with pytest.raises(ValueError, match=r"unit '0' would have 523,264 elements"):
+        predict(
+            module,
+            world_size=2,
+            auto_wrap_policy=linears,
+            coalesce_bytes=0,
+            boundary="tensor",
+        )
     assert all(type(one) is nn.Linear for one in module)
     _same(module.state_dict(), before)
     with pytest.raises(ValueError, match=r"settings.*boundary='row'|boundary='row'.*settings"):
