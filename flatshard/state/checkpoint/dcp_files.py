@@ -149,7 +149,8 @@ def _envelope(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]
         torch.serialization.set_crc32_options(computes_crc32)
     if tensor.nbytes < _SMALL:
         whole.seek(0)
-        start = torch._C.PyTorchFileReader(whole).get_record_offset("data/0")
+        reader: Any = torch._C.PyTorchFileReader(whole)
+        start = reader.get_record_offset("data/0")
         return whole.getvalue()[:start], whole.getvalue()[start + tensor.nbytes :]
     head, tail = outline.parts
     return bytes(head), bytes(tail)
