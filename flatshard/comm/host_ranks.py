@@ -39,6 +39,7 @@ class HostRanks:
                 with named(f"flatshard.checkpoint, rank {self.global_rank}: meeting the ranks"):
                     _groups[group] = new_group(group, on_host=True)
             self.group = _groups[group]
+            self._global_ranks = dist.get_process_group_ranks(group)
 
     def gather(self, value: Any, op_name: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order.
@@ -77,7 +78,7 @@ class HostRanks:
         return kind(f"{op_name}, rank {self.global_rank_of(rank)}: {text}")
 
     def global_rank_of(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_process_group_ranks(self.group)[rank]
+        return rank if self.group is None else self._global_ranks[rank]
 
 
 def _told(error: BaseException) -> tuple[type[Exception], str]:

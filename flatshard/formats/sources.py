@@ -142,8 +142,12 @@ def _dcp(folder: Path) -> Source:
             source.others.append(name)
     marker = folder / "flatshard.json"  # of flatshard.checkpoint.save
     if marker.exists():
-        source.kind, said = "flatshard.checkpoint", json.loads(marker.read_text())
-        source.facts |= {"step": said["step"], "world size": said["world_size"]}
+        source.kind = "flatshard.checkpoint"
+        try:
+            said = json.loads(marker.read_text())
+            source.facts |= {"step": said["step"], "world size": said["world_size"]}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{marker} cannot be read: {error!r}") from error
         return source
     # DCP calls files __RANK_NUMBER.distcp.
     files = {one.relative_path for one in metadata.storage_data.values()}

@@ -23,6 +23,7 @@ from flatshard.engine.unit import Unit
 from flatshard.formats.ranges import OpenFiles, Place, read_range, write_range
 from flatshard.formats.safetensors import Plan, find_tensors, plan_files
 from flatshard.plan.layout import memory_order
+from flatshard.state.checkpoint.progress import Progress
 from flatshard.state.model_state import (
     StateDictOptions,
     UnitStateDict,
@@ -129,9 +130,11 @@ def save(
         if world.rank == 0:
             incomplete.callback(plan.discard)
         _everywhere(plan.create if world.rank == 0 else lambda: None, world)
-        _everywhere(lambda: _write(parts, plan, world), world)
+        progress = Progress("saving", _held_bytes(parts), is_shown=world.rank == 0)
+        _everywhere(lambda: _write(parts, plan, world, progress), world)
         _everywhere(plan.commit if world.rank == 0 else lambda: None, world)
         incomplete.pop_all()
+        progress.end(path, sum(place.nbytes for place in plan.places.values()))
 
 
 def _everywhere(work: Callable[[], None], world: Communicator) -> None:
@@ -164,7 +167,12 @@ def _as_saved(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     )
 
 
-def _write(parts: Mapping[str, _Part], plan: Plan, world: Communicator) -> None:
+def _held_bytes(parts: Mapping[str, _Part]) -> int:
+    local = (part.local()[0] if part.handle else part.value for part in parts.values())
+    return sum(one.nbytes for one in local)
+
+
+def _write(parts: Mapping[str, _Part], plan: Plan, world: Communicator, progress: Progress) -> None:
     """Write what this rank owns of the planned tensors."""
     path = ""
     try:
@@ -178,6 +186,7 @@ def _write(parts: Mapping[str, _Part], plan: Plan, world: Communicator) -> None:
                     low, high = high * same.rank // same.size, high * (same.rank + 1) // same.size
                 if low < high and (part.handle is not None or world.rank == 0):
                     write_range(files[path], place, local[low:high], order, start + low)
+                progress.advance(local.nbytes)
             files.sync()
     except OSError as error:
         error.filename = error.filename or path
@@ -208,8 +217,9 @@ def load(
         return (parts, places, keys), facts
 
     parts, places, keys = agreed(prepare, [world], caller, _REMEDY)
+    progress = Progress("loading", _held_bytes(parts), is_shown=world.rank == 0)
     try:
-        _everywhere(lambda: _read(parts, places), world)
+        _everywhere(lambda: _read(parts, places, progress), world)
     finally:
         for unit in units:
             unit.num_loads += 1
@@ -218,6 +228,7 @@ def load(
                 written = handle.sharded if handle.params.are_originals else [handle.shard]
                 torch.autograd.graph.increment_version(written)
                 handle.page_out()
+    progress.end(path, sum(places[name].nbytes for name in parts if name in places))
     return keys
 
 
@@ -251,7 +262,7 @@ def _check_fits(
         raise ValueError(f"{path} does not fit the model: {text}{remedy}")
 
 
-def _read(parts: Mapping[str, _Part], places: Mapping[str, Place]) -> None:
+def _read(parts: Mapping[str, _Part], places: Mapping[str, Place], progress: Progress) -> None:
     """Read this rank's ranges into its shards, and all of what is not sharded."""
     with OpenFiles(os.O_RDONLY) as files, torch.inference_mode(False), torch.no_grad():
         for name, part in parts.items():
@@ -265,3 +276,4 @@ def _read(parts: Mapping[str, _Part], places: Mapping[str, Place]) -> None:
                     permuted = part.value.permute(tuple(order))
                     permuted.copy_(local.view(permuted.shape))
                 torch.autograd.graph.increment_version(part.value)
+            progress.advance(local.nbytes)

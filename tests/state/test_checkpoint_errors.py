@@ -21,6 +21,7 @@ from flatshard.formats.torch_files import read_dcp_metadata
 from flatshard.state.checkpoint import dcp_files, folder, saving
 from tests.harness import run_ranks
 from tests.oracle import snapshot
+from tests.scripts import run_script
 
 
 def _model(width: int = 40) -> nn.Module:
@@ -103,7 +104,7 @@ def test_broken_files_are_named(name: str, how: str, tmp_path: Path) -> None:
     assert not model[0].weight.any(), "something was overwritten"
 
 
-def test_other_folders_are_named(tmp_path: Path) -> None:
+def test_other_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _saved(tmp_path / "step-1")
     model = _model()
     last = rf"The last complete one is {tmp_path / 'step-1'}\."
@@ -130,6 +131,13 @@ def test_other_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected format 'flatshard.checkpoint/1', got 'o"):
         checkpoint.load(tmp_path / "step-1", model)
     assert checkpoint.latest(tmp_path) is None
+    for damaged in ("", "[]", "{}", '{"format": "flatshard.checkpoint/1", "files": []}'):
+        marker.write_text(damaged)
+        with pytest.raises(ValueError, match=r"flatshard.json cannot be read: \w+Error"):
+            checkpoint.load(tmp_path / "step-1", model)
+        assert main(["inspect", str(tmp_path / "step-1")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"flatshard inspect: {marker} cannot be read: ")
 
 
 class Evil:
@@ -293,6 +301,42 @@ def _forgotten(_: int, __: int, path: Path) -> None:
     with pytest.raises(OSError, match="the disk is on fire"):
         saving.wait_for_pending()  # as Python calls it
     saving.wait_for_pending()
+
+
+def test_a_group_that_is_destroyed_early(tmp_path: Path) -> None:
+    run_ranks(_destroys, 2, tmp_path, fresh=True)
+    assert checkpoint.latest(tmp_path) is None
+
+
+def _destroys(_: int, __: int, path: Path) -> None:
+    write = saving.Save._write_files
+
+    def late(*given: Any) -> Any:
+        while dist.is_initialized():
+            time.sleep(0.01)
+        return write(*given)
+
+    saving.Save._write_files = late  # type: ignore[method-assign]
+    pending = checkpoint.save(path / "one", ShardedWrapper(_model()), async_=True)
+    assert pending is not None
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match=r"group was destroyed before .* Call wait\(\) on what"):
+        pending.wait()
+
+
+def test_a_save_that_failed_is_the_programs_status(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "from flatshard import checkpoint\n"
+        "from flatshard.state.checkpoint import folder, saving\n"
+        "folder.finish = None\n"
+        "checkpoint.save('one', torch.nn.Linear(1, 1), async_=True)\n"
+        "saving._at_exit()\n"  # as Python calls it
+    )
+    ended = run_script(script, cwd=tmp_path)
+    assert ended.status == 1
+    assert "one was not saved. The last complete one is None." in ended.err
 
 
 def test_other_hosts_files_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

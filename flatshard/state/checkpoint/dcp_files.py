@@ -13,7 +13,6 @@ This module loads torch's package, which is slow: import it where it is needed.
 from __future__ import annotations
 
 import io
-import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +35,7 @@ from flatshard.state.checkpoint.folder import FileRecord, Marker
 
 # Bytes between two beginnings of writing to the disk, and of a piece that is summed up at once.
 _PIECE = 32 << 20
-# Tensors of fewer bytes are left to torch; nothing that it writes around one is as long.
+# Nothing that torch.save writes around a tensor is as long.
 _SMALL = 4096
 
 Advance = Callable[[int], object]
@@ -106,8 +105,6 @@ class Writer(dcp.FileSystemWriter):
                 start, data = stream.tell(), planner.resolve_data(item)
                 if isinstance(data, io.BytesIO):
                     stream.write(data.getbuffer())
-                elif data.nbytes < _SMALL:
-                    torch.save(data.detach().cpu().clone(), stream)  # not its whole storage
                 else:
                     data = data.detach().contiguous().cpu()
                     head, tail = _envelope(tuple(data.shape), data.dtype)
@@ -143,12 +140,18 @@ def _envelope(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]
     # Memory that nobody touches; hence without torch's checksum.
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     outline = _Outline(tensor.nbytes)
+    whole = io.BytesIO()
     computes_crc32 = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save(tensor, outline)
+        torch.save(tensor, whole if tensor.nbytes < _SMALL else outline)
     finally:
         torch.serialization.set_crc32_options(computes_crc32)
+    if tensor.nbytes < _SMALL:
+        whole.seek(0)
+        reader: Any = torch._C.PyTorchFileReader(whole)
+        start = reader.get_record_offset("data/0")
+        return whole.getvalue()[:start], whole.getvalue()[start + tensor.nbytes :]
     head, tail = outline.parts
     return bytes(head), bytes(tail)
 
@@ -177,7 +180,7 @@ def read(folder: Path, found: metadata.Metadata, targets: dict[str, Any], advanc
         planner.set_up_planner(targets, found, False)
         items = sorted(planner.create_local_plan().items, key=place)
         for name, in_file in groupby(items, lambda item: place(item)[0]):
-            with (folder / name).open("rb", buffering=0) as file:
+            with _opened(folder / name) as file:
                 for item in in_file:
                     info = found.storage_data[item.storage_index]
                     file.seek(info.offset)
@@ -207,9 +210,8 @@ def _read(
     """Read a part of a saved box, at which the file is, into ``target``."""
     shape, dtype = box
     start = _run(shape, item.storage_offsets, item.lengths)
-    is_small = math.prod(shape) * dtype.itemsize < _SMALL
-    head = b"" if is_small or start is None else _envelope(shape, dtype)[0]
-    if start is not None and head and _filled(file, bytearray(len(head))) == head:
+    head = b"" if start is None else _envelope(shape, dtype)[0]
+    if start is not None and _filled(file, bytearray(len(head))) == head:
         file.seek(start * dtype.itemsize, os.SEEK_CUR)
         is_there = target.is_cpu and target.is_contiguous() and target.dtype == dtype
         part = target if is_there else torch.empty(item.lengths, dtype=dtype)
@@ -222,6 +224,14 @@ def _read(
             part = part.narrow(dim, offset, item.lengths[dim])
     if part is not target:
         target.copy_(part)
+
+
+def _opened(path: Path) -> io.FileIO:
+    """The file, of which the system reads ahead more than it would unasked."""
+    file = io.FileIO(path)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    return file
 
 
 def _run(box: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
@@ -254,7 +264,7 @@ def _filled(file: io.FileIO, buffer: Any) -> Any:
 def check_sum(folder: Path, marker: Marker, name: str, advance: Advance) -> None:
     """Raise ValueError if a file is not what was written."""
     buffer, found, length = memoryview(bytearray(_PIECE // 8)), 0, 0
-    with (folder / name).open("rb", buffering=0) as file:
+    with _opened(folder / name) as file:
         while count := file.readinto(buffer):
             found, length = zlib.crc32(buffer[:count], found), length + count
             advance(count)

@@ -62,8 +62,8 @@ def read_marker(folder: Path) -> Marker | None:
             raise ValueError(f"expected format {_FORMAT!r}, got {said['format']!r}")
         files = {name: FileRecord(**record) for name, record in said.pop("files").items()}
         return Marker(files=files, **said)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / MARKER} cannot be read: {error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / MARKER} cannot be read: {error!r}") from error
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:

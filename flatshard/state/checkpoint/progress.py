@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import sys
 import time
 from typing import Any
 
@@ -12,16 +13,16 @@ logger = logging.getLogger("flatshard.checkpoint")
 
 
 class Progress:
-    """A bar for what takes seconds, where tqdm is installed; at the end a line in the log."""
+    """In a terminal a bar for what takes seconds, by tqdm; at the end a line in the log."""
 
     def __init__(self, verb: str, total: int, *, is_shown: bool) -> None:
         self._verb, self._is_shown, self._begun = verb, is_shown, time.monotonic()
         self._bar: Any = None
-        if is_shown and importlib.util.find_spec("tqdm") is not None:
+        # Elsewhere tqdm shows none, but makes a semaphore, which a kill would leave behind.
+        if is_shown and sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
             make = importlib.import_module("tqdm").tqdm
-            # disable=None: in a terminal alone.
             options = {"unit": "B", "unit_scale": True, "delay": 2, "leave": False}
-            self._bar = make(desc=verb, total=total, disable=None, **options)
+            self._bar = make(desc=verb, total=total, **options)
 
     def advance(self, num_bytes: int) -> None:
         """Count bytes that this rank has written or read."""

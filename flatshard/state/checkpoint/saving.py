@@ -5,8 +5,11 @@ from __future__ import annotations
 import atexit
 import io
 import logging
+import os
 import shutil
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +29,11 @@ from flatshard.state.checkpoint.folder import Marker
 from flatshard.state.checkpoint.progress import Progress
 
 logger = logging.getLogger("flatshard.checkpoint")
+
+_DESTROYED = (
+    "the process group was destroyed before it was saved. Call wait() on what save() returned "
+    "before destroy_process_group()."
+)
 
 
 @dataclass(frozen=True)
@@ -111,7 +119,6 @@ class PendingSave:
 _pending: PendingSave | None = None
 
 
-@atexit.register
 def wait_for_pending() -> None:
     """Wait for the save that is going on; raises its error if nobody has seen it."""
     global _pending
@@ -120,6 +127,19 @@ def wait_for_pending() -> None:
         if not pending.done():
             logger.info("waiting until %s is saved", pending.path)
         pending.wait()
+
+
+@atexit.register
+def _at_exit() -> None:
+    try:
+        wait_for_pending()
+    except Exception:
+        # Python would print it and end with status 0.
+        traceback.print_exc()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 @dataclass(frozen=True)
@@ -183,14 +203,16 @@ class Save:
             # After a CollectiveError the ranks that are still there may be writing.
             if not isinstance(error, CollectiveError):
                 self._discard()
-            if self.ranks.group is not None and not dist.is_initialized():
-                error.add_note(
-                    "The process group was destroyed while it was saved: call wait() on what "
-                    "save() returned before."
-                )
             last = folders.latest(self.path.parent)
-            error.add_note(f"{self.path} was not saved. The last complete one is {last}.")
+            outcome = f"{self.path} was not saved. The last complete one is {last}."
+            if not self._has_group():
+                raise RuntimeError(f"{self.op_name}: {_DESTROYED} {outcome}") from error
+            error.add_note(outcome)
             raise
+
+    def _has_group(self) -> bool:
+        """Whether ranks are still together; torch's package would save as if each were alone."""
+        return self.ranks.group is None or dist.is_initialized()
 
     def _discard(self) -> None:
         if self.ranks.rank == 0:
@@ -203,6 +225,8 @@ class Save:
         from flatshard.state.checkpoint import dcp_files
 
         ranks, folder = self.ranks, folders.incomplete(self.path)
+        if not self._has_group():
+            raise RuntimeError(f"{self.op_name}: {_DESTROYED}")
         progress = Progress("saving", snapshot.num_bytes(), is_shown=ranks.rank == 0)
         own_file = folders.own_file(ranks.rank), own
         writer = dcp_files.Writer(folder, own_file, progress.advance)
@@ -218,7 +242,9 @@ class Save:
             rank, (error, _) = next(iter(raised.failures.items()))
             raise ranks.told_by(rank, error, self.op_name) from raised
         folders.sync(folder)
-        records = ranks.gather(writer.records, self.op_name)
+        records = ranks.gather(self._has_group() and writer.records, self.op_name)
+        if False in records:
+            raise RuntimeError(f"{self.op_name}: {_DESTROYED}")
 
         def complete() -> None:
             if ranks.rank != 0:
