@@ -170,7 +170,7 @@ def judge(said: Sequence[Said]) -> tuple[str, str]:
     outcomes = {one.outcome: one.what for one in said}
     if "raised" in outcomes:
         raised = outcomes["raised"]
-        return "raises", f"{raised.kind}: {raised.message.splitlines()[0]:.160}"
+        return "raises", f"{raised.kind}: {raised.message.strip().partition(chr(10))[0]:.160}"
     for outcome, verdict in (("died", "crashes"), ("hangs", "hangs")):
         if outcome in outcomes:
             return verdict, ""
