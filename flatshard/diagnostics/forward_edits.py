@@ -12,6 +12,8 @@ momentum encoder may change nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -20,6 +22,9 @@ from flatshard.engine.events import StepObserver
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.tensor.flat_parameter import view_of
+
+# A module, an attribute, the parameter's number, and where it is in the unsharded buffer, in bytes.
+Place = tuple[nn.Module, str, int, int | None]
 
 
 class ForwardEdits(StepObserver):
@@ -32,7 +37,7 @@ class ForwardEdits(StepObserver):
         # Forwards of a unit so far, by whether gradients were enabled.
         self._forwards: dict[tuple[Unit, bool], int] = {}
         # Of a handle's places, those inside of a module.
-        self._places: dict[tuple[FlatParamHandle, nn.Module], list[tuple[nn.Module, str, int]]] = {}
+        self._places: dict[tuple[FlatParamHandle, nn.Module], list[Place]] = {}
 
     def unsharded(self, unit: Unit) -> None:
         kind = unit, torch.is_grad_enabled()
@@ -57,22 +62,29 @@ class ForwardEdits(StepObserver):
 
     def _check_installed(self, handle: FlatParamHandle, outer: nn.Module) -> None:
         """See that the modules in ``outer`` still hold the full parameters."""
-        if (handle, outer) not in self._places:
-            inside = set(outer.modules())
-            self._places[handle, outer] = [one for one in handle.params.places if one[0] in inside]
+        places = self._places.get((handle, outer))
+        if places is None:
+            places = self._places[handle, outer] = list(_places_in(handle, outer))
         full, address = handle.params.full, handle.buffer.data_ptr()
-        itemsize, spans = handle.buffer.element_size(), handle.layout.spans
-        for module, attribute, index in self._places[handle, outer]:
-            if module._parameters.get(attribute) is not full[index]:
+        for module, attribute, index, offset in places:
+            param = full[index]
+            if module._parameters.get(attribute) is not param:
                 raise RuntimeError(
                     f"parameter {handle.params.specs[index].name!r} (unit {handle.unit_name!r}) "
                     "was replaced in forward: the model would go on with the one before. Compute "
                     "with the changed value instead, without assigning it to the module."
                 )
-            span = spans[index]
-            if full[index].data_ptr() != address + span.start * itemsize and span.numel:
-                full[index].data = view_of(handle.buffer, span)
+            if offset is not None and param.data_ptr() != address + offset:
+                param.data = view_of(handle.buffer, handle.layout.spans[index])
                 raise _edited(handle)
+
+
+def _places_in(handle: FlatParamHandle, outer: nn.Module) -> Iterator[Place]:
+    inside, itemsize = set(outer.modules()), handle.buffer.element_size()
+    for module, attribute, index in handle.params.places:
+        if module in inside:
+            span = handle.layout.spans[index]
+            yield module, attribute, index, span.start * itemsize if span.numel else None
 
 
 def _edited(handle: FlatParamHandle) -> RuntimeError:

@@ -54,7 +54,7 @@ class Prefetch:
 
     def before_backward(self, unit: Unit) -> None:
         """Start those of the units whose backward is expected after this one's."""
-        if self._backward not in (None, BackwardPrefetch.BACKWARD_POST):
+        if self._backward is not None and self._backward is not BackwardPrefetch.BACKWARD_POST:
             self._begin(self.order.next_backward(unit.index), "backward")
 
     def after_backward(self, unit: Unit) -> None:

@@ -14,6 +14,10 @@ import torch
 from flatshard.tensor.shard_spec import ShardSpec
 
 
+# What torch's names for ``p.grad`` and the like are: nothing is computed.
+ATTRIBUTES = frozenset({"__get__", "__set__"})
+
+
 def is_counted() -> bool:
     """Whether what autograd saves now goes to torch's non-reentrant checkpoint."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -23,6 +27,6 @@ def is_counted() -> bool:
 def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
     """Raise NeedsFullTensor in a forward: an attempt on the shard would save tensors, and fail."""
     name = func.__name__
-    changes = name in ("__get__", "__set__", "__setitem__") or (name[-1] == "_" != name[-2])
+    changes = name == "__setitem__" or (name[-1] == "_" != name[-2])
     if not changes and spec.in_forward():
         spec.refuse(name)

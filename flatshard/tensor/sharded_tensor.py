@@ -19,7 +19,7 @@ from torch.utils import hooks as torch_hooks
 from flatshard.comm.flat_chunks import as_bytes
 from flatshard.memory.disk import is_on_disk
 from flatshard.tensor.checkpoint_chunks import CheckpointChunks
-from flatshard.tensor.recomputation import is_counted, refuse_counted
+from flatshard.tensor.recomputation import ATTRIBUTES, is_counted, refuse_counted
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 
 # By operation name; called with the operation, its arguments and its keywords. ``elementwise_ops``
@@ -194,7 +194,7 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         try:
-            if torch.is_grad_enabled() and is_counted():
+            if func.__name__ not in ATTRIBUTES and torch.is_grad_enabled() and is_counted():
                 refuse_counted(func, first_sharded(args, kwargs).spec)
             if func in ABOVE_AUTOGRAD and torch.is_grad_enabled():
                 result = ABOVE_AUTOGRAD[func](*args, **kwargs)
