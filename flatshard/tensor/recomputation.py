@@ -13,7 +13,6 @@ import torch
 
 from flatshard.tensor.shard_spec import ShardSpec
 
-
 # What torch's names for ``p.grad`` and the like are: nothing is computed.
 ATTRIBUTES = frozenset({"__get__", "__set__"})
 
