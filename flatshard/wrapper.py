@@ -754,7 +754,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
         Its columns: the unit's name and class, elements of its parameters and of padding, its flat
         parameters (dtype, and whether frozen), bytes of its unsharded parameters on every rank,
-        strategy, number of ranks that share it, transport, and why it is a unit.
+        strategy, number of ranks that share it, transport, and why it is a unit. Below it a line
+        for each optimizer that has stepped full parameters: how, and in how many bytes more.
         """
         return self._sharding.report()
 

@@ -17,6 +17,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.unit import Unit
 from flatshard.module.settings import Settings, read_strategy
+from flatshard.optimizer import whole_step
 from flatshard.options.strategy import ShardingStrategy
 from flatshard.plan.ignored import Ignored
 from flatshard.plan.module_proxy import ModuleProxy
@@ -131,7 +132,8 @@ class Sharding:
         # One row per unit: of wrappers that share a unit, the first counts.
         first = {one.unit: one for one in reversed(inside)}
         rest = "what is left" if len(inside) > 1 else "the whole model"
-        return describe([first[unit].unit_row(rest) for unit in units_in(self.wrapper)])
+        table = describe([first[unit].unit_row(rest) for unit in units_in(self.wrapper)])
+        return "\n".join([table, *whole_step.reports(self.wrapper.parameters())])
 
     def unit_row(self, rest: str) -> UnitRow:
         unit, topology = self.unit, self.settings.topology

@@ -66,6 +66,17 @@ def step_for(optimizer: torch.optim.Optimizer, manner: Manner) -> WholeStep:
     return step
 
 
+def reports(params: Iterable[nn.Parameter]) -> list[str]:
+    """A line for each optimizer of some of the parameters that has stepped them whole."""
+    ids = {id(param) for param in params}
+    return [
+        f"{type(optimizer).__name__} steps {step.manner.value}: at most {step.extra_bytes():,} "
+        "bytes beside this rank's shards, gradients and state"
+        for optimizer, step in _steps.items()
+        if any(id(param) in ids for param in step.owned)
+    ]
+
+
 def _params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
@@ -161,6 +172,16 @@ class WholeStep:
             mine is theirs and mine.spec is self.owned[theirs].spec
             for mine, theirs in zip(self._params, params, strict=True)
         )
+
+    def extra_bytes(self) -> int:
+        """Of full tensors, and of what is on its way, at the peak of a step on this rank."""
+        values = sum(p.local.element_size() * p.numel() for p, w in self.owned.items() if w.is_here)
+        # Of a part the gradients, or both while they come: sent, received and put together.
+        part = 2 * values
+        if self.manner is Manner.IN_PARTS:
+            largest = max((Owned(*pair).nbytes for pair in self.owned.items()), default=0)
+            part = min(part, PART_BYTES + largest)
+        return values + 4 * part
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
