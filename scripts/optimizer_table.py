@@ -6,7 +6,8 @@
 Each takes five steps on gloo ranks, in processes of its own. All ranks have the same rows, so that
 the averaged gradients are, bit for bit, those of the unwrapped model: what differs is the
 optimizer's. A cell is *right*, *raises*, *wrong* (other numbers, and no error), *crashes* or
-*hangs*. Optimizers whose package is not installed (`pip install ".[optimizers]"`) are left out.
+*hangs*. Optimizers whose package is not installed are left out: the page was made with
+`pip install ".[models,optimizers]" bitsandbytes torchao`.
 """
 
 import argparse

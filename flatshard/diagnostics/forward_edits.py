@@ -23,7 +23,8 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.tensor.flat_parameter import view_of
 
-# A module, an attribute, the parameter's number, and where it is in the unsharded buffer, in bytes.
+# A module, an attribute, the parameter's number, and at which element of the unsharded buffer it
+# begins; None if it is empty.
 Place = tuple[nn.Module, str, int, int | None]
 
 
@@ -66,7 +67,8 @@ class ForwardEdits(StepObserver):
         if places is None:
             places = self._places[handle, outer] = list(_places_in(handle, outer))
         full, address = handle.params.full, handle.buffer.data_ptr()
-        for module, attribute, index, offset in places:
+        itemsize = handle.buffer.element_size()
+        for module, attribute, index, start in places:
             param = full[index]
             if module._parameters.get(attribute) is not param:
                 raise RuntimeError(
@@ -74,17 +76,17 @@ class ForwardEdits(StepObserver):
                     "was replaced in forward: the model would go on with the one before. Compute "
                     "with the changed value instead, without assigning it to the module."
                 )
-            if offset is not None and param.data_ptr() != address + offset:
+            if start is not None and param.data_ptr() != address + start * itemsize:
                 param.data = view_of(handle.buffer, handle.layout.spans[index])
                 raise _edited(handle)
 
 
 def _places_in(handle: FlatParamHandle, outer: nn.Module) -> Iterator[Place]:
-    inside, itemsize = set(outer.modules()), handle.buffer.element_size()
+    inside = set(outer.modules())
     for module, attribute, index in handle.params.places:
         if module in inside:
             span = handle.layout.spans[index]
-            yield module, attribute, index, span.start * itemsize if span.numel else None
+            yield module, attribute, index, span.start if span.numel else None
 
 
 def _edited(handle: FlatParamHandle) -> RuntimeError:

@@ -16,7 +16,6 @@ SAMPLE = {
     ("pytorch-optimizer", "SOAP"): "owners",
     ("pytorch-optimizer", "Lamb"): "sharded tensors",
     ("schedulefree", "AdamWScheduleFree"): "sharded tensors",
-    ("bitsandbytes", "AdamW8bit"): "owners",
 }
 
 
