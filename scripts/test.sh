@@ -19,8 +19,9 @@ unset PYTHONDONTWRITEBYTECODE
 "$python" -m mypy &
 types=$!
 failed=0
-# A file more at a time than cores, since ranks wait now and then; the longest files begin first.
-workers=$(($(nproc) < 8 ? $(nproc) + 1 : 8))
+# Two files more at a time than cores, since ranks wait for one another; the longest files begin
+# first.
+workers=$(($(nproc) < 8 ? $(nproc) + 2 : 8))
 "$python" -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder "$@" || failed=$?
 wait "$types"
 exit "$failed"
