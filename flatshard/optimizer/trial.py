@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,12 +33,6 @@ class Manner(enum.Enum):
     ON_EVERY_RANK = "all full parameters on every rank"
 
 
-KNOWN = {
-    inspect.unwrap(torch.optim.Adafactor.step): Manner.IN_PARTS,
-    inspect.unwrap(torch.optim.LBFGS.step): Manner.ON_EVERY_RANK,
-    inspect.unwrap(torch.optim.Muon.step): Manner.IN_PARTS,
-}
-
 # Longest dimension of a parameter in a trial, and factors of its gradients: some norms are large
 # enough to be clipped, and some are not.
 _LONGEST = 6
@@ -52,9 +45,6 @@ def manner_of(optimizer: torch.optim.Optimizer) -> Manner:
 
     Collective: the ranks of its sharded parameters, which try the same operations.
     """
-    known = KNOWN.get(inspect.unwrap(type(optimizer).step))
-    if known is not None:
-        return known
     with _undisturbed():
         if _works_on_shards(optimizer):
             return Manner.ON_SHARDS

@@ -50,7 +50,11 @@ def manner_for(optimizer: torch.optim.Optimizer) -> Manner:
     with_grads = {id(param) for param in _sharded(optimizer) if param.grad is not None}
     manner, tried = _manners.get(optimizer, (Manner.ON_SHARDS, set()))
     if manner is Manner.ON_SHARDS and not with_grads <= tried:
-        # For other parameters it may do something else.
+        # For other parameters it may do something else. All ranks try the same.
+        some = [param for param in _sharded(optimizer) if param.grad is not None]
+        facts = {f"parameter {param.spec.name!r}": "with a gradient" for param in some}
+        comms = dict.fromkeys(param.spec.comm for param in _sharded(optimizer))
+        agreed(lambda: (True, facts), comms, _OP, _REMEDY)
         manner = manner_of(optimizer)
         if with_grads:
             _logger.info("%s steps %s", type(optimizer).__name__, manner.value)
