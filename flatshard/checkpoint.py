@@ -59,8 +59,7 @@ def save(
     Collective: all ranks that train ``model``, between steps. The hosts share the file system.
 
     Args:
-        path: the checkpoint's folder, such as ``"runs/step-00001000"``. One of that name is
-            replaced once the new one is complete.
+        path: the checkpoint's folder, such as ``"runs/step-00001000"``. A name is used once.
         model: a wrapper, a module that contains some, or an unwrapped model (under
             DistributedDataParallel, or the same on all ranks).
         optimizer: an optimizer over its parameters.
@@ -79,7 +78,8 @@ def save(
         save or load, else at the end of the program.
 
     Raises:
-        OSError: on all ranks: no space left, no permission. No checkpoint has changed.
+        OSError: on all ranks: no space left, no permission, ``path`` exists (FileExistsError). No
+            checkpoint has changed.
         TypeError: on all ranks: ``extra`` holds what loads only by running code.
         ValueError: on all ranks: ranks pass different arguments.
         NotImplementedError: on all ranks: a unit trains on some of the ranks alone.
