@@ -14,7 +14,6 @@ import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -37,7 +36,7 @@ from flatshard.optimizer.buckets import (
 from flatshard.optimizer.consumed_grad import drop_consumed
 from flatshard.optimizer.local_state_guard import check_state
 from flatshard.optimizer.offload import StepPart
-from flatshard.optimizer.trial import Manner, inert
+from flatshard.optimizer.trial import Manner, all_params, inert
 from flatshard.optimizer.whole_step import Closure, EveryRank, manner_for, step_for
 from flatshard.precision.casts import check_dtype
 from flatshard.tensor.flat_parameter import FlatParameter
@@ -93,11 +92,6 @@ def restore_all() -> None:
     """Undo exchanges where ``step()`` raised, so that its post hook never ran."""
     for optimizer in list(_swapped):
         _swap_out(optimizer)
-
-
-def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """Those of all groups, in their order."""
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def _before_step(
@@ -202,6 +196,8 @@ def _step_whole(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Let an optimizer that is not known to be element-wise see what it needs to see."""
+    if is_elementwise(optimizer):  # declared meanwhile
+        return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     loss, again = None, closure
     _check_in_true_shape(optimizer)

@@ -48,7 +48,9 @@ def manner_of(optimizer: torch.optim.Optimizer) -> Manner:
     with _undisturbed():
         if _works_on_shards(optimizer):
             return Manner.ON_SHARDS
-        return _manner_with_full(optimizer)
+        # That shows averaged weights, from state which one rank must not have alone.
+        shows_averages = callable(getattr(optimizer, "eval", None))
+        return Manner.ON_EVERY_RANK if shows_averages else _manner_with_full(optimizer)
 
 
 @contextmanager
@@ -77,8 +79,7 @@ def twin_of(optimizer: torch.optim.Optimizer, groups: Sequence[Params]) -> torch
         memo.update({id(old): new for old, new in zip(group["params"], params, strict=False)})
         memo[id(group["params"])] = list(params)
     # Those for which there is nothing in their place.
-    rest = chain.from_iterable(group["params"] for group in own)
-    memo.update({id(old): old for old in rest if id(old) not in memo})
+    memo.update({id(old): old for old in all_params(optimizer) if id(old) not in memo})
     twin_groups = copy.deepcopy(own, memo)
     for group, params in zip(twin_groups, groups, strict=True):
         group["params"][:] = params
@@ -110,7 +111,7 @@ def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
     groups = [[_copied(param) for param in group["params"]] for group in optimizer.param_groups]
     try:
         twin = twin_of(optimizer, groups)
-        for old, new in zip(_params(optimizer), _params(twin), strict=True):
+        for old, new in zip(all_params(optimizer), all_params(twin), strict=True):
             if old in optimizer.state:
                 twin.state[new] = copy.deepcopy(optimizer.state[old])
         step_of(twin)(twin)
@@ -120,7 +121,7 @@ def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
     # multiply it by later (factors), was not made of all of them.
     return all(
         _is_sharded_or_number(value)
-        for param in _params(twin)
+        for param in all_params(twin)
         if isinstance(param, FlatShardTensor)
         for value in pytree.tree_leaves(twin.state.get(param, {}))
     )
@@ -222,13 +223,14 @@ class _Trial:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self._twin.param_groups]
         hidden = {"state", "param_groups", "defaults"}
         rest = {k: v for k, v in self._twin.__dict__.items() if k not in hidden}
-        known = {k: v for k, v in rest.items() if isinstance(v, int | float | Tensor)}
-        return repr((groups, known))
+        leaves = (one for one in pytree.tree_leaves(rest) if not isinstance(one, nn.Parameter))
+        return repr((groups, [one for one in leaves if isinstance(one, int | float | Tensor)]))
 
     def agrees_with(self, other: _Trial) -> bool:
         """Whether what ``other`` has is, bit for bit, what this one has of it."""
         return all(torch.equal(self.params[key], param) for key, param in other.params.items())
 
 
-def _params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Those of all groups, in their order."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)

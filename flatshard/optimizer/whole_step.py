@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed, raise_everywhere
 from flatshard.optimizer.buckets import ONE_PER_PARAMETER
-from flatshard.optimizer.trial import Manner, manner_of, step_of
+from flatshard.optimizer.trial import Manner, all_params, manner_of, step_of
 from flatshard.optimizer.whole_tensors import Held, Piece, Whole, collect, spread
 from flatshard.plan.owners import choose_owners
 from flatshard.precision.casts import set_grad
@@ -81,16 +81,12 @@ def reports(params: Iterable[nn.Parameter]) -> list[str]:
     ]
 
 
-def _params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
-
-
 def _sharded(optimizer: torch.optim.Optimizer) -> list[FlatShardTensor]:
-    return [param for param in _params(optimizer) if isinstance(param, FlatShardTensor)]
+    return [param for param in all_params(optimizer) if isinstance(param, FlatShardTensor)]
 
 
 def _others(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [param for param in _params(optimizer) if not isinstance(param, FlatShardTensor)]
+    return [param for param in all_params(optimizer) if not isinstance(param, FlatShardTensor)]
 
 
 class Shown:
@@ -218,8 +214,17 @@ class WholeStep:
                 with Shown(optimizer, shown, others if number == 0 else None) as groups:
                     if self.manner is Manner.IN_PARTS:  # some optimizers take no empty group
                         optimizer.param_groups = [group for group in groups if group["params"]]
+                    before = repr([_options(group) for group in groups])
                     if optimizer.param_groups:
                         step_of(optimizer)(optimizer, *arguments)
+                    if (
+                        self.manner is Manner.IN_PARTS
+                        and repr(list(map(_options, groups))) != before
+                    ):
+                        raise NotImplementedError(
+                            f"{type(optimizer).__name__}.step() has begun to change its parameter "
+                            "groups, and would do so once for each part of the parameters."
+                        )
                 for param, full in shown.items():
                     check_data(f"{_OP}: parameter {param.spec.name!r}", param, full.data)
                     done[param] = full.detach()
@@ -377,7 +382,7 @@ def with_owners(
 ) -> dict[str, Any]:
     """A state dict of the optimizer with ``shared`` state in the place of what this rank has."""
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    key_of = {id(param): key for key, param in zip(keys, _params(optimizer), strict=False)}
+    key_of = {id(param): key for key, param in zip(keys, all_params(optimizer), strict=False)}
     theirs = {key_of[id(param)]: state for param, state in shared.items() if id(param) in key_of}
     state = {key: value for key, value in {**state_dict["state"], **theirs}.items() if value != {}}
     return {**state_dict, "state": state}
@@ -445,6 +450,10 @@ class EveryRank:
     def undo(self) -> None:
         """Put the sharded parameters back."""
         self._shown.__exit__()
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _sharded_state(state: dict[str, Any] | None) -> dict[str, FlatShardTensor]:

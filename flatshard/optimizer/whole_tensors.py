@@ -141,9 +141,13 @@ def _send(
     routes = [route for route in routes if route.range.numel]
     if not routes:
         return lambda: None
-    ranks, me = range(comm.size), comm.rank
-    sent = [[as_bytes(source_of(r)) for r in routes if (r.source, r.to) == (me, k)] for k in ranks]
-    places = [[place_of(r) for r in routes if (r.source, r.to) == (k, me)] for k in ranks]
+    sent: list[list[Tensor]] = [[] for _ in range(comm.size)]
+    places: list[list[Tensor]] = [[] for _ in range(comm.size)]
+    for route in routes:
+        if route.source == comm.rank:
+            sent[route.to].append(as_bytes(source_of(route)))
+        elif route.to == comm.rank:
+            places[route.source].append(place_of(route))
     lengths = [[one.nbytes for one in some] for some in places]
     work, came = exchange(
         comm,

@@ -336,6 +336,34 @@ def _other_gradients(rank: int, world_size: int) -> None:
         optimizer.step()
 
 
+class Decaying(RowNorms):
+    """Changes its learning rate, by counts of its parameters, from the fifth step on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step.__wrapped__(self)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["step"] = self.state[param].get("step", 0) + 1
+                if self.state[param]["step"] == 5:
+                    group["lr"] /= 2
+
+
+def test_groups_that_change_later_raise() -> None:
+    run_ranks(_decays, 2)
+
+
+def _decays(rank: int, world_size: int) -> None:
+    run, _ = pair(rank, world_size, "full", "mlp")
+    optimizer = Decaying(run.model.parameters())
+    _train(run, [optimizer], range(4))
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    with pytest.raises(NotImplementedError, match=r"Decaying.step\(\) has begun to change its"):
+        _train(run, [optimizer], range(4, 5))
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
 class Keeping(RowNorms):
     """Keeps its parameters in a list of its own."""
 
@@ -421,4 +449,42 @@ def _grow(rank: int, world_size: int) -> None:
         _train(run, [optimizer], range(1))
         optimizer.add_param_group({"params": others, "lr": 0.02})
         _train(run, [optimizer], range(1, 3))
+    assert_same_model(*runs)
+
+
+class Averaging(RowNorms):
+    """Shows averaged weights between ``eval()`` and ``train()``; counts steps in a list."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.numbers = [0]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.numbers[0] += 1
+        super().step.__wrapped__(self)
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            if param.grad is not None:
+                state = self.state[param]
+                state.setdefault("mean", torch.zeros_like(param)).lerp_(param, 1 / self.numbers[0])
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            if "mean" in self.state[param]:
+                param.lerp_(self.state[param]["mean"], 0.5)
+
+
+def test_averaged_weights_are_shown_on_all_ranks() -> None:
+    for world_size in (2, 3):
+        run_ranks(_averaged, world_size)
+
+
+def _averaged(rank: int, world_size: int) -> None:
+    runs = pair(rank, world_size, "full", "mlp")
+    for run in runs:
+        optimizer = Averaging(run.model.parameters())
+        _train(run, [optimizer], range(3))
+        optimizer.eval()
+        assert optimizer.numbers == [3]
     assert_same_model(*runs)
