@@ -112,8 +112,8 @@ def _torchvision() -> dict[str, Model]:
         if "resnet50" in name:
             own |= {"min_size": 96, "max_size": 128}  # to which it resizes
         made = functools.partial(make, name, num_classes=4, **own)
-        # The losses of these two are large at first, and would soon be NaN.
-        learning_rate = 1e-5 if name.startswith(("keypoint", "mask")) else 1e-2
+        # The losses of these are large at first, and would soon be NaN.
+        learning_rate = 1e-5 if name.startswith(("keypoint", "mask", "ssd300")) else 1e-2
         found[name] = Model(made, functools.partial(_boxes, name), learning_rate)
     return {f"torchvision/{name}": model for name, model in found.items()}
 
