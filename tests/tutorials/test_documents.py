@@ -478,6 +478,16 @@ def test_links_lead_somewhere() -> None:
                 assert anchor in anchors, f"{path.name}: {target}"
 
 
+def test_site(tmp_path: Path) -> None:
+    """It builds, and no link of it leads nowhere."""
+    build = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        build, cwd=ROOT, env=_environment(NO_MKDOCS_2_WARNING="1"), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.rglob("*.html"))) > 25
+
+
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
 def test_paths_exist(page: str) -> None:
     """Every path of this repository that a page names, in backquotes or in a block."""
