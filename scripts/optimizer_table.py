@@ -225,7 +225,7 @@ def markdown(cells: dict[tuple[str, str], dict[str, tuple[str, str]]], about: st
 def by_strategy(names: Sequence[tuple[str, str]], seconds: float) -> str:
     """A table of how many are right with flatshard, by strategy and number of ranks."""
     rows: dict[str, list[str]] = {strategy: [] for strategy in STRATEGIES}
-    others: list[str] = []
+    others: dict[str, list[str]] = {}
     for world in WORLDS:
         with Ranks(world, preload=("conformance_idioms",)) as ranks:
             for strategy in STRATEGIES:
@@ -236,7 +236,8 @@ def by_strategy(names: Sequence[tuple[str, str]], seconds: float) -> str:
                     verdict, why = judge(ranks.run(train, world, *arguments, seconds=seconds))
                     verdicts.append(verdict)
                     if not verdict.startswith("right"):
-                        others.append(f"- `{name}` of {package}, {strategy}, {world}: {why}")
+                        what = f"`{name}` ({package}) on {world} ranks: {why}"
+                        others.setdefault(what, []).append(strategy)
                 right = sum(verdict.startswith("right") for verdict in verdicts)
                 rows[strategy].append(f"{right} ({verdicts.count('right, to the bit')})")
                 print(f"{world} {strategy}: {rows[strategy][-1]} of {len(names)}", file=sys.stderr)
@@ -249,7 +250,8 @@ def by_strategy(names: Sequence[tuple[str, str]], seconds: float) -> str:
     lines.append("|---" * (len(WORLDS) + 1) + "|")
     lines += [f"| {strategy} | {' | '.join(cells)} |" for strategy, cells in rows.items()]
     text = [STRATEGIES_MARK, "", about, "", *lines, ""]
-    return "\n".join([*text, *(["The others:", "", *others, ""] if others else [])])
+    notes = [f"- {what}, with {', '.join(some)}" for what, some in others.items()]
+    return "\n".join([*text, *(["The others:", "", *notes, ""] if notes else [])])
 
 
 def write(page: Path, text: str) -> None:
