@@ -1,0 +1,1 @@
+"""Frameworks that train with flatshard; each module imports its own framework."""

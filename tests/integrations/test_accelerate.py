@@ -1,0 +1,219 @@
+"""Accelerate's programs, with flatshard's Accelerator in the place of its own."""
+
+import functools
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from flatshard import ShardedWrapper
+from flatshard.checkpoint import full_optim_state_dict
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import naming, run_ranks
+
+pytest.importorskip("accelerate")
+LINEARS = ModuleWrapPolicy({nn.Linear})
+SHARDING = {"auto_wrap_policy": LINEARS, "coalesce_bytes": 0}
+
+
+@contextmanager
+def accelerators(rank: int, world_size: int) -> Iterator[tuple[Any, Any]]:
+    """Makers of accelerate's Accelerator and of flatshard's; each call begins a new program."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 29500}
+    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The `?tqdm|.*pin_memory")
+        import accelerate
+        from accelerate.state import AcceleratorState, GradientState
+
+        from flatshard.integrations.accelerate import Accelerator
+
+        def make(kind: Any, **keywords: Any) -> Any:
+            AcceleratorState._reset_state()
+            GradientState._reset_state()
+            return kind(cpu=True, **keywords)
+
+        yield (
+            functools.partial(make, accelerate.Accelerator),
+            functools.partial(make, Accelerator, sharding=SHARDING),
+        )
+
+
+class Training:
+    """A program: made anew by each accelerator, always of the same numbers."""
+
+    def __init__(self, accelerator: Any) -> None:
+        torch.manual_seed(0)
+        self.accelerator = accelerator
+        layers = [nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 3)]
+        plain = nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+        data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randn(48, 3))
+        loader = torch.utils.data.DataLoader(data, batch_size=2)
+        self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
+            plain, optimizer, loader, scheduler
+        )
+        self.batches = iter(self.loader)
+        self.losses: list[float] = []
+
+    def steps(self, number: int) -> None:
+        accelerator = self.accelerator
+        for _ in range(number):
+            inputs, targets = next(self.batches)
+            with accelerator.accumulate(self.model):
+                loss = nn.functional.mse_loss(self.model(inputs), targets)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(self.model.parameters(), 0.1)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+
+    def weights(self) -> dict[str, Tensor]:
+        if isinstance(self.model, ShardedWrapper):
+            return dict(self.model.state_dict())
+        return dict(self.accelerator.unwrap_model(self.model).state_dict())
+
+
+def test_as_with_ddp(tmp_path: Path) -> None:
+    run_ranks(_as_with_ddp, 2, str(tmp_path), fresh=True)
+
+
+def _as_with_ddp(rank: int, world_size: int, folder: str) -> None:
+    with accelerators(rank, world_size) as (theirs, ours):
+        for keywords in (
+            {"gradient_accumulation_steps": 2},
+            {"mixed_precision": "bf16"},
+        ):
+            with naming(keywords):
+                runs = [Training(make(**keywords)) for make in (theirs, ours)]
+                for run in runs:
+                    run.steps(6)
+                plain, sharded = runs
+                assert isinstance(sharded.model, ShardedWrapper)
+                bound = 1e-6 if "mixed_precision" not in keywords else 2e-2
+                assert_close(sharded.losses, plain.losses, rtol=bound, atol=bound)
+                assert_close(sharded.weights(), plain.weights(), rtol=bound, atol=bound)
+        _kept_by_the_user(ours)
+        _sync_in_backward(theirs, ours)
+        _values_and_names(ours, rank, folder)
+
+
+def _kept_by_the_user(ours: Any) -> None:
+    """A model that is wrapped already is not wrapped again."""
+    accelerator = ours()
+    model = ShardedWrapper(nn.Linear(4, 4), auto_wrap_policy=None)
+    assert accelerator.prepare(model) is model
+    assert accelerator.prepare(model) is model
+    assert accelerator.unwrap_model(model) is model.module
+    replica = accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True)
+    assert type(replica) is nn.Linear
+
+
+def _sync_in_backward(theirs: Any, ours: Any) -> None:
+    grads = []
+    for make in (theirs, ours):
+        run = Training(make())
+        (first, _), (second, _) = next(run.batches), next(run.batches)
+        with run.accelerator.no_sync(run.model):
+            losses = [run.model(one).square().mean() for one in (first, second)]
+        run.accelerator.backward(losses[0])
+        with run.accelerator.trigger_sync_in_backward(run.model):
+            run.accelerator.backward(losses[1])
+        run.accelerator.clip_grad_value_(run.model.parameters(), 0.02)
+        grads.append(
+            [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in run.model.parameters()]
+        )
+    assert_close(*grads)
+
+
+def _values_and_names(ours: Any, rank: int, folder: str) -> None:
+    run = Training(ours())
+    run.steps(1)
+    expected = run.weights()
+    state = run.accelerator.get_state_dict(run.model)
+    assert_close(state, expected if rank == 0 else {})
+    run.accelerator.save_model(run.model, f"{folder}/model")
+    from safetensors.torch import load_file
+
+    assert_close(load_file(f"{folder}/model/model.safetensors"), expected)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 2), (2, 1), (1, 2), (2, 3)])
+def test_resumes(saved: int, loaded: int, tmp_path: Path) -> None:
+    run_ranks(_saves, saved, str(tmp_path), fresh=True)
+    run_ranks(_loads, loaded, str(tmp_path), fresh=True)
+
+
+def _saves(rank: int, world_size: int, folder: str) -> None:
+    from accelerate.utils import ProjectConfiguration
+
+    with accelerators(rank, world_size) as (_, ours):
+        names = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=1)
+        run = Training(ours(project_config=names))
+        counter = torch.optim.lr_scheduler.StepLR(run.optimizer.optimizer, 3)
+        run.accelerator.register_for_checkpointing(counter)
+        for _ in range(2):
+            run.steps(2)
+            run.accelerator.save_state()
+        expected = {"weights": run.weights(), "lr": run.scheduler.get_last_lr()}
+        expected["state"] = _state(run)
+        if rank == 0:
+            torch.save(expected, f"{folder}/expected.pt")
+        assert os.listdir(f"{folder}/checkpoints") == ["checkpoint_1"]
+
+
+def _state(run: Training) -> dict[str, Any]:
+    """The optimizer's, on rank 0."""
+    return full_optim_state_dict(run.model, run.optimizer.optimizer).get("state", {})
+
+
+def _loads(rank: int, world_size: int, folder: str) -> None:
+    from accelerate.utils import ProjectConfiguration
+
+    with accelerators(rank, world_size) as (_, ours):
+        names = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+        run = Training(ours(project_config=names))
+        run.accelerator.register_for_checkpointing(
+            torch.optim.lr_scheduler.StepLR(run.optimizer.optimizer, 3)
+        )
+        run.accelerator.load_state()
+        expected = torch.load(f"{folder}/expected.pt")
+        assert_close(run.weights(), expected["weights"], rtol=0, atol=0)
+        assert run.scheduler.get_last_lr() == expected["lr"]
+        assert_close(_state(run), expected["state"] if rank == 0 else {}, rtol=0, atol=0)
+        run.steps(1)
+
+
+def test_refuses() -> None:
+    run_ranks(_refuses, 2, fresh=True)
+
+
+def _refuses(rank: int, world_size: int) -> None:
+    with accelerators(rank, world_size) as (_, ours):
+        from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+
+        with pytest.raises(ValueError, match="Leave out fsdp_plugin, or use_fsdp in the config"):
+            ours(fsdp_plugin=FullyShardedDataParallelPlugin())
+        with pytest.raises(ValueError, match=r"compile blocks before prepare\(\): block.compile"):
+            ours(dynamo_backend="eager")
+        unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+        with warnings.catch_warnings(record=True) as said:
+            model = ours(kwargs_handlers=[unused]).prepare(nn.Sequential(nn.Linear(2, 2)))
+        assert rank > 0 or "unused parameters are always found" in str(said[0].message)
+        assert isinstance(model, ShardedWrapper)
+        accelerator = ours()
+        accelerator.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+        with pytest.raises(ValueError, match="an optimizer has no parameters of a prepared model"):
+            accelerator.save_state("somewhere")
+        dist.barrier()
