@@ -60,12 +60,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     f"do so, too. Leave out {argument}, or {setting} in the config file."
                 )
         super().__init__(*args, **kwargs)
-        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+        self.adopt(self, sharding)
+
+    @classmethod
+    def adopt(
+        cls, accelerator: accelerate.Accelerator, sharding: Mapping[str, Any] | None = None
+    ) -> None:
+        """Make one of these of an accelerator that a framework has made, before it prepares."""
+        if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
                 "Accelerator: dynamo_backend or dynamo_plugin would compile the wrapper. Leave it "
                 "out, and compile blocks before prepare(): block.compile()."
             )
-        self.sharding = {"auto_wrap_policy": "auto", **(sharding or {})}
+        accelerator.__class__ = cls
+        accelerator.sharding = {"auto_wrap_policy": "auto", **(sharding or {})}
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

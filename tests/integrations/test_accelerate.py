@@ -209,6 +209,7 @@ def _refuses(rank: int, world_size: int) -> None:
             ours(dynamo_backend="eager")
         unused = DistributedDataParallelKwargs(find_unused_parameters=True)
         with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             model = ours(kwargs_handlers=[unused]).prepare(nn.Sequential(nn.Linear(2, 2)))
         assert rank > 0 or "unused parameters are always found" in str(said[0].message)
         assert isinstance(model, ShardedWrapper)
