@@ -83,6 +83,9 @@ class ShardedTrainerMixin:
                 )
         Accelerator.adopt(self.accelerator, self._sharding)
 
+    def _move_model_to_device(self: Any, model: nn.Module, device: Any) -> None:
+        pass  # only shards go there, when the model is prepared
+
     @property
     def _is_sharded(self: Any) -> bool:
         return bool(sharded_modules(self.model_wrapped))
