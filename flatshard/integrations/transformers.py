@@ -73,7 +73,7 @@ class ShardedTrainerMixin:
         self._sharding = dict(sharding or {})
         super().__init__(*args, **kwargs)
 
-    def create_accelerator_and_postprocess(self: Any) -> None:  # noqa: D102
+    def create_accelerator_and_postprocess(self: Any) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         for setting in ("fsdp", "deepspeed", "torch_compile"):
             if getattr(self.args, setting, None):
@@ -129,7 +129,7 @@ class ShardedTrainerMixin:
         if scheduler.exists():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
-    def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+    def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self, "_gen_kwargs"):
             # A rank whose texts have ended runs forwards for the others.
             self._gen_kwargs.setdefault("synced_gpus", self._is_sharded)

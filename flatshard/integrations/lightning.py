@@ -1,0 +1,292 @@
+"""``strategy="flatshard"`` for Lightning's Trainer and Fabric, which importing this registers.
+
+import flatshard.integrations.lightning
+
+trainer = Trainer(strategy="flatshard", devices=2)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import ddp as fabric_ddp
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.optim import Optimizer
+
+from flatshard import checkpoint as files
+from flatshard.wrapper import ShardedWrapper, sharded_modules
+
+_FOLDER, _REST = "flatshard", "lightning.ckpt"
+_TYPES = ("full", "sharded")
+
+# The wrapper around a module that was trained: it is trained on, or evaluated, in the same.
+_WRAPPER = "_flatshard_wrapper"
+
+
+class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
+    """Shards the LightningModule, in training and in evaluation.
+
+    Checkpoints are *full*, in the one file that ``strategy="ddp"`` would write, so that either
+    strategy loads the other's; rank 0 has the whole model in host memory for it. Or they are
+    *sharded*: folders, into which each rank writes its own part by ``flatshard.checkpoint``. Both
+    load on any number of ranks.
+
+    Args:
+        state_dict_type: ``"full"`` or ``"sharded"``, of the checkpoints that it writes.
+        keywords: DDPStrategy's (``process_group_backend``, ``timeout``, ``start_method``); all
+            others are ``ShardedWrapper``'s. ``auto_wrap_policy`` is ``"auto"`` by default.
+
+    Raises:
+        ValueError: another ``state_dict_type``; on all ranks, when fitting begins: a callback that
+            averages weights (it would copy the model before it is sharded).
+    """
+
+    strategy_name = "flatshard"
+    model: Any
+    lightning_module: Any
+
+    def __init__(self, *, state_dict_type: str = "full", **keywords: Any) -> None:
+        super().__init__(**keywords)
+        if state_dict_type not in _TYPES:
+            raise ValueError(f"state_dict_type: expected one of {_TYPES}, got {state_dict_type!r}")
+        self._state_dict_type = state_dict_type
+
+    def setup(self, trainer: Any) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise ValueError(
+                    f"strategy='flatshard': {type(callback).__name__} averages full parameters. "
+                    "Average in the module: torch.optim.swa_utils.AveragedModel(self.trainer.model)"
+                )
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        self.configure_ddp()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def configure_ddp(self) -> None:
+        known = self.model.__dict__  # no submodule of it
+        if _WRAPPER not in known:
+            known[_WRAPPER] = _sharded(self.model, self.root_device, self._ddp_kwargs)
+        self.model = known[_WRAPPER]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.lightning_module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            # It calls backward itself, which must not be inside of the wrapper's forward.
+            return self.lightning_module.training_step(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients without reducing them."""
+        with self.model.no_sync():
+            yield
+
+    def pre_backward(self, closure_loss: Any) -> None:
+        pass
+
+    def teardown(self) -> None:
+        # Not to the CPU: only shards are on the device.
+        self.model = self.lightning_module
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # ------------------------------------------------------------ checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The full state dict on rank 0, empty elsewhere and for sharded ones. Collective."""
+        is_wrapped = isinstance(self.model, ShardedWrapper)
+        if self._state_dict_type == "sharded" or not is_wrapped:
+            return {} if is_wrapped else super().lightning_module_state_dict()
+        return files.full_state_dict(self.model)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As of an unwrapped model on rank 0, empty elsewhere and for sharded ones. Collective."""
+        if self._state_dict_type == "sharded":
+            return {}
+        plain = getattr(optimizer, "_optimizer", optimizer)
+        return _by_position(files.full_optim_state_dict(self.model, plain))
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write a file on rank 0, or a folder on all ranks. Collective."""
+        if self._state_dict_type == "full":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        folder = Path(self.broadcast(str(filepath)))
+        if self.is_global_zero and folder.exists():  # "last", say, is written again and again
+            shutil.rmtree(folder)
+        self.barrier()
+        for number, optimizer in enumerate(self.optimizers or [None]):
+            files.save(folder / f"{_FOLDER}_{number}", self.model, optimizer)
+        if self.is_global_zero:
+            torch.save(checkpoint, folder / _REST)
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Read a file, or a folder of this strategy. Collective."""
+        folder = Path(checkpoint_path)
+        if not folder.is_dir():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        is_fitting = bool(self.optimizers)
+        for number, optimizer in enumerate(self.optimizers if is_fitting else [None]):
+            files.load(folder / f"{_FOLDER}_{number}", self.model, optimizer)
+        # Lightning's own, which holds more than tensors.
+        rest = torch.load(folder / _REST, weights_only=bool(weights_only), map_location="cpu")
+        return {**rest, "state_dict": None, "optimizer_states": []}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if checkpoint["state_dict"] is not None:
+            self.model.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=False):
+            ShardedWrapper.optim_state_dict_to_load(
+                self.model, optimizer, state, load_directly=True
+            )
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        description = "flatshard: fully sharded data parallel"
+        strategy_registry.register(cls.strategy_name, cls, description=description)
+
+
+class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
+    """Shards the modules that Fabric sets up.
+
+    ``fabric.save`` writes full state dicts, as ``strategy="ddp"`` does, which load on any number of
+    ranks and under either strategy; ``flatshard.checkpoint.save(path, model, optimizer)`` writes
+    sharded ones. Set a model up before its optimizers: ``fabric.setup(model, optimizer)``.
+
+    Args:
+        keywords: DDPStrategy's; all others are ``ShardedWrapper``'s.
+    """
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self._backward_sync_control = _NoSync()
+        self._models: list[nn.Module] = []
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        wrapper = _sharded(module, self.root_device, self._ddp_kwargs)
+        self._models.append(wrapper)
+        return wrapper
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Leave it where it is: only shards go to the device."""
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The full state dict on rank 0, empty elsewhere. Collective."""
+        return files.full_state_dict(module)
+
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
+    ) -> None:
+        module.load_state_dict(state_dict, strict=strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As of an unwrapped model on rank 0, empty elsewhere. Collective."""
+        state = files.full_optim_state_dict(self._model_of(optimizer), optimizer)
+        return _by_position(state)
+
+    def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> dict[str, Any]:
+        """As Fabric does; optimizers get their own part of the full state. Collective."""
+        if isinstance(state, dict):
+            state.update({key: _Loads(self, v) for key, v in state.items() if _is_optimizer(v)})
+        rest = super().load_checkpoint(path, state, **options)
+        for key, value in (state if isinstance(state, dict) else {}).items():
+            if isinstance(value, _Loads):
+                state[key] = value.optimizer
+        return rest  # type: ignore[no-any-return]
+
+    def _model_of(self, optimizer: Optimizer) -> nn.Module:
+        ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for model in self._models:
+            if ids & {id(param) for param in model.parameters()}:
+                return model
+        raise ValueError("an optimizer has no parameters of a model that Fabric has set up")
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        description = "flatshard: fully sharded data parallel"
+        strategy_registry.register("flatshard", cls, description=description)
+
+
+class _Loads:
+    """An optimizer as `load_checkpoint` is to see it: its state is full."""
+
+    def __init__(self, strategy: FlatshardFabricStrategy, optimizer: Any) -> None:
+        self._strategy, self.optimizer = strategy, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        plain = getattr(self.optimizer, "optimizer", self.optimizer)
+        model = self._strategy._model_of(plain)
+        ShardedWrapper.optim_state_dict_to_load(model, plain, state, load_directly=True)
+
+
+class _NoSync(_BackwardSyncControl):  # type: ignore[misc]
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:
+        if not enabled or not isinstance(module, ShardedWrapper):
+            return contextlib.nullcontext()
+        return module.no_sync()
+
+
+def _sharded(module: nn.Module, device: torch.device, keywords: dict[str, Any]) -> nn.Module:
+    """With what the user has wrapped already, the rest is one unit."""
+    policy = {} if sharded_modules(module) else {"auto_wrap_policy": "auto"}
+    return ShardedWrapper(module, device_id=device, **{**policy, **keywords})
+
+
+def _is_optimizer(value: object) -> bool:
+    return isinstance(getattr(value, "optimizer", value), Optimizer)
+
+
+def _by_position(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state by name, as an unwrapped model's has it: by order."""
+    if not state:
+        return {}
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    number = {name: index for index, name in enumerate(names)}
+    return {
+        "state": {number[name]: value for name, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [number[name] for name in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def _register() -> None:
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+
+    for registry, strategy in (
+        (StrategyRegistry, FlatshardStrategy),
+        (STRATEGY_REGISTRY, FlatshardFabricStrategy),
+    ):
+        if "flatshard" not in registry:
+            strategy.register_strategies(registry)
+
+
+_register()
