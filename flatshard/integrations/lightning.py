@@ -98,8 +98,7 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
         pass
 
     def teardown(self) -> None:
-        # Not to the CPU: only shards are on the device.
-        self.model = self.lightning_module
+        # Parameters stay on the device, sharded, for Trainer.save_checkpoint() after fit().
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()

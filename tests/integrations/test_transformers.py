@@ -1,0 +1,196 @@
+"""transformers' Trainer on a sharded model, beside its own on DistributedDataParallel."""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from flatshard import ShardedWrapper, checkpoint
+from tests.harness import naming, run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+WORDS = 64
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Any]]):
+    """Labels that are left out make batches of unequal weight; Trainer drops the last column."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = torch.randint(0, WORDS, (8,), generator=torch.Generator().manual_seed(index))
+        labels = ids.clone()
+        labels[: index % 5] = -100
+        return {"input_ids": ids, "labels": labels, "number": index}
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=WORDS, max_position_embeddings=32, **small, **heads)
+    )
+
+
+def _lora() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(_llama(), LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.0))
+
+
+def _trainer(kind: Any, folder: str, model: Any, **more: Any) -> Any:
+    from transformers import TrainingArguments
+
+    usual: dict[str, Any] = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.01,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "eval_steps": 2,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "ddp_find_unused_parameters": False,
+        "eval_strategy": "steps",
+    }
+    arguments = TrainingArguments(folder, **{**usual, **more})
+    rows = Rows()
+    some = torch.utils.data.Subset(rows, range(8))
+    return kind(model=model, args=arguments, train_dataset=rows, eval_dataset=some)
+
+
+def _weights(folder: str) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    (path,) = Path(folder).glob("*model.safetensors")
+    return load_file(path)
+
+
+def _seen(trainer: Any, folder: str) -> list[Any]:
+    """What a user sees of a training."""
+    trainer.save_model(folder)
+    trainer.accelerator.wait_for_everyone()
+    log = [
+        {k: v for k, v in one.items() if "loss" in k or "norm" in k}
+        for one in trainer.state.log_history
+    ]
+    return [log[:-1], _weights(folder)]
+
+
+def _everything(rank: int, world_size: int, folder: str) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 29500}
+    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers warns of much that a test does not have
+        for step in (_as_with_ddp, _resumes, _on_meta, _generates, _refuses):
+            with naming(step.__name__):
+                step(rank, folder)
+
+
+def _as_with_ddp(rank: int, folder: str) -> None:
+    from transformers import Trainer
+
+    from flatshard.integrations.transformers import FlatshardTrainer
+
+    best = {"load_best_model_at_end": True, "gradient_checkpointing": True}
+    for number, (make, more) in enumerate(
+        (
+            (_llama, best),
+            (_lora, {"gradient_checkpointing": True}),
+            (_llama, {"optim": "adafactor"}),
+        )
+    ):
+        runs = []
+        for kind in (Trainer, FlatshardTrainer):
+            own = f"{folder}/{kind.__name__}-{number}"
+            trainer = _trainer(kind, own, make(), **more)
+            trainer.train()
+            runs.append(_seen(trainer, f"{own}/model"))
+        assert isinstance(trainer.model_wrapped, ShardedWrapper)
+        assert_close(runs[1], runs[0], rtol=1e-5, atol=1e-6)
+
+
+def _resumes(rank: int, folder: str) -> None:
+    """From the second step, also of a training under DistributedDataParallel."""
+    from transformers import LlamaForCausalLM
+
+    from flatshard.integrations.transformers import FlatshardTrainer
+
+    expected = _weights(f"{folder}/FlatshardTrainer-2/model")
+    for kind in ("FlatshardTrainer", "Trainer"):
+        trainer = _trainer(FlatshardTrainer, f"{folder}/more", _llama(), optim="adafactor")
+        trainer.train(resume_from_checkpoint=f"{folder}/{kind}-2/checkpoint-2")
+        assert_close(_seen(trainer, f"{folder}/more/model")[1], expected, rtol=1e-5, atol=1e-6)
+    plain = LlamaForCausalLM.from_pretrained(f"{folder}/more/model")
+    assert_close(dict(plain.state_dict()), dict(trainer.model_wrapped.state_dict()))
+
+
+def _resumes_elsewhere(rank: int, world_size: int, folder: str) -> None:
+    from flatshard.integrations.transformers import FlatshardTrainer
+
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 29500}
+    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = _trainer(FlatshardTrainer, f"{folder}/other", _llama(), max_steps=3)
+        trainer.train(resume_from_checkpoint=f"{folder}/FlatshardTrainer-0/checkpoint-2")
+        assert trainer.state.global_step == 3
+
+
+def _on_meta(rank: int, folder: str) -> None:
+    """Made on meta, it has the values that `_init_weights` makes, buffers included."""
+    from flatshard.integrations.transformers import FlatshardTrainer, init_weights
+
+    with torch.device("meta"):
+        model = _llama()
+    trainer = _trainer(FlatshardTrainer, f"{folder}/meta", model, max_steps=1)
+    trainer.train()
+    plain = _llama()
+    freqs = trainer.model_wrapped.module.model.rotary_emb.inv_freq
+    assert_close(freqs, plain.model.rotary_emb.inv_freq)
+
+    with torch.device("meta"):
+        model = _llama()
+    sharded = ShardedWrapper(model, auto_wrap_policy="auto", param_init_fn=init_weights(model))
+    checkpoint.load_safetensors(sharded, f"{folder}/more/model")
+    plain = type(plain).from_pretrained(f"{folder}/more/model")
+    ids = torch.arange(8)[None]
+    assert_close(sharded(ids).logits, plain(ids).logits)
+
+
+def _generates(rank: int, folder: str) -> None:
+    """Texts of unequal lengths: a rank whose own have ended takes part until the others' have."""
+    model = _llama().eval()
+    ids = torch.arange(3 + 2 * rank)[None] + 5
+    expected = model.generate(ids, max_new_tokens=4 + 5 * rank, do_sample=False)
+    sharded = ShardedWrapper(model, auto_wrap_policy="auto")
+    found = sharded.generate(ids, max_new_tokens=4 + 5 * rank, do_sample=False, synced_gpus=True)
+    assert torch.equal(found, expected)
+
+
+def _refuses(rank: int, folder: str) -> None:
+    from flatshard.integrations.transformers import FlatshardTrainer
+
+    with pytest.raises(ValueError, match=r"TrainingArguments\(torch_compile=...\) asks Trainer"):
+        _trainer(FlatshardTrainer, folder, _llama(), torch_compile=True)
+
+
+def test_as_with_ddp(tmp_path: Path) -> None:
+    """In few processes: to import transformers takes each of them seconds."""
+    pytest.importorskip("peft")
+    run_ranks(_everything, 2, str(tmp_path), fresh=True, timeout=150)
+    run_ranks(_resumes_elsewhere, 3, str(tmp_path), fresh=True, timeout=100)
