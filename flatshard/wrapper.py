@@ -24,6 +24,7 @@ from flatshard.engine.buffer_sync import BufferSync
 from flatshard.module import join
 from flatshard.module.construction import Construction
 from flatshard.module.conversion import convert, copy_model
+from flatshard.module.dtensor_params import local_parts
 from flatshard.module.full_state import warn_of_size
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.run import accumulating
@@ -220,8 +221,9 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             boundary=as_boundary(boundary),
         )
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
-        construction = Construction(model, settings, param_init_fn)
-        construction.wrap(self, ShardedWrapper, flags["sync_module_states"], notes)
+        with local_parts(model, settings):
+            construction = Construction(model, settings, param_init_fn)
+            construction.wrap(self, ShardedWrapper, flags["sync_module_states"], notes)
         self._sharding.context.observers.add(FrameworkPrecision(self._sharding))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

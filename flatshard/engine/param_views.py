@@ -192,7 +192,7 @@ class ParamViews:
     def copied(self, memo: dict[int, Any], link: RunLink) -> ParamViews:
         """The same for modules that were deep-copied; shows nothing before ``show_shard``."""
         owned = [one.copied(memo) for one in self.owned]
-        twin = ParamViews(owned, link, self.options, self.layout)
+        twin = type(self)(owned, link, self.options, self.layout)
         for copied, spec in zip(twin.specs, self.specs, strict=True):
             copied.name = spec.name  # that of the layout is relative to the first root
         return twin

@@ -22,6 +22,7 @@ from flatshard.engine.backward import Backward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.precision.casts import tensors_in
+from flatshard.tensor.tensor_parallel import SavedDTensor
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -50,9 +51,10 @@ class SavedTensors:
         self._active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
 
     def _looks_in(self, tensor: Tensor) -> bool:
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        plain = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
+        if type(plain) not in _PLAIN or plain.layout is not torch.strided:
             return False
-        return tensor.untyped_storage()._cdata in self._buffers
+        return plain.untyped_storage()._cdata in self._buffers
 
     def protect(self, output: Any, unit_name: str) -> Any:
         """A module's output, with copies of what looks into a buffer about to be freed."""
@@ -105,9 +107,13 @@ class SavedTensors:
                         return outer_pack(tensor.clone())
                     size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
                     return SavedView(unit, handle, size, stride, int(offset), handle.version)
+            elif hasattr(tensor, "_local_tensor") and self._looks_in(tensor):
+                return SavedDTensor(pack(tensor._local_tensor), tensor._spec)
             return outer_pack(tensor)
 
         def unpack(packed: Any) -> Tensor:
+            if type(packed) is SavedDTensor:
+                return packed.around(unpack(packed.local))
             if type(packed) is not SavedView:
                 return outer_unpack(packed)
             unit, handle, size, stride, offset, version = packed

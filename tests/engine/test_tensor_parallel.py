@@ -1,0 +1,147 @@
+"""Tensor-parallel parameters (DTensors), whose local parts are sharded over another dimension."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from flatshard import MixedPrecision, ShardedWrapper, checkpoint
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import naming, run_ranks
+from tests.oracle import assert_same
+
+pytestmark = pytest.mark.by_turns
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.recomputes = False
+        self.seen: list[type] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [type(param) for param in (self.up.weight, self.down.bias)]
+        assert isinstance(self.up.weight, nn.Parameter)
+        if self.recomputes:
+            return x + recomputed(self._inner, x, use_reentrant=False)
+        return x + self._inner(x)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.blocks = nn.Sequential(_Block(), _Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first(x)))
+
+
+def _build() -> _Model:
+    torch.default_generator.manual_seed(3)
+    return _Model().double()
+
+
+def _plan(*, sequence: bool) -> dict[str, Any]:
+    """With ``sequence`` ranks split the sequence between blocks, and norms are replicated."""
+    between = Shard(1) if sequence else Replicate()
+    plan = {
+        "first": ColwiseParallel(output_layouts=between),
+        "blocks.*.up": ColwiseParallel(input_layouts=between),
+        "blocks.*.down": RowwiseParallel(output_layouts=between),
+        "last": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),  # 3 rows over 2
+    }
+    return plan | ({"blocks.*.norm": SequenceParallel()} if sequence else {})
+
+
+def _wrap(mesh: DeviceMesh, *, sequence: bool = True, **options: Any) -> ShardedWrapper:
+    model = parallelize_module(_build(), mesh["tp"], _plan(sequence=sequence))
+    options = {"device_mesh": mesh["dp"], "coalesce_bytes": 0} | options
+    return ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({_Block}), **options)
+
+
+def _mesh(dp: int = 2, tp: int = 2) -> DeviceMesh:
+    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def _batch(step: int) -> Tensor:
+    return torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(step)).double()
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def _adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, size: int) -> list[Any]:
+    """Clipped steps on chunk ``number`` of ``size``; the norms of the gradients."""
+    norms = []
+    for step in range(3):
+        model(_batch(step).chunk(size)[number]).pow(2).mean().backward()
+        if isinstance(model, ShardedWrapper):
+            norms.append(model.clip_grad_norm_(0.2).item())
+        else:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def _trained(make: Make) -> tuple[_Model, torch.optim.Optimizer, list[Any]]:
+    model = _build()
+    optimizer = make(model.parameters())
+    return model, optimizer, _train(model, optimizer, 0, 1)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
+def test_training(sequence: bool) -> None:
+    run_ranks(_training, 4, sequence)
+
+
+def _training(rank: int, world_size: int, sequence: bool) -> None:
+    mesh = _mesh()
+    for make in (_sgd, _adamw):
+        with naming(make.__name__):
+            model = _wrap(mesh, sequence=sequence)
+            if make is _sgd:
+                model.module.blocks[0].module.recomputes = True
+            optimizer = make(model.parameters())
+            plain, plain_optimizer, expected = _trained(make)
+            norms = _train(model, optimizer, mesh["dp"].get_local_rank(), 2)
+            assert norms == pytest.approx(expected, rel=1e-12)
+            assert model.module.blocks[1].module.seen == [DTensor, DTensor]
+            assert_same(model.state_dict(), plain.state_dict())
+            found = ShardedWrapper.optim_state_dict(model, optimizer)
+            wanted = ShardedWrapper.optim_state_dict(plain, plain_optimizer)
+            for name, state in wanted["state"].items():
+                assert_same(found["state"][name], state)
+            again = _wrap(mesh, sequence=sequence)
+            again.load_state_dict(plain.state_dict())
+            other = make(again.parameters())
+            ShardedWrapper.optim_state_dict_to_load(again, other, wanted, load_directly=True)
+            assert_same(again.state_dict(), plain.state_dict())
+            _train(again, other, mesh["dp"].get_local_rank(), 2)
+            _train(plain, plain_optimizer, 0, 1)
+            assert_same(again.state_dict(), plain.state_dict())
