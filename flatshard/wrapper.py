@@ -793,6 +793,11 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         refuse_foreign_wrapper(ModuleProxy.named_modules.__code__)
         return super().named_modules(*args, **kwargs)
 
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module; ``parallelize_module``, which begins here, raises ValueError."""
+        refuse_foreign_wrapper()
+        return super().named_children()
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # `.to()`, `.double()` and the like.
         if self._sharding.is_initialising:

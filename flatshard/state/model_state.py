@@ -99,7 +99,12 @@ class UnitStateDict:
         return StateDictOptions(not asked.full, asked.to_cpu, asked.rank0_only)
 
     def _before_load(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        *rest: Any,
     ) -> None:
         if metadata.get("assign_to_params_buffers", False):
             raise ValueError(

@@ -1,6 +1,7 @@
 """Tensor-parallel parameters (DTensors), whose local parts are sharded over another dimension."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -72,7 +73,9 @@ def _plan(*, sequence: bool) -> dict[str, Any]:
 
 def _wrap(mesh: DeviceMesh, *, sequence: bool = True, **options: Any) -> ShardedWrapper:
     model = parallelize_module(_build(), mesh["tp"], _plan(sequence=sequence))
-    options = {"device_mesh": mesh["dp"], "coalesce_bytes": 0} | options
+    options.setdefault("coalesce_bytes", 0)
+    if "device_mesh" not in options:
+        options["device_mesh"] = mesh["dp"]
     return ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({_Block}), **options)
 
 
@@ -145,3 +148,127 @@ def _training(rank: int, world_size: int, sequence: bool) -> None:
             _train(again, other, mesh["dp"].get_local_rank(), 2)
             _train(plain, plain_optimizer, 0, 1)
             assert_same(again.state_dict(), plain.state_dict())
+
+
+def test_hybrid_and_precision() -> None:
+    run_ranks(_hybrid, 8)
+
+
+def _hybrid(rank: int, world_size: int) -> None:
+    """Replicas, shards and tensor parallelism, one dimension of the mesh each."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    number = 2 * mesh["dp_replicate"].get_local_rank() + mesh["dp_shard"].get_local_rank()
+    model = _wrap(mesh, device_mesh=mesh["dp_replicate", "dp_shard"])
+    plain, _, expected = _trained(_sgd)
+    norms = _train(model, _sgd(model.parameters()), number, 4)
+    assert norms == pytest.approx(expected, rel=1e-12)
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "kept": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "offload": {"cpu_offload": True},
+    "bf16": {"mixed_precision": MixedPrecision(param_dtype=torch.float32)},
+}
+
+
+def test_ways() -> None:
+    run_ranks(_ways, 4)
+
+
+def _ways(rank: int, world_size: int) -> None:
+    mesh = _mesh()
+    number = mesh["dp"].get_local_rank()
+    plain = _trained(_sgd)[0]
+    for name, options in WAYS.items():
+        with naming(name):
+            if name == "offload":
+                with pytest.warns(UserWarning) if rank in (0, 1) else naming(""):
+                    model = _wrap(mesh, **options)
+            else:
+                model = _wrap(mesh, **options)
+            optimizer = _sgd(model.parameters())
+            for step in range(3):
+                for half in range(2):  # micro-batches
+                    rows = _batch(step).chunk(2)[number].chunk(2)[half]
+                    if half == 0:
+                        with model.no_sync():
+                            (model(rows).pow(2).mean() / 2).backward()
+                    else:
+                        (model(rows).pow(2).mean() / 2).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+                optimizer.step()
+                optimizer.zero_grad()
+            tolerance = 1e-5 if name == "bf16" else 1e-12
+            for key, value in model.state_dict().items():
+                torch.testing.assert_close(
+                    value, plain.state_dict()[key], atol=tolerance, rtol=tolerance
+                )
+            with ShardedWrapper.summon_full_params(model):
+                model(_batch(0))
+
+
+def test_torch_checkpoint(tmp_path: Path) -> None:
+    run_ranks(_torch_checkpoint, 4, str(tmp_path))
+
+
+def _torch_checkpoint(rank: int, world_size: int, path: str) -> None:
+    """Saved by 2 x 2 ranks, loaded by 1 x 4 and 4 x 1 and by the unwrapped model."""
+    model = _wrap(_mesh())
+    with ShardedWrapper.state_dict_type(model, "SHARDED_STATE_DICT"):
+        dcp.save(model.state_dict(), checkpoint_id=path)
+    wanted = _build().state_dict()
+    loaded = {key: torch.zeros_like(value) for key, value in wanted.items()}
+    dcp.load(loaded, checkpoint_id=path)
+    assert_same(loaded, wanted)
+    wide = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    for other in (_wrap(wide), ShardedWrapper(_build())):
+        with torch.no_grad():
+            for param in other.parameters():
+                param.zero_()
+        with ShardedWrapper.state_dict_type(other, "SHARDED_STATE_DICT"):
+            state = other.state_dict()
+            dcp.load(state, checkpoint_id=path)
+            other.load_state_dict(state)
+        assert_same(other.state_dict(), wanted)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    run_ranks(_refusals, 4, str(tmp_path))
+
+
+def _refusals(rank: int, world_size: int, path: str) -> None:
+    mesh = _mesh()
+    for options, match in (
+        ({"device_mesh": None}, r"'first.weight' is a DTensor over ranks .*device_mesh=mesh"),
+        ({"boundary": "row"}, r"boundary='row' with parameter '.*', a DTensor"),
+        ({"use_orig_params": False}, r"'first.weight' is a DTensor .*use_orig_params=False"),
+        ({"sharding_strategy": "NO_SHARD"}, r"a shard group of one rank .* a DTensor"),
+        ({"device_mesh": mesh}, r"named \('dp', 'tp'\)"),
+    ):
+        with (
+            naming(str(options)),
+            pytest.raises((ValueError, NotImplementedError), match=match),
+        ):
+            _wrap(mesh, **options)
+    model = parallelize_module(_build(), mesh["tp"], _plan(sequence=True))
+    early = _sgd(model.parameters())
+    plain = ShardedWrapper(_build())
+    for apply in (
+        lambda: parallelize_module(plain, mesh["tp"], _plan(sequence=False)),
+        lambda: distribute_module(plain.module.last, mesh["tp"]),
+    ):
+        with pytest.raises(ValueError, match=r"after ShardedWrapper: .*First parallelize_module"):
+            apply()
+    wrapped = ShardedWrapper(model, device_mesh=mesh["dp"])
+    with pytest.raises(RuntimeError, match=r"made before wrapping, and its parameter .* DTensor"):
+        early.step()
+    for call in (
+        lambda: checkpoint.save(f"{path}/it", wrapped),
+        lambda: checkpoint.save_safetensors(wrapped, f"{path}/it.safetensors"),
+    ):
+        with pytest.raises(NotImplementedError, match="was a DTensor, and other ranks"):
+            call()
+    wrapped(_batch(0)).mean().backward()
+    with pytest.raises(NotImplementedError, match="was a DTensor, and Muon needs full"):
+        torch.optim.Muon([p for p in wrapped.parameters() if p.dim() == 2]).step()
