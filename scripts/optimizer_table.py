@@ -1,13 +1,16 @@
 """Optimizers of several packages on a sharded model: the numbers of the unwrapped model or not?
 
     python scripts/optimizer_table.py --page docs/optimizers.md
-    python scripts/optimizer_table.py --only Muon SOAP --impl flatshard fsdp2 --world-size 3
+    python scripts/optimizer_table.py --only Muon SOAP --impl flatshard fsdp2 --world-size 4
+    python scripts/optimizer_table.py --strategies --page docs/optimizers.md
 
 Each takes five steps on gloo ranks, in processes of its own. All ranks have the same rows, so that
 the averaged gradients are, bit for bit, those of the unwrapped model: what differs is the
 optimizer's. A cell is *right*, *raises*, *wrong* (other numbers, and no error), *crashes* or
-*hangs*. Optimizers whose package is not installed are left out: the page was made with
-`pip install ".[models,optimizers]" bitsandbytes torchao`.
+*hangs*. With `--strategies` the table is of flatshard alone, by strategy and number of ranks; on
+three it is in float64, as a mean of three equal numbers is rounded. Optimizers whose package is
+not installed are left out: the page was made with `pip install ".[models,optimizers]" bitsandbytes
+torchao`.
 """
 
 import argparse
@@ -24,7 +27,7 @@ import prerequisites  # noqa: F401  (first: it may end this)
 
 # isort: split
 import torch
-from conformance_idioms.side import Side
+from conformance_idioms.side import STRATEGIES, Side
 from rank_processes import Ranks, Said
 from torch import Tensor, nn
 
@@ -35,6 +38,8 @@ IMPLEMENTATIONS["ddp"] = "ddp"
 TITLES = {"flatshard": "flatshard", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP"}
 DEFAULT = {"lr": 0.01}
 MARK = "## What was tried"
+STRATEGIES_MARK = "## Strategies and numbers of ranks"
+WORLDS = (1, 2, 3, 4)
 
 Make = Callable[[Sequence[nn.Parameter]], list[torch.optim.Optimizer]]
 
@@ -106,14 +111,16 @@ class Model(nn.Module):
         return self.head(torch.tanh(self.down(self.mix(rows).flatten(1))))
 
 
-def train(package: str, name: str, implementation: str) -> tuple[float, str]:
+def train(
+    package: str, name: str, implementation: str, dtype: torch.dtype = torch.float32
+) -> tuple[float, str]:
     """The largest difference from the unwrapped model, and how flatshard stepped it."""
     warnings.simplefilter("ignore")
     states: list[dict[str, Tensor]] = []
     side = Side(implementation)
     for is_wrapped in (False, True):
         torch.manual_seed(7)
-        model = Model()
+        model = Model().to(dtype)
         if is_wrapped:
             model = side.wrap(model, nn.Linear, nn.Conv1d)
         optimizers = OPTIMIZERS[package, name](list(model.parameters()))
@@ -139,6 +146,8 @@ def _in_training(optimizers: Sequence[Any]) -> Iterator[None]:
 def _step(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], number: int) -> None:
     generator = torch.Generator().manual_seed(number)
     x, y = (torch.randn(16, size, generator=generator) for size in (24, 5))
+    dtype = next(model.parameters()).dtype
+    x, y = x.to(dtype), y.to(dtype)
 
     def closure() -> Tensor:
         for optimizer in optimizers:
@@ -213,29 +222,70 @@ def markdown(cells: dict[tuple[str, str], dict[str, tuple[str, str]]], about: st
     return "\n".join([MARK, "", about, "", *lines, "", *notes, ""])
 
 
+def by_strategy(names: Sequence[tuple[str, str]], seconds: float) -> str:
+    """A table of how many are right with flatshard, by strategy and number of ranks."""
+    rows: dict[str, list[str]] = {strategy: [] for strategy in STRATEGIES}
+    others: dict[str, list[str]] = {}
+    for world in WORLDS:
+        with Ranks(world, preload=("conformance_idioms",)) as ranks:
+            for strategy in STRATEGIES:
+                verdicts = []
+                for package, name in names:
+                    way, dtype = f"flatshard {strategy}", torch.float64 if world == 3 else None
+                    arguments = (package, name, way, dtype or torch.float32)
+                    verdict, why = judge(ranks.run(train, world, *arguments, seconds=seconds))
+                    verdicts.append(verdict)
+                    if not verdict.startswith("right"):
+                        what = f"`{name}` ({package}) on {world} ranks: {why}"
+                        others.setdefault(what, []).append(strategy)
+                right = sum(verdict.startswith("right") for verdict in verdicts)
+                rows[strategy].append(f"{right} ({verdicts.count('right, to the bit')})")
+                print(f"{world} {strategy}: {rows[strategy][-1]} of {len(names)}", file=sys.stderr)
+    about = (
+        f"How many of {len(names)} optimizers are right, and in brackets how many of them to the "
+        "bit, as in the table above; on 3 ranks in float64, as a mean of three is rounded."
+    )
+    lines = ["| strategy | " + " | ".join(f"{n} ranks" for n in WORLDS) + " |"]
+    lines[0] = lines[0].replace("1 ranks", "1 rank")
+    lines.append("|---" * (len(WORLDS) + 1) + "|")
+    lines += [f"| {strategy} | {' | '.join(cells)} |" for strategy, cells in rows.items()]
+    text = [STRATEGIES_MARK, "", about, "", *lines, ""]
+    notes = [f"- {what}, with {', '.join(some)}" for what, some in others.items()]
+    return "\n".join([*text, *(["The others:", "", *notes, ""] if notes else [])])
+
+
+def write(page: Path, text: str) -> None:
+    """Put a section in the place of the one with its heading, or at the end."""
+    before, mark, after = page.read_text().partition(text.partition("\n")[0] + "\n")
+    _, next_mark, rest = after.partition("\n## ")
+    page.write_text((before if mark else before + "\n") + text + next_mark + rest)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="optimizers by name")
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one cell")
-    parser.add_argument("--page", type=Path, help="write the end of this page instead")
+    parser.add_argument("--strategies", action="store_true", help="flatshard's, on 1 to 4 ranks")
+    parser.add_argument("--page", type=Path, help="write the section of this page instead")
     args = parser.parse_args()
     names = [key for key in OPTIMIZERS if not args.only or key[1] in args.only]
     if not names:
         parser.error(f"--only: expected some of {sorted({name for _, name in OPTIMIZERS})}")
-    cells = table(names, args.impl, args.world_size, args.timeout)
-    about = (
-        f"Five steps of a small model on {args.world_size} gloo ranks with equal rows, torch "
-        f"{torch.__version__.partition('+')[0]}; *right*: no value differs from the unwrapped "
-        f"model's by more than {RIGHT:g}, *to the bit*: none differs."
-    )
-    text = markdown(cells, about)
+    if args.strategies:
+        text = by_strategy(names, args.timeout)
+    else:
+        about = (
+            f"Five steps of a small model on {args.world_size} gloo ranks with equal rows, torch "
+            f"{torch.__version__.partition('+')[0]}; *right*: no value differs from the unwrapped "
+            f"model's by more than {RIGHT:g}, *to the bit*: none differs."
+        )
+        text = markdown(table(names, args.impl, args.world_size, args.timeout), about)
     if args.page is None:
         print(text)
     else:
-        before, _, _ = args.page.read_text().partition(MARK)
-        args.page.write_text(before + text)
+        write(args.page, text)
 
 
 if __name__ == "__main__":

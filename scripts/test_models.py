@@ -136,6 +136,7 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--model", nargs="+", metavar="NAME", help="these alone; see --list")
+    parser.add_argument("--policy", choices=POLICIES, help="for all models, instead of by turns")
     parser.add_argument("--side", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--timeout", type=positive_number, default=120.0, help="seconds, at most")
     parser.add_argument("--list", action="store_true", help="print the names of the models")
@@ -153,7 +154,7 @@ def main() -> int:
             if name not in wanted:
                 continue
             begin = time.monotonic()
-            policy = POLICIES[number % len(POLICIES)]
+            policy = options.policy or POLICIES[number % len(POLICIES)]
             row = try_model(ranks, name, policy, options.side, options.timeout)
             rows.append(row)
             said = ", ".join(f"{side} {' '.join(row.cells[side])}" for side in row.cells)

@@ -221,7 +221,10 @@ def _user_hook(
                 "when it returns: wait for it inside"
             )
         if out.shape != shape:
-            raise ValueError(f"the hook made {tuple(out.shape)} of a result of {tuple(shape)}")
+            raise ValueError(
+                f"the hook resized its result: expected shape {tuple(shape)}, got "
+                f"{tuple(out.shape)}. Let it write to `out` in place: out.copy_(...)"
+            )
         return out
 
     return reduce

@@ -98,5 +98,5 @@ def _edited(handle: FlatParamHandle) -> RuntimeError:
         "unsharded copies there: the edit would be lost. nn.Embedding(max_norm=...) does "
         "that, too. Compute with the changed value instead (w = self.weight.clamp(...)), "
         "edit parameters between steps (a momentum encoder before the model's forward: "
-        "k.mul_(m).add_(q, alpha=1 - m) works on sharded ones), or use NO_SHARD."
+        "k.mul_(m).add_(q, alpha=1 - m) works on sharded ones), or use NO_SHARD. [FS-EDIT]"
     )

@@ -151,7 +151,7 @@ def lint_one_unit(module: nn.Module, ignored: Ignored = NOTHING) -> list[str]:
     return [
         f"ShardedWrapper: all {size:,} elements of {type(module).__name__} are one unit, so every "
         f"rank holds the full model during a step. {_AUTO} makes a unit of each of {blocks} "
-        "repeated blocks, so that about two blocks at a time are unsharded."
+        "repeated blocks, so that about two blocks at a time are unsharded. [FS-ONE-UNIT]"
     ]
 
 

@@ -74,5 +74,5 @@ class OrderCheck:
             f"{where}: ranks have all-gathered different units, or asked for different norms and "
             "sums, and what they got may be of other parameters; "
             f"{next(filter(None, known), 'that is longer ago than was noted')}. {REMEDY} Start "
-            "again from a checkpoint."
+            "again from a checkpoint. [FS-DEADLOCK]"
         )

@@ -91,7 +91,10 @@ def address_of(found: mmap.mmap) -> int:
 def drop_pages(place: int, nbytes: int) -> None:
     """Give the memory of a range back; what is mapped there is read again when it is needed."""
     if _madvise(place, nbytes, _MADV_DONTNEED) != 0:
-        raise RuntimeError(f"madvise: {os.strerror(ctypes.get_errno())}")
+        raise RuntimeError(
+            f"giving {nbytes:,} bytes back to the system failed (madvise: "
+            f"{os.strerror(ctypes.get_errno())}). Is their memory locked (mlockall, ulimit -l)?"
+        )
 
 
 def want_pages(place: int, nbytes: int) -> None:

@@ -86,6 +86,6 @@ def warn_of_size(model: nn.Module) -> None:
             f"state_dict() gathers the full model on every rank: {copies} x {needed:,} bytes on "
             f"{device}, where {free:,} are free. flatshard.checkpoint.full_state_dict(model) puts "
             "it on rank 0's host alone, flatshard.checkpoint.save_safetensors(model, path) and "
-            "model.sharded_state_dict() gather nothing.",
+            "model.sharded_state_dict() gather nothing. [FS-SAVE-OOM]",
             stacklevel=3,
         )

@@ -53,7 +53,8 @@ class InitialValues:
             else "Each keeps its own part, as sync_module_states=False asks: the result is a "
             "mixture of different models."
         )
-        return [f"ShardedWrapper: the ranks start from different weights ({listed}). {outcome}"]
+        what = f"ShardedWrapper: the ranks start from different weights ({listed})."
+        return [f"{what} {outcome} [FS-WEIGHTS]"]
 
 
 def compare_values(

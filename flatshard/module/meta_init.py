@@ -407,8 +407,11 @@ class MetaInit:
         """Raise if a tensor has another shape, or neither values nor ``leave_empty``."""
         held, expected = slot.held, tuple(slot.meta.shape)
         if held is None or tuple(held.shape) != expected:
-            got = "nothing" if held is None else f"shape {tuple(held.shape)}"
-            raise RuntimeError(f"{slot.name!r}: expected shape {expected}, got {got}")
+            got = "no tensor" if held is None else f"shape {tuple(held.shape)}"
+            raise RuntimeError(
+                f"{slot.name!r}: expected shape {expected}, got {got} after initialising: "
+                "reset_parameters() and param_init_fn must keep the meta module's shapes"
+            )
         if _LEFT_EMPTY in slot.module.__dict__:
             # The shards are there; what is sent, or is a buffer, needs memory.
             if held.is_meta and (self._start.sends or slot.handle is None):

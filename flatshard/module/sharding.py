@@ -112,7 +112,8 @@ class Sharding:
         if placement != dataclasses.replace(before.placement, **when):
             raise ValueError(
                 f"unit {unit.name!r}: {strategy.name} places parameters differently from "
-                f"{before.strategy.name}. Pass it to ShardedWrapper instead."
+                f"{before.strategy.name}, with which the model was wrapped. Wrap it with "
+                f"sharding_strategy={strategy.name!r}."
             )
         self.settings = dataclasses.replace(before, strategy=strategy, placement=placement)
         unit.placement = placement

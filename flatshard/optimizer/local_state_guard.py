@@ -25,7 +25,7 @@ _STAMP = "flatshard"
 _ONE_RANKS = (
     "optimizer.state_dict() holds this rank's parts of sharded parameters alone, and loads nowhere "
     "else. flatshard.checkpoint.full_optim_state_dict(model, optimizer), called on every rank, is "
-    "the state to save."
+    "the state to save. [FS-OPTIM-STATE]"
 )
 
 

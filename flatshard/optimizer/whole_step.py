@@ -64,7 +64,9 @@ def manner_for(optimizer: torch.optim.Optimizer) -> Manner:
                 "element-wise optimizer, such as AdamW, for it."
             )
         if with_grads:
-            _logger.info("%s steps %s", type(optimizer).__name__, manner.value)
+            # A model that is sharded because it does not fit is then full on each device.
+            level = logging.WARNING if manner is Manner.ON_EVERY_RANK else logging.INFO
+            _logger.log(level, "%s steps %s", type(optimizer).__name__, manner.value)
         _manners[optimizer] = manner, tried | with_grads
     return manner
 
@@ -224,10 +226,8 @@ class WholeStep:
                     before = repr([_options(group) for group in groups])
                     if optimizer.param_groups:
                         step_of(optimizer)(optimizer, *arguments)
-                    if (
-                        self.manner is Manner.IN_PARTS
-                        and repr(list(map(_options, groups))) != before
-                    ):
+                    is_changed = repr([_options(group) for group in groups]) != before
+                    if is_changed and self.manner is Manner.IN_PARTS:
                         raise NotImplementedError(
                             f"{type(optimizer).__name__}.step() has begun to change its parameter "
                             "groups, and would do so once for each part of the parameters."

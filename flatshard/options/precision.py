@@ -223,7 +223,10 @@ def as_mixed_precision(value: object) -> MixedPrecision:
         if name in ours:
             fields[name] = given
         elif given is not None and given is not False:
-            raise NotImplementedError(f"mixed_precision: {name}={given!r} is not supported")
+            raise NotImplementedError(
+                f"mixed_precision: {name}={given!r} is not supported. Leave it out; "
+                f"flatshard.MixedPrecision has {', '.join(ours)}."
+            )
     # FSDP1 has both; elsewhere the one says it of the root as well.
     fields.setdefault("cast_root_forward_inputs", fields.get("cast_forward_inputs", True))
     return MixedPrecision(**fields)

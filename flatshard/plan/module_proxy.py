@@ -55,8 +55,9 @@ class ModuleProxy(nn.Module):
         """
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
             raise RuntimeError(
-                f"{name!r} is the wrapper's then, and the wrapped module would not see it. Change "
-                "the module before wrapping it (this one is .module)."
+                f"a {type(value).__name__} assigned to {name!r} of a sharded module would belong "
+                "to the wrapper, and the wrapped module would compute without it. Assign it before "
+                "wrapping."
             )
         module = self.__dict__.get("_modules", {}).get("module")
         if isinstance(value, Tensor) and module is not None and name in module._parameters:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+# What a rank may get for a parameter's sake that it holds most of, as a multiple of an equal share:
+# less is sent then.
+ABOUT_EQUAL = 1.05
+
 
 def step_cost(shape: Sequence[int]) -> int:
     """About how much work it is to step a parameter: that of Newton-Schulz for a matrix."""
@@ -18,22 +22,25 @@ def choose_owners(shapes: Sequence[Sequence[int]], held: Sequence[Sequence[int]]
     """The owner of each parameter, of which rank r of the group holds ``held[i][r]`` elements.
 
     Pure, hence the same on all ranks. A parameter that one rank holds stays there. The others, the
-    most work first, go where work and elements together are fewest; of ranks that are about equal
-    in this, to the one that holds most.
+    most work first, go to the rank that holds most of them, of those that do not get more than
+    their share of work or elements by it; if all would, to where these are fewest.
     """
     size = len(held[0]) if held else 1
     works = [step_cost(shape) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]
     all_work, all_numel = max(sum(works), 1), max(sum(numels), 1)
-    shares = [0.0] * size  # of the work and of the elements, the greater one
     work, numel = [0] * size, [0] * size
     owners = [0] * len(shapes)
+
+    def share(rank: int, index: int | None = None) -> float:
+        """Of the work or of the elements, what is greater, with one parameter more."""
+        more = (0, 0) if index is None else (works[index], numels[index])
+        return max((work[rank] + more[0]) / all_work, (numel[rank] + more[1]) / all_numel)
 
     def give(index: int, rank: int) -> None:
         owners[index] = rank
         work[rank] += works[index]
         numel[rank] += numels[index]
-        shares[rank] = max(work[rank] / all_work, numel[rank] / all_numel)
 
     divided = []
     for index, parts in enumerate(held):
@@ -43,7 +50,9 @@ def choose_owners(shapes: Sequence[Sequence[int]], held: Sequence[Sequence[int]]
         else:
             divided.append(index)
     for index in sorted(divided, key=lambda index: (-works[index], index)):
-        least, about_equal = min(shares), 0.1 / size
-        near = [rank for rank in range(size) if shares[rank] <= least + about_equal]
-        give(index, max(near, key=lambda rank: (held[index][rank], -shares[rank], -rank)))
+        fits = [rank for rank in range(size) if share(rank, index) <= ABOUT_EQUAL / size]
+        if fits:
+            give(index, max(fits, key=lambda rank: (held[index][rank], -share(rank), -rank)))
+        else:
+            give(index, min(range(size), key=lambda rank: (share(rank), -held[index][rank], rank)))
     return owners

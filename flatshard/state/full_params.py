@@ -135,8 +135,8 @@ def _check_request(handle: FlatParamHandle, request: Request) -> None:
     for argument, is_lacking in lacking.items():
         if is_lacking:
             raise RuntimeError(
-                f"unit {handle.unit_name!r}: summon_full_params({argument}) inside another summon "
-                "without it. Say it in the outer one."
+                f"unit {handle.unit_name!r}: summon_full_params({argument}) inside another "
+                f"summon_full_params() without it. Pass {argument} to the outer one."
             )
 
 

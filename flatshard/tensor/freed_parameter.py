@@ -68,7 +68,7 @@ class FreedParameter(nn.Parameter):
             "the object that it was in forward, which was resharded with its unit. Compute with it "
             "inside of forward, or keep a clone() from there. Outside, take it from the module "
             "again: norms, sums and element-wise operations work on the sharded parameter, and "
-            "full_tensor(), called on all ranks, gives the full one."
+            "full_tensor(), called on all ranks, gives the full one. [FS-FREED]"
         )
 
 

@@ -26,6 +26,7 @@ class Model:
 
     make: Callable[[], nn.Module]
     inputs: Callable[[], Inputs]
+    learning_rate: float = 1e-2
 
 
 def images(size: int = 64, channels: int = 3) -> Inputs:
@@ -41,10 +42,13 @@ def _timm() -> dict[str, Model]:
     def make(name: str) -> nn.Module:
         return timm.create_model(name, num_classes=10)
 
-    return {
+    found = {
         f"timm/{name}": Model(functools.partial(make, name), functools.partial(images, 160))
         for name in timm.list_models("test_*")
     }
+    small = {"img_size": 56, "embed_dim": 48, "depth": 2, "num_classes": 10}
+    eva = functools.partial(timm.create_model, "eva02_tiny_patch14_336", **small)
+    return {**found, "timm/eva02": Model(eva, functools.partial(images, 56))}
 
 
 # ---------------------------------------------------------------- torchvision
@@ -108,7 +112,9 @@ def _torchvision() -> dict[str, Model]:
         if "resnet50" in name:
             own |= {"min_size": 96, "max_size": 128}  # to which it resizes
         made = functools.partial(make, name, num_classes=4, **own)
-        found[name] = Model(made, functools.partial(_boxes, name))
+        # The losses of these are large at first, and would soon be NaN.
+        learning_rate = 1e-5 if name.startswith(("keypoint", "mask", "ssd300")) else 1e-2
+        found[name] = Model(made, functools.partial(_boxes, name), learning_rate)
     return {f"torchvision/{name}": model for name, model in found.items()}
 
 
@@ -222,6 +228,11 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": EXPERTS,
     "OlmoeForCausalLM": EXPERTS,
     "GptOssForCausalLM": EXPERTS,
+    "DbrxForCausalLM": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 64, "moe_top_k": 2},
+        "max_seq_len": 64,
+    },
     # State space and recurrence.
     "MambaForCausalLM": {"state_size": 4},
     "Mamba2ForCausalLM": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2},

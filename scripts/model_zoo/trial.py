@@ -45,7 +45,7 @@ def train(name: str, side: str, policy: str, oracle: str) -> Result:
     module = _make(model, dtype)
     numel = sum(param.numel() for param in module.parameters())
     wrapped = _wrap(module, side, policy)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-2, momentum=0.9)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=model.learning_rate, momentum=0.9)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()

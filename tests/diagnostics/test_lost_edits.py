@@ -111,7 +111,7 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "parameter '1.weight' was added after wrapping": _added,
     "parameter '0.1.weight' was added after wrapping": _added_later,
     "parameter '1.weight' was added after wrapping: it": _replaced_later,
-    "'0' is the wrapper's then": _assigned,
+    "assigned to '0' of a sharded module": _assigned,
     "the optimizer was made before wrapping": _optimizer_before,
     "the flat parameter of unit '' was replaced": _functional,
 }

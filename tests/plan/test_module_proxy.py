@@ -74,7 +74,7 @@ def test_its_own_stays_its_own() -> None:
     assert proxy.count == 1
     del proxy.forward, proxy.count
     for value in (nn.Linear(2, 2), nn.Parameter(torch.zeros(2))):
-        with pytest.raises(RuntimeError, match="'mean' is the wrapper's then"):
+        with pytest.raises(RuntimeError, match="assigned to 'mean' of a sharded"):
             proxy.mean = value
 
 

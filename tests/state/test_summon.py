@@ -241,7 +241,7 @@ def _nested(rank: int, world_size: int, way: str) -> None:
             sharded.submodule("fc2").weight.fill_(3)
         for options in ({"with_grads": True},):
             with (
-                pytest.raises(RuntimeError, match="inside another summon"),
+                pytest.raises(RuntimeError, match="inside another summon_full"),
                 summon(sharded.model, **options),
             ):
                 pass
@@ -283,7 +283,7 @@ def _rank0_only(rank: int, world_size: int, way: str) -> None:
             if not way.startswith("no_shard"):
                 with pytest.raises(RuntimeError, match="rank0_only"):
                     sharded.model.state_dict()
-        with pytest.raises(RuntimeError, match="inside another summon"), summon(sharded.model):
+        with pytest.raises(RuntimeError, match="inside another summon_full"), summon(sharded.model):
             pass
     for run in (sharded, plain):
         run.step()

@@ -363,13 +363,20 @@ def _environment(**more: str) -> dict[str, str]:
 
 
 def test_quickstart(tmp_path: Path) -> None:
+    """It trains, and goes on with another number of ranks when it runs again."""
     (program,) = PROGRAMS
     path = tmp_path / "quickstart.py"
-    path.write_text(program.text)
-    status, _, err = torchrun(2, path, environment=_environment(), cwd=tmp_path)
-    assert status == 0, err
-    plain = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-    plain.load_state_dict(torch.load(tmp_path / "model.pt"))
+    path.write_text(program.text.replace("first + 100", "first + 20"))
+    for ranks, last in ((2, 20), (1, 40)):
+        status, out, err = torchrun(ranks, path, environment=_environment(), cwd=tmp_path)
+        assert status == 0, err
+        assert f"step {last}: loss " in out
+        assert (tmp_path / "checkpoints" / f"step-{last}" / "flatshard.json").exists()
+    alone = subprocess.run(
+        [sys.executable, path], env=_environment(), capture_output=True, text=True, check=False
+    )
+    assert (alone.returncode, alone.stderr.count("\n")) == (1, 1), alone.stderr
+    assert alone.stderr.startswith("type: torchrun ")
 
 
 SHORTER = {
@@ -441,7 +448,7 @@ def _source_messages() -> str:
 
 def test_quoted_messages_exist() -> None:
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
-    parts = re.split(r"^## ", text, flags=re.MULTILINE)[1:-1]
+    parts = re.split(r"^## ", text, flags=re.MULTILINE)[2:-1]
     quoted = [m for part in parts for m in re.findall(r"^\| `([^`]+)`", part, re.MULTILINE)]
     assert len(quoted) > 25
     source = _source_messages()
@@ -451,6 +458,12 @@ def test_quoted_messages_exist() -> None:
         if not re.search(re.escape(message).replace("…", r"(?:…|[^\n]{1,40}?)"), source)
     ]
     assert not missing
+
+
+def test_codes_of_messages_are_explained() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    explained = re.findall(r'^\| <a id="(FS-[A-Z-]+)"></a>`\1` \|', text, re.MULTILINE)
+    assert explained == sorted(set(re.findall(r"\[(FS-[A-Z-]+)\]", _source_messages())))
 
 
 def test_links_lead_somewhere() -> None:
@@ -463,6 +476,16 @@ def test_links_lead_somewhere() -> None:
                 headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
                 anchors = [re.sub(r"[^\w\- ]", "", h).lower().replace(" ", "-") for h in headings]
                 assert anchor in anchors, f"{path.name}: {target}"
+
+
+def test_site(tmp_path: Path) -> None:
+    """It builds, and no link of it leads nowhere."""
+    build = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        build, cwd=ROOT, env=_environment(NO_MKDOCS_2_WARNING="1"), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.rglob("*.html"))) > 25
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])

@@ -345,7 +345,7 @@ def _in_words(stuck: _Reports) -> str:
     waits = "; ".join(f"rank {rank} in [{stuck[rank].text}]" for rank in sorted(stuck))
     return (
         f"the ranks wait for one another in different collectives, for ever: {waits}. {REMEDY} To "
-        "save, call state_dict() on every rank, and torch.save() on rank 0 alone."
+        "save, call state_dict() on every rank, and torch.save() on rank 0 alone. [FS-DEADLOCK]"
     )
 
 

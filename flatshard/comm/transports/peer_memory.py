@@ -172,7 +172,11 @@ class Awaited:
                 now = time.monotonic()
                 if now - began > timeout:
                     process.given_up = now
-                    raise RuntimeError(f"nothing from {process.name} in {process.timeout:g} s")
+                    raise RuntimeError(
+                        f"nothing from {process.name} in {process.timeout:g} s, the process "
+                        "group's timeout: look for an error in its output, or for other modules "
+                        "that it runs"
+                    )
                 if now - asked > _ALIVE_SECONDS:
                     asked = now
                     self._ask()
@@ -306,5 +310,9 @@ def _read(process: PeerProcess, source: int, destination: int, nbytes: int) -> N
         if got <= 0:
             number = ctypes.get_errno()
             kind = _ProcessGone if number == errno.ESRCH else RuntimeError
-            raise kind(f"reading {nbytes} B of {process.name} failed: {os.strerror(number)}")
+            denied = number == errno.EPERM
+            remedy = ". Run all ranks as one user, or pass collectives='sockets'" if denied else ""
+            raise kind(
+                f"reading {nbytes} B of {process.name} failed: {os.strerror(number)}{remedy}"
+            )
         done += got

@@ -1,0 +1,29 @@
+"""Adds to the site what lies outside docs/: the notebooks, CONTRIBUTING.md and CHANGELOG.md.
+
+A hook of mkdocs, see mkdocs.yml.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[2]
+OTHERS = (*sorted(ROOT.glob("tutorials/*.ipynb")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")
+
+
+@event_priority(100)  # before the plugin that turns notebooks into pages
+def on_files(files: Any, config: Any) -> Any:
+    for path in OTHERS:
+        uri = path.relative_to(ROOT).as_posix()
+        files.append(File(uri, str(ROOT), config.site_dir, config.use_directory_urls))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links that are right in the repository, as they are on the site."""
+    if page.file.src_uri in ("CONTRIBUTING.md", "CHANGELOG.md"):
+        return re.sub(r"\]\(docs/", "](", markdown)
+    return markdown.replace("](../", "](")
