@@ -102,8 +102,7 @@ class ParamViews:
         if not self.use_orig_params:
             shard = self._show_flat(shard, requires_grad[0])
         else:
-            spans = self.layout.spans
-            for index, (owned, span) in enumerate(zip(self.owned, spans, strict=True)):
+            for index, (owned, span) in enumerate(zip(self.owned, self.layout.spans, strict=True)):
                 asks = requires_grad[index]
                 if not self.is_whole:
                     owned.swap_into(FlatShardTensor.parameter(shard, self.specs[index], asks))
@@ -145,8 +144,7 @@ class ParamViews:
                 self.full = self.sharded
             else:
                 self._may_read = True
-                spans = self.layout.spans
-                self.full = [nn.Parameter(view_of(buffer, s), requires_grad=False) for s in spans]
+                self.full = [nn.Parameter(view_of(buffer, s), False) for s in self.layout.spans]
                 for spec, full in zip(self.specs, self.full, strict=True):
                     freed_parameter.name(full, spec)
             for index, full in enumerate(self.full):

@@ -38,7 +38,7 @@ class CheckpointChunks:
         chunks = self._chunks()
         _check_writer(fqn, len(chunks))
         data = metadata.TensorProperties(dtype=self.local.dtype)
-        size = torch.Size(self.shape)
+        size = self.shape  # type: ignore[attr-defined]
         return [
             planner.WriteItem(
                 metadata.MetadataIndex(fqn, chunk.offsets),
