@@ -50,7 +50,7 @@ class SavedTensors:
         # One for each forward under way; None where the hooks of one around it are on top.
         self._active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
 
-    def _buffer_owner(self, tensor: Tensor) -> tuple[Unit, FlatParamHandle] | None:
+    def _owner(self, tensor: Tensor) -> tuple[Unit, FlatParamHandle] | None:
         plain: Any = tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", None)
         if type(plain) not in _PLAIN or plain.layout is not torch.strided:
             return None
@@ -58,12 +58,10 @@ class SavedTensors:
 
     def protect(self, output: Any, unit_name: str) -> Any:
         """A module's output, with copies of what looks into a buffer about to be freed."""
-        if not any(map(self._buffer_owner, tensors_in(output))):
+        if not any(map(self._owner, tensors_in(output))):
             return output
-        output = pytree.tree_map_only(
-            Tensor, lambda t: t.clone() if self._buffer_owner(t) else t, output
-        )
-        if any(map(self._buffer_owner, tensors_in(output))):
+        output = pytree.tree_map_only(Tensor, lambda t: t.clone() if self._owner(t) else t, output)
+        if any(map(self._owner, tensors_in(output))):
             raise RuntimeError(
                 f"unit {unit_name!r} returns a view of its parameters inside an object. They are "
                 "resharded after forward: return a clone()."
@@ -96,7 +94,7 @@ class SavedTensors:
         outer_pack, outer_unpack = outer if outer is not None else (_pack, _unpack)
 
         def pack(tensor: Any) -> Any:
-            found = self._buffer_owner(tensor)
+            found = self._owner(tensor)
             if found is None:
                 return outer_pack(tensor)
             if type(tensor) not in _PLAIN:
