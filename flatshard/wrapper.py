@@ -84,7 +84,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             ``BackwardPrefetch``; None: when the unit needs it.
         mixed_precision: see ``MixedPrecision``.
         device_mesh: instead of ``process_group``: a 1-D mesh, or a 2-D one for HYBRID strategies,
-            (replicate, shard), in either order if its dimensions are named so.
+            (replicate, shard), in either order if its dimensions are named so. Parameters may be
+            DTensors over another dimension (tensor parallelism): their local parts are sharded.
         reshard_after_forward: None: as the strategy says. True or False: reshard parameters between
             forward and backward, or keep them unsharded. An int k, a divisor of the shard group's
             size: keep a secondary shard of 1/k, so that backward all-gathers from k ranks only.
@@ -147,6 +148,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         ValueError: parameters on several devices, ranks that build different models, an
             ``auto_wrap_policy`` over a model that already contains units, a module or parameter
             to ignore that is sharded already, a ``boundary`` that needs more than 25 % padding.
+        NotImplementedError: options that parameters which are DTensors cannot have.
         RuntimeError: several ranks were started, but there is no process group.
         OffloadError: on all ranks, before anything is changed: the disk of ``cpu_offload`` is full.
     """

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
@@ -18,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from flatshard import MixedPrecision, ShardedWrapper, checkpoint
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 from tests.oracle import assert_same
@@ -150,7 +151,7 @@ def _training(rank: int, world_size: int, sequence: bool) -> None:
             assert_same(again.state_dict(), plain.state_dict())
 
 
-def test_hybrid_and_precision() -> None:
+def test_hybrid() -> None:
     run_ranks(_hybrid, 8)
 
 
@@ -167,39 +168,36 @@ def _hybrid(rank: int, world_size: int) -> None:
 
 WAYS: dict[str, dict[str, Any]] = {
     "kept": {"sharding_strategy": "SHARD_GRAD_OP"},
-    "offload": {"cpu_offload": True},
-    "bf16": {"mixed_precision": MixedPrecision(param_dtype=torch.float32)},
+    "secondary": {"reshard_after_forward": 2},
+    "diverging": {"allow_divergence": [_Block]},
+    "disk": {},
+    "float32": {"mixed_precision": MixedPrecision(param_dtype=torch.float32)},
 }
 
 
-def test_ways() -> None:
-    run_ranks(_ways, 4)
+def test_ways(tmp_path: Path) -> None:
+    run_ranks(_ways, 4, str(tmp_path))
 
 
-def _ways(rank: int, world_size: int) -> None:
+def _ways(rank: int, world_size: int, path: str) -> None:
     mesh = _mesh()
     number = mesh["dp"].get_local_rank()
     plain = _trained(_sgd)[0]
     for name, options in WAYS.items():
         with naming(name):
-            if name == "offload":
-                with pytest.warns(UserWarning, match="on the CPU") if number == 0 else naming(""):
-                    model = _wrap(mesh, **options)
-            else:
-                model = _wrap(mesh, **options)
+            if name == "disk":
+                options = {"cpu_offload": CPUOffload(path=path)}
+            model = _wrap(mesh, **options)
             optimizer = _sgd(model.parameters())
             for step in range(3):
-                for half in range(2):  # micro-batches
-                    rows = _batch(step).chunk(2)[number].chunk(2)[half]
-                    if half == 0:
-                        with model.no_sync():
-                            (model(rows).pow(2).mean() / 2).backward()
-                    else:
-                        (model(rows).pow(2).mean() / 2).backward()
+                first, second = _batch(step).chunk(2)[number].chunk(2)
+                with model.no_sync():
+                    (model(first).pow(2).mean() / 2).backward()
+                (model(second).pow(2).mean() / 2).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 0.2)
                 optimizer.step()
                 optimizer.zero_grad()
-            tolerance = 1e-5 if name == "bf16" else 1e-12
+            tolerance = 1e-5 if name == "float32" else 1e-12
             for key, value in model.state_dict().items():
                 torch.testing.assert_close(
                     value, plain.state_dict()[key], atol=tolerance, rtol=tolerance
@@ -215,22 +213,29 @@ def test_torch_checkpoint(tmp_path: Path) -> None:
 def _torch_checkpoint(rank: int, world_size: int, path: str) -> None:
     """Saved by 2 x 2 ranks, loaded by 1 x 4 and 4 x 1 and by the unwrapped model."""
     model = _wrap(_mesh())
-    with ShardedWrapper.state_dict_type(model, "SHARDED_STATE_DICT"):
-        dcp.save(model.state_dict(), checkpoint_id=path)
-    wanted = _build().state_dict()
+    optimizer = _adamw(model.parameters())
+    _train(model, optimizer, torch.distributed.get_rank() // 2, 2)
+    kept = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(kept, checkpoint_id=path)
+    wanted = model.state_dict()
+    states = ShardedWrapper.optim_state_dict(model, optimizer)["state"]
     loaded = {key: torch.zeros_like(value) for key, value in wanted.items()}
-    dcp.load(loaded, checkpoint_id=path)
+    dcp.load({"model": loaded}, checkpoint_id=path)
     assert_same(loaded, wanted)
     wide = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     for other in (_wrap(wide), ShardedWrapper(_build())):
-        with torch.no_grad():
-            for param in other.parameters():
-                param.zero_()
-        with ShardedWrapper.state_dict_type(other, "SHARDED_STATE_DICT"):
-            state = other.state_dict()
-            dcp.load(state, checkpoint_id=path)
-            other.load_state_dict(state)
+        its_own = _adamw(other.parameters())
+        parts = dict(zip(("model", "optimizer"), get_state_dict(other, its_own), strict=True))
+        dcp.load(parts, checkpoint_id=path)
+        set_state_dict(
+            other,
+            its_own,
+            model_state_dict=parts["model"],
+            optim_state_dict=parts["optimizer"],
+        )
         assert_same(other.state_dict(), wanted)
+        for name, state in ShardedWrapper.optim_state_dict(other, its_own)["state"].items():
+            assert_same(state, states[name])
 
 
 def test_refusals(tmp_path: Path) -> None:
