@@ -19,19 +19,9 @@ class DTensorViews(ParamViews):
             spec.tensor_parallel = tensor_parallel_of(owned.param)
 
     def put(self, params: list[nn.Parameter]) -> None:
-        """Give the modules full parameters, and DTensors over these."""
-        super().put(params)
-        shown: dict[int, Any] = {
-            index: spec.tensor_parallel.as_dtensor(params[index])
-            for index, spec in enumerate(self.specs)
-            if spec.tensor_parallel is not None
-        }
-        for module, attribute, index in self.places:
-            if index in shown:  # found before ``_parameters``
-                module.__dict__[attribute] = shown[index]
-
-    def show_sharded(self) -> None:
-        """Let the modules hold the sharded parameters, whatever they hold now."""
-        for module, attribute, _ in self.places:
-            module.__dict__.pop(attribute, None)
-        super().show_sharded()
+        """Give the modules full parameters, or DTensors over these."""
+        shown: list[Any] = [
+            param if spec.tensor_parallel is None else spec.tensor_parallel.as_dtensor(param)
+            for param, spec in zip(params, self.specs, strict=True)
+        ]
+        super().put(shown)
