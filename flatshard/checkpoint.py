@@ -224,7 +224,20 @@ def _units_of(model: nn.Module, caller: str) -> tuple[list[Unit], list[UnitState
             f"{caller}: expected a ShardedWrapper or a module that contains some, got an unwrapped "
             f"{type(model).__name__}: safetensors.torch does this for those"
         )
+    _refuse_dtensors(units, caller)
     return units, state_dicts_in(model)
+
+
+def _refuse_dtensors(units: list[Unit], caller: str) -> None:
+    specs = (spec for unit in units for handle in unit.handles for spec in handle.params.specs)
+    split = next((spec.name for spec in specs if spec.tensor_parallel is not None), None)
+    if split is not None:
+        raise NotImplementedError(
+            f"{caller}: parameter {split!r} was a DTensor, and other ranks than those that "
+            "train it here hold the rest. Call torch.distributed.checkpoint with "
+            "model.state_dict() under state_dict_type(model, 'SHARDED_STATE_DICT'), or save "
+            "full_state_dict(model)."
+        )
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -248,6 +261,7 @@ def _optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 def _ranks_of(model: nn.Module, caller: str) -> HostRanks:
     """The ranks that train it together, once all of them call this."""
     units = [one.unit for one in shardings_in(model)]
+    _refuse_dtensors(units, caller)
     if units:
         world = safetensors.world_of(units)
         # Where some never come (`if rank == 0:`), deadlock detection sees it here.

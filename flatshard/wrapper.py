@@ -24,6 +24,7 @@ from flatshard.engine.buffer_sync import BufferSync
 from flatshard.module import join
 from flatshard.module.construction import Construction
 from flatshard.module.conversion import convert, copy_model
+from flatshard.module.dtensor_params import local_parts
 from flatshard.module.full_state import warn_of_size
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.run import accumulating
@@ -83,7 +84,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             ``BackwardPrefetch``; None: when the unit needs it.
         mixed_precision: see ``MixedPrecision``.
         device_mesh: instead of ``process_group``: a 1-D mesh, or a 2-D one for HYBRID strategies,
-            (replicate, shard), in either order if its dimensions are named so.
+            (replicate, shard), in either order if its dimensions are named so. Parameters may be
+            DTensors over another dimension (tensor parallelism): their local parts are sharded.
         reshard_after_forward: None: as the strategy says. True or False: reshard parameters between
             forward and backward, or keep them unsharded. An int k, a divisor of the shard group's
             size: keep a secondary shard of 1/k, so that backward all-gathers from k ranks only.
@@ -146,6 +148,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         ValueError: parameters on several devices, ranks that build different models, an
             ``auto_wrap_policy`` over a model that already contains units, a module or parameter
             to ignore that is sharded already, a ``boundary`` that needs more than 25 % padding.
+        NotImplementedError: options that parameters which are DTensors cannot have.
         RuntimeError: several ranks were started, but there is no process group.
         OffloadError: on all ranks, before anything is changed: the disk of ``cpu_offload`` is full.
     """
@@ -220,8 +223,9 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             boundary=as_boundary(boundary),
         )
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
-        construction = Construction(model, settings, param_init_fn)
-        construction.wrap(self, ShardedWrapper, flags["sync_module_states"], notes)
+        with local_parts(model, settings):
+            construction = Construction(model, settings, param_init_fn)
+            construction.wrap(self, ShardedWrapper, flags["sync_module_states"], notes)
         self._sharding.context.observers.add(FrameworkPrecision(self._sharding))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -790,6 +794,11 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         # They would give all ranks the first one's shards, or shard shards.
         refuse_foreign_wrapper(ModuleProxy.named_modules.__code__)
         return super().named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module; ``parallelize_module``, which begins here, raises ValueError."""
+        refuse_foreign_wrapper()
+        return super().named_children()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # `.to()`, `.double()` and the like.

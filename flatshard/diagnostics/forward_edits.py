@@ -66,11 +66,12 @@ class ForwardEdits(StepObserver):
         places = self._places.get((handle, outer))
         if places is None:
             places = self._places[handle, outer] = list(_places_in(handle, outer))
-        full, address = handle.params.full, handle.buffer.data_ptr()
+        full, held = handle.params.full, handle.params.held  # DTensors are over full ones
+        address = handle.buffer.data_ptr()
         itemsize = handle.buffer.element_size()
         for module, attribute, index, start in places:
             param = full[index]
-            if module._parameters.get(attribute) is not param:
+            if module._parameters.get(attribute) is not held[index]:
                 raise RuntimeError(
                     f"parameter {handle.params.specs[index].name!r} (unit {handle.unit_name!r}) "
                     "was replaced in forward: the model would go on with the one before. Compute "

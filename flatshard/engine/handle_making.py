@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatshard.engine.dtensor_views import DTensorViews
 from flatshard.engine.gather import HandleOptions
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.param_views import ParamViews
@@ -16,6 +17,7 @@ from flatshard.plan.layout import FlatLayout, memory_order, strides_of
 from flatshard.plan.param_info import ParamInfo
 from flatshard.tensor.broadcast_source import BroadcastSource
 from flatshard.tensor.flat_parameter import part_of
+from flatshard.tensor.tensor_parallel import tensor_parallel_of
 
 
 def make_handle(
@@ -35,7 +37,9 @@ def make_handle(
     """
     by_name, dtype = {one.name: one for one in owned}, owned[0].param.dtype
     owned = [by_name[span.name] for span in layout.spans]
-    params = ParamViews(owned, RunLink(unit_name), options, layout)
+    has_dtensors = any(tensor_parallel_of(one.param) is not None for one in owned)
+    kind = DTensorViews if has_dtensors else ParamViews
+    params = kind(owned, RunLink(unit_name), options, layout)
     handle = FlatParamHandle(params, dtype=dtype, device=device)
     with torch.inference_mode(False), torch.no_grad():
         handle.adopt(torch.zeros(layout.shard_numel, dtype=dtype, device=device))

@@ -48,8 +48,8 @@ class ParamViews:
         self.sharded = [info.param for info in (owned if self.use_orig_params else owned[:1])]
         self.full: list[nn.Parameter] = []  # in the order of `layout.spans`
         self._may_read = True
-        self._placeholders: list[FlatShardTensor] = []
-        self._is_installed = False  # whether modules hold what `put` was given
+        self._placeholders: list[Any] = []  # ``FlatShardTensor``s
+        self.held: list[nn.Parameter] = []  # what `put` was given, while modules hold it
         # Which range of this rank's shard is of which original parameter.
         rank = options.topology.index
         self.local_spans = [layout.local_span(index, rank) for index in range(len(owned))]
@@ -102,8 +102,7 @@ class ParamViews:
         if not self.use_orig_params:
             shard = self._show_flat(shard, requires_grad[0])
         else:
-            spans = self.layout.spans
-            for index, (owned, span) in enumerate(zip(self.owned, spans, strict=True)):
+            for index, (owned, span) in enumerate(zip(self.owned, self.layout.spans, strict=True)):
                 asks = requires_grad[index]
                 if not self.is_whole:
                     owned.swap_into(FlatShardTensor.parameter(shard, self.specs[index], asks))
@@ -145,8 +144,7 @@ class ParamViews:
                 self.full = self.sharded
             else:
                 self._may_read = True
-                spans = self.layout.spans
-                self.full = [nn.Parameter(view_of(buffer, s), requires_grad=False) for s in spans]
+                self.full = [nn.Parameter(view_of(buffer, s), False) for s in self.layout.spans]
                 for spec, full in zip(self.specs, self.full, strict=True):
                     freed_parameter.name(full, spec)
             for index, full in enumerate(self.full):
@@ -192,7 +190,7 @@ class ParamViews:
     def copied(self, memo: dict[int, Any], link: RunLink) -> ParamViews:
         """The same for modules that were deep-copied; shows nothing before ``show_shard``."""
         owned = [one.copied(memo) for one in self.owned]
-        twin = ParamViews(owned, link, self.options, self.layout)
+        twin = type(self)(owned, link, self.options, self.layout)
         for copied, spec in zip(twin.specs, self.specs, strict=True):
             copied.name = spec.name  # that of the layout is relative to the first root
         return twin
@@ -236,7 +234,8 @@ class ParamViews:
         """Raise RuntimeError if a module's parameter was replaced since wrapping."""
         for module, attribute, index in self.places:
             present = module._parameters.get(attribute)
-            if present is not self.full[index] and present is not self._outside(index):
+            held = (self.held or self.full)[index]
+            if present is not held and present is not self._outside(index):
                 raise RuntimeError(
                     f"parameter {self.specs[index].name!r} (unit {self.link.unit_name!r}) was "
                     "replaced after wrapping. Assign values with p.copy_(...), or replace the "
@@ -248,7 +247,7 @@ class ParamViews:
             module._parameters[attribute] = params[index]
             if self._placeholders:
                 module.__dict__.pop(attribute, None)
-        self._is_installed = True
+        self.held = params
         self._rebuild_rnns()
 
     def use_sharded_views(self) -> None:
@@ -262,7 +261,7 @@ class ParamViews:
             if self._placeholders:
                 # Found before ``_parameters``: reading the weight gives a tensor that explains.
                 module.__dict__[attribute] = self._placeholders[index]
-        self._is_installed = False
+        self.held = []
         self._rebuild_rnns()
 
     def _outside(self, index: int) -> nn.Parameter | None:
@@ -277,7 +276,6 @@ class ParamViews:
 
     def list_placeholders(self, *, shown: bool) -> None:
         """With ``use_orig_params=False``, list the originals among the modules' parameters."""
-        if self._placeholders and not self._is_installed:
+        if self._placeholders and not self.held:
             for module, attribute, index in self.places:
-                placeholder: Any = self._placeholders[index] if shown else None
-                module._parameters[attribute] = placeholder
+                module._parameters[attribute] = self._placeholders[index] if shown else None

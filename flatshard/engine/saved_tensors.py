@@ -22,6 +22,7 @@ from flatshard.engine.backward import Backward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.precision.casts import tensors_in
+from flatshard.tensor.tensor_parallel import SavedDTensor
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -49,19 +50,18 @@ class SavedTensors:
         # One for each forward under way; None where the hooks of one around it are on top.
         self._active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
 
-    def _looks_in(self, tensor: Tensor) -> bool:
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
-            return False
-        return tensor.untyped_storage()._cdata in self._buffers
+    def _owner(self, tensor: Tensor) -> tuple[Unit, FlatParamHandle] | None:
+        plain: Any = tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", None)
+        if type(plain) not in _PLAIN or plain.layout is not torch.strided:
+            return None
+        return self._buffers.get(plain.untyped_storage()._cdata)
 
     def protect(self, output: Any, unit_name: str) -> Any:
         """A module's output, with copies of what looks into a buffer about to be freed."""
-        if not any(map(self._looks_in, tensors_in(output))):
+        if not any(map(self._owner, tensors_in(output))):
             return output
-        output = pytree.tree_map_only(
-            Tensor, lambda t: t.clone() if self._looks_in(t) else t, output
-        )
-        if any(map(self._looks_in, tensors_in(output))):
+        output = pytree.tree_map_only(Tensor, lambda t: t.clone() if self._owner(t) else t, output)
+        if any(map(self._owner, tensors_in(output))):
             raise RuntimeError(
                 f"unit {unit_name!r} returns a view of its parameters inside an object. They are "
                 "resharded after forward: return a clone()."
@@ -90,24 +90,26 @@ class SavedTensors:
     def _pair(
         self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
     ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        buffers, backward = self._buffers, self._backward
+        backward = self._backward
         outer_pack, outer_unpack = outer if outer is not None else (_pack, _unpack)
 
-        def pack(tensor: Tensor) -> Any:
-            if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-                found = buffers.get(tensor.untyped_storage()._cdata)
-                if found is not None:
-                    unit, handle = found
-                    # `as_strided` of the buffer would not give these back.
-                    reinterprets = tensor.dtype != handle.buffer.dtype
-                    reinterprets |= tensor.is_conj() or tensor.is_neg()
-                    if reinterprets or unit.copies_saved(handle):  # both are rare
-                        return outer_pack(tensor.clone())
-                    size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-                    return SavedView(unit, handle, size, stride, int(offset), handle.version)
-            return outer_pack(tensor)
+        def pack(tensor: Any) -> Any:
+            found = self._owner(tensor)
+            if found is None:
+                return outer_pack(tensor)
+            if type(tensor) not in _PLAIN:
+                return SavedDTensor(pack(tensor._local_tensor), tensor._spec)
+            unit, handle = found
+            # `as_strided` of the buffer would not give these back.
+            reinterprets = tensor.dtype != handle.buffer.dtype
+            if reinterprets or tensor.is_conj() or tensor.is_neg() or unit.copies_saved(handle):
+                return outer_pack(tensor.clone())  # all are rare
+            size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+            return SavedView(unit, handle, size, stride, int(offset), handle.version)
 
         def unpack(packed: Any) -> Tensor:
+            if type(packed) is SavedDTensor:
+                return packed.around(unpack(packed.local))
             if type(packed) is not SavedView:
                 return outer_unpack(packed)
             unit, handle, size, stride, offset, version = packed

@@ -17,6 +17,7 @@ from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.offload import OffloadTargets
 from flatshard.engine.unit import Unit
 from flatshard.module import meta_init
+from flatshard.module.dtensor_params import check_units
 from flatshard.module.initial_values import InitialValues, compare_values
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
@@ -91,6 +92,7 @@ class Construction:
         # Creating process groups is collective, so only after all ranks agree on the strategies.
         for one in plan.settings_of.values():
             ranks.resolve(one.placement)
+        check_units(plan.units)
         self._reserve_offload()
         initial_values = compare_values(named, sync, ranks.world)
         if initial_values.any_missing:

@@ -68,7 +68,7 @@ class UnwrappedModel:
                     f"ShardedWrapper: parameter {name!r} is not initialised (a lazy module). Run "
                     "one forward on the unwrapped model first."
                 )
-            # A subclass (a DTensor, say) is more than the memory that a flat parameter keeps.
+            # A subclass is more than the memory that a flat parameter keeps.
             if type(param.data) is not Tensor:
                 raise TypeError(
                     f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}; only "

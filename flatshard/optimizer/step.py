@@ -158,6 +158,12 @@ def _check_params(optimizer: torch.optim.Optimizer, *, has_grads: bool = True) -
                         "Make it from model.parameters() after wrapping, or wrap with "
                         "use_orig_params=True."
                     )
+                if "flattened_as" in param.__dict__:
+                    raise RuntimeError(
+                        "step(): the optimizer was made before wrapping, and its parameter "
+                        f"{param.flattened_as!r} is a DTensor, whose local part was sharded. Make "
+                        "it from model.parameters() after wrapping."
+                    )
                 drop_consumed(param)  # what backward has stepped is not stepped again
                 grad = param.grad
                 if grad is None or not has_grads:

@@ -56,6 +56,13 @@ def manner_for(optimizer: torch.optim.Optimizer) -> Manner:
         comms = dict.fromkeys(param.spec.comm for param in _sharded(optimizer))
         agreed(lambda: (True, facts), comms, _OP, _REMEDY)
         manner = manner_of(optimizer)
+        split = [p for p in _sharded(optimizer) if p.spec.tensor_parallel is not None]
+        if split and manner is not Manner.ON_SHARDS:
+            raise NotImplementedError(
+                f"parameter {split[0].spec.name!r} was a DTensor, and {type(optimizer).__name__} "
+                "needs full parameters: of those this rank's group holds a part. Use an "
+                "element-wise optimizer, such as AdamW, for it."
+            )
         if with_grads:
             # A model that is sharded because it does not fit is then full on each device.
             level = logging.WARNING if manner is Manner.ON_EVERY_RANK else logging.INFO

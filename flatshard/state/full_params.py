@@ -82,6 +82,7 @@ def index_of(handle: FlatParamHandle, tensor: Tensor) -> int | None:
     """Which original parameter ``tensor`` shows, or None."""
     if isinstance(tensor, FlatShardTensor):
         return next((i for i, spec in enumerate(handle.params.specs) if spec is tensor.spec), None)
+    tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
     if tensor.untyped_storage()._cdata != handle.buffer.untyped_storage()._cdata:
         return None
     place = tensor.storage_offset(), tuple(tensor.shape)
@@ -122,6 +123,12 @@ def _grad_shard(handle: FlatParamHandle) -> Tensor:
 
 def _check_request(handle: FlatParamHandle, request: Request) -> None:
     """Raise for what cannot be shown, alike on all ranks."""
+    split = next((s.name for s in handle.params.specs if s.tensor_parallel is not None), None)
+    if split is not None:
+        raise NotImplementedError(
+            f"summon_full_params(): parameter {split!r} (unit {handle.unit_name!r}) was a DTensor, "
+            "and other ranks hold the rest. Read model.state_dict(), and edit with p.copy_(...)."
+        )
     if handle.summoned is None:
         handle.params.check_places()
         return

@@ -99,7 +99,12 @@ class UnitStateDict:
         return StateDictOptions(not asked.full, asked.to_cpu, asked.rank0_only)
 
     def _before_load(
-        self, module: nn.Module, _: Any, prefix: str, metadata: dict[str, Any], *rest: Any
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        *rest: Any,
     ) -> None:
         if metadata.get("assign_to_params_buffers", False):
             raise ValueError(
@@ -110,6 +115,11 @@ class UnitStateDict:
         if asked is not None:
             for spec in chain.from_iterable(handle.params.specs for handle in self._unit.handles):
                 asked.check_order(spec.name, spec.order)
+        for handle in self._unit.handles:
+            for place, attribute, index in handle.params.places:
+                key = prefix + attribute
+                if place is module and key in state_dict:  # torch compares with local shapes
+                    state_dict[key] = handle.params.specs[index].split(state_dict[key])
         self._enter(module)
 
     def _after_load(self, *_: Any) -> None:
@@ -141,7 +151,8 @@ def _replace_by_full(
 
     Returns the copies, by number of the original.
 
-    Collective: all ranks of the shard group, also those that save nothing.
+    Collective: all ranks of the shard group, also those that save nothing; of tensor-parallel
+    parameters, those of their mesh.
     """
     indices: dict[str, int] = {}
     for key, value in state_dict.items():
@@ -154,12 +165,14 @@ def _replace_by_full(
         return {}
     device = torch.device("cpu") if options.offload_to_cpu else handle.device
     full = gather_full(handle, handle.shard, device, is_kept=is_saving)
+    shown = sorted({*indices.values()}) if is_saving else ()
+    full_of = {index: handle.params.specs[index].unsplit(full[index]) for index in shown}
     for key, index in indices.items():
         if is_saving:
-            state_dict[key] = full[index]
+            state_dict[key] = full_of[index]
         else:
             del state_dict[key]
-    return {index: full[index] for index in indices.values()} if is_saving else {}
+    return full_of
 
 
 def _keep_sharded(

@@ -247,7 +247,7 @@ def _gather(
         tensors = gather_full(handle, shard, device, is_kept=full is not None)
         if full is not None:
             for fqn, index in chain.from_iterable(e.param.indices.items() for e in some):
-                full[fqn][key] = tensors[index]
+                full[fqn][key] = handle.params.specs[index].unsplit(tensors[index])
 
 
 def _copied(value: Any, device: torch.device | None = None) -> Any:
@@ -294,7 +294,7 @@ def state_to_load(
             loaded["param_groups"].append({**options, "params": keys})
             for key, param in zip(keys, group, strict=True):
                 saved_here = (fqn for fqn in param.indices if fqn in saved["state"])
-                states = {fqn: saved["state"][fqn] for fqn in saved_here}
+                states = {fqn: _split(param, fqn, saved["state"][fqn]) for fqn in saved_here}
                 if states:
                     loaded["state"][key] = _loaded(param, states, optimizer)
                 for fqn, state in states.items():
@@ -305,6 +305,14 @@ def state_to_load(
         return loaded, facts
 
     return agreed(prepare, worlds_of(units), "optim_state_dict_to_load", _REMEDY)
+
+
+def _split(param: OptimParam, fqn: str, state: StateDict) -> StateDict:
+    """The state of a tensor-parallel parameter's local part; any other as it is."""
+    if param.handle is None:
+        return state
+    spec = param.handle.params.specs[param.indices[fqn]]
+    return {key: spec.split(value) for key, value in state.items()}
 
 
 def _named(state_dict: StateDict, params: OptimParams) -> StateDict:

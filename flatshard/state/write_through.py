@@ -85,7 +85,7 @@ class WriteThrough(StepObserver):
             return
         with torch.inference_mode(False), torch.no_grad():
             if handle.params.use_orig_params:
-                handle.sharded[index].copy_(given.copy)
+                handle.sharded[index].copy_(handle.params.specs[index].split(given.copy))
             else:
                 handle.part(index).copy_(handle.params.specs[index].slice(given.copy))
         handle.page_out()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,7 @@ class CheckpointChunks:
         chunks = self._chunks()
         _check_writer(fqn, len(chunks))
         data = metadata.TensorProperties(dtype=self.local.dtype)
-        size = torch.Size(self.spec.shape)
+        size = self.shape  # type: ignore[attr-defined]
         return [
             planner.WriteItem(
                 metadata.MetadataIndex(fqn, chunk.offsets),
@@ -74,7 +75,14 @@ class CheckpointChunks:
         spec = self.spec
         if spec.originals is not None:  # DCP would keep one rank's, as all have one name and place
             spec.refuse("a checkpoint of what has a flat parameter's shape")
-        return boxes_of(spec.shape, spec.offset, spec.offset + spec.numel, spec.order)
+        boxes = boxes_of(spec.shape, spec.offset, spec.offset + spec.numel, spec.order)
+        if spec.tensor_parallel is None:
+            return boxes
+        first = spec.tensor_parallel.offsets()
+        return (
+            replace(box, offsets=tuple(map(sum, zip(box.offsets, first, strict=True))))
+            for box in boxes
+        )
 
 
 def _check_writer(fqn: str, num_boxes: int) -> None:

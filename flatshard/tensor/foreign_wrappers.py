@@ -1,4 +1,7 @@
-"""``refuse_foreign_wrapper``: none of torch's wrappers may be around a sharded model."""
+"""``refuse_foreign_wrapper``: none of torch's wrappers may be around a sharded model.
+
+Nor may its parameters become DTensors.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ _MAKERS = {
     ("torch.nn.parallel.data_parallel", "forward"): "DataParallel",
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "__init__"): "FullyShardedDataParallel",
     ("torch.distributed._composable.contract", "wrapper"): "",  # of whatever it decorates
+    ("torch.distributed.tensor._api", "distribute_tensor"): "distribute_tensor",
+    ("torch.distributed.tensor.parallel.api", "parallelize_module"): "parallelize_module",
 }
 _NAMES = {name for _, name in _MAKERS}
 
@@ -25,6 +30,12 @@ def refuse_foreign_wrapper(end: CodeType | None = None) -> None:
         if frame.f_code.co_name in _NAMES:
             place = frame.f_globals.get("__name__", ""), frame.f_code.co_name
             made = _MAKERS.get(place) or getattr(frame.f_locals.get("func"), "__name__", "")
+            if place in _MAKERS and made in ("distribute_tensor", "parallelize_module"):
+                raise ValueError(
+                    f"{made}() after ShardedWrapper: a rank holds its range of sharded parameters "
+                    "alone. First parallelize_module(model, mesh['tp'], plan) or "
+                    "distribute_module(), then ShardedWrapper(model, device_mesh=mesh['dp'])."
+                )
             if place in _MAKERS and made in (*_MAKERS.values(), "fully_shard", "replicate"):
                 raise ValueError(
                     f"{made} around a ShardedWrapper: both would shard or average the same "

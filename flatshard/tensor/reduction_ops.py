@@ -25,6 +25,14 @@ from flatshard.tensor.sharded_tensor import (
 from flatshard.tensor.tensor_notes import UNREDUCED
 
 aten = torch.ops.aten
+Comms = Sequence[Communicator]
+
+
+def _reduced(values: Tensor, comms: Comms, op: str, op_name: str) -> Tensor:
+    """A few numbers, combined in place over each of some groups. Collective: all their ranks."""
+    for comm in comms:
+        values = comm.reduce_scalars(values, op, op_name=op_name)
+    return values
 
 
 def _part(tensor: FlatShardTensor, *, with_padding: bool) -> Tensor:
@@ -68,16 +76,16 @@ def norms(
     Collective: all ranks that hold parts of ``tensors``; one reduction per communicator.
     """
     results = list(tensors)
-    positions_of: dict[Communicator | None, list[int]] = {}
+    positions_of: dict[tuple[Communicator, ...], list[int]] = {}
     for position, tensor in enumerate(tensors):
-        comm = tensor.spec.comm if isinstance(tensor, FlatShardTensor) else None
-        positions_of.setdefault(comm, []).append(position)
-    for comm, positions in positions_of.items():
+        comms = tensor.spec.comms if isinstance(tensor, FlatShardTensor) else ()
+        positions_of.setdefault(comms, []).append(position)
+    for comms, positions in positions_of.items():
         some: list[Any] = [tensors[position] for position in positions]
-        if comm is None:
+        if not comms:
             found = list(torch._foreach_norm(some, order, dtype))
         else:
-            together = _sharded_norms(some, order, dtype, comm)
+            together = _sharded_norms(some, order, dtype, comms)
             # Cast all at once, to the device and dtype that torch would give each.
             kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in some]
             cast = {kind: together.to(*kind).unbind() for kind in set(kinds)}
@@ -88,23 +96,23 @@ def norms(
 
 
 def _sharded_norms(
-    tensors: list[FlatShardTensor], order: float, dtype: torch.dtype | None, comm: Communicator
+    tensors: list[FlatShardTensor], order: float, dtype: torch.dtype | None, comms: Comms
 ) -> Tensor:
-    """Norms of tensors that one communicator shares, float64, ``(len(tensors),)``."""
+    """Norms of tensors that the same communicators share, float64, ``(len(tensors),)``."""
     # Padding is zeros: nothing to a positive order, but a negative one would divide by them.
     parts = [_part(tensor, with_padding=order >= 0) for tensor in tensors]
     if dtype is not None:
         parts = [part.to(dtype) for part in parts]
     # Of complex numbers only the sizes matter; torch warns when it counts those that are not zero.
     parts = [part.abs() if part.is_complex() else part for part in parts]
-    device = parts[0].device if parts[0].device.type != "cpu" else comm.control_device
+    device = parts[0].device if parts[0].device.type != "cpu" else comms[0].control_device
     local = _local_norms(parts, order, device)
     op_name = tensors[0].spec.name if len(tensors) == 1 else "norms"
     if math.isinf(order):
-        return _extremes(local, comm, largest=order > 0, op_name=op_name)
+        return _extremes(local, comms, largest=order > 0, op_name=op_name)
     if order == 0:
-        return comm.reduce_scalars(local, "SUM", op_name=op_name)
-    return comm.reduce_scalars(local.pow(order), "SUM", op_name=op_name).pow(1 / order)
+        return _reduced(local, comms, "SUM", op_name)
+    return _reduced(local.pow(order), comms, "SUM", op_name).pow(1 / order)
 
 
 def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
@@ -140,9 +148,9 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         part = part.to(dtype)
     # Narrow dtypes are rounded once, after the ranks' sums are added.
     total = part.sum(dtype=_sum_dtype(part.dtype))
-    spec.comm.reduce_scalars(total, "SUM", op_name=spec.name)
+    _reduced(total, spec.comms, "SUM", spec.name)
     if func._schema.name == "aten::mean":
-        total = total / spec.total_numel
+        total = total / spec.unsharded_numel
     return total if _sum_dtype(part.dtype) is None else total.to(part.dtype)
 
 
@@ -161,22 +169,22 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
         if not part.is_floating_point():
             least, greatest = torch.iinfo(part.dtype).min, torch.iinfo(part.dtype).max
         value = part.new_full((), least if largest else greatest)
-    comm, op_name = tensor.spec.comm, tensor.spec.name
-    value = _extremes(value.view(1), comm, largest=largest, op_name=op_name)[0]
+    comms, op_name = tensor.spec.comms, tensor.spec.name
+    value = _extremes(value.view(1), comms, largest=largest, op_name=op_name)[0]
     return value.to(torch.bool) if is_logical else value
 
 
-def _extremes(values: Tensor, comm: Communicator, *, largest: bool, op_name: str) -> Tensor:
+def _extremes(values: Tensor, comms: Comms, *, largest: bool, op_name: str) -> Tensor:
     """The largest, or smallest, of each number over the ranks; NaN where a rank has one."""
     op = "MAX" if largest else "MIN"
     if not values.is_floating_point():
-        return comm.reduce_scalars(values, op, op_name=op_name)
+        return _reduced(values, comms, op, op_name)
     is_nan = values.isnan()
     # A backend's MAX may drop a NaN, and which of two operands it keeps may depend on the rank. So
     # a mark goes along that the same operation prefers: 1 for MAX, -1 for MIN.
     marks = is_nan.to(values.dtype) * (1 if largest else -1)
     both = torch.cat([values.masked_fill(is_nan, 0), marks])
-    found, marks = comm.reduce_scalars(both, op, op_name=op_name).chunk(2)
+    found, marks = _reduced(both, comms, op, op_name).chunk(2)
     return found.masked_fill(marks != 0, math.nan)
 
 
@@ -186,7 +194,8 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     func([local_range(g) for g in gradients], found_inf, inverse_scale)
     wrote(gradients)
     # Not a set: all ranks must meet the communicators in one order.
-    for comm in dict.fromkeys(g.spec.comm for g in gradients if isinstance(g, FlatShardTensor)):
+    specs = [g.spec for g in gradients if isinstance(g, FlatShardTensor)]
+    for comm in dict.fromkeys(comm for spec in specs for comm in spec.comms):
         comm.reduce_scalars(found_inf, "MAX", op_name="found_inf")
 
 
@@ -258,7 +267,7 @@ def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
     if rest or any(value is not None and value is not False for value in kwargs.values()):
         source.spec.refuse(f"a {kind} along a dimension or in another dtype")
     result = _Reduction.apply(source, order)
-    return result / source.numel() if kind == "mean" else result
+    return result / source.spec.unsharded_numel if kind == "mean" else result
 
 
 def _refuse_gradients_of(*args: Any, **kwargs: Any) -> Any:

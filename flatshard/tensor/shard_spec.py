@@ -15,6 +15,7 @@ from flatshard.comm.communicator import ALONE, Communicator
 from flatshard.memory.disk import DiskMemory
 from flatshard.plan.layout import LocalSpan, strides_of
 from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
+from flatshard.tensor.tensor_parallel import TensorParallel
 
 
 def _no() -> bool:
@@ -48,6 +49,7 @@ class ShardSpec:
     start: int = 0
     comm: Communicator  # the ranks that hold the rest
     replicas: Communicator = ALONE  # the ranks that hold the same
+    tensor_parallel: TensorParallel | None = None  # of a part of what a DTensor held
     order: tuple[int, ...] = ()  # dimensions as they lie in memory, outermost first
     # Of a flat parameter, whose shape is that of one shard: which ranges of the shard are not
     # padding, the shard's place in the concatenation, and the elements of all without padding.
@@ -98,6 +100,32 @@ class ShardSpec:
                 ) from None
         # A view if the tensor lies in the parameter's memory order; a copy otherwise.
         return tensor.permute(self.order).reshape(-1)[self.offset : self.offset + self.numel]
+
+    @property
+    def comms(self) -> tuple[Communicator, ...]:
+        """Each of the groups whose ranks hold other parts."""
+        beyond = self.tensor_parallel.comms if self.tensor_parallel is not None else ()
+        return (self.comm, *beyond)
+
+    @property
+    def unsharded_numel(self) -> int:
+        """Elements of the parameter without any parallelism."""
+        split = self.tensor_parallel
+        return self.total_numel if split is None else math.prod(split.shape)
+
+    def unsplit(self, local: Tensor) -> Tensor:
+        """What tensor-parallel ranks hold together, if ``local`` is a part of it, of ``shape``.
+
+        Collective: these ranks, if there are any.
+        """
+        return local if self.tensor_parallel is None else self.tensor_parallel.full(local)
+
+    def split(self, full: Any) -> Any:
+        """The part of ``unsplit``'s result on this rank; anything else as it is."""
+        split = self.tensor_parallel
+        if split is None or not isinstance(full, Tensor) or tuple(full.shape) != split.shape:
+            return full
+        return full.of_local_shape() if hasattr(full, "of_local_shape") else split.part_of(full)
 
     def empty(self, like: Tensor) -> Tensor:
         """A plain tensor of the parameter's shape and strides, dtype and device of ``like``."""

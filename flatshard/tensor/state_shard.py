@@ -17,13 +17,29 @@ class StateShard(FlatShardTensor):
     What has no storage, it makes anew by ``new_empty``, and copies the attributes of.
     """
 
+    @staticmethod
+    def __new__(cls, local: Tensor, spec: ShardSpec, *_: Any) -> StateShard:  # type: ignore[override]
+        """Wrap ``local``, ``(spec.numel,)``; shows the shape without tensor parallelism."""
+        split = spec.tensor_parallel
+        if split is None:
+            return FlatShardTensor.__new__(cls, local, spec)  # type: ignore[return-value]
+        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, split.shape, strides=split.layout.stride, dtype=local.dtype, device=local.device
+        )
+        self.local, self.spec, self.flat, self.is_alike = local, spec, None, False
+        return self  # type: ignore[no-any-return]
+
+    def of_local_shape(self) -> FlatShardTensor:
+        """The same with the shape that the parameter has on this rank."""
+        return FlatShardTensor(self.local, self.spec)
+
     def data_ptr(self) -> int:
         """None: the range that it holds is an attribute."""
         return 0
 
     def new_empty(self, size: Sequence[int], **kwargs: Any) -> Tensor:  # type: ignore[override]
         """Unwritten memory: sharded alike if ``size`` is the full tensor's."""
-        if tuple(size) != self.spec.shape:
+        if tuple(size) != tuple(self.shape):
             return self.local.new_empty(size, **kwargs)
         return type(self)(self.local.new_empty(self.local.shape, **kwargs), self.spec)
 

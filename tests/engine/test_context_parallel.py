@@ -1,0 +1,82 @@
+"""A sequence split over a dimension of the mesh, whose ranks share parameters and gradients."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from flatshard import ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import run_ranks
+from tests.oracle import assert_same
+
+pytestmark = pytest.mark.by_turns
+
+TOKENS = 6
+
+
+class _Attention(nn.Module):
+    """Causal; each rank has the queries of its tokens, and gathers all keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+        self.mesh: DeviceMesh | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        first = 0
+        if self.mesh is not None:
+            k, v = (
+                DTensor.from_local(one, self.mesh, [Shard(1)]).full_tensor(
+                    grad_placements=[Partial()]
+                )
+                for one in (k, v)
+            )
+            first = self.mesh.get_local_rank() * x.size(1)
+        mine = torch.arange(first, first + x.size(1))
+        mask = torch.arange(k.size(1)) <= mine[:, None]
+        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, mask))
+
+
+def _build() -> nn.Sequential:
+    torch.default_generator.manual_seed(7)
+    return nn.Sequential(_Attention(), _Attention(), nn.Linear(4, 3)).double()
+
+
+def _batch(step: int) -> Tensor:
+    return torch.randn(4, TOKENS, 4, generator=torch.Generator().manual_seed(step)).double()
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_training() -> None:
+    run_ranks(_training, 4)
+
+
+def _training(rank: int, world_size: int) -> None:
+    """The loss of a rank is the mean over its tokens; the wrapper averages over both dimensions."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    dp, cp = (mesh[name].get_local_rank() for name in ("dp", "cp"))
+    model = _build()
+    for attention in model[:2]:
+        attention.mesh = mesh["cp"]
+    sharded = ShardedWrapper(
+        model,
+        device_mesh=mesh["dp", "cp"]._flatten("dp_cp"),
+        auto_wrap_policy=ModuleWrapPolicy({_Attention}),
+        coalesce_bytes=0,
+    )
+    plain = _build()
+    optimizers = [_sgd(sharded), _sgd(plain)]
+    for step in range(3):
+        mine = _batch(step).chunk(2)[dp].chunk(2, dim=1)[cp]
+        sharded(mine).pow(2).mean().backward()
+        plain(_batch(step)).pow(2).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(sharded.state_dict(), plain.state_dict())

@@ -1,0 +1,98 @@
+"""Stages of torch's pipelines, sharded over another dimension of the mesh."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+from flatshard import ShardedWrapper, collectives
+from flatshard.pipelining import PipelineStage
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import naming, run_ranks
+from tests.oracle import assert_same
+
+pytestmark = pytest.mark.by_turns
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+}
+MICRO_BATCHES = 4
+
+
+def _parts(count: int) -> list[nn.Sequential]:
+    torch.default_generator.manual_seed(5)
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double() for _ in range(4)]
+    size = len(layers) // count
+    return [nn.Sequential(*layers[i * size : (i + 1) * size]) for i in range(count)]
+
+
+def _batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return tuple(torch.randn(16, 6, generator=generator).double() for _ in range(2))
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).pow(2).mean()
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_schedules(dp: int) -> None:
+    run_ranks(_schedules, 2 * dp, dp)
+
+
+def _schedules(rank: int, world_size: int, dp: int) -> None:
+    mesh = init_device_mesh("cpu", (2, dp), mesh_dim_names=("pp", "dp"))
+    group, number = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
+    for name, schedule_of in SCHEDULES.items():
+        count = 4 if name == "interleaved" else 2
+        parts = _parts(count)
+        mine = list(range(number, count, 2))
+        models = [
+            ShardedWrapper(
+                parts[i],
+                device_mesh=mesh["dp"],
+                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+                coalesce_bytes=0,
+            )
+            for i in mine
+        ]
+        stages = [
+            PipelineStage(model, i, count, torch.device("cpu"), group=group)
+            for model, i in zip(models, mine, strict=True)
+        ]
+        what = stages if name == "interleaved" else stages[0]
+        schedule = schedule_of(what, MICRO_BATCHES, loss_fn=_loss)
+        with pytest.raises(NotImplementedError, match=r"splits backwards \(zero bubble\)"):
+            stages[0].backward_maybe_with_nosync("input", {})
+        plain = nn.Sequential(*_parts(count))
+        optimizers = [_sgd(one.parameters()) for one in (*models, plain)]
+        for step in range(3):
+            rows, target = (part.chunk(dp)[mesh["dp"].get_local_rank()] for part in _batch(step))
+            with collectives.record() as events:
+                schedule.step(
+                    *((rows,) if 0 in mine else ()),
+                    **({"target": target} if count - 1 in mine else {}),
+                )
+            if dp > 1:
+                reduced = [event for event in events if event[0] == "reduce"]
+                assert len(reduced) == 2, events  # a unit of each layer
+            _loss(plain(_batch(step)[0]), _batch(step)[1]).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        with naming(name):
+            for i, model in zip(mine, models, strict=True):
+                assert_same(model.state_dict(), plain[i].state_dict())

@@ -1,0 +1,283 @@
+"""Tensor-parallel parameters (DTensors), whose local parts are sharded over another dimension."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, checkpoint
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import naming, run_ranks
+from tests.oracle import assert_same
+
+pytestmark = pytest.mark.by_turns
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.recomputes = False
+        self.seen: list[type] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [type(param) for param in (self.up.weight, self.down.bias)]
+        assert isinstance(self.up.weight, nn.Parameter)
+        assert self.up.weight is next(self.up.parameters())
+        if self.recomputes:
+            return x + recomputed(self._inner, x, use_reentrant=False)
+        return x + self._inner(x)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.blocks = nn.Sequential(_Block(), _Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first(x)))
+
+
+def _build() -> _Model:
+    torch.default_generator.manual_seed(3)
+    return _Model().double()
+
+
+def _plan(*, sequence: bool) -> dict[str, Any]:
+    """With ``sequence`` ranks split the sequence between blocks, and norms are replicated."""
+    between = Shard(1) if sequence else Replicate()
+    plan = {
+        "first": ColwiseParallel(output_layouts=between),
+        "blocks.*.up": ColwiseParallel(input_layouts=between),
+        "blocks.*.down": RowwiseParallel(output_layouts=between),
+        "last": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),  # 3 rows over 2
+    }
+    return plan | ({"blocks.*.norm": SequenceParallel()} if sequence else {})
+
+
+def _wrap(mesh: DeviceMesh, *, sequence: bool = True, **options: Any) -> ShardedWrapper:
+    model = parallelize_module(_build(), mesh["tp"], _plan(sequence=sequence))
+    options.setdefault("coalesce_bytes", 0)
+    if "device_mesh" not in options:
+        options["device_mesh"] = mesh["dp"]
+    return ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({_Block}), **options)
+
+
+def _mesh(dp: int = 2, tp: int = 2) -> DeviceMesh:
+    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def _batch(step: int) -> Tensor:
+    return torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(step)).double()
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def _adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, size: int) -> list[Any]:
+    """Clipped steps on chunk ``number`` of ``size``; the norms of the gradients."""
+    norms = []
+    for step in range(3):
+        model(_batch(step).chunk(size)[number]).pow(2).mean().backward()
+        if isinstance(model, ShardedWrapper):
+            norms.append(model.clip_grad_norm_(0.2).item())
+        else:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def _trained(make: Make) -> tuple[_Model, torch.optim.Optimizer, list[Any]]:
+    model = _build()
+    optimizer = make(model.parameters())
+    return model, optimizer, _train(model, optimizer, 0, 1)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
+def test_training(sequence: bool) -> None:
+    run_ranks(_training, 4, sequence)
+
+
+def _training(rank: int, world_size: int, sequence: bool) -> None:
+    mesh = _mesh()
+    for make in (_sgd, _adamw):
+        with naming(make.__name__):
+            model = _wrap(mesh, sequence=sequence)
+            if make is _sgd:
+                model.module.blocks[0].module.recomputes = True
+            optimizer = make(model.parameters())
+            plain, plain_optimizer, expected = _trained(make)
+            norms = _train(model, optimizer, mesh["dp"].get_local_rank(), 2)
+            assert norms == pytest.approx(expected, rel=1e-12)
+            assert model.module.blocks[1].module.seen == [DTensor, DTensor]
+            assert_same(model.state_dict(), plain.state_dict())
+            found = ShardedWrapper.optim_state_dict(model, optimizer)
+            wanted = ShardedWrapper.optim_state_dict(plain, plain_optimizer)
+            for name, state in wanted["state"].items():
+                assert_same(found["state"][name], state)
+            again = _wrap(mesh, sequence=sequence)
+            again.load_state_dict(plain.state_dict())
+            other = make(again.parameters())
+            ShardedWrapper.optim_state_dict_to_load(again, other, wanted, load_directly=True)
+            assert_same(again.state_dict(), plain.state_dict())
+            _train(again, other, mesh["dp"].get_local_rank(), 2)
+            _train(plain, plain_optimizer, 0, 1)
+            assert_same(again.state_dict(), plain.state_dict())
+
+
+def test_hybrid() -> None:
+    run_ranks(_hybrid, 8)
+
+
+def _hybrid(rank: int, world_size: int) -> None:
+    """Replicas, shards and tensor parallelism, one dimension of the mesh each."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    number = 2 * mesh["dp_replicate"].get_local_rank() + mesh["dp_shard"].get_local_rank()
+    model = _wrap(mesh, device_mesh=mesh["dp_replicate", "dp_shard"])
+    plain, _, expected = _trained(_sgd)
+    norms = _train(model, _sgd(model.parameters()), number, 4)
+    assert norms == pytest.approx(expected, rel=1e-12)
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "kept": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "secondary": {"reshard_after_forward": 2},
+    "diverging": {"allow_divergence": [_Block]},
+    "disk": {},
+    "float32": {"mixed_precision": MixedPrecision(param_dtype=torch.float32)},
+}
+
+
+def test_ways(tmp_path: Path) -> None:
+    run_ranks(_ways, 4, str(tmp_path))
+
+
+def _ways(rank: int, world_size: int, path: str) -> None:
+    mesh = _mesh()
+    number = mesh["dp"].get_local_rank()
+    plain = _trained(_sgd)[0]
+    for name, options in WAYS.items():
+        with naming(name):
+            if name == "disk":
+                options = {"cpu_offload": CPUOffload(path=path)}
+            model = _wrap(mesh, **options)
+            optimizer = _sgd(model.parameters())
+            for step in range(3):
+                first, second = _batch(step).chunk(2)[number].chunk(2)
+                with model.no_sync():
+                    (model(first).pow(2).mean() / 2).backward()
+                (model(second).pow(2).mean() / 2).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+                optimizer.step()
+                optimizer.zero_grad()
+            tolerance = 1e-5 if name == "float32" else 1e-12
+            for key, value in model.state_dict().items():
+                torch.testing.assert_close(
+                    value, plain.state_dict()[key], atol=tolerance, rtol=tolerance
+                )
+            with (
+                pytest.raises(NotImplementedError, match="was a DTensor, and other ranks"),
+                ShardedWrapper.summon_full_params(model),
+            ):
+                pass
+
+
+def test_torch_checkpoint(tmp_path: Path) -> None:
+    run_ranks(_torch_checkpoint, 4, str(tmp_path))
+
+
+def _torch_checkpoint(rank: int, world_size: int, path: str) -> None:
+    """Saved by 2 x 2 ranks, loaded by 1 x 4 and 4 x 1 and by the unwrapped model."""
+    model = _wrap(_mesh())
+    optimizer = _adamw(model.parameters())
+    _train(model, optimizer, torch.distributed.get_rank() // 2, 2)
+    kept = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(kept, checkpoint_id=path)
+    wanted = model.state_dict()
+    states = ShardedWrapper.optim_state_dict(model, optimizer)["state"]
+    loaded = {key: torch.zeros_like(value) for key, value in wanted.items()}
+    dcp.load({"model": loaded}, checkpoint_id=path)
+    assert_same(loaded, wanted)
+    wide = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    for other in (_wrap(wide), ShardedWrapper(_build())):
+        its_own = _adamw(other.parameters())
+        parts = dict(zip(("model", "optimizer"), get_state_dict(other, its_own), strict=True))
+        dcp.load(parts, checkpoint_id=path)
+        set_state_dict(
+            other,
+            its_own,
+            model_state_dict=parts["model"],
+            optim_state_dict=parts["optimizer"],
+        )
+        assert_same(other.state_dict(), wanted)
+        for name, state in ShardedWrapper.optim_state_dict(other, its_own)["state"].items():
+            assert_same(state, states[name])
+
+
+def test_refusals(tmp_path: Path) -> None:
+    run_ranks(_refusals, 4, str(tmp_path))
+
+
+def _refusals(rank: int, world_size: int, path: str) -> None:
+    mesh = _mesh()
+    for options, match in (
+        ({"device_mesh": None}, r"'first.weight' is a DTensor over ranks .*device_mesh=mesh"),
+        ({"boundary": "row"}, r"boundary='row' with parameter '.*', a DTensor"),
+        ({"use_orig_params": False}, r"'first.weight' is a DTensor .*use_orig_params=False"),
+        ({"sharding_strategy": "NO_SHARD"}, r"a shard group of one rank .* a DTensor"),
+        ({"device_mesh": mesh}, r"named \('dp', 'tp'\)"),
+    ):
+        with (
+            naming(str(options)),
+            pytest.raises((ValueError, NotImplementedError), match=match),
+        ):
+            _wrap(mesh, **options)
+    model = parallelize_module(_build(), mesh["tp"], _plan(sequence=True))
+    early = _sgd(model.parameters())
+    plain = ShardedWrapper(_build())
+    for apply in (
+        lambda: parallelize_module(plain, mesh["tp"], _plan(sequence=False)),
+        lambda: distribute_module(plain.module.last, mesh["tp"]),
+    ):
+        with pytest.raises(ValueError, match=r"after ShardedWrapper: .*First parallelize_module"):
+            apply()
+    wrapped = ShardedWrapper(model, device_mesh=mesh["dp"])
+    with pytest.raises(RuntimeError, match=r"made before wrapping, and its parameter .* DTensor"):
+        early.step()
+    for call in (
+        lambda: checkpoint.save(f"{path}/it", wrapped),
+        lambda: checkpoint.save_safetensors(wrapped, f"{path}/it.safetensors"),
+    ):
+        with pytest.raises(NotImplementedError, match="was a DTensor, and other ranks"):
+            call()
+    wrapped(_batch(0)).mean().backward()
+    with pytest.raises(NotImplementedError, match="was a DTensor, and Muon needs full"):
+        torch.optim.Muon([p for p in wrapped.parameters() if p.dim() == 2]).step()
