@@ -204,7 +204,7 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As of an unwrapped model on rank 0, empty elsewhere. Collective."""
-        state = files.full_optim_state_dict(self._model_of(optimizer), optimizer)
+        state = files.full_optim_state_dict(self.model_of(optimizer), optimizer)
         return _by_position(state)
 
     def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> dict[str, Any]:
@@ -217,7 +217,8 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
                 state[key] = value.optimizer
         return rest  # type: ignore[no-any-return]
 
-    def _model_of(self, optimizer: Optimizer) -> nn.Module:
+    def model_of(self, optimizer: Optimizer) -> nn.Module:
+        """The model that has an optimizer's parameters."""
         ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for model in self._models:
             if ids & {id(param) for param in model.parameters()}:
@@ -241,7 +242,7 @@ class _Loads:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         plain = getattr(self.optimizer, "optimizer", self.optimizer)
-        model = self._strategy._model_of(plain)
+        model = self._strategy.model_of(plain)
         ShardedWrapper.optim_state_dict_to_load(model, plain, state, load_directly=True)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import (
 )
 
 from flatshard import ShardedWrapper, collectives
-from flatshard.pipelining import PipelineStage
+from flatshard.integrations.pipelining import PipelineStage
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 from tests.oracle import assert_same

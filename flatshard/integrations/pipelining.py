@@ -7,6 +7,7 @@ from typing import Any
 from torch.distributed.pipelining import PipelineStage as TorchStage
 
 from flatshard.engine.grad_buffer import Sync
+from flatshard.module.sharding import shardings_in
 from flatshard.wrapper import ShardedWrapper
 
 
@@ -33,6 +34,7 @@ class PipelineStage(TorchStage):
                     "a ShardedWrapper cannot tell which gradients are to come. Use ScheduleGPipe, "
                     "Schedule1F1B or ScheduleInterleaved1F1B."
                 )
-            for unit in model._sharding.context.state.units:
+            (sharding, *_) = shardings_in(model)
+            for unit in sharding.context.state.units:
                 unit.plan_sync(Sync.ALL if last_backward else Sync.NONE)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
