@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 . scripts/venv.sh
 
 # Byte code is made of what the tests import, and not of everything that is installed.
-PIP_COMPILE=0 setup dev docs examples models optimizers tutorials
+PIP_COMPILE=0 setup accelerate dev docs examples lightning models optimizers transformers tutorials
 # Several ranks share the cores: one thread each.
 export OMP_NUM_THREADS=1
 # Each rank's process imports the tests: that they are compiled once is a part of the time.
