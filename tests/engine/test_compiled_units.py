@@ -159,6 +159,7 @@ def _whole(rank: int, world_size: int) -> None:
     torch.compiler.reset()
     _train(model, rank, 4)
     _assert_same(model, plain)
+    torch.compiler.reset()
     outer = torch.compile(_wrap(_model()), backend="aot_eager")
     counters.clear()
     outer(torch.ones(4, 7))
