@@ -217,7 +217,7 @@ def _copies(rank: int, world_size: int) -> None:
             _train(model, rank, 3)
             _train(twin, rank, 3)
             _assert_same(twin, model)
-            with pytest.raises(Exception, match="ShardedWrapper|shard"):
+            with pytest.raises(Exception, match=r"ShardedWrapper|shard"):
                 copy.deepcopy(model.blocks[0].module)
             # An error inside a compiled block leaves the model as one in another block does.
             with pytest.raises(Exception, match="no rows"):
