@@ -22,6 +22,7 @@ from flatshard.diagnostics.non_finite import watch_non_finite
 from flatshard.diagnostics.step_report import StepReport
 from flatshard.engine.buffer_sync import BufferSync
 from flatshard.module import join
+from flatshard.module.calls import surround
 from flatshard.module.construction import Construction
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.dtensor_params import local_parts
@@ -232,6 +233,14 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         """Run the wrapped module; RuntimeError if a flat parameter was replaced. Collective."""
         self._sharding.check_flat_parameters()
         return super().forward(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the wrapped module's call, with the arguments of ``torch.compile``.
+
+        The unit's own all-gather stays outside of the graph, which ends at each unit inside.
+        """
+        self.module.compile(*args, **kwargs)
+        surround(self._sharding.hooks, self.module)
 
     def no_sync(
         self, *, max_bytes: int | None = None, replicas_only: bool = False

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,13 @@ from flatshard.precision.casts import tensors_in
 
 
 class UnitHooks:
-    """The hooks of one unit; ``attach`` says whose step they belong to."""
+    """The hooks of one unit; ``attach`` says whose step they belong to.
+
+    ``flatshard.module.calls`` puts ``pre_forward`` and ``post_forward`` around modules.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        before, after = _ModuleHook(self, "_pre_forward"), _ModuleHook(self, "_post_forward")
-        for module in unit.modules:
-            # First: users' own hooks see unsharded parameters. After an exception, too: whoever
-            # catches it may go on with the model.
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            module.register_forward_hook(after, always_call=True)
 
     def attach(self, forward: Forward, backward: Backward) -> None:
         self._forward, self._backward = forward, backward
@@ -44,11 +41,10 @@ class UnitHooks:
     def copy_into(self, memo: dict[int, Any], twin: UnitHooks, unit: Unit) -> None:
         """Make ``twin``, which copied modules already call, the hooks of ``unit``, a copy."""
         self.unit.copy_into(memo, unit)
-        # The copied modules have hooks already: torch copied them with everything else.
         twin.unit = unit
         twin.own(copied(handle, memo) for handle in self.unit.handles)
 
-    def _pre_forward(
+    def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         unit = self.unit
@@ -62,7 +58,7 @@ class UnitHooks:
             self._hook_inputs((args, kwargs) if changed is None else changed, call)
         return changed
 
-    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Runs after an exception too, with ``output`` None."""
         unit = self.unit
         if not unit.running:  # the outermost forward raised before it began
@@ -124,22 +120,3 @@ class UnitHooks:
 
         hook.of_flatshard = True  # type: ignore[attr-defined]
         return hook
-
-
-class _ModuleHook:
-    """A method of ``UnitHooks`` as a module's hook; is copied with them, or not at all."""
-
-    def __init__(self, hooks: UnitHooks, method: str) -> None:
-        self._hooks, self._method = hooks, method
-        # Compiled callers run it as it is, between two graphs.
-        self._call = torch.compiler.disable(getattr(hooks, method))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleHook:
-        twin = memo.get(id(self._hooks)) or self._hooks.unit.refuse_to_part()
-        return _ModuleHook(twin, self._method)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._hooks.unit.refuse_to_part()

@@ -125,7 +125,8 @@ class SavedTensors:
                 )
             return handle.buffer.as_strided(size, stride, offset)
 
-        return pack, unpack
+        # Compiled callers have them traced otherwise, and no graph can hold what they look at.
+        return torch.compiler.disable(pack), torch.compiler.disable(unpack)
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:

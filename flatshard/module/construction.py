@@ -17,6 +17,7 @@ from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.offload import OffloadTargets
 from flatshard.engine.unit import Unit
 from flatshard.module import meta_init
+from flatshard.module.calls import surround
 from flatshard.module.dtensor_params import check_units
 from flatshard.module.initial_values import InitialValues, compare_values
 from flatshard.module.inspection import UnwrappedModel
@@ -247,6 +248,7 @@ class Construction:
         for plan in planned.members:
             module, wrapper = plan.module, wrappers[plan.module]
             put_in_place(wrapper, module)
+            surround(hooks, module)
             ignored = self._model.ignored.within(module)
             wrapper.__dict__["_sharding"] = Sharding(
                 wrapper, unit, hooks, state_dict, settings, ignored, plan.reason

@@ -15,6 +15,7 @@ from flatshard.engine import handle_making
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import UnitHooks
 from flatshard.engine.unit import Unit
+from flatshard.module.calls import surround
 from flatshard.module.run import start_run
 from flatshard.module.sharding import Sharding, shardings_in, units_in
 from flatshard.plan.module_proxy import ModuleProxy
@@ -84,6 +85,8 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
     with copying():
         for one in hooks:
             one.copy_into(memo, memo[id(one)], memo[id(one.unit)])
+            for module in memo[id(one)].unit.modules:  # torch copies no compiled call
+                surround(memo[id(one)], module)
     if is_outermost:
         # One rank may copy alone: a new number there would shift the numbers of its later models.
         start_run(shardings_in(twin)[0], number=root.context.number)

@@ -138,11 +138,16 @@ class ModuleProxy(nn.Module):
 
 def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
     """Let ``proxy`` wrap ``module``: call it, and have its signature."""
+    from torch._dynamo.decorators import skip  # takes long to import, and optimizers do as well
+
     proxy.module, proxy.training = module, module.training
 
     def forward(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
 
+    # A compiled caller's graph ends here at once, not in a hook that it was traced into.
+    for function in (forward, type(proxy).forward, ModuleProxy.forward):
+        skip(function)
     with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
         own = inspect.signature(module.forward)
         # Trainers read there what a model takes. Python omits the first one, which is bound.

@@ -203,6 +203,12 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
     else:
         chosen = _ask(tree, policy)
     names = {module: name for name, module in root.named_modules()}
+    # `torch.compile(block)` calls the block by itself: around it is outside of the graph.
+    for outer in tree.candidates():
+        inner = outer._modules.get("_orig_mod")
+        if inner in chosen and outer not in chosen:
+            chosen[outer] = chosen.pop(inner)
+            reasons.update({outer: reasons[inner]} if inner in reasons else {})
     plans = []
     for module in tree.candidates():
         if module in chosen:

@@ -1,0 +1,232 @@
+"""Compiled blocks: one graph each, whose ends are those of the units."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+
+import flatshard
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import allow_warnings, naming, run_ranks
+
+GRAPHS: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
+NUM_BLOCKS = 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 9), nn.Linear(9, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() == 0:
+            raise ValueError("no rows")
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Network(nn.Module):
+    """Without a loop over units, in which Dynamo compiles nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(7, 7)
+        self.blocks = nn.ModuleList([Block() for _ in range(NUM_BLOCKS)])
+        self.head = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](torch.tanh(self.stem(x)))
+        x = self.blocks[2](self.blocks[1](x).sin())
+        return self.head(x)
+
+
+class Tied(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.stem.weight
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+
+
+def _model(cls: type[nn.Module] = Network) -> nn.Module:
+    torch.manual_seed(0)
+    return cls()
+
+
+def _wrap(model: nn.Module, **keywords: Any) -> ShardedWrapper:
+    keywords.setdefault("coalesce_bytes", 0)
+    return ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **keywords)
+
+
+def _in_place(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        block.compile(**GRAPHS)
+    return model
+
+
+def _replaced(model: nn.Module) -> nn.Module:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, **GRAPHS)
+    return model
+
+
+def _forwards(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, **GRAPHS)
+    return model
+
+
+def _settled(step: int) -> contextlib.AbstractContextManager[Any]:
+    """Nothing is compiled after the first two steps."""
+    if step < 2:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("fail_on_recompile")
+
+
+def _train(model: nn.Module, rank: int, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        rows = torch.linspace(-1, 1, 28).reshape(4, 7) + rank
+        with _settled(step):
+            with model.no_sync():
+                model(rows + 1).square().mean().backward()
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with ShardedWrapper.summon_full_params(model):
+                pass
+            model.eval()
+            with torch.no_grad():
+                model(rows)
+            model.train()
+
+
+def _assert_same(model: nn.Module, plain: nn.Module) -> None:
+    found, expected = model.state_dict(), plain.state_dict()
+    for (name, value), other in zip(found.items(), expected.values(), strict=True):
+        assert torch.equal(value, other), name
+
+
+@allow_warnings()  # Dynamo's own
+def _one_graph_each(rank: int, world_size: int) -> None:
+    plain = _wrap(_model())
+    _train(plain, rank, 4)
+    builds: list[Callable[[], nn.Module]] = [
+        lambda: _wrap(_in_place(_model())),
+        lambda: _wrap(_replaced(_model())),
+        lambda: _wrap(_forwards(_model())),
+        lambda: _in_place(_wrap(_model())),
+    ]
+    for number, build in enumerate(builds):
+        with naming(f"build {number}"):
+            torch.compiler.reset()
+            counters.clear()
+            model = build()
+            _train(model, rank, 4)
+            assert not counters["graph_break"]
+            # One with gradients and one without, which all blocks share.
+            assert counters["stats"]["unique_graphs"] == 2
+            assert len(flatshard.sharded_modules(model)) == 1 + NUM_BLOCKS
+            _assert_same(model, plain)
+
+
+@pytest.mark.uncoalesced
+def test_one_graph_each() -> None:
+    """``fullgraph=True``: Dynamo met our hooks, "Skip calling `torch.compiler.disable()`d"."""
+    run_ranks(_one_graph_each, 2, timeout=120.0, fresh=True)
+
+
+@allow_warnings()  # Dynamo's own
+def _whole(rank: int, world_size: int) -> None:
+    plain = _wrap(_model())
+    _train(plain, rank, 4)
+    model = _wrap(_model())
+    model.compile(backend="aot_eager")
+    counters.clear()
+    model(torch.ones(4, 7))
+    assert sum(counters["graph_break"].values()) == NUM_BLOCKS, counters["graph_break"]
+    # The stem, a sine and the head, which the root computes, and the graph of all blocks.
+    assert counters["stats"]["unique_graphs"] == 4
+    torch.compiler.reset()
+    _train(model, rank, 4)
+    _assert_same(model, plain)
+    torch.compiler.reset()
+    outer = torch.compile(_wrap(_model()), backend="aot_eager")
+    counters.clear()
+    outer(torch.ones(4, 7))
+    assert sum(counters["graph_break"].values()) == NUM_BLOCKS, counters["graph_break"]
+
+
+@pytest.mark.uncoalesced
+def test_breaks_at_units_alone() -> None:
+    """Dynamo traced hooks of saved tensors, too: "Cannot hash UntypedStorageVariable"."""
+    run_ranks(_whole, 2, timeout=120.0, fresh=True)
+
+
+def _features(rank: int, world_size: int) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "precision": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+        "grad_op": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        "coalesced": {"coalesce_bytes": 1 << 20},
+        "offload": {"cpu_offload": CPUOffload(offload_params=True)},
+        "flat": {"use_orig_params": False},
+        "tied": {},
+        "reentrant": {},
+        "not reentrant": {},
+    }
+    for way, keywords in ways.items():
+        with naming(way), allow_warnings():
+            torch.compiler.reset()
+            models = []
+            for is_compiled in (False, True):
+                model = _model(Tied if way == "tied" else Network)
+                model = _wrap(_in_place(model) if is_compiled else model, **keywords)
+                if way.endswith("reentrant"):
+                    impl = CheckpointImpl[way.upper().replace("NOT ", "NO_")]
+                    apply_activation_checkpointing(
+                        model,
+                        checkpoint_wrapper_fn=lambda m, i=impl: checkpoint_wrapper(m, i),
+                        check_fn=lambda m, root=model: type(m) is ShardedWrapper and m is not root,
+                    )
+                _train(model, rank, 4)
+                models.append(model)
+            _assert_same(models[1], models[0])
+
+
+@pytest.mark.uncoalesced
+def test_compiled_blocks_with_other_options() -> None:
+    run_ranks(_features, 2, timeout=120.0, fresh=True)
+
+
+@allow_warnings()  # Dynamo's own
+def _copies(rank: int, world_size: int) -> None:
+    for compiled in (_in_place, _replaced):
+        with naming(compiled.__name__):
+            torch.compiler.reset()
+            model = _wrap(compiled(_model()))
+            twin = copy.deepcopy(model)
+            _train(model, rank, 3)
+            _train(twin, rank, 3)
+            _assert_same(twin, model)
+            with pytest.raises(Exception, match=r"ShardedWrapper|shard"):
+                copy.deepcopy(model.blocks[0].module)
+            # An error inside a compiled block leaves the model as one in another block does.
+            with pytest.raises(Exception, match="no rows"):
+                model(torch.ones(0, 7))
+            _train(model, rank, 2)
+            _train(twin, rank, 2)
+            _assert_same(twin, model)
+
+
+@pytest.mark.uncoalesced
+def test_copies_and_errors_of_compiled_blocks() -> None:
+    run_ranks(_copies, 2, timeout=120.0, fresh=True)
