@@ -205,7 +205,7 @@ def find_units(root: nn.Module, policy: Policy, ignored: Ignored = NOTHING) -> l
     names = {module: name for name, module in root.named_modules()}
     # `torch.compile(block)` calls the block by itself: around it is outside of the graph.
     for outer in tree.candidates():
-        inner = outer._modules.get("_orig_mod")
+        inner = dict(outer.named_children()).get("_orig_mod")
         if inner in chosen and outer not in chosen:
             chosen[outer] = chosen.pop(inner)
             reasons.update({outer: reasons[inner]} if inner in reasons else {})
