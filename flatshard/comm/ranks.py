@@ -84,7 +84,8 @@ class Ranks:
         if size is None:
             raise ValueError(
                 "ShardedWrapper: a HYBRID strategy shards within each node, but LOCAL_WORLD_SIZE "
-                "is not set, so the nodes are not known. Launch with torchrun, or pass "
+                "is not set, so the nodes are not known. Launch with torchrun, give srun "
+                "--ntasks-per-node, or pass "
                 "process_group=(shard_group, replicate_group) or a 2-D device_mesh."
             )
         nodes: dict[int, list[int]] = {}
@@ -210,6 +211,9 @@ def _groups_of_mesh(mesh: Any) -> Any:
 
 def _ranks_per_node() -> int | None:
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
+    # Where srun starts the ranks themselves. In a job's shell its variables are there, too.
+    if not value and os.environ.get("SLURM_NTASKS") == str(dist.get_world_size()):
+        value = os.environ.get("SLURM_NTASKS_PER_NODE", "")
     if value.isdigit() and int(value) > 0:
         return int(value)
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0

@@ -4,6 +4,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -476,7 +477,12 @@ def test_hybrid_without_nodes() -> None:
 
 def _without_nodes(rank: int, world_size: int) -> None:
     del os.environ["LOCAL_WORLD_SIZE"]
-    with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE\s+is not set"):
+    for tasks in ({}, {"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "1"}):  # of a job's shell
+        with mock.patch.dict(os.environ, tasks):
+            with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE\s+is not set"):
+                _model_with(sharding_strategy="HYBRID_SHARD")
+    tasks = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
+    with mock.patch.dict(os.environ, tasks):
         _model_with(sharding_strategy="HYBRID_SHARD")
 
 
