@@ -212,7 +212,8 @@ def _groups_of_mesh(mesh: Any) -> Any:
 def _ranks_per_node() -> int | None:
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
     # Where srun starts the ranks themselves. In a job's shell its variables are there, too.
-    if not value and os.environ.get("SLURM_NTASKS") == str(dist.get_world_size()):
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if not value and os.environ.get("SLURM_NTASKS") == str(world_size):
         value = os.environ.get("SLURM_NTASKS_PER_NODE", "")
     if value.isdigit() and int(value) > 0:
         return int(value)

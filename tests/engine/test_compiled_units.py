@@ -18,6 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 import flatshard
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy
 from flatshard.wrap import ModuleWrapPolicy
+from tests.combinations import every
 from tests.harness import allow_warnings, naming, run_ranks
 
 GRAPHS: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
@@ -126,7 +127,7 @@ def _one_graph_each(rank: int, world_size: int) -> None:
         lambda: _wrap(_forwards(_model())),
         lambda: _in_place(_wrap(_model())),
     ]
-    for number, build in enumerate(builds):
+    for number, build in enumerate(every(2, builds)):
         with naming(f"build {number}"):
             torch.compiler.reset()
             counters.clear()
@@ -183,7 +184,7 @@ def _features(rank: int, world_size: int) -> None:
         "reentrant": {},
         "not reentrant": {},
     }
-    for way, keywords in ways.items():
+    for way, keywords in every(2, ways.items(), 1):
         with naming(way), allow_warnings():
             torch.compiler.reset()
             models = []

@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from flatshard.checkpoint import full_optim_state_dict
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 
-pytest.importorskip("accelerate")
+pytestmark = pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed")
 LINEARS = ModuleWrapPolicy({nn.Linear})
 SHARDING = {"auto_wrap_policy": LINEARS, "coalesce_bytes": 0}
 

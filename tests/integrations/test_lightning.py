@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.testing import assert_close
 from flatshard import ShardedWrapper, sharded_modules
 from tests.harness import naming, run_ranks
 
-pytest.importorskip("lightning")
+pytestmark = pytest.mark.skipif(not find_spec("lightning"), reason="lightning is not installed")
 
 
 def _program(fn: Callable[..., None]) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch.testing import assert_close
 from flatshard import ShardedWrapper, checkpoint
 from tests.harness import naming, run_ranks
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytestmark = pytest.mark.skipif(
+    not find_spec("transformers"), reason="transformers is not installed"
+)
 WORDS = 64
 
 
@@ -191,6 +193,5 @@ def _refuses(rank: int, folder: str) -> None:
 
 def test_as_with_ddp(tmp_path: Path) -> None:
     """In few processes: to import transformers takes each of them seconds."""
-    pytest.importorskip("peft")
     run_ranks(_everything, 2, str(tmp_path), fresh=True, timeout=150)
     run_ranks(_resumes_elsewhere, 3, str(tmp_path), fresh=True, timeout=100)
