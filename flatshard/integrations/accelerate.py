@@ -8,6 +8,7 @@ Everything else of the program stays as it is, ``accelerate launch`` included.
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -166,10 +167,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As accelerate does, with a checkpoint of flatshard for each model. Collective.
 
-        Raises:
-            FileExistsError: on all ranks: the folder has such a checkpoint already.
+        What an earlier call has saved in ``output_dir`` is replaced.
         """
         with self._without_models() as trained:
+            if output_dir is not None and self.is_main_process:
+                # First: what is killed half-way is then incomplete, not a mixture of two.
+                for old in Path(output_dir).glob(f"{_FOLDER}_*"):
+                    shutil.rmtree(old)
+            self.wait_for_everyone()
             location = super().save_state(output_dir, *args, **kwargs)
             for number, (model, optimizer) in enumerate(trained):
                 checkpoint.save(Path(location) / f"{_FOLDER}_{number}", model, optimizer)

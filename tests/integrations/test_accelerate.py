@@ -144,6 +144,12 @@ def _values_and_names(ours: Any, rank: int, folder: str) -> None:
     expected = run.weights()
     state = run.accelerator.get_state_dict(run.model)
     assert_close(state, expected if rank == 0 else {})
+    for _ in range(2):  # what is there is replaced
+        run.accelerator.save_state(f"{folder}/state")
+        run.steps(1)
+    run.accelerator.load_state(f"{folder}/state")
+    assert run.losses[-1] != run.losses[0]
+    expected = run.weights()
     run.accelerator.save_model(run.model, f"{folder}/model")
     from safetensors.torch import load_file
 
