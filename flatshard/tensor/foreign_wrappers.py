@@ -46,6 +46,5 @@ def refuse_foreign_wrapper(end: CodeType | None = None) -> None:
 
 
 _HINT = (
-    " With Accelerate: accelerator.prepare_model(model, evaluation_mode=True) in the place of "
-    "accelerator.prepare(model)."
+    " Accelerate, Trainer and Lightning put it there: use theirs of flatshard.integrations instead."
 )
