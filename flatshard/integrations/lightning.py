@@ -211,11 +211,12 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
         """As Fabric does; optimizers get their own part of the full state. Collective."""
         if isinstance(state, dict):
             state.update({key: _Loads(self, v) for key, v in state.items() if _is_optimizer(v)})
-        rest = super().load_checkpoint(path, state, **options)
-        for key, value in (state if isinstance(state, dict) else {}).items():
-            if isinstance(value, _Loads):
-                state[key] = value.optimizer
-        return rest  # type: ignore[no-any-return]
+        try:
+            return super().load_checkpoint(path, state, **options)  # type: ignore[no-any-return]
+        finally:
+            for key, value in (state if isinstance(state, dict) else {}).items():
+                if isinstance(value, _Loads):
+                    state[key] = value.optimizer
 
     def model_of(self, optimizer: Optimizer) -> nn.Module:
         """The model that has an optimizer's parameters."""
