@@ -1,4 +1,6 @@
-"""``strategy="flatshard"`` for Lightning's Trainer and Fabric, which importing this registers.
+"""``strategy="flatshard"`` for Lightning's Trainer and Fabric.
+
+Importing this registers it:
 
     import flatshard.integrations.lightning
 
