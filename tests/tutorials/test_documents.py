@@ -507,7 +507,7 @@ def test_site(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.html"))) > 25
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/support.md", "CONTRIBUTING.md"])
 def test_paths_exist(page: str) -> None:
     """Every path of this repository that a page names, in backquotes or in a block."""
     named = re.findall(
