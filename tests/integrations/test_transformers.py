@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flatshard import ShardedWrapper, checkpoint
-from tests.harness import naming, run_ranks
+from tests.documents import fences, surroundings
+from tests.harness import ROOT, naming, run_ranks
 
 pytestmark = pytest.mark.skipif(
     not find_spec("transformers"), reason="transformers is not installed"
@@ -197,8 +198,6 @@ def _page(rank: int, folder: str) -> None:
     """The blocks of docs/huggingface.md, one after the other."""
     from peft import PeftModel
     from transformers import LlamaForCausalLM
-
-    from tests.tutorials.test_documents import ROOT, fences, surroundings
 
     load = LlamaForCausalLM.from_pretrained
     names = {**surroundings("", rank), "tokens": torch.arange(8)[None]}
