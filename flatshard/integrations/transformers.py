@@ -29,7 +29,8 @@ _SCHEDULER = hf.SCHEDULER_NAME
 def init_weights(model: nn.Module, device: Any = "cpu") -> Callable[[nn.Module], None]:
     """A ``param_init_fn`` for a model on the meta device: what its ``_init_weights`` makes.
 
-    Buffers that no checkpoint has (``rotary_emb.inv_freq``) get their values, too.
+    Buffers that no checkpoint has (``rotary_emb.inv_freq``) get their values, too. Weights that the
+    model's configuration ties are tied, which ``init_empty_weights`` undoes.
 
     Args:
         model: contains some ``PreTrainedModel``, or is one; not wrapped yet.
@@ -38,6 +39,8 @@ def init_weights(model: nn.Module, device: Any = "cpu") -> Callable[[nn.Module],
     owners: dict[nn.Module, Any] = {}
     for part in model.modules():  # outer ones first
         if isinstance(part, transformers.PreTrainedModel):
+            if part not in owners:
+                part.tie_weights()  # accelerate's init_empty_weights made two of each
             owners.update(dict.fromkeys(part.modules(), part))
 
     def init(module: nn.Module) -> None:

@@ -158,6 +158,8 @@ def _resumes_elsewhere(rank: int, world_size: int, folder: str) -> None:
 
 def _on_meta(rank: int, folder: str) -> None:
     """Made on meta, it has the values that `_init_weights` makes, buffers included."""
+    from accelerate import init_empty_weights
+
     from flatshard.integrations.transformers import FlatshardTrainer, init_weights
 
     with torch.device("meta"):
@@ -168,7 +170,7 @@ def _on_meta(rank: int, folder: str) -> None:
     freqs = trainer.model_wrapped.module.model.rotary_emb.inv_freq
     assert_close(freqs, plain.model.rotary_emb.inv_freq)
 
-    with torch.device("meta"):
+    with init_empty_weights():
         model = _llama()
     sharded = ShardedWrapper(model, auto_wrap_policy="auto", param_init_fn=init_weights(model))
     checkpoint.load_safetensors(sharded, f"{folder}/more/model")
