@@ -99,7 +99,8 @@ class Backward:
 
     # ------------------------------------------------------------ a unit, in the order of events
 
-    def enter(self, unit: Unit, call: Call) -> None:
+    @untraced  # as all that autograd calls, which may be inside of a compiled function
+    def enter(self, unit: Unit, call: Call, _: Tensor) -> None:
         """A gradient of an output has come: unshard the unit that gave it. Collective."""
         self.begin()
         unit.begin_call_backward(call)
@@ -158,8 +159,9 @@ class Backward:
             self._observers.between_units()
         self._reshard_if_over(unit)
 
-    def receive_of_input(self, unit: Unit, call: Call | None) -> None:
-        if unit.receive_input_gradient(call):
+    @untraced
+    def receive_of_input(self, unit: Unit, call: weakref.ref[Call], _: Tensor) -> None:
+        if unit.receive_input_gradient(call()):
             self._reshard_if_over(unit)
 
     def _reshard_if_over(self, unit: Unit) -> None:

@@ -75,7 +75,7 @@ class UnitHooks:
                 if torch.is_grad_enabled():
                     for tensor in tensors_in(changed):
                         if tensor.grad_fn is not None:
-                            tensor.register_hook(partial(_enter, self._backward, unit, call))
+                            tensor.register_hook(partial(self._backward.enter, unit, call))
         finally:
             failed = output is None and sys.exc_info()[0] is not None
             self._forward.leave(unit, has_output=output is not None, failed=failed)
@@ -83,7 +83,7 @@ class UnitHooks:
 
     def _hook_inputs(self, value: Any, call: Call) -> None:
         """Hear when the gradients of what ``value`` holds have come."""
-        receive = partial(_receive_of_input, self._backward, self.unit, weakref.ref(call))
+        receive = partial(self._backward.receive_of_input, self.unit, weakref.ref(call))
         for tensor in tensors_in(value):
             # Gradients of parameters come at the end, long after the unit's backward.
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
@@ -122,18 +122,3 @@ class UnitHooks:
 
         hook.of_flatshard = True
         return hook
-
-
-# Autograd calls these, also inside of a function that is compiled.
-
-
-@untraced
-def _enter(backward: Backward, unit: Unit, call: Call, _: Tensor) -> None:
-    backward.enter(unit, call)
-
-
-@untraced
-def _receive_of_input(
-    backward: Backward, unit: Unit, call: weakref.ReferenceType[Call], _: Tensor
-) -> None:
-    backward.receive_of_input(unit, call())
