@@ -49,7 +49,7 @@ SHELL = [fence for fence in BLOCKS if fence.language in ("bash", "sh", "shell", 
 
 
 def test_every_block_is_of_a_known_kind() -> None:
-    kinds = {"python", "bash", "diff", "text", "mermaid"}
+    kinds = {"python", "bash", "diff", "text"}  # what draws "mermaid" is fetched from elsewhere
     assert not [fence for fence in BLOCKS if fence.language not in kinds]
     assert len(PROGRAMS) == 1
 
@@ -391,7 +391,14 @@ def test_site(tmp_path: Path) -> None:
         build, cwd=ROOT, env=_environment(NO_MKDOCS_2_WARNING="1"), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert len(list(tmp_path.rglob("*.html"))) > 25
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 25
+    for page in pages:  # a reader without a network sees all of it
+        fetched = re.findall(
+            r'(?:<script|<img|<link rel="stylesheet")[^>]* (?:src|href)="(http[^"]*)',
+            page.read_text(),
+        )
+        assert not fetched, page
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "docs/support.md", "CONTRIBUTING.md"])
@@ -401,7 +408,7 @@ def test_paths_exist(page: str) -> None:
         r"(?<![\w./])((?:flatshard|tests|scripts|tutorials|docs)/[\w./*]*)",
         (ROOT / page).read_text(),
     )
-    assert len(named) > 20
+    assert len(named) > 12
     missing = {path for path in named if not list(ROOT.glob(path.rstrip("./")))}
     assert not missing
 
