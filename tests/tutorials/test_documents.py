@@ -486,6 +486,9 @@ def test_site(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.rglob("*.html"))) > 25
+    for page in tmp_path.glob("tutorials/*.html"):  # mkdocs does not look into notebooks
+        for target in re.findall(r'href="([^"#:]+)[#"]', page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
