@@ -21,6 +21,7 @@ from flatshard.state.checkpoint import loading, rng
 from flatshard.state.checkpoint.folder import latest
 from flatshard.state.checkpoint.saving import PendingSave, Save, Snapshot
 from flatshard.state.model_state import UnitStateDict, options_of, options_set, without_ddp_prefix
+from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.wrapper import ShardedWrapper
 
 __all__ = [
@@ -230,7 +231,7 @@ def _units_of(model: nn.Module, caller: str) -> tuple[list[Unit], list[UnitState
 
 def _refuse_dtensors(units: list[Unit], caller: str) -> None:
     specs = (spec for unit in units for handle in unit.handles for spec in handle.params.specs)
-    split = next((spec.name for spec in specs if spec.tensor_parallel is not None), None)
+    split = first_of_dtensor(specs)
     if split is not None:
         raise NotImplementedError(
             f"{caller}: parameter {split!r} was a DTensor, and other ranks than those that "

@@ -3,22 +3,23 @@
     python scripts/framework_table.py --page docs/frameworks.md
     python scripts/framework_table.py --only lightning
 
-Each program takes twenty steps on two gloo ranks, once with the framework's DistributedDataParallel
-and once with flatshard; the table has the largest difference of the losses of a rank, and of the
-weights at the end. On CPUs the frameworks run no FSDP: Accelerate and Trainer take
-DistributedDataParallel there, and Lightning's strategy asks for a GPU. Frameworks that are not
-installed are left out: `pip install ".[accelerate,lightning,transformers]" peft`.
+Each program takes twenty steps on two gloo ranks, with the framework's DistributedDataParallel,
+with flatshard, and with the framework's FSDP1 and FSDP2 where it runs them on CPUs; the table has
+the largest difference of the losses of a rank, and of the weights at the end. Frameworks that are
+not installed are left out: `pip install ".[accelerate,lightning,transformers]"`.
 """
 
 import argparse
 import importlib.util
+import re
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import prerequisites  # noqa: F401  (first: it may end this)
 
@@ -26,10 +27,19 @@ import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 STEPS, ROWS = 20, 2
 MARK = "## What was tried"
-Seen = tuple[list[float], dict[str, Tensor]]
+SIDES = {"ddp": "DDP", "flatshard": "flatshard", "fsdp1": "FSDP1", "fsdp2": "FSDP2"}
+
+
+class Seen(NamedTuple):
+    """What a training left: on rank 0, the losses and the full weights; what wrapped the model."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    wrapper: str
 
 
 def _net() -> nn.Module:
@@ -45,13 +55,19 @@ def _loader() -> Any:
 
 
 def accelerate(side: str, folder: Path, precision: str = "no") -> Seen:
-    if side == "ddp":
-        from accelerate import Accelerator
-    else:
+    from accelerate import Accelerator
+
+    asked = {}
+    if side == "flatshard":
         from flatshard.integrations.accelerate import Accelerator
+    elif side != "ddp":
+        from accelerate import FullyShardedDataParallelPlugin
+
+        asked["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=int(side[-1]))
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=2, mixed_precision=precision, project_dir=folder
-    )
+        cpu=True, gradient_accumulation_steps=2, mixed_precision=precision, project_dir=folder,
+        **asked,
+    )  # fmt: skip
     model, losses = _net(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer, loader = accelerator.prepare(model, optimizer, _loader())
@@ -66,8 +82,9 @@ def accelerate(side: str, folder: Path, precision: str = "no") -> Seen:
         losses.append(loss.item())
         if number == STEPS // 2:
             accelerator.save_state(str(folder / "half"))
+            accelerator.wait_for_everyone()  # for DDP's file, which rank 0 alone writes
             accelerator.load_state(str(folder / "half"))
-    return losses, accelerator.get_state_dict(model)
+    return Seen(losses, accelerator.get_state_dict(model), type(model).__name__)
 
 
 def _llama() -> Any:
@@ -80,11 +97,15 @@ def _llama() -> Any:
     )
 
 
-def trainer(side: str, folder: Path, is_lora: bool = False, **settings: Any) -> Seen:
+def trainer(
+    side: str, folder: Path, is_lora: bool = False, resumes: bool = False, **settings: Any
+) -> Seen:
     from transformers import Trainer, TrainingArguments
 
     if side == "flatshard":
         from flatshard.integrations.transformers import FlatshardTrainer as Trainer
+    elif side != "ddp":
+        settings |= {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": int(side[-1])}}
     model = _llama()
     if is_lora:
         from peft import LoraConfig, get_peft_model
@@ -100,26 +121,40 @@ def trainer(side: str, folder: Path, is_lora: bool = False, **settings: Any) -> 
     arguments.ddp_find_unused_parameters = False
     run = Trainer(model, arguments, train_dataset=[{"input_ids": r, "labels": r} for r in rows])
     run.train()
+    if resumes:
+        run = Trainer(_llama(), arguments, train_dataset=run.train_dataset)
+        run.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}"))
     run.save_model(str(folder / "model"))
     losses = [one["loss"] for one in run.state.log_history if "loss" in one]
+    wrapper = type(run.model_wrapped).__name__
     if dist.get_rank() > 0:
-        return losses, {}
+        return Seen(losses, {}, wrapper)
     from safetensors.torch import load_file
 
     (path,) = (folder / "model").glob("*model.safetensors")
-    return losses, load_file(path)
+    return Seen(losses, load_file(path), wrapper)
 
 
-def lightning(side: str, folder: Path) -> Seen:
+def lightning(side: str, folder: Path, resumes: bool = False) -> Seen:
     import lightning as pl
+    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
     if side == "flatshard":
         import flatshard.integrations.lightning  # noqa: F401
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+    strategies: dict[str, Callable[[], Any]] = {
+        "fsdp1": FSDPStrategy,
+        "fsdp2": partial(ModelParallelStrategy, **sizes, save_distributed_checkpoint=False),
+    }
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net, self.losses = _net(), []
+
+        def configure_model(self) -> None:
+            if side == "fsdp2":
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: list[Tensor], number: int) -> Tensor:
             loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
@@ -130,25 +165,47 @@ def lightning(side: str, folder: Path) -> Seen:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
     module = Module()
-    run = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=side, max_steps=STEPS // 2, logger=False,
-        accumulate_grad_batches=2, gradient_clip_val=0.5, default_root_dir=folder,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    run.fit(module, _loader())
-    run.save_checkpoint(folder / "last.ckpt")
-    return module.losses, torch.load(folder / "last.ckpt", weights_only=False)["state_dict"]
+    steps = [STEPS // 4, STEPS // 2] if resumes else [STEPS // 2]
+    for number, upto in enumerate(steps):
+        run = pl.Trainer(
+            accelerator="cpu", devices=2, strategy=strategies.get(side, lambda: side)(),
+            max_steps=upto, logger=False,
+            accumulate_grad_batches=2, gradient_clip_val=0.5, default_root_dir=folder,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        run.fit(module, _loader(), ckpt_path=folder / "last.ckpt" if number else None)
+        run.save_checkpoint(folder / "last.ckpt")
+        if upto < steps[-1]:
+            losses, module = module.losses, Module()
+            module.losses = losses
+    weights = torch.load(folder / "last.ckpt", weights_only=False)["state_dict"]
+    return Seen(module.losses, weights, _wrapper_of(run.strategy.model, module.net))
 
 
 def fabric(side: str, folder: Path) -> Seen:
     from lightning.fabric import Fabric
+    from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 
+    strategy: Any = side
     if side == "flatshard":
         import flatshard.integrations.lightning  # noqa: F401
-    run = Fabric(accelerator="cpu", devices=2, strategy=side)
+    elif side == "fsdp1":
+        strategy = FSDPStrategy()
+    elif side == "fsdp2":
+        strategy = ModelParallelStrategy(
+            lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]),
+            data_parallel_size=2,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
+        )
+    run = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     run.launch()
     model, losses = _net(), []
-    model, optimizer = run.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    if side == "fsdp2":  # which wants its own order
+        model = run.setup(model)
+        optimizer = run.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01))
+    else:
+        model, optimizer = run.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     loader = run.setup_dataloaders(_loader())
     for number, (inputs, targets) in zip(range(STEPS), loader, strict=False):
         with run.no_backward_sync(model, enabled=number % 2 == 0):
@@ -161,69 +218,103 @@ def fabric(side: str, folder: Path) -> Seen:
             optimizer.zero_grad()
     run.save(folder / "last.ckpt", {"model": model, "optimizer": optimizer})
     run.barrier()
-    return losses, torch.load(folder / "last.ckpt", weights_only=False)["model"]
+    weights = torch.load(folder / "last.ckpt", weights_only=False)["model"]
+    return Seen(losses, weights, _wrapper_of(model._forward_module, model.module))
 
 
-PROGRAMS: dict[str, tuple[str, str, Callable[[str, Path], Seen]]] = {
-    "accelerate": ("Accelerate", "accumulation, clipping, `save_state`, `load_state`", accelerate),
-    "accelerate-bf16": (
-        "Accelerate",
-        '`mixed_precision="bf16"`',
-        lambda side, folder: accelerate(side, folder, "bf16"),
+def _wrapper_of(outer: nn.Module, inner: nn.Module) -> str:
+    """FSDP2 changes the class of a module, and puts nothing around it."""
+    name = type(inner).__name__
+    return name if name.startswith("FSDP") else type(outer).__name__
+
+
+class Program(NamedTuple):
+    framework: str
+    what: str
+    run: Callable[[str, Path], Seen]
+    changed_lines: int  # from the framework's DistributedDataParallel to flatshard
+
+
+PROGRAMS = {
+    "accelerate": Program(
+        "Accelerate", "accumulation, clipping, `save_state`, `load_state`", accelerate, 1
     ),
-    "transformers": (
+    "accelerate-bf16": Program(
+        "Accelerate", '`mixed_precision="bf16"`', partial(accelerate, precision="bf16"), 1
+    ),
+    "transformers": Program(
         "Trainer",
         "tied Llama, accumulation, clipping, checkpoints, gradient checkpointing",
-        lambda side, folder: trainer(side, folder, gradient_checkpointing=True),
+        partial(trainer, gradient_checkpointing=True),
+        1,
     ),
-    "transformers-adafactor": (
-        "Trainer",
-        '`optim="adafactor"`',
-        lambda side, folder: trainer(side, folder, optim="adafactor"),
+    "transformers-resumed": Program(
+        "Trainer", "the same, resumed from its 10th step", partial(trainer, resumes=True), 1
     ),
-    "transformers-lora": (
-        "Trainer",
-        "LoRA by peft",
-        lambda side, folder: trainer(side, folder, is_lora=True),
+    "transformers-adafactor": Program(
+        "Trainer", '`optim="adafactor"`', partial(trainer, optim="adafactor"), 1
     ),
-    "lightning": ("Lightning Trainer", "accumulation, clipping, checkpoints", lightning),
-    "lightning-fabric": ("Lightning Fabric", "accumulation, clipping, checkpoints", fabric),
+    "transformers-lora": Program("Trainer", "LoRA by peft", partial(trainer, is_lora=True), 1),
+    "lightning": Program("Lightning Trainer", "accumulation, clipping, checkpoints", lightning, 2),
+    "lightning-resumed": Program(
+        "Lightning Trainer", "the same, resumed from its half", partial(lightning, resumes=True), 2
+    ),
+    "lightning-fabric": Program(
+        "Lightning Fabric", "accumulation, clipping, checkpoints", fabric, 2
+    ),
 }
 
 
-def compare(first: Seen, second: Seen) -> tuple[float, float]:
-    """The largest differences of losses and of weights."""
-    (losses, weights), (others, their_weights) = first, second
-    if len(losses) != len(others) or weights.keys() != their_weights.keys():
-        return float("inf"), float("inf")
-    gaps = [float((weights[key] - value).abs().max()) for key, value in their_weights.items()]
-    return max(abs(a - b) for a, b in zip(losses, others, strict=True)), max(gaps)
+def cell(seen: Seen | str, side: str, reference: Seen) -> str:
+    """The largest differences of losses and of weights, or why there are none."""
+    if isinstance(seen, str):
+        return f"raises `{seen}`"
+    if side != "ddp" and seen.wrapper == reference.wrapper:
+        return "runs DDP"
+    if len(seen.losses) != len(reference.losses) or seen.weights.keys() != reference.weights.keys():
+        return "wrong: other losses or weights"
+    weights = (
+        float((seen.weights[key] - value).abs().max()) for key, value in reference.weights.items()
+    )
+    losses = (abs(a - b) for a, b in zip(seen.losses, reference.losses, strict=True))
+    return f"{max(losses):.1e}, {max(weights):.1e}"
 
 
-def run_in_ranks(name: str, side: str, folder: Path) -> Seen:
+def run_in_ranks(name: str, side: str, folder: Path) -> Seen | str:
+    """What rank 0 saw, or the class of the error that ended the ranks."""
     own = folder / f"{name}-{side}"
     own.mkdir()
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*ranks, __file__, "--program", name, "--side", side, "--folder", str(own)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+    if done.returncode and side in ("ddp", "flatshard"):
         sys.exit(f"{name} with {side} failed:\n{done.stderr[-3000:]}")
-    seen: Seen = torch.load(own / "seen.pt")
-    return seen
+    if done.returncode:
+        errors = re.findall(
+            r"^(?:\[rank\d\]: ?)?(?:\w+\.)*(\w+(?:Error|Exception)): ", done.stderr, re.MULTILINE
+        )
+        return errors[0] if errors else "an error"
+    return Seen(*torch.load(own / "seen.pt"))
 
 
 def table(names: list[str]) -> str:
-    lines = ["| framework | with | losses differ by | weights differ by |", "|---|---|---|---|"]
+    sides = [side for side in SIDES if side != "ddp"]
+    heads = ["framework", "with", "lines changed", *(SIDES[side] for side in sides)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            framework, what, _ = PROGRAMS[name]
-            sides = [run_in_ranks(name, side, Path(folder)) for side in ("ddp", "flatshard")]
-            gaps = " | ".join(f"{gap:.1e}" for gap in compare(*sides))
-            lines.append(f"| {framework} | {what} | {gaps} |")
+            program = PROGRAMS[name]
+            reference = run_in_ranks(name, "ddp", Path(folder))
+            assert isinstance(reference, Seen)
+            cells = [cell(run_in_ranks(name, s, Path(folder)), s, reference) for s in sides]
+            row = [program.framework, program.what, str(program.changed_lines), *cells]
+            lines.append(f"| {' | '.join(row)} |")
             print(lines[-1], file=sys.stderr)
     about = (
         f"{STEPS} steps on 2 gloo ranks and CPUs, torch {torch.__version__.partition('+')[0]}: the "
-        "largest difference from the framework's own DistributedDataParallel."
+        "largest differences of losses and of weights from the framework's own "
+        "DistributedDataParallel (DDP). *runs DDP*: asked for FSDP, the framework takes that on "
+        "CPUs, without a word."
     )
     return "\n".join([MARK, "", about, "", *lines, ""])
 
@@ -237,9 +328,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.program:
         warnings.simplefilter("ignore")
-        seen = PROGRAMS[args.program][2](args.side, Path(args.folder))
+        seen = PROGRAMS[args.program].run(args.side, Path(args.folder))
         if dist.get_rank() == 0:
-            torch.save(seen, Path(args.folder) / "seen.pt")
+            torch.save(tuple(seen), Path(args.folder) / "seen.pt")
         return
     installed = [n for n in PROGRAMS if importlib.util.find_spec(n.partition("-")[0])]
     text = table(args.only or installed)

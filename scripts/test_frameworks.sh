@@ -9,6 +9,6 @@ cd "$(dirname "$0")/.."
 
 FLATSHARD_VENV=.venv/oldest-frameworks
 setup accelerate dev lightning transformers
-"$python" -m pip install --quiet "accelerate==1.14.0" "lightning==2.6.0" "transformers==5.2.0"
+"$python" -m pip install --quiet "accelerate==1.14.0" "lightning==2.6.0" "transformers==5.2.0" trl
 export OMP_NUM_THREADS=1
 exec "$python" -m pytest -q tests/integrations "$@"

@@ -34,6 +34,7 @@ from flatshard.engine.reduce_queue import ReduceQueue
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Call, Phase, Unit
 from flatshard.engine.unreduced_grads import edited
+from flatshard.tensor.untraced import untraced
 
 # Backwards of all models that are running, or failed.
 _running: weakref.WeakSet[Backward] = weakref.WeakSet()
@@ -175,6 +176,7 @@ class Backward:
 
     # ------------------------------------------------------------ it ends
 
+    @untraced
     def _end(self) -> None:
         state, failed = self._state, True
         used: dict[FlatParamHandle, list[bool]] = {}

@@ -18,6 +18,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.handle_making import copied
 from flatshard.engine.unit import Call, Unit
 from flatshard.precision.casts import tensors_in
+from flatshard.tensor.untraced import untraced
 
 
 class UnitHooks:
@@ -74,7 +75,7 @@ class UnitHooks:
                 if torch.is_grad_enabled():
                     for tensor in tensors_in(changed):
                         if tensor.grad_fn is not None:
-                            tensor.register_hook(lambda _: self._backward.enter(unit, call))
+                            tensor.register_hook(partial(_enter, self._backward, unit, call))
         finally:
             failed = output is None and sys.exc_info()[0] is not None
             self._forward.leave(unit, has_output=output is not None, failed=failed)
@@ -82,12 +83,12 @@ class UnitHooks:
 
     def _hook_inputs(self, value: Any, call: Call) -> None:
         """Hear when the gradients of what ``value`` holds have come."""
-        receive, this = self._backward.receive_of_input, weakref.ref(call)
+        receive = partial(_receive_of_input, self._backward, self.unit, weakref.ref(call))
         for tensor in tensors_in(value):
             # Gradients of parameters come at the end, long after the unit's backward.
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 call.num_inputs += 1
-                hook = tensor.register_hook(lambda _: receive(self.unit, this()))
+                hook = tensor.register_hook(receive)
                 if tensor.grad_fn is None:  # a leaf outlives the graph, and must not collect hooks
                     weakref.finalize(call, hook.remove).atexit = False
 
@@ -96,6 +97,7 @@ class UnitHooks:
         # Weakly: Python's collector does not see what autograd holds, and would free no cycle.
         this, owner = weakref.ref(self), weakref.ref(handle)
 
+        @untraced
         def hook(full: Tensor) -> None:
             hooks, handle, grad = this(), owner(), full.grad
             if hooks is None or handle is None or grad is None:
@@ -118,5 +120,20 @@ class UnitHooks:
             handle.grad_buffer.receive(index, grad, more_to_come=unit.sync is Sync.NONE)
             backward.receive(unit, handle, index, grad)
 
-        hook.of_flatshard = True  # type: ignore[attr-defined]
+        hook.of_flatshard = True
         return hook
+
+
+# Autograd calls these, also inside of a function that is compiled.
+
+
+@untraced
+def _enter(backward: Backward, unit: Unit, call: Call, _: Tensor) -> None:
+    backward.enter(unit, call)
+
+
+@untraced
+def _receive_of_input(
+    backward: Backward, unit: Unit, call: weakref.ReferenceType[Call], _: Tensor
+) -> None:
+    backward.receive_of_input(unit, call())

@@ -202,7 +202,7 @@ class Touch(StepObserver):
             "must do it. Let the module that uses it be the unit (auto_wrap_policy), or call the "
             "unit's module; for calls of parts of a model, such as generate(), use "
             "summon_full_params(model, writeback=False). Said once for this unit.",
-            stacklevel=5,
+            stacklevel=7,
         )
 
 

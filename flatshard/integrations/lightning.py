@@ -1,8 +1,10 @@
-"""``strategy="flatshard"`` for Lightning's Trainer and Fabric, which importing this registers.
+"""``strategy="flatshard"`` for Lightning's Trainer and Fabric.
 
-import flatshard.integrations.lightning
+Importing this registers it:
 
-trainer = Trainer(strategy="flatshard", devices=2)
+    import flatshard.integrations.lightning
+
+    trainer = Trainer(strategy="flatshard", devices=2)
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
             if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                 raise ValueError(
                     f"strategy='flatshard': {type(callback).__name__} averages full parameters. "
-                    "Average in the module: torch.optim.swa_utils.AveragedModel(self.trainer.model)"
+                    "In a Callback of your own, make torch.optim.swa_utils.AveragedModel("
+                    "trainer.model) when training starts, and update it after each batch."
                 )
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)

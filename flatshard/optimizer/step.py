@@ -43,6 +43,7 @@ from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.param_swap import FlattenedParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 from flatshard.tensor.tensor_notes import UNREDUCED
+from flatshard.tensor.untraced import untraced
 
 _ELEMENTWISE: set[Any] = set(offload.TORCHS_OWN)
 
@@ -94,6 +95,7 @@ def restore_all() -> None:
         _swap_out(optimizer)
 
 
+@untraced
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -103,10 +105,9 @@ def _before_step(
     # Before a closure has run there is nothing to say of gradients: its backward may reduce them.
     _check_params(optimizer, has_grads=closure is None)
     check_state(optimizer)
-    is_traced = torch.compiler.is_compiling()  # then it is too late
     if is_elementwise(optimizer):
         _hook_innermost(optimizer, _exchange)
-    elif not is_traced and any(map(is_sharded, all_params(optimizer))):
+    elif any(map(is_sharded, all_params(optimizer))):
         _hook_innermost(optimizer, _step_whole)
     if closure is None:
         return None
@@ -179,6 +180,7 @@ def _check_params(optimizer: torch.optim.Optimizer, *, has_grads: bool = True) -
                     )
 
 
+@untraced
 def _exchange(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -198,6 +200,7 @@ def _exchange(
     return _with_closure(with_sharded_parameters, args, kwargs)
 
 
+@untraced
 def _step_whole(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -260,6 +263,7 @@ def _refuse(optimizer: torch.optim.Optimizer) -> NoReturn:
     )
 
 
+@untraced
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _swap_out(optimizer)
     for group in optimizer.param_groups:
@@ -423,6 +427,7 @@ def _swap_in(optimizer: torch.optim.Optimizer, stepped: Collection[int] = ()) ->
         swap.begin(stepped)
 
 
+@untraced
 def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Undo the exchange of a step that went well."""
     swap = _swapped.get(optimizer)

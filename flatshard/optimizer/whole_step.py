@@ -26,6 +26,7 @@ from flatshard.optimizer.trial import Manner, all_params, manner_of, step_of
 from flatshard.optimizer.whole_tensors import Held, Piece, Whole, collect, spread
 from flatshard.plan.owners import choose_owners
 from flatshard.precision.casts import set_grad
+from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import FlatShardTensor, attributes_of, check_data, wrote
 
 # About how many bytes of parameters and gradients come together at a time on each rank.
@@ -56,10 +57,10 @@ def manner_for(optimizer: torch.optim.Optimizer) -> Manner:
         comms = dict.fromkeys(param.spec.comm for param in _sharded(optimizer))
         agreed(lambda: (True, facts), comms, _OP, _REMEDY)
         manner = manner_of(optimizer)
-        split = [p for p in _sharded(optimizer) if p.spec.tensor_parallel is not None]
-        if split and manner is not Manner.ON_SHARDS:
+        split = first_of_dtensor(param.spec for param in _sharded(optimizer))
+        if split is not None and manner is not Manner.ON_SHARDS:
             raise NotImplementedError(
-                f"parameter {split[0].spec.name!r} was a DTensor, and {type(optimizer).__name__} "
+                f"parameter {split!r} was a DTensor, and {type(optimizer).__name__} "
                 "needs full parameters: of those this rank's group holds a part. Use an "
                 "element-wise optimizer, such as AdamW, for it."
             )

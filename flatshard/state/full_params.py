@@ -19,6 +19,7 @@ from flatshard.engine.unit import Unit
 from flatshard.memory import disk
 from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import view_of
+from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 
@@ -123,7 +124,7 @@ def _grad_shard(handle: FlatParamHandle) -> Tensor:
 
 def _check_request(handle: FlatParamHandle, request: Request) -> None:
     """Raise for what cannot be shown, alike on all ranks."""
-    split = next((s.name for s in handle.params.specs if s.tensor_parallel is not None), None)
+    split = first_of_dtensor(handle.params.specs)
     if split is not None:
         raise NotImplementedError(
             f"summon_full_params(): parameter {split!r} (unit {handle.unit_name!r}) was a DTensor, "

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.untraced import untraced
 
 
 class GatheredView(Tensor):
@@ -18,6 +19,7 @@ class GatheredView(Tensor):
     parameter: str  # its name
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -68,6 +70,7 @@ class _Gathered(torch.autograd.Function):
         return tensor.full_tensor()
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, gradient: Tensor) -> FlatShardTensor:  # type: ignore[override]
         spec = ctx.spec
         spec.on_outside_grad()

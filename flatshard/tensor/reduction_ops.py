@@ -23,6 +23,7 @@ from flatshard.tensor.sharded_tensor import (
     wrote,
 )
 from flatshard.tensor.tensor_notes import UNREDUCED
+from flatshard.tensor.untraced import untraced
 
 aten = torch.ops.aten
 Comms = Sequence[Communicator]
@@ -232,6 +233,7 @@ class _Reduction(torch.autograd.Function):
         return norm
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, gradient: Tensor) -> tuple[FlatShardTensor, None]:  # type: ignore[override]
         spec: ShardSpec = ctx.spec
         spec.on_outside_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -157,3 +157,8 @@ class ShardSpec:
             "that owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor().",
             self,
         )
+
+
+def first_of_dtensor(specs: Iterable[ShardSpec]) -> str | None:
+    """The name of the first parameter that was a DTensor, if there is one."""
+    return next((spec.name for spec in specs if spec.tensor_parallel is not None), None)

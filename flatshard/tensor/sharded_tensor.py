@@ -21,6 +21,7 @@ from flatshard.memory.disk import is_on_disk
 from flatshard.tensor.checkpoint_chunks import CheckpointChunks
 from flatshard.tensor.recomputation import ATTRIBUTES, is_counted, refuse_counted
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
+from flatshard.tensor.untraced import untraced
 
 # By operation name; called with the operation, its arguments and its keywords. ``elementwise_ops``
 # enters what each rank can do alone, ``reduction_ops`` what takes a collective.
@@ -189,6 +190,7 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
         )
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -210,6 +212,7 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
         return result
 
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

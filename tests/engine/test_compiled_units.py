@@ -173,6 +173,39 @@ def test_breaks_at_units_alone() -> None:
     run_ranks(_whole, 2, timeout=120.0, fresh=True)
 
 
+def _compiled_steps(rank: int, world_size: int) -> None:
+    models = []
+    for parts in ([], *every(2, [["step"], ["optimizer"]])):
+        with naming(str(parts)), allow_warnings():
+            torch.compiler.reset()
+            model = _wrap(_model())
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            step = _step
+            if "step" in parts:
+                step = torch.compile(_step, backend="eager")
+            if "optimizer" in parts:
+                optimizer.step = torch.compile(optimizer.step, backend="eager")
+            for number in range(4):
+                step(model, optimizer, torch.linspace(-1, 1, 28).reshape(4, 7) + rank + number)
+            models.append(model)
+    for model in models[1:]:
+        _assert_same(model, models[0])
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> None:
+    penalty = sum(param.square().sum() for param in model.parameters())
+    (model(rows).square().mean() + 0.01 * penalty).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.uncoalesced
+def test_compiled_steps() -> None:
+    """Dynamo traced what autograd calls: "is_nested on the object that it was in forward"."""
+    run_ranks(_compiled_steps, 2, timeout=120.0, fresh=True)
+
+
 def _features(rank: int, world_size: int) -> None:
     ways: dict[str, dict[str, Any]] = {
         "precision": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},

@@ -1,5 +1,6 @@
 """Tensor-parallel parameters (DTensors), whose local parts are sharded over another dimension."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import allow_warnings, naming, run_ranks
 from tests.oracle import assert_same
 
 pytestmark = pytest.mark.by_turns
@@ -35,9 +36,10 @@ class _Block(nn.Module):
         self.seen: list[type] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen = [type(param) for param in (self.up.weight, self.down.bias)]
-        assert isinstance(self.up.weight, nn.Parameter)
-        assert self.up.weight is next(self.up.parameters())
+        if not torch.compiler.is_compiling():
+            self.seen = [type(param) for param in (self.up.weight, self.down.bias)]
+            assert isinstance(self.up.weight, nn.Parameter)
+            assert self.up.weight is next(self.up.parameters())
         if self.recomputes:
             return x + recomputed(self._inner, x, use_reentrant=False)
         return x + self._inner(x)
@@ -172,6 +174,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "secondary": {"reshard_after_forward": 2},
     "diverging": {"allow_divergence": [_Block]},
     "disk": {},
+    "compiled": {},
     "float32": {"mixed_precision": MixedPrecision(param_dtype=torch.float32)},
 }
 
@@ -185,10 +188,15 @@ def _ways(rank: int, world_size: int, path: str) -> None:
     number = mesh["dp"].get_local_rank()
     plain = _trained(_sgd)[0]
     for name, options in WAYS.items():
-        with naming(name):
+        # Dynamo's own warnings.
+        quiet = allow_warnings() if name == "compiled" else contextlib.nullcontext()
+        with naming(name), quiet:
             if name == "disk":
                 options = {"cpu_offload": CPUOffload(path=path)}
             model = _wrap(mesh, **options)
+            if name == "compiled":
+                for unit in model.module.blocks:
+                    unit.compile(backend="eager")
             optimizer = _sgd(model.parameters())
             for step in range(3):
                 first, second = _batch(step).chunk(2)[number].chunk(2)

@@ -1,5 +1,6 @@
 """transformers' Trainer on a sharded model, beside its own on DistributedDataParallel."""
 
+import contextlib
 import os
 import warnings
 from importlib.util import find_spec
@@ -8,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.testing import assert_close
 
 from flatshard import ShardedWrapper, checkpoint
-from tests.harness import naming, run_ranks
+from tests.documents import fences, surroundings
+from tests.harness import ROOT, naming, run_ranks
 
 pytestmark = pytest.mark.skipif(
     not find_spec("transformers"), reason="transformers is not installed"
@@ -98,7 +101,7 @@ def _everything(rank: int, world_size: int, folder: str) -> None:
     os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers warns of much that a test does not have
-        for step in (_as_with_ddp, _resumes, _on_meta, _generates, _refuses):
+        for step in (_as_with_ddp, _resumes, _on_meta, _generates, _refuses, _page):
             with naming(step.__name__):
                 step(rank, folder)
 
@@ -189,6 +192,32 @@ def _refuses(rank: int, folder: str) -> None:
 
     with pytest.raises(ValueError, match=r"TrainingArguments\(torch_compile=...\) asks Trainer"):
         _trainer(FlatshardTrainer, folder, _llama(), torch_compile=True)
+
+
+def _page(rank: int, folder: str) -> None:
+    """The blocks of docs/huggingface.md, one after the other."""
+    from peft import PeftModel
+    from transformers import LlamaForCausalLM
+
+    load = LlamaForCausalLM.from_pretrained
+    names = {**surroundings("", rank), "tokens": torch.arange(8)[None]}
+    with contextlib.chdir(folder):
+        if rank == 0:
+            _llama().save_pretrained("llama")
+        dist.barrier()
+        for fence in fences(ROOT / "docs" / "huggingface.md"):
+            with naming(fence):
+                exec(fence.text, names)
+            dist.barrier()
+            if fence.heading.startswith("Train"):
+                expected = load("export")
+                assert names["texts"].shape == (1, 12)
+            elif fence.heading == "LoRA":
+                expected = PeftModel.from_pretrained(load("llama"), "adapter")
+            else:
+                expected = load("llama")
+            found = names["model"].eval()(names["tokens"]).logits
+            assert_close(found, expected.eval()(names["tokens"]).logits)
 
 
 def test_as_with_ddp(tmp_path: Path) -> None:

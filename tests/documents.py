@@ -1,0 +1,128 @@
+"""Blocks of code in documents, and the names that they find: what their reader has by then."""
+
+import contextlib
+import copy
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import flatshard
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, wrap
+
+
+class Fence(NamedTuple):
+    """A block of code in a document."""
+
+    document: str
+    language: str
+    heading: str
+    text: str
+
+
+def fences(path: Path) -> list[Fence]:
+    found = []
+    heading = ""
+    for title, language, text in re.findall(
+        r"^#+ ([^\n]*)$|^```(\w*)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL
+    ):
+        heading = title or heading
+        if not title:
+            found.append(Fence(path.name, language, heading, text))
+    return found
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens).mean(dim=1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def data(rank: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        (
+            torch.randint(11, (3, 4), generator=generator),
+            torch.randint(5, (3,), generator=generator),
+        )
+        for _ in range(3)
+    ]
+
+
+def surroundings(text: str, rank: int) -> dict[str, Any]:
+    """The names that a block finds."""
+    model: nn.Module = build()
+    if "leave_empty" in text:
+        torch.save(model.state_dict(), "model.pt")
+        save_file(model.state_dict(), "model.safetensors")
+        with torch.device("meta"):
+            model = Model()
+    elif not re.search(r"ShardedWrapper\(\s*(model|planned)\b", text):
+        model = ShardedWrapper(model, auto_wrap_policy=wrap.ModuleWrapPolicy({Block}))
+    batches = data(rank)
+    mesh = functools.partial(_mesh, init_device_mesh)
+    return {
+        **{name: getattr(wrap, name) for name in ("CustomPolicy", "ModuleWrapPolicy")},
+        "torch": torch,
+        "nn": nn,
+        "dist": dist,
+        "flatshard": flatshard,
+        "contextlib": contextlib,
+        "functools": functools,
+        "copy": copy,
+        "ShardedWrapper": ShardedWrapper,
+        "MixedPrecision": MixedPrecision,
+        "CPUOffload": CPUOffload,
+        "init_device_mesh": mesh,
+        "Block": Block,
+        "Model": Model,
+        "batches": batches,
+        "micro_batches": batches,
+        "group": dist.group.WORLD,
+        "inputs": batches[0][0],
+        "labels": batches[0][1],
+        "loss_fn": nn.functional.cross_entropy,
+        "loss_of": nn.functional.cross_entropy,
+        "shard": dist.group.WORLD,
+        "replicate": _alone(rank),
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
+    }
+
+
+def _mesh(make: Callable[..., Any], device: str, shape: tuple[int, ...], **names: Any) -> Any:
+    """The mesh that a document asks for, as far as two ranks on a CPU go."""
+    return make("cpu", tuple(2 if size == max(shape) else 1 for size in shape), **names)
+
+
+def _alone(rank: int) -> Any:
+    return [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
