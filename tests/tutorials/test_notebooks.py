@@ -88,6 +88,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     finally:
         for process in running.values():
             process.kill()
+            process.communicate()  # closes its pipe
     return {name: json.loads((folder / f"{name}.ipynb").read_text()) for name in names}
 
 
