@@ -34,6 +34,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from output_files import output_file, write_json, writing
+from palette import COLOURS
 from torch import Tensor, nn
 
 PHASES = ("forward", "backward", "optimizer")
@@ -501,6 +502,15 @@ def show(figures: dict[str, Any]) -> None:
     rich_print(table)
 
 
+DRAWN_AS = {
+    "flatshard": "flatshard",
+    "ddp": "DDP",
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+    "compute": "no communication",
+}
+
+
 def plot(figures: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -512,7 +522,8 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     figure.suptitle(f"{figures['settings']['preset']}, {figures['settings']['world_size']} ranks")
     panels = figure.subplots(1, len(bars), squeeze=False)[0]
     for axes, (label, heights) in zip(panels, bars.items(), strict=True):
-        container = axes.bar(list(heights), list(heights.values()))
+        colours = [COLOURS[DRAWN_AS[name]] for name in heights]
+        container = axes.bar(list(heights), list(heights.values()), color=colours)
         axes.bar_label(container, fmt="{:,.0f}")
         axes.set_ylabel(label)
     with writing(path) as part:

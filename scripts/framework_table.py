@@ -26,8 +26,10 @@ import prerequisites  # noqa: F401  (first: it may end this)
 # isort: split
 import torch
 import torch.distributed as dist
+from output_files import page_file, write_section
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from training_job import Parser
 
 STEPS, ROWS = 20, 2
 MARK = "## What was tried"
@@ -320,9 +322,9 @@ def table(names: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PROGRAMS, help="these programs")
-    parser.add_argument("--page", type=Path, help="write the section of this page instead")
+    parser.add_argument("--page", type=page_file, help="write the section of this page instead")
     for hidden in ("--program", "--side", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -337,9 +339,7 @@ def main() -> None:
     if args.page is None:
         print(text)
     else:
-        from optimizer_table import write
-
-        write(args.page, text)
+        write_section(args.page, text)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,12 @@ not installed are left out: the page was made with `pip install ".[models,optimi
 torchao`.
 """
 
-import argparse
 import contextlib
 import importlib
 import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import prerequisites  # noqa: F401  (first: it may end this)
@@ -28,8 +26,10 @@ import prerequisites  # noqa: F401  (first: it may end this)
 # isort: split
 import torch
 from conformance_idioms.side import STRATEGIES, Side
+from output_files import page_file, write_section
 from rank_processes import Ranks, Said
 from torch import Tensor, nn
+from training_job import Parser, at_least, positive_number
 
 STEPS = 5
 EXACT, RIGHT = 0.0, 1e-6
@@ -254,21 +254,16 @@ def by_strategy(names: Sequence[tuple[str, str]], seconds: float) -> str:
     return "\n".join([*text, *(["The others:", "", *notes, ""] if notes else [])])
 
 
-def write(page: Path, text: str) -> None:
-    """Put a section in the place of the one with its heading, or at the end."""
-    before, mark, after = page.read_text().partition(text.partition("\n")[0] + "\n")
-    _, next_mark, rest = after.partition("\n## ")
-    page.write_text((before if mark else before + "\n") + text + next_mark + rest)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="optimizers by name")
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
-    parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one cell")
+    parser.add_argument("--world-size", type=at_least(1), default=2)
+    parser.add_argument(
+        "--timeout", type=positive_number, default=60.0, help="seconds for one cell"
+    )
     parser.add_argument("--strategies", action="store_true", help="flatshard's, on 1 to 4 ranks")
-    parser.add_argument("--page", type=Path, help="write the section of this page instead")
+    parser.add_argument("--page", type=page_file, help="write the section of this page instead")
     args = parser.parse_args()
     names = [key for key in OPTIMIZERS if not args.only or key[1] in args.only]
     if not names:
@@ -285,7 +280,7 @@ def main() -> None:
     if args.page is None:
         print(text)
     else:
-        write(args.page, text)
+        write_section(args.page, text)
 
 
 if __name__ == "__main__":

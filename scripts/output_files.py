@@ -78,3 +78,19 @@ def write_json(path: Path | None, figures: Any, indent: int | None = 2) -> None:
     if path is not None:
         with writing(path) as part:
             part.write_text(json.dumps(figures, indent=indent, default=str) + "\n")
+
+
+def page_file(text: str) -> Path:
+    """A page that is there, and can be written."""
+    path = output_file(text)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"there is no page {text}")
+    return path
+
+
+def write_section(page: Path, text: str) -> None:
+    """Put a section in the place of the one with its heading, or at the end."""
+    before, mark, after = page.read_text().partition(text.partition("\n")[0] + "\n")
+    _, next_mark, rest = after.partition("\n## ")
+    with writing(page) as part:
+        part.write_text((before if mark else before + "\n") + text + next_mark + rest)

@@ -9,7 +9,6 @@ each feature. A cell is *yes* where weights are those of the unwrapped model on 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
@@ -23,12 +22,13 @@ import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from output_files import output_file, writing
+from output_files import page_file, write_section
 from rank_processes import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint as recompute
+from training_job import Parser, positive_number
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
@@ -364,10 +364,12 @@ def judge(said: list[Any]) -> tuple[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="features whose names have it")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one cell")
-    parser.add_argument("--page", type=output_file, help="write the section of this page instead")
+    parser.add_argument(
+        "--timeout", type=positive_number, default=60.0, help="seconds for one cell"
+    )
+    parser.add_argument("--page", type=page_file, help="write the section of this page instead")
     args = parser.parse_args()
     names = [name for name in FEATURES if not args.only or any(one in name for one in args.only)]
     if not names:
@@ -375,11 +377,8 @@ def main() -> None:
     text = markdown(table(names, args.timeout))
     if args.page is None:
         print(text)
-        return
-    before, _, after = args.page.read_text().partition(MARK)
-    _, mark, rest = after.partition("\n## ")
-    with writing(args.page) as part:
-        part.write_text(before + text + mark + rest)
+    else:
+        write_section(args.page, text)
 
 
 Cells = dict[str, dict[str, tuple[str, str]]]

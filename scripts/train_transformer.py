@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import training_job
 from output_files import output_file, write_json, writing
+from palette import COLOURS, PEAK
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training_job import at_least, held_bytes, input_file, positive_number, say, stop
@@ -464,20 +465,20 @@ def draw(about: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(8, 0.8 + 0.42 * len(ways)), layout="constrained")
     axes = figure.subplots()
     kinds = {
-        "parameters": "parameter_bytes",
+        "this rank's parameters": "parameter_bytes",
         "optimizer state": "optimizer_bytes",
         "gradients": "gradient_bytes",
-        "unsharded, kept": "kept_gathered_bytes",
+        "unsharded parameters": "kept_gathered_bytes",
     }
     left = [0.0] * len(ways)
     names = list(ways)
     for label, key in kinds.items():
         sizes = [row[key] / 2**20 for row in ways.values()]
         if any(sizes):
-            axes.barh(names, sizes, left=left, label=label)
+            axes.barh(names, sizes, left=left, label=label, color=COLOURS[label])
         left = [before + size for before, size in zip(left, sizes, strict=True)]
     rest = [row["peak_bytes"] / 2**20 - at for row, at in zip(ways.values(), left, strict=True)]
-    axes.barh(names, rest, left=left, label="peak of a step", color="0.85", hatch="///")
+    axes.barh(names, rest, left=left, label="peak of a step", **PEAK)
     for index, row in enumerate(ways.values()):
         axes.text(
             row["peak_bytes"] / 2**20, index, f" {row['peak_bytes'] / 2**20:.0f}", va="center"

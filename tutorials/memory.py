@@ -15,20 +15,29 @@
 #
 # How many bytes does training need, and how many of them remain on each rank? This notebook
 # computes both for models that are far too large for this machine. `flatshard.memory_plan.predict`
-# plans a model's parameters exactly as `ShardedWrapper` would, from their shapes alone. At the end
-# the notebook trains a model that does fit, and compares the plan with measurements.
+# plans a model's parameters exactly as `ShardedWrapper` would, from their shapes alone. Then it
+# counts activations, trains a model that does fit, and compares the plan with measurements. The
+# last cell answers it for your model and your GPUs.
+#
+# It takes two minutes on two CPU cores. To run it on your machine:
+# `pip install -e ".[tutorials]"` in a clone, then open this file with Jupyter.
 
 # %%
+import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+import torch._dynamo  # DDP needs it: imported here once, and not in each rank
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from flatshard import MixedPrecision
 from flatshard.memory_plan import predict
@@ -36,9 +45,12 @@ from flatshard.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, "../scripts")
 import train_transformer
+from palette import COLOURS, PEAK
 
+torch.set_num_threads(1)  # ranks share the cores
 TOY = "TUTORIAL_TOY" in os.environ  # as the tests run it
 GB = 1e9
+DEPTH = 8 if TOY else 80  # blocks
 
 # %% [markdown]
 # ## 70 billion parameters
@@ -49,25 +61,37 @@ GB = 1e9
 
 # %%
 class Block(nn.Module):
-    def __init__(self, width=8192, hidden=28672, keys=1024):
+    def __init__(self, width, hidden, keys, head=128):
         super().__init__()
+        self.head = head
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.query, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
         self.key, self.value = (nn.Linear(width, keys, bias=False) for _ in range(2))
         self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x): ...
+    def forward(self, x):
+        y = self.norm1(x)
+        layers = (self.query, self.key, self.value)
+        qkv = (layer(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in layers)
+        mixed = F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
 class Model(nn.Module):
-    def __init__(self, vocabulary=94_208, width=8192, depth=80):
+    def __init__(self, vocabulary=94_208, width=8192, hidden=28_672, keys=1024, depth=DEPTH):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, hidden, keys) for _ in range(depth))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
 
-    def forward(self, tokens): ...
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
 
 
 with torch.device("meta"):
@@ -158,17 +182,24 @@ print(plan)
 # the persistent memory.
 
 # %%
-ranks = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+ranks = [1, 8, 64] if TOY else [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 policies = {
     "one unit": None,
     "a unit per block": BLOCKS,
     "a unit per layer": POLICY,
 }
 figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-for label, policy in policies.items():
+for (label, policy), style in zip(policies.items(), ("o-", "s--", "^-.")):
     keywords = {"auto_wrap_policy": policy, "mixed_precision": precision}
     plans = [predict(large, world_size=n, **keywords) for n in ranks]
-    axes.loglog(ranks, [plan.peak_bytes / GB for plan in plans], "o-", label=label)
+    axes.loglog(
+        ranks,
+        [plan.peak_bytes / GB for plan in plans],
+        style,
+        color=COLOURS["flatshard"],
+        ms=4,
+        label=label,
+    )
 between = [plan.persistent_bytes / GB for plan in plans]
 axes.loglog(ranks, between, "k:", label="persistent, all policies")
 axes.axhline(80, color="0.5", lw=0.8)
@@ -184,28 +215,136 @@ plt.show()
 # (With *a unit per layer* the layers are units nested in the block's unit, which then owns few
 # parameters itself.)
 #
-# ## Is it true?
+# ## Activations: batch and sequence length
 #
-# The transformer of [transformer.ipynb](transformer.ipynb) fits on this machine. `--compare` trains
-# it for a few steps under each strategy and measures the memory of every tensor and the peak of
-# unsharded parameters; `predict` gets the same keywords.
+# Forward keeps activations for backward. They depend on a rank's rows and their length, not on the
+# number of ranks: data parallelism does not shard them. `saved_tensors_hooks` sees each tensor that
+# autograd saves. Under `FakeTensorMode` tensors have shapes but no memory, so the cell counts them
+# for blocks of the large model, too.
+
 
 # %%
+def saved_bytes(build, batch, length):
+    """Bytes that autograd saves in a bfloat16 forward of build() and its loss."""
+    saved, before = {}, torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with FakeTensorMode():
+            model = build()
+            storages = [parameter.untyped_storage() for parameter in model.parameters()]
+            mine = {storage._cdata for storage in storages}
+
+            def see(tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in mine:  # parameters are no activations
+                    saved[storage._cdata] = storage  # views of one tensor count once
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+                tokens = torch.zeros(batch, length, dtype=torch.long)
+                logits = model(tokens).flatten(0, 1).float()
+                F.cross_entropy(logits, tokens.flatten())
+        return sum(storage.nbytes() for storage in saved.values())
+    finally:
+        torch.set_default_dtype(before)
+
+
+def activation_bytes(batch, length, depth=DEPTH, width=8192):
+    """Of the large model: all kept, and with activation checkpointing of each block."""
+    rest = saved_bytes(lambda: Model(depth=0), batch, length)
+    block = saved_bytes(lambda: Model(depth=1), batch, length) - rest  # all blocks are alike
+    inputs = batch * length * width * 2
+    return rest + depth * block, rest + depth * inputs + block
+
+
+print("GB of activations on each rank, in bfloat16")
+print(f"{'rows':>4}{'length':>8}{'kept':>10}{'checkpointed':>14}")
+for batch, length in ((1, 2048), (1, 4096), (2, 4096), (1, 8192)):
+    kept, few = activation_bytes(batch, length)
+    print(f"{batch:4}{length:8,}{kept / GB:10.1f}{few / GB:14.1f}")
+
+# %% [markdown]
+# They grow with rows times length: attention that is computed block by block (FlashAttention) keeps
+# no matrix of length times length. Two rows of 4,096 tokens need what one of 8,192 needs. Gradient
+# accumulation has larger batches at the same memory; activation checkpointing keeps only the inputs
+# of blocks and computes the rest again.
+#
+# The plot stacks what a rank holds at the peak, for 64 ranks: bars without and with checkpointing
+# for each length.
+
+# %%
+lengths = [1024, 2048, 4096, 8192]
+plan = predict(large, world_size=64, auto_wrap_policy=POLICY, mixed_precision=precision)
+kinds = {
+    "this rank's parameters": plan.parameter_bytes,
+    "optimizer state": plan.optimizer_bytes,
+    "gradients": plan.peak_gradient_bytes,
+    "unsharded parameters": plan.peak_gathered_bytes,
+}
+figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+both = [activation_bytes(1, length) for length in lengths]
+for offset, activations in zip((-0.2, 0.2), zip(*both)):
+    places = [index + offset for index in range(len(lengths))]
+    low = [0.0] * len(lengths)
+    for kind, size in {**kinds, "activations": None}.items():
+        sizes = [(more if size is None else size) / GB for more in activations]
+        label = kind if offset < 0 else None
+        axes.bar(places, sizes, 0.36, bottom=low, color=COLOURS[kind], label=label)
+        low = [before + more for before, more in zip(low, sizes)]
+axes.axhline(80, color="0.5", lw=0.8)
+axes.text(-0.4, 82, "a device of 80 GB", fontsize=8, color="0.4")
+axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+axes.set_xlabel("tokens in a row, one row on each rank (left: kept, right: checkpointed)")
+axes.set_ylabel("GB on each of 64 ranks")
+axes.set_title("70 billion parameters: activations at the peak")
+axes.legend(fontsize=8)
+plt.show()
+
+# %% [markdown]
+# (An upper bound: activations are fewest when gradients are most.)
+#
+# ## Is it true?
+#
+# A small transformer fits on this machine. `--compare` of
+# [scripts/train_transformer.py](../scripts/train_transformer.py) trains it for a few steps under
+# each strategy and measures the memory of every tensor and the peak of unsharded parameters;
+# `predict` gets the same keywords. The ranks are processes that torch's own launcher forks from the
+# notebook: [mnist.ipynb](mnist.ipynb) explains it.
+
+
+# %%
+def launch(function, *args, ranks=2):
+    """Runs a function on so many ranks of this machine; returns {rank: what it returned}."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="notebook",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    return elastic_launch(config, function)(*args)
+
+
 RANKS, NODE = 2 if TOY else 4, 2
 SIZES = {"width": 32, "depth": 3} if TOY else {"width": 256, "depth": 8}
-options = [item for name, size in SIZES.items() for item in (f"--{name}", str(size))]
-with tempfile.TemporaryDirectory() as folder:
-    result = Path(folder) / "measured.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    program = [f"--nproc-per-node={RANKS}", "../scripts/train_transformer.py", "--compare"]
-    more = ["--steps", "2", "--collectives", "sockets", "--json", str(result), *options]
-    subprocess.run(
-        [*launcher, *program, *more],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    measured = json.loads(result.read_text())["ways"]
+result = Path(tempfile.mkdtemp()) / "measured.json"
+
+
+def compare():
+    dist.init_process_group("gloo")
+    sizes = " ".join(f"--{name} {size}" for name, size in SIZES.items())
+    options = f"--compare --steps 2 --collectives sockets --json {result} {sizes}"
+    train_transformer.compare(train_transformer.parse_args(options.split()), torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+with contextlib.redirect_stdout(None):
+    launch(compare, ranks=RANKS)
+measured = json.loads(result.read_text())["ways"]
 
 with torch.device("meta"):
     fits = train_transformer.Transformer(**SIZES, heads=4, context=128)
@@ -235,24 +374,39 @@ for name, plan, found in rows:
     print(f"{name:20}{cells}")
 
 # %% [markdown]
-# The first and the third pair as bars, predicted above measured. The dark part is persistent
-# memory, the pale part is what a step needs on top.
+# The first and the third pair as a picture. Bars are predicted and divided by what they hold; marks
+# are measured.
 
 # %%
+names = [name for name, *_ in rows]
 figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-for offset, (label, index) in {-0.2: ("predicted", 0), 0.2: ("measured", 1)}.items():
-    places = [position + offset for position in range(len(rows))]
-    between = [(p.persistent_bytes, f["between_bytes"])[index] / 2**20 for _, p, f in rows]
-    peaks = [(p.peak_bytes, f["peak_bytes"])[index] / 2**20 for _, p, f in rows]
-    colour = ("tab:orange", "tab:blue")[index]
-    axes.barh(places, between, height=0.38, color=colour, label=f"{label}, persistent")
-    more = [peak - held for peak, held in zip(peaks, between)]
-    axes.barh(places, more, 0.38, left=between, color=colour, alpha=0.4, label=f"{label}, peak")
-axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
+kinds = {
+    "this rank's parameters": lambda plan: plan.parameter_bytes,
+    "optimizer state": lambda plan: plan.optimizer_bytes,
+    "gradients": lambda plan: plan.gradient_bytes,
+    "unsharded parameters": lambda plan: (
+        plan.persistent_bytes
+        - plan.parameter_bytes
+        - plan.optimizer_bytes
+        - plan.gradient_bytes
+        - plan.buffer_bytes
+    ),
+}
+left = [0.0] * len(rows)
+for kind, size_of in kinds.items():
+    sizes = [size_of(plan) / 2**20 for _, plan, _ in rows]
+    axes.barh(names, sizes, left=left, color=COLOURS[kind], label=kind)
+    left = [before + size for before, size in zip(left, sizes)]
+more = [plan.peak_bytes / 2**20 - at for (_, plan, _), at in zip(rows, left)]
+axes.barh(names, more, left=left, label="more in a step", **PEAK)
+for mark, key in {"D": "between_bytes", "o": "peak_bytes"}.items():
+    sizes = [found[key] / 2**20 for *_, found in rows]
+    label = {"D": "measured, persistent", "o": "measured, peak"}[mark]
+    axes.plot(sizes, names, mark, ms=5, mfc="white", mec="black", label=label)
 axes.invert_yaxis()
 axes.set_xlabel(f"MiB on each of {RANKS} ranks")
 axes.set_title("Persistent memory is exact, the peak is an upper bound")
-axes.legend(fontsize=8)
+figure.legend(fontsize=8, loc="outside lower center", ncols=4)
 plt.show()
 
 # %%
@@ -261,12 +415,46 @@ for name, plan, found in rows:
     assert found["peak_gathered_bytes"] <= plan.peak_gathered_bytes, name
     assert found["peak_bytes"] <= plan.peak_bytes * 1.01, name
 worst = max(abs(f["between_bytes"] / p.persistent_bytes - 1) for _, p, f in rows)
-print(f"persistent memory: at most {100 * worst:.2f} % apart; no peak exceeded its prediction")
+print(
+    f"persistent memory: at most {100 * worst:.2f} % apart; no peak exceeded its prediction by 1 %"
+)
 
 # %% [markdown]
 # Persistent memory agrees except for AdamW's step counts, a few bytes per parameter. Unsharded
 # parameters agree exactly. The third pair is an upper bound: whether two reductions overlap
 # depends on timing.
 #
-# The plan does not count activations, which depend on the batch and not on the ranks (use
-# activation checkpointing for those), nor what the shared-memory transport saves.
+# The plan counts neither activations, which the cell above counts, nor what the shared-memory
+# transport saves.
+#
+# ## Your model, your GPUs: what fits?
+#
+# Three settings: a function that builds your model, the GPUs, and the memory of each in GB. Units
+# are `"auto"`, computing is in bfloat16, the optimizer is AdamW in float32. What the last column
+# says is left for activations, and for what the framework itself needs.
+
+# %%
+MODEL = Model  # with transformers: lambda: AutoModelForCausalLM.from_config(config)
+GPUS = 32
+MEMORY_GB = 80
+
+with torch.device("meta"):
+    yours = MODEL()
+strategies = ("NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
+policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+print(f"{sum(p.numel() for p in yours.parameters()):,} parameters, {GPUS} GPUs of {MEMORY_GB} GB")
+print(f"{'GB on each GPU':16}{'persistent':>12}{'peak':>8}    {'fits?':8}{'left':>6}")
+for strategy in strategies:
+    keywords = {"ranks_per_node": min(8, GPUS)} if strategy.startswith("HYBRID") else {}
+    plan = predict(
+        yours,
+        world_size=GPUS,
+        auto_wrap_policy="auto",
+        sharding_strategy=strategy,
+        mixed_precision=policy,
+        **keywords,
+    )
+    left = MEMORY_GB - plan.peak_bytes / GB
+    fits = f"{'yes':8}{left:6.1f}" if left > 0 else "no"
+    sizes = f"{plan.persistent_bytes / GB:12.1f}{plan.peak_bytes / GB:8.1f}"
+    print(f"{strategy:16}{sizes}    {fits}")

@@ -14,120 +14,221 @@
 # # From DistributedDataParallel to ShardedWrapper
 #
 # You have a training program that runs under `DistributedDataParallel` (DDP), and it runs out of
-# memory. This notebook takes the classic MNIST program, shards it with one line, then with two
-# units, and looks at what each step of this does to memory and communication.
+# memory. This notebook trains a network on MNIST under DDP, shards it with one line, then divides
+# it into units, and looks at what each step of this does to memory and communication.
 #
 # DDP copies everything to every rank: parameters, gradients, and the optimizer's state. `N` ranks
 # hold the same bytes `N` times. Under `ShardedWrapper` every rank keeps one `N`th of each, and
 # *unshards* a layer (all-gathers its parameters) only while that layer computes.
 #
-# The ranks here are real: each run below is a `torchrun` of
-# [scripts/train_mnist.py](../scripts/train_mnist.py) with two processes. (Functions defined in a
-# notebook cannot be sent to other processes, so the program is a file.) The cells show its parts.
-#
-# To run it yourself: `pip install -e ".[tutorials]"`, then open this file with Jupyter.
+# All code is in the cells: change the network, the wrapping or the loop, and run them again. It
+# takes three minutes on two CPU cores and needs no GPU. To run it on your machine:
+# `pip install -e ".[tutorials]"` in a clone, then open this file with Jupyter.
 
 # %%
-import inspect
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from IPython.display import Markdown
+import torch
+import torch._dynamo  # DDP needs it: imported here once, and not in each rank
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
-from flatshard import CPUOffload, ShardedWrapper
+from flatshard import ShardedWrapper
+from flatshard.checkpoint import full_state_dict
+from flatshard.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, "../scripts")
-import train_mnist
-import training_job
+import mnist_data
+from palette import COLOURS
+from train_mnist import record_step
 
-# MNIST's files are read from ROOT/MNIST/raw if they exist, else scikit-learn's digits.
-ROOT = os.environ.get("MNIST_ROOT", "../data")
+torch.set_num_threads(1)  # ranks share the cores
 TOY = "TUTORIAL_TOY" in os.environ  # as the tests run it: a few steps on the digits
-JOB = ["--max-steps", "2", "--data", "digits"] if TOY else ["--max-steps", "120"]
-results = Path(tempfile.mkdtemp())
-
-
-def show(*functions):
-    """Displays the source of parts of the program."""
-    text = "\n\n".join(inspect.getsource(function) for function in functions)
-    return Markdown(f"```python\n{text}```")
-
-
-def torchrun(name, *options):
-    """Trains on two ranks and keeps the run's records; returns what rank 0 printed."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    files = ["--json", results / f"{name}.json", "--record", results / f"{name}-step.json"]
-    # Ranks on one Linux host could share memory and would not need to send anything. As over a
-    # network, they are to send here.
-    program = ["../scripts/train_mnist.py", "--data-root", ROOT, "--collectives", "sockets"]
-    done = subprocess.run(
-        [*launcher, *program, *JOB, *files, *options],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "FORCE_COLOR": ""},  # Jupyter sets it
-    )
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr)
-    return done.stdout
-
-
-def load(name):
-    return json.loads((results / f"{name}.json").read_text())
-
 
 # %% [markdown]
-# ## The program
+# ## Ranks
 #
-# The network is the one of every first tutorial: two convolutions, two linear layers, 1.2 million
-# parameters. Keep one number in mind: `fc1` alone has 9216 x 128 + 128 = 1,179,776 of them, 98 %.
+# A rank is a process. torch's own launcher, the one behind `torchrun`, starts them from the
+# notebook: `launch(train)` runs the function `train` in two processes and returns what each of them
+# returns. They are forked, so they know all that the cells above have defined. (Two things must not
+# happen in the notebook's own process, since no fork survives them: using CUDA, and computing with
+# torch on several threads.)
+
 
 # %%
-show(train_mnist.Net)
+def launch(function, *args, ranks=2):
+    """Runs a function on so many ranks of this machine; returns {rank: what it returned}."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="notebook",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    return elastic_launch(config, function)(*args)
+
+
+def hello():
+    dist.init_process_group("gloo")  # joins the other ranks: "nccl" where each has its GPU
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return f"the sum over all ranks is {total.item()}"
+
+
+launch(hello)
 
 # %% [markdown]
-# Every rank joins a process group: gloo on CPUs, NCCL where each rank has its GPU.
+# ## Data
+#
+# MNIST's files are read from `ROOT/MNIST/raw`, or downloaded to there. Where neither is possible,
+# scikit-learn's handwritten digits take their place, enlarged to 28x28.
 
 # %%
-show(training_job.connect)
+ROOT = Path(os.environ.get("MNIST_ROOT", "../data"))
+try:
+    if TOY:
+        raise mnist_data.DataError
+    is_there = any((ROOT / "MNIST" / "raw").glob("train-images*"))
+    mnist_data.prepare_mnist(ROOT, download=not is_there)
+    train_data, test_data = (mnist_data.load_mnist(ROOT, train=train) for train in (True, False))
+    name = "MNIST"
+except mnist_data.DataError:
+    train_data, test_data = mnist_data.load_digits()
+    name = "scikit-learn's digits"
+print(f"{name}: {len(train_data):,} images to train on, {len(test_data):,} to test on")
 
 # %% [markdown]
-# The training loop does not know how the model is distributed. Each rank takes its own part of
-# every batch; DDP and `ShardedWrapper` differ only inside `model(...)`,
-# `loss.backward()` and `optimizer.step()`.
+# ## Model
+#
+# Eight equal blocks between two small layers, like a transformer without attention. What a rank
+# keeps of it will be easy to see: nearly all parameters are in the blocks.
+
 
 # %%
-show(train_mnist.train_steps)
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width=32 if TOY else 384, depth=8):
+        super().__init__()
+        self.first = nn.Linear(28 * 28, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.last = nn.Linear(width, 10)
+
+    def forward(self, images):
+        return F.log_softmax(self.last(self.blocks(self.first(images.flatten(1)))), dim=1)
+
+
+def numel(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+print(f"{numel(Net()):,} parameters, {numel(Net().blocks[0]):,} of them in each block")
 
 # %% [markdown]
-# Testing has one rule: with sharded parameters a forward is *collective*. Every rank must call it
-# equally often, because every rank holds a shard that the others need. So all ranks take equally
-# many batches, and samples past the end are masked.
+# ## Training
+#
+# The loop does not know how the model is distributed. Each rank takes its own part of every batch.
+# DDP and `ShardedWrapper` differ only inside `model(...)`, `loss.backward()` and
+# `optimizer.step()`, and the optimizer is made *after* wrapping.
+#
+# Testing has one rule. With sharded parameters a forward is *collective*: every rank must call it
+# equally often, because every rank holds a shard that the others need. Here all ranks take equally
+# many test images.
 
 # %%
-show(train_mnist.evaluate)
+weights_file = Path(tempfile.mkdtemp()) / "net.pt"
+STEPS, BATCH, TEST = (2, 32, 64) if TOY else (300, 128, 10_000)
 
-# %% [markdown]
-# This function wraps the model. The first line is DDP, the last statement is flatshard. In both
-# cases the optimizer is made afterwards, from `model.parameters()`.
 
-# %%
-show(train_mnist.wrap_model)
+def train(wrap):
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)  # the same weights on every rank
+    model = wrap(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+    images, labels = train_data.tensors
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for step in range(STEPS):
+        rows = order[torch.arange(step * BATCH + rank, (step + 1) * BATCH, ranks) % len(order)]
+        loss = F.nll_loss(model(images[rows]), labels[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    losses = torch.stack(losses)
+    dist.all_reduce(losses)  # once, at the end: the ranks' losses do not hold up the steps
+
+    results = {"losses": (losses / ranks).tolist(), "accuracy": test(model)}
+    weights = full_state_dict(model)  # on rank 0; all ranks call it
+    if rank == 0:
+        torch.save(weights, weights_file)
+    # Trains a few more steps, and returns the bytes and times of the fastest one.
+    few = TensorDataset(images[rank::ranks], labels[rank::ranks])
+    results |= record_step(model, few, optimizer, BATCH // ranks, torch.device("cpu"))
+    dist.destroy_process_group()
+    return results
+
+
+@torch.no_grad()
+def test(model):
+    model.eval()
+    images, labels = (tensor[:TEST] for tensor in test_data.tensors)
+    count = len(images) // dist.get_world_size()  # the same on all ranks
+    rows = slice(dist.get_rank() * count, (dist.get_rank() + 1) * count)
+    right = (model(images[rows]).argmax(dim=1) == labels[rows]).sum()
+    dist.all_reduce(right)
+    model.train()
+    return 100 * right.item() / (count * dist.get_world_size())
+
 
 # %% [markdown]
 # ## 1. DDP
 
+
 # %%
-print(torchrun("ddp", "--ddp"))
+def ddp(model):
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def report(title):
+    """Trains with this wrapping; prints what rank 0 held."""
+    mine = runs[title] = launch(train, wrappings[title])[0]
+    kinds = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    sizes = ", ".join(f"{mine[kind] / 2**20:.1f}" for kind in kinds)
+    print(f"{title}: loss {mine['losses'][-1]:.4f}, {mine['accuracy']:.1f} % right")
+    print(f"MiB on rank 0 of parameters, gradients, optimizer state: {sizes}")
+
+
+wrappings, runs = {"DDP": ddp}, {}
+report("DDP")
 
 # %% [markdown]
 # Every parameter needs three more tensors of its size: its gradient and the two averages that
-# Adadelta keeps. All four are on every rank.
+# AdamW keeps. All four are on every rank.
 #
 # ## 2. Sharded, as one unit
 #
@@ -138,56 +239,89 @@ print(torchrun("ddp", "--ddp"))
 #
 # Without a wrap policy the whole model is one *unit*: its parameters form one flat parameter, of
 # which each rank keeps one half.
+#
+# (Ranks on one host could read each other's memory, and would have nothing to send. With
+# `collectives="sockets"` they send, as over a network.)
+
 
 # %%
-print(torchrun("one", "--min-num-params", "0"))
+def one_unit(model):
+    return ShardedWrapper(model, collectives="sockets")
+
+
+wrappings["flatshard, one unit"] = one_unit
+report("flatshard, one unit")
 
 # %% [markdown]
-# The persistent memory of each rank is now half, and the losses are the same (see below). But a
-# unit is unsharded as a whole: *during* a step all parameters are in memory.
+# The persistent memory of each rank is now half. But a unit is unsharded as a whole: *during* a
+# step all parameters are in memory.
 #
-# ## 3. Sharded, as two units
+# ## 3. Sharded, a unit for each block
 #
-# `size_based_auto_wrap_policy` makes a unit of every module that has at least `min_num_params`
-# parameters of its own:
-#
-# ```python
-# policy = functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)
-# model = ShardedWrapper(model, auto_wrap_policy=policy)
-# ```
-#
-# `conv2` has 18,496, so only `fc1` becomes a unit, and the rest belongs to the root.
+# `ModuleWrapPolicy({Block})` makes a unit of each block; the two layers around them belong to the
+# root.
+
 
 # %%
-print(torchrun("two", "--min-num-params", "20000"))
+def block_units(model):
+    return ShardedWrapper(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        collectives="sockets",
+    )
+
+
+wrappings["flatshard, a unit per block"] = block_units
+report("flatshard, a unit per block")
 
 # %% [markdown]
-# The printed model shows both units, with their elements and padding.
+# ## The same numbers
 #
+# Sharding changes where parameters are, not their values. The losses of DDP and of flatshard are
+# one curve. (Sums are rounded in another order, and AdamW amplifies that from step to step.)
+
+# %%
+figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
+losses = {title: run["losses"] for title, run in runs.items()}
+axes.plot(losses["DDP"], color=COLOURS["DDP"], lw=4, alpha=0.6, label="DDP")
+axes.plot(
+    losses["flatshard, a unit per block"], color=COLOURS["flatshard"], lw=1, label="flatshard"
+)
+axes.set_xlabel("step")
+axes.set_ylabel("loss over all ranks")
+axes.set_title("Two ranks: DDP and flatshard")
+axes.legend()
+plt.show()
+for title in list(runs)[1:]:
+    apart = [abs(a - b) for a, b in zip(losses[title], losses["DDP"])]
+    print(f"{title}: differs from DDP by at most {max(apart[:10]):.1e} in the first ten steps,")
+    print(f"    by at most {max(apart):.1e} in all")
+
+# %% [markdown]
 # ## The accordion
 #
-# `model.record_steps()` records what a rank held at each moment of a step. The plot shows one step
-# of each run, MiB on rank 0 over time, at the same scale. At the bottom are the shards and the
-# optimizer state, which stay. On top are unsharded parameters and gradients, which come and go.
+# `model.record_steps()` records what a rank holds at each moment of a step. The plot shows one step
+# of each run, MiB on rank 0 over time, at the same scale. At the bottom are this rank's parameters
+# and the optimizer state, which stay. On top are unsharded parameters and gradients, which come and
+# go. Dotted lines show where forward and backward end.
 
 
 # %%
-def draw_held(axes, name):
-    step = load(f"{name}-step")
+def draw_held(axes, step):
     times, gathered, gradients = zip((0.0, 0, 0), *step["samples"])
     times, gathered = [*times, step["step_end"]], [*gathered, 0]
     gradients = [*gradients, gradients[-1]]
     mib, ms = 2**20, [1000 * time for time in times]
-    low = [step["parameter_bytes"] / mib] * len(ms)
-    axes.fill_between(ms, 0, low, step="post", label="shards", color="tab:blue")
     layers = {
-        "optimizer state": ([step["optimizer_bytes"]] * len(ms), "tab:purple"),
-        "unsharded parameters": (gathered, "tab:orange"),
-        "gradients": (gradients, "tab:green"),
+        "this rank's parameters": [step["parameter_bytes"]] * len(ms),
+        "optimizer state": [step["optimizer_bytes"]] * len(ms),
+        "unsharded parameters": gathered,
+        "gradients": gradients,
     }
-    for label, (held, colour) in layers.items():
+    low = [0.0] * len(ms)
+    for label, held in layers.items():
         high = [below + value / mib for below, value in zip(low, held)]
-        axes.fill_between(ms, low, high, step="post", label=label, color=colour, lw=0)
+        axes.fill_between(ms, low, high, step="post", label=label, color=COLOURS[label], lw=0)
         low = high
     for end in ("forward_end", "backward_end"):
         axes.axvline(1000 * step[end], color="black", lw=0.8, ls=":")
@@ -196,21 +330,18 @@ def draw_held(axes, name):
     axes.set_ylim(bottom=0)
 
 
-def held_bytes(name):
+def held_bytes(step):
     """Rank 0's persistent and peak memory."""
-    step = load(f"{name}-step")
     kept = step["parameter_bytes"] + step["optimizer_bytes"]
     peak = max(gathered + gradients for _, gathered, gradients in step["samples"])
     return kept + step["gradient_bytes"], kept + peak
 
 
-titles = {"ddp": "DDP", "one": "flatshard, one unit", "two": "flatshard, two units"}
 figure, panels = plt.subplots(3, 1, figsize=(8, 7), sharey=True, layout="constrained")
-for axes, (name, title) in zip(panels, titles.items()):
-    draw_held(axes, name)
-    between, peak = (size / 2**20 for size in held_bytes(name))
-    axes.set_title(f"{title}: {between:.1f} MiB persistent, {peak:.1f} MiB peak", loc="left")
-panels[-1].set_xlabel("ms since the step began (dotted: forward ends, backward ends)")
+for axes, (title, run) in zip(panels, runs.items()):
+    draw_held(axes, run)
+    axes.set_title(title, loc="left")
+panels[-1].set_xlabel("ms since the step began")
 handles, labels = panels[0].get_legend_handles_labels()
 figure.legend(handles, labels, loc="outside lower center", ncols=4)
 plt.show()
@@ -223,129 +354,106 @@ plt.show()
 # unsharded when forward begins and resharded when backward is over. Gradients accumulate unsharded
 # beside them and are reduced at the very end; each rank keeps the average of its own half.
 #
-# **Two units**: the accordion opens for `fc1` alone and closes again, in forward and once more in
-# backward. As soon as its gradients have arrived, they are reduced and its parameters resharded,
-# while the convolutions still compute. The root (the other 2 %) stays unsharded in between.
+# **A unit per block**: the accordion opens for one block after the other, in forward and once more
+# in backward. While a block computes, the next one is all-gathered. As soon as a block's gradients
+# have arrived, they are reduced and its parameters are resharded. So a step needs a few blocks on
+# top of the shards, however many blocks the model has.
 #
-# One layer has 98 % of this model, so the peak memory hardly changes: the peak cannot be smaller
-# than the largest unit. A model of many equal layers saves in proportion to their number: see
-# [transformer.ipynb](transformer.ipynb).
-#
-# ## What is sent, and when
-#
-# The same steps as bars over time. Each unit has a row for its forward, one for its backward, one
-# for its all-gathers and one for its reduce-scatter.
-
+# In bytes, with the volume counted as in the ZeRO paper (an all-reduce is a reduce-scatter and an
+# all-gather):
 
 # %%
-def draw_ranges(axes, name):
-    step = load(f"{name}-step")
-    kinds = {
-        "compute forward": "tab:blue",
-        "compute backward": "tab:cyan",
-        "all-gather in flight": "tab:orange",
-        "reduce-scatter in flight": "tab:green",
-    }
-    units = sorted({unit for kind, unit, *_ in step["ranges"] if kind in kinds}, reverse=True)
-    rows = [(kind, unit) for unit in units for kind in kinds]
-    for kind, unit, begin, end in step["ranges"]:
-        if kind in kinds:
-            row = len(rows) - 1 - rows.index((kind, unit))
-            axes.barh(row, 1000 * (end - begin), left=1000 * begin, color=kinds[kind])
-    names = [f"{kind}, {unit or '(root)'}" for kind, unit in reversed(rows)]
-    axes.set_yticks(range(len(rows)), names, fontsize=8)
-
-
-figure, panels = plt.subplots(
-    2, 1, figsize=(8, 5), height_ratios=[1, 2], sharex=True, layout="constrained"
-)
-for axes, name in zip(panels, ("one", "two")):
-    draw_ranges(axes, name)
-    axes.set_title(titles[name], loc="left")
-figure.suptitle("What overlaps in a step, on rank 0")
-longest = max(load(f"{name}-step")["backward_end"] for name in ("one", "two"))
-panels[-1].set_xlim(0, 1000 * longest)
-panels[-1].set_xlabel("ms since the step began")
-plt.show()
-
-# %% [markdown]
-# Two units can overlap: `fc1` is all-gathered while the convolutions compute (orange beside blue),
-# and its gradients are reduced during the backward of the convolutions (green beside cyan). With
-# one unit nothing overlaps.
-#
-# In bytes, counted as in the ZeRO paper (an all-reduce is a reduce-scatter and an all-gather):
-
-# %%
-rows = [("", "persistent memory", "peak memory", "volume per step")]
-for name, title in titles.items():
-    sizes = (*held_bytes(name), load(f"{name}-step")["moved_bytes"])
-    rows.append((title, *(f"{size / 2**20:.2f} MiB" for size in sizes)))
-for row in rows:
-    print(f"{row[0]:22}" + "".join(f"{cell:>20}" for cell in row[1:]))
+print(f"{'MiB on rank 0':30}{'persistent':>12}{'peak':>12}{'volume per step':>18}")
+for title, run in runs.items():
+    persistent, peak = held_bytes(run)
+    cells = (persistent / 2**20, peak / 2**20, run["moved_bytes"] / 2**20)
+    print(f"{title:30}{cells[0]:12.1f}{cells[1]:12.1f}{cells[2]:18.1f}")
 
 # %% [markdown]
 # Sharding costs communication. DDP all-reduces its gradients: 2P for P bytes of parameters. One
-# unit has the same volume, an all-gather and a reduce-scatter. Two units all-gather `fc1` a second
-# time for backward: 3P, except for the root. (`sharding_strategy="SHARD_GRAD_OP"` keeps units
-# unsharded between forward and backward: 2P again, and the accordion stays open.)
+# unit has the same volume, an all-gather and a reduce-scatter. A unit per block all-gathers the
+# blocks a second time for backward: 3P, except for the root. (`sharding_strategy="SHARD_GRAD_OP"`
+# keeps units unsharded between forward and backward: 2P again, and the accordion stays open.)
 #
-# ## The same numbers
+# ## What is sent, and when
 #
-# Sharding changes where parameters are, not their values. The losses of the first fifty steps are
-# three lines, one on top of the other:
+# The same steps as bars over time: what rank 0 computes, and which collectives are in flight. Each
+# bar is a unit.
+
 
 # %%
-figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
-for (name, title), style in zip(titles.items(), ("-", "--", ":")):
-    axes.plot(load(name)["step_losses"], style, lw=2, label=title)
-axes.set_xlabel("step")
-axes.set_ylabel("loss over all ranks")
-axes.set_title("DDP and flatshard: the same losses")
-axes.legend()
+def draw_ranges(axes, step):
+    lanes = {
+        "compute forward": ("forward", 2),
+        "compute backward": ("backward", 2),
+        "all-gather in flight": ("all-gather", 1),
+        "reduction in flight": ("reduce-scatter", 0),
+    }
+    for kind, _, begin, end in step["ranges"]:
+        if kind in lanes:
+            label, lane = lanes[kind]
+            place = {"left": 1000 * begin, "color": COLOURS[label], "edgecolor": "white", "lw": 0.5}
+            is_first = label not in axes.get_legend_handles_labels()[1]
+            axes.barh(lane, 1000 * (end - begin), **place, label=label if is_first else None)
+    axes.set_yticks([2, 1, 0], ["compute", "all-gather", "reduce-scatter"])
+    axes.set_xlim(0, 1000 * step["backward_end"])
+
+
+figure, panels = plt.subplots(2, 1, figsize=(8, 4), layout="constrained")
+for axes, title in zip(panels, list(runs)[1:]):
+    draw_ranges(axes, runs[title])
+    axes.set_title(title, loc="left")
+panels[-1].set_xlabel("ms since the step began")
+handles, labels = panels[-1].get_legend_handles_labels()
+figure.legend(handles, labels, loc="outside lower center", ncols=4)
 plt.show()
-reference = load("ddp")["step_losses"]
-for name in ("one", "two"):
-    apart = max(abs(a - b) / b for a, b in zip(load(name)["step_losses"], reference))
-    print(f"{titles[name]}: largest difference of a step's loss from DDP's {apart:.1e}, relative")
 
 # %% [markdown]
-# ## Offload
+# With one unit the model waits for its all-gather, and the reduce-scatter waits for the gradients
+# of all layers. With a unit per block the next block is all-gathered, and the gradients of the last
+# one are reduced, while a block computes. (Two ranks on two cores share them with their
+# own communication. On a GPU the network has its own engines.)
 #
-# `cpu_offload=CPUOffload(offload_params=True)` keeps shards, gradients and optimizer state in host
-# memory. On a CPU they are there already, so it changes nothing and warns. (Wrapping in a process
-# without other ranks, such as this notebook, warns too.)
+# ## Ten epochs
+#
+# Three hundred steps are less than one epoch. This is a whole training of the first tutorial's
+# convolutional network on MNIST, by
+# [scripts/train_mnist.py](../scripts/train_mnist.py) on two ranks, once under DDP and once sharded.
+# It takes some minutes, so this cell reads what a run has stored; it prints the command.
 
 # %%
-with warnings.catch_warnings(record=True) as said:
-    warnings.simplefilter("always")
-    ShardedWrapper(train_mnist.Net(), cpu_offload=CPUOffload(offload_params=True))
-print(*(one.message for one in said), sep="\n")
-
-# %% [markdown]
-# `CPUOffload(path=DIR)` keeps them in files, which are mapped into memory while a unit uses
-# them, and vanish with the process. The results are the same:
-
-# %%
-torchrun("disk", "--min-num-params", "20000", "--offload-path", str(results))
-print(
-    "bitwise equal to the run in memory:", load("disk")["step_losses"] == load("two")["step_losses"]
-)
+stored = json.loads(Path("mnist_ten_epochs.json").read_text())
+print(f"{stored['date']}, torch {stored['torch']}, {stored['train_samples']:,} images")
+figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
+for style, (label, run) in zip(({"lw": 4, "alpha": 0.6}, {"lw": 1}), stored["runs"].items()):
+    axes.plot(range(1, 11), run["accuracy"], "o-", ms=4, color=COLOURS[label], label=label, **style)
+    print(f"{label}: {run['accuracy'][-1]:.2f} % of {stored['test_samples']:,} test images")
+    print(f"    {run['command']}")
+axes.set_xticks(range(1, 11))
+axes.set_xlabel("epoch")
+axes.set_ylabel("% right")
+axes.set_title("MNIST, a convolutional network: accuracy on the test images")
+axes.legend(loc="lower right")
+plt.show()
 
 # %% [markdown]
 # ## Saving
 #
 # `full_state_dict(model)` gives rank 0 full tensors under the unwrapped model's names, in host
-# memory. It is collective, so every rank calls it, and rank 0 writes:
-#
-# ```python
-# weights = flatshard.checkpoint.full_state_dict(model)
-# if dist.get_rank() == 0:
-#     torch.save(weights, "net.pt")
-# ```
-#
-# The file loads into the unwrapped network. With `--save FILE` the program also writes the
-# optimizer's state and its progress. `--resume FILE` resumes with any world size, sharded or under
-# DDP: see [transformer.ipynb](transformer.ipynb).
+# memory. It is collective, so every rank calls it, and rank 0 writes (`train` above did). The file
+# loads into the unwrapped network, here in the notebook's own process:
+
+# %%
+plain = Net()
+plain.load_state_dict(torch.load(weights_file))
+images, labels = (tensor[:1000] for tensor in test_data.tensors)
+with torch.no_grad():
+    right = (plain(images).argmax(dim=1) == labels).float().mean().item()
+print(f"the unwrapped network: {100 * right:.1f} % of the first {len(images):,} test images")
+
+# %% [markdown]
+# `checkpoint.save` and `checkpoint.load` also keep the optimizer's state and the random number
+# generators, and continue on any number of ranks: see [transformer.ipynb](transformer.ipynb).
 #
 # ## What to take along
 #
@@ -355,6 +463,8 @@ print(
 # | call forward and `full_state_dict(model)` on every rank | also in evaluation |
 # | divide large models into units | `auto_wrap_policy="auto"`, by class, or by size |
 # | see where a step's time goes | `with model.record_steps(): ...`, `print(model.step_report())` |
+# | memory is still short | [offload](../docs/offload.md), [bfloat16](../docs/precision.md) |
 #
-# Next: [transformer.ipynb](transformer.ipynb) compares all strategies on a model with many equal
-# units; [memory.ipynb](memory.ipynb) computes memory.
+# Next: [transformer.ipynb](transformer.ipynb) compares all strategies,
+# [memory.ipynb](memory.ipynb) computes memory, and [huggingface.ipynb](huggingface.ipynb) shards a
+# model of `transformers`.

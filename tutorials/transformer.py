@@ -15,72 +15,133 @@
 #
 # A decoder-only transformer is an ideal model to shard: it has many equal blocks, one after the
 # other. This notebook makes each block a unit, trains in bfloat16 with accumulated and clipped
-# gradients, saves, resumes with a different world size, and compares all strategies.
+# gradients until the model writes words, saves, resumes with a different number of ranks, and
+# compares all strategies.
 #
-# As in [mnist.ipynb](mnist.ipynb), every run starts several processes that execute
-# [scripts/train_transformer.py](../scripts/train_transformer.py). The text is Python's own
-# documentation, which comes with Python; `--text FILE` takes yours. A token is a byte.
+# It takes five minutes on two CPU cores. To run it on your machine:
+# `pip install -e ".[tutorials]"` in a clone, then open this file with Jupyter.
 
 # %%
-import inspect
+import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from IPython.display import Markdown
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from flatshard import MixedPrecision, ShardedWrapper, checkpoint
+from flatshard.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, "../scripts")
 import train_transformer
-import training_job
+from palette import COLOURS, PEAK
 
+torch.set_num_threads(1)  # ranks share the cores
 TOY = "TUTORIAL_TOY" in os.environ  # as the tests run it: small, and a few steps
-results = Path(tempfile.mkdtemp())
+folder = Path(tempfile.mkdtemp())
+
+# %% [markdown]
+# ## Ranks
+#
+# `launch(train)` runs a function on two ranks, processes that torch's own launcher forks from the
+# notebook, and returns what each of them returns. [mnist.ipynb](mnist.ipynb) explains it.
 
 
-def show(*functions):
-    """Displays the source of parts of the program."""
-    text = "\n\n".join(inspect.getsource(function) for function in functions)
-    return Markdown(f"```python\n{text}```")
-
-
-def torchrun(world_size, *options):
-    """Runs the script on so many ranks; returns what rank 0 printed."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    program = [f"--nproc-per-node={world_size}", "../scripts/train_transformer.py", *options]
-    done = subprocess.run(
-        [*launcher, *program],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+# %%
+def launch(function, *args, ranks=2):
+    """Runs a function on so many ranks of this machine; returns {rank: what it returned}."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="notebook",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+        max_restarts=0,
+        monitor_interval=0.1,
     )
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr)
-    return done.stdout
+    return elastic_launch(config, function)(*args)
 
 
-def log_of(name):
-    return [json.loads(line) for line in (results / name).read_text().splitlines()]
+# %% [markdown]
+# ## Text
+#
+# Shakespeare's where `TEXT_FILE` names the file, else Python's own documentation, which comes with
+# Python. A token is a byte.
+
+# %%
+text_file = Path(os.environ.get("TEXT_FILE", "../data/tinyshakespeare/input.txt"))
+if text_file.exists() and not TOY:
+    data = text_file.read_bytes()
+else:
+    from pydoc_data.topics import topics
+
+    data = "\n".join(topics[name] for name in sorted(topics)).encode()
+text = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
+print(f"{len(text):,} bytes, such as {data[1000:1080]}")
+
+# %% [markdown]
+# ## Model
+
+
+# %%
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
+        mixed = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self, width=32 if TOY else 128, depth=2 if TOY else 4, heads=4, context=96):
+        super().__init__()
+        self.context = context
+        self.embed = nn.Embedding(256, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
 
 
 # %% [markdown]
 # ## Units by class
 #
-# This is the repeated block. `ModuleWrapPolicy({Block})` makes a unit of each; embeddings, the last
-# norm and the head belong to the root.
+# `ModuleWrapPolicy({Block})` makes a unit of each block; embeddings, the last norm and the head
+# belong to the root. `mixed_precision` sets the dtypes of all-gathers and reduce-scatters. The
+# shards that the optimizer updates stay float32.
+
 
 # %%
-show(train_transformer.Block, train_transformer.wrap_model)
+def shard(model):
+    return ShardedWrapper(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
 
-# %% [markdown]
-# `mixed_precision` sets the dtypes of all-gathers and reduce-scatters. The shards that the
-# optimizer updates stay float32:
-
-# %%
-train_transformer.BF16
 
 # %% [markdown]
 # ## Accumulating and clipping
@@ -88,111 +149,179 @@ train_transformer.BF16
 # Under `model.no_sync()` a backward does not communicate; the first backward outside reduces the
 # sum. torch's own `clip_grad_norm_` computes the norm of the whole model on every rank.
 
+
 # %%
-show(train_transformer.train_step)
+def train_step(model, optimizer, rows, accumulate=2):
+    total = 0.0
+    for number, part in enumerate(rows.chunk(accumulate)):
+        is_last = number == accumulate - 1
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            logits = model(part[:, :-1]).flatten(0, 1).float()
+            loss = F.cross_entropy(logits, part[:, 1:].flatten()) / accumulate
+            loss.backward()
+        total += loss.detach()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
 
 # %% [markdown]
 # ## Training and saving
 #
-# Both state dicts are collective, and hold full tensors by name on rank 0. They do not depend on
-# ranks, units or strategies.
+# `checkpoint.save` writes model, optimizer, scheduler and random number generators. Every rank
+# calls it and writes its own part. `checkpoint.load` continues on any number of ranks. Batches
+# depend on the step alone, so training goes on at the right place of the text.
 
 # %%
-show(training_job.unwrapped, training_job.save, training_job.resume)
+STEPS, SAVED, ROWS = (4, 2, 12) if TOY else (1000, 300, 24)
 
-# %%
-SMALL = ["--width", "32", "--depth", "2", "--batch-size", "12"] if TOY else ["--batch-size", "24"]
-HALF, ALL = ("2", "4") if TOY else ("80", "160")
-SAMPLE = "8" if TOY else "300"
-job = [*SMALL, "--bf16", "--accumulate", "2", "--clip", "1.0"]
 
-files = ["--save", str(results / "half.pt"), "--log-file", str(results / "two.jsonl")]
-print(torchrun(2, *job, "--steps", HALF, *files))
+def rows_of(step, context):
+    """This rank's rows of a step; all ranks' together are the same on any number of ranks."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - context, (ROWS, 1), generator=generator)
+    rows = text[starts + torch.arange(context + 1)]
+    return rows.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def train(path=None, until=STEPS):
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)  # the same weights on every rank
+    model = shard(Transformer())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    first = 0
+    if path:
+        first = checkpoint.load(path, model, optimizer, scheduler=scheduler)["step"]
+
+    losses = {}
+    for step in range(first + 1, until + 1):
+        losses[step] = train_step(model, optimizer, rows_of(step, model.module.context))
+        scheduler.step()
+        if step == SAVED:
+            to = folder / f"step-{step}"
+            checkpoint.save(to, model, optimizer, scheduler=scheduler, extra={"step": step})
+        if step % 250 == 0 and dist.get_rank() == 0:
+            print(f"step {step}: loss {losses[step].item():.2f} on rank 0")
+    means = torch.stack(list(losses.values()))
+    dist.all_reduce(means)
+    means = (means / dist.get_world_size()).tolist()
+    written = sample(model, 8 if TOY else 400) if until == STEPS else None
+    dist.destroy_process_group()
+    return dict(zip(losses, means)), written
+
+
+@torch.no_grad()
+def sample(model, count):
+    """Writes so many bytes. Collective: every forward all-gathers, and all ranks draw alike."""
+    generator = torch.Generator().manual_seed(1)
+    found = list(b"The ")
+    for _ in range(count):
+        tokens = torch.tensor([found[-model.module.context :]])
+        chances = (model(tokens)[0, -1].float() / 0.7).softmax(0)
+        found.append(torch.multinomial(chances, 1, generator=generator).item())
+    return bytes(found).decode(errors="replace")
+
+
+uninterrupted, written = launch(train)[0]
+print(f"loss of the last step: {uninterrupted[STEPS]:.2f} nats per byte")
 
 # %% [markdown]
-# ## Resume with a different world size
-#
-# The same checkpoint continues on one rank more, which takes its share of every batch. Training
-# continues at the right place of the text: batches depend on the seed and the step alone.
+# This is what the model writes:
 
 # %%
-files = ["--resume", str(results / "half.pt"), "--log-file", str(results / "three.jsonl")]
-text = torchrun(1 if TOY else 3, *job, "--steps", ALL, "--sample", SAMPLE, *files)
-print(text[: text.index("The ")])
+print(written)
 
 # %% [markdown]
-# (The test loss is of the last tenth of the text, which is mostly tables: it is the lower one.)
+# ## Resume with a different number of ranks
 #
-# The loss over the steps of both runs: the second one begins where the first one ends.
+# The checkpoint of that run continues on other ranks, which take their shares of every batch. Say
+# the machine went away after it was saved, and another one has room for OTHER:
+
+# %%
+OTHER = 1 if TOY else 3
+resumed, _ = launch(train, folder / f"step-{SAVED}", min(STEPS, SAVED + 100), ranks=OTHER)[0]
+apart = max(abs(loss - uninterrupted[step]) for step, loss in resumed.items())
+print(f"{len(resumed)} steps on {OTHER} ranks: losses differ by at most {apart:.1e}")
+
+# %% [markdown]
+# The losses of the training that was interrupted lie on those of the training that went on:
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
-for name, label in {"two.jsonl": "2 ranks", "three.jsonl": "resumed on 3 ranks"}.items():
-    steps = [line for line in log_of(name) if "loss" in line]
-    axes.plot([line["step"] for line in steps], [line["loss"] for line in steps], label=label)
+black = {"color": COLOURS["flatshard"]}
+axes.plot(*zip(*uninterrupted.items()), lw=0.5, alpha=0.6, label="uninterrupted, 2 ranks", **black)
+near = [(step, loss) for step, loss in uninterrupted.items() if step in resumed]
+inset = axes.inset_axes([0.45, 0.4, 0.5, 0.55])
+inset.plot(*zip(*near), lw=4, alpha=0.3, label="uninterrupted, 2 ranks", **black)
+label = f"resumed on {OTHER} ranks at step {SAVED}"
+inset.plot(*zip(*resumed.items()), lw=1, ls="--", label=label, **black)
+inset.legend(fontsize=8, loc="upper right")
+axes.indicate_inset_zoom(inset)
 axes.set_xlabel("step")
 axes.set_ylabel("loss, nats per byte")
-axes.set_title("Two ranks stop, three ranks resume")
-axes.legend()
+axes.set_title("A training, and its continuation from a checkpoint")
 plt.show()
-
-# %% [markdown]
-# The log (`--log-file`) has a line of JSON for each step:
-
-# %%
-print(json.dumps(log_of("three.jsonl")[1]))
-
-# %% [markdown]
-# This is what the model writes so far. Sampling is collective too, since every forward all-gathers:
-# all ranks draw the same bytes.
-
-# %%
-print(text[text.index("The ") :])
 
 # %% [markdown]
 # ## All strategies
 #
-# `--compare` trains the same model for a few steps under each strategy. Here it has more blocks,
-# and the ranks communicate as over a network (`--collectives sockets`). For the HYBRID strategies
-# each two of the four ranks count as a node.
+# `--compare` of [scripts/train_transformer.py](../scripts/train_transformer.py) trains such a model
+# for a few steps under each strategy. Here it has eight wider blocks, and the ranks communicate as
+# over a network (`--collectives sockets`). For the HYBRID strategies each two of the four ranks
+# count as a node.
 
 # %%
 RANKS = 2 if TOY else 4
-SIZES = ["--width", "32", "--depth", "3"] if TOY else ["--width", "256", "--depth", "8"]
-STEPS = "2" if TOY else "4"
-comparison = results / "comparison.json"
-options = ["--compare", "--collectives", "sockets", "--json", str(comparison)]
-options += ["--steps", STEPS, "--batch-size", "8", *SIZES]
-print(torchrun(RANKS, *options).split("\n\n")[-1])
+SIZES = "--width 32 --depth 3 --steps 2" if TOY else "--width 256 --depth 8 --steps 4"
+
+
+def compare():
+    dist.init_process_group("gloo")
+    options = f"--compare --collectives sockets --batch-size 8 {SIZES} --json {folder}/ways.json"
+    train_transformer.compare(train_transformer.parse_args(options.split()), torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+with contextlib.redirect_stdout(None):
+    launch(compare, ranks=RANKS)
+ways = json.loads((folder / "ways.json").read_text())["ways"]
+print(train_transformer.table(ways))
 
 # %% [markdown]
 # *persistent*: parameters, gradients and optimizer state of a rank. *peak*: the same with what is
 # unsharded and reduced during a step. *volume*: the communication volume of a step, counted as in
 # the ZeRO paper (an all-reduce is a reduce-scatter and an all-gather). Activations are not counted;
-# they are the same. All losses agree with DDP's.
+# they are the same.
 #
-# The same as bars, one for each strategy: time, memory and communication volume.
+# The same as bars. Brown is DDP, black is flatshard; memory is divided by what it holds.
 
 # %%
-ways = json.loads(comparison.read_text())["ways"]
-columns = {
-    "ms per step": lambda row: 1000 * row["seconds"],
-    "MiB of memory": lambda row: row["between_bytes"] / 2**20,
-    "MiB of volume per step": lambda row: row["moved_bytes"] / 2**20,
-}
+names = list(ways)
 figure, panels = plt.subplots(1, 3, figsize=(10, 4), sharey=True, layout="constrained")
-for axes, (title, figure_of) in zip(panels, columns.items()):
-    values = [figure_of(row) for row in ways.values()]
-    axes.barh(list(ways), values, color="tab:blue", label="persistent")
-    if title == "MiB of memory":
-        more = [row["peak_bytes"] / 2**20 - held for row, held in zip(ways.values(), values)]
-        label = "peak of a step"
-        axes.barh(list(ways), more, left=values, color="0.85", hatch="///", label=label)
-        axes.set_xlim(right=1.05 * max(row["peak_bytes"] for row in ways.values()) / 2**20)
-        handles, labels = axes.get_legend_handles_labels()
-    axes.set_title(title, fontsize="medium")
+who = [COLOURS["DDP" if name == "DDP" else "flatshard"] for name in names]
+panels[0].barh(names, [1000 * row["seconds"] for row in ways.values()], color=who)
+panels[0].set_title("ms per step", fontsize="medium")
+panels[2].barh(names, [row["moved_bytes"] / 2**20 for row in ways.values()], color=who)
+panels[2].set_title("MiB of volume per step", fontsize="medium")
+
+kinds = {
+    "this rank's parameters": "parameter_bytes",
+    "optimizer state": "optimizer_bytes",
+    "gradients": "gradient_bytes",
+    "unsharded parameters": "kept_gathered_bytes",
+}
+left = [0.0] * len(names)
+for kind, key in kinds.items():
+    sizes = [row[key] / 2**20 for row in ways.values()]
+    panels[1].barh(names, sizes, left=left, color=COLOURS[kind], label=kind)
+    left = [before + size for before, size in zip(left, sizes)]
+more = [row["peak_bytes"] / 2**20 - held for row, held in zip(ways.values(), left)]
+panels[1].barh(names, more, left=left, label="more in a step", **PEAK)
+panels[1].set_title("MiB of memory", fontsize="medium")
 panels[0].invert_yaxis()
-figure.legend(handles, labels, loc="outside lower center", ncols=2)
+figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
 plt.show()
 
 # %% [markdown]

@@ -19,7 +19,25 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from output_files import writing
 
 FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
-NEEDED = ("ipykernel", "jupytext", "matplotlib", "nbclient", "nbformat", "rich", "tqdm")
+NEEDED = (
+    *("ipykernel", "jupytext", "matplotlib", "nbclient", "nbformat", "peft", "rich", "safetensors"),
+    *("tqdm", "transformers"),
+)
+REPOSITORY = "flatshard/flatshard"  # on GitHub
+BADGE = """\
+[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]\
+(https://colab.research.google.com/github/{repository}/blob/main/tutorials/{name}.ipynb)
+
+"""
+SETUP = """\
+# In Colab, which opens this file alone, fetch and install the rest.
+import os
+import sys
+
+if "google.colab" in sys.modules:
+    get_ipython().system("git clone --quiet https://github.com/{repository}.git")
+    get_ipython().system("pip install --quiet './flatshard[tutorials]'")
+    os.chdir("flatshard/tutorials")"""
 
 
 def names() -> list[str]:
@@ -27,10 +45,14 @@ def names() -> list[str]:
 
 
 def read(name: str) -> Any:
-    """The notebook that a script is the source of, without outputs."""
+    """The notebook that a script is the source of, without outputs; it opens in Colab, too."""
     import jupytext
+    from nbformat.v4 import new_code_cell
 
     notebook = jupytext.read(FOLDER / f"{name}.py")
+    first = notebook.cells[0]
+    first["source"] = BADGE.format(repository=REPOSITORY, name=name) + first.source
+    notebook.cells.insert(1, new_code_cell(SETUP.format(repository=REPOSITORY)))
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
@@ -62,7 +84,10 @@ def execute(name: str, timeout: float | None = None) -> Any:
 
 
 def joined(outputs: list[Any]) -> list[Any]:
-    """Outputs with pieces of one stream put together: where it is cut is a matter of time."""
+    """Outputs with pieces of one stream put together: where it is cut is a matter of time.
+
+    Left out is what other libraries log.
+    """
     found: list[Any] = []
     for output in outputs:
         is_stream = output.output_type == "stream" and found and found[-1].get("name")
@@ -70,7 +95,8 @@ def joined(outputs: list[Any]) -> list[Any]:
             found[-1]["text"] += output["text"]
         else:
             found.append(output)
-    return found
+    # What other libraries warn of depends on what is installed beside them.
+    return [one for one in found if one.get("name") != "stderr" or "flatshard" in one["text"]]
 
 
 def main() -> None:

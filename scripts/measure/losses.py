@@ -10,10 +10,11 @@ import functools
 import os
 import warnings
 
-import measuring  # noqa: F401  (first: it may end this)
+import measuring  # first: it may end this
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from training_job import stop
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
@@ -98,6 +99,9 @@ def _loss(model: nn.Module, words: Tensor) -> Tensor:
 
 
 def main() -> None:
+    measuring.Parser(__doc__).parse_args()
+    if "RANK" not in os.environ:
+        stop("start it with torchrun --standalone --nproc-per-node 2")
     dist.init_process_group("gloo")
     os.environ["LOCAL_WORLD_SIZE"] = str(max(1, dist.get_world_size() // 2))  # nodes for HYBRID
     torch.set_num_threads(1)

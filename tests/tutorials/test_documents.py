@@ -399,6 +399,9 @@ def test_site(tmp_path: Path) -> None:
             page.read_text(),
         )
         assert not fetched, page
+    for page in tmp_path.glob("tutorials/*.html"):  # mkdocs does not look into notebooks
+        for target in re.findall(r'href="([^"#:]+)[#"]', page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "docs/support.md", "CONTRIBUTING.md"])

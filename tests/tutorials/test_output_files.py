@@ -35,6 +35,20 @@ def test_paths_that_cannot_be_written(
     assert path in line
 
 
+@pytest.mark.parametrize("script", ["framework_table", "optimizer_table", "support_table"])
+def test_pages_that_cannot_be_written(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were found out when all was measured."""
+    module = importlib.import_module(script)
+    monkeypatch.setattr(sys, "argv", [script, "--page", str(tmp_path / "missing.md")])
+    with pytest.raises(SystemExit) as stopped:
+        module.main()
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error: argument --page: there is no page" in line
+
+
 def test_only_a_whole_file_takes_a_files_place(tmp_path: Path) -> None:
     """A device was replaced by a file; a part of one was left by a run that was killed."""
     target, link = tmp_path / "target", tmp_path / "link"

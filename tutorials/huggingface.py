@@ -1,0 +1,348 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # A model of transformers, sharded
+#
+# A model of Hugging Face's `transformers` is an `nn.Module` like any other. This notebook takes the
+# Llama architecture, shards it by its layers, trains it in a plain loop, saves files that
+# `from_pretrained` reads, and fine-tunes the model with LoRA by `peft`. The weights are random and
+# the model is small, so nothing is downloaded; with `LlamaForCausalLM.from_pretrained(...)` in its
+# place the cells are the same.
+#
+# It takes three minutes on two CPU cores. To run it on your machine:
+# `pip install -e ".[tutorials]"` in a clone, then open this file with Jupyter.
+
+# %%
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from flatshard import ShardedWrapper
+from flatshard.checkpoint import full_state_dict, load_safetensors, save_safetensors
+from flatshard.integrations.transformers import init_weights
+from flatshard.wrap import ModuleWrapPolicy
+
+sys.path.insert(0, "../scripts")
+from palette import COLOURS
+
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)  # ranks share the cores
+TOY = "TUTORIAL_TOY" in os.environ  # as the tests run it: small, and a few steps
+folder = Path(tempfile.mkdtemp())
+
+# %% [markdown]
+# ## Ranks
+#
+# `launch(train)` runs a function on two ranks, processes that torch's own launcher forks from the
+# notebook, and returns what each of them returns. [mnist.ipynb](mnist.ipynb) explains it.
+
+
+# %%
+def launch(function, *args, ranks=2):
+    """Runs a function on so many ranks of this machine; returns {rank: what it returned}."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="notebook",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    return elastic_launch(config, function)(*args)
+
+
+# %% [markdown]
+# ## Model and text
+#
+# The text is Shakespeare's where `TEXT_FILE` names the file, else Python's own documentation, which
+# comes with Python. A token is a byte, so no tokenizer is needed.
+
+# %%
+text_file = Path(os.environ.get("TEXT_FILE", "../data/tinyshakespeare/input.txt"))
+if text_file.exists() and not TOY:
+    text = text_file.read_bytes()
+else:
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[name] for name in sorted(topics)).encode()
+print(f"{len(text):,} bytes")
+
+config = LlamaConfig(
+    vocab_size=256,
+    hidden_size=32 if TOY else 128,
+    intermediate_size=88 if TOY else 344,
+    num_hidden_layers=2 if TOY else 8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+
+
+def build():
+    torch.manual_seed(0)  # the same weights on every rank
+    return LlamaForCausalLM(config)
+
+
+print(f"{sum(parameter.numel() for parameter in build().parameters()):,} parameters")
+
+# %% [markdown]
+# ## Wrapping
+#
+# Each `LlamaDecoderLayer` is a unit: the class of the repeated block is all that has to be known of
+# an architecture. (`auto_wrap_policy="auto"` finds it. Neighbouring units that together have less
+# than 4 MiB are coalesced, as the report shows.)
+
+
+# %%
+def shard(model):
+    return ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}))
+
+
+def ddp(model):
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def units():
+    dist.init_process_group("gloo")
+    report = str(shard(build()).unit_report())
+    dist.destroy_process_group()
+    return report
+
+
+print(launch(units)[0])
+
+# %% [markdown]
+# ## Training
+#
+# A loop as for DistributedDataParallel: the model computes its loss, each rank on its own rows. At
+# the end `save_safetensors` writes the model. All ranks call it, and each writes the bytes that it
+# owns; no rank ever has the whole model. `config.json` beside it makes the folder one that
+# `from_pretrained` reads.
+
+# %%
+STEPS, ROWS, LENGTH = (2, 4, 32) if TOY else (100, 16, 96)
+
+
+def rows_of(text, step):
+    """This rank's rows of a step; all ranks' together are the same on any number of ranks."""
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    starts = torch.randint(
+        len(tokens) - LENGTH, (ROWS, 1), generator=torch.Generator().manual_seed(step)
+    )
+    return tokens[starts + torch.arange(LENGTH)][dist.get_rank() :: dist.get_world_size()]
+
+
+def fit(model, optimizer, text, steps):
+    """Trains; returns the loss of each step over all ranks."""
+    losses = []
+    for step in range(steps):
+        rows = rows_of(text, step)
+        loss = model(input_ids=rows, labels=rows).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    losses = torch.stack(losses)
+    dist.all_reduce(losses)
+    return (losses / dist.get_world_size()).tolist()
+
+
+def pretrain(wrap):
+    dist.init_process_group("gloo")
+    model = wrap(build())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = fit(model, optimizer, text, STEPS)
+    if wrap is shard:
+        save_safetensors(model, folder / "llama")
+        if dist.get_rank() == 0:
+            config.save_pretrained(folder / "llama")
+    dist.destroy_process_group()
+    return losses
+
+
+losses = {"DDP": launch(pretrain, ddp)[0], "flatshard": launch(pretrain, shard)[0]}
+apart = max(abs(a - b) for a, b in zip(*losses.values()))
+print(f"loss {losses['flatshard'][-1]:.3f}; largest difference from DDP in a step: {apart:.1e}")
+print("saved:", ", ".join(sorted(path.name for path in (folder / "llama").iterdir())))
+
+# %% [markdown]
+# Both runs are one curve:
+
+# %%
+figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
+axes.plot(losses["DDP"], color=COLOURS["DDP"], lw=4, alpha=0.6, label="DDP")
+axes.plot(losses["flatshard"], color=COLOURS["flatshard"], lw=1, label="flatshard")
+axes.set_xlabel("step")
+axes.set_ylabel("loss, nats per byte")
+axes.set_title("A small Llama, random at first")
+axes.legend()
+plt.show()
+
+# %% [markdown]
+# ## from_pretrained
+#
+# The notebook's own process is no rank. It reads the folder as any program of `transformers` would,
+# and generates. (A hundred steps teach letters and their order, not yet words.)
+
+# %%
+plain = LlamaForCausalLM.from_pretrained(folder / "llama")
+
+
+def complete(model, prompt, count=4 if TOY else 160):
+    torch.manual_seed(0)
+    tokens = torch.tensor([list(prompt.encode())])
+    found = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=count,
+        do_sample=True,
+        temperature=0.7,
+        pad_token_id=0,
+    )
+    return bytes(found[0].tolist()).decode(errors="replace")
+
+
+print(complete(plain, "The "))
+
+# %% [markdown]
+# In the other direction: a model that fits on no rank is made on the meta device, wrapped there,
+# and filled from the files. Each rank reads only its own part. `init_weights` fills what files do
+# not have, such as the frequencies of rotary embeddings.
+
+
+# %%
+def load():
+    dist.init_process_group("gloo")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model = ShardedWrapper(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
+        param_init_fn=init_weights(model),
+        device_id="cpu",
+    )
+    load_safetensors(model, folder / "llama")
+    rows = torch.arange(16)[None]
+    with torch.no_grad():
+        logits = model(rows).logits
+    dist.destroy_process_group()
+    return logits.tolist()
+
+
+with torch.no_grad():
+    expected = plain(torch.arange(16)[None]).logits
+apart = (torch.tensor(launch(load)[0]) - expected).abs().max().item()
+print(f"logits of the sharded and of the unwrapped model differ by at most {apart:.1e}")
+
+# %% [markdown]
+# ## LoRA
+#
+# `peft` freezes the model and puts small trained matrices beside its linear layers. Wrap what
+# `get_peft_model` returns. Frozen parameters are sharded like others, but have no gradients and no
+# optimizer state. The new text is the old one in capitals.
+
+
+# %%
+def held_bytes(tensors):
+    """What this rank holds of them."""
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def fine_tune():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM.from_pretrained(folder / "llama")
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = shard(get_peft_model(model, lora))
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = fit(model, optimizer, text.upper(), STEPS)
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    memory = {
+        "this rank's parameters": held_bytes(parameters),
+        "gradients": held_bytes(parameter.grad for parameter in trained),
+        "optimizer state": held_bytes(states),
+    }
+    weights = full_state_dict(model)  # on rank 0; all ranks call it
+    if dist.get_rank() == 0:
+        model.module.save_pretrained(folder / "lora", state_dict=weights)
+    dist.destroy_process_group()
+    return losses, memory
+
+
+tuned, memory = launch(fine_tune)[0]
+print(f"loss on capitals: {tuned[0]:.3f} at first, {tuned[-1]:.3f} at the end")
+for kind, size in memory.items():
+    print(f"{kind:24}{size / 2**10:10,.0f} KiB on rank 0")
+print("saved:", ", ".join(sorted(path.name for path in (folder / "lora").iterdir())))
+
+# %% [markdown]
+# The same bytes as bars. Training all parameters would need as much for gradients as for the
+# parameters, and twice as much for AdamW's averages.
+
+# %%
+figure, axes = plt.subplots(figsize=(8, 1.6), layout="constrained")
+full = memory["this rank's parameters"]
+ways = {
+    "LoRA, measured": memory,
+    "all parameters, computed": {**memory, "gradients": full, "optimizer state": 2 * full},
+}
+left = [0.0, 0.0]
+for kind in memory:
+    sizes = [way[kind] / 2**20 for way in ways.values()]
+    axes.barh(list(ways), sizes, left=left, color=COLOURS[kind], label=kind)
+    left = [before + size for before, size in zip(left, sizes)]
+axes.invert_yaxis()
+axes.set_xlabel("persistent MiB on each of 2 ranks")
+figure.legend(loc="outside upper center", ncols=3)
+plt.show()
+
+# %% [markdown]
+# The folder is an adapter like any other of `peft`:
+
+# %%
+adapted = PeftModel.from_pretrained(plain, folder / "lora")
+print(complete(adapted, "THE "))
+
+# %% [markdown]
+# ## Trainer, TRL, Accelerate
+#
+# Programs that have no loop of their own change one line:
+#
+# ```diff
+# -from transformers import Trainer
+# +from flatshard.integrations.transformers import FlatshardTrainer as Trainer
+# ```
+#
+# Checkpoints, `save_model`, LoRA adapters, `bf16`, gradient checkpointing and accumulation work as
+# usual: see [frameworks](../docs/frameworks.md), which also has Accelerate, TRL and Lightning.
+# [models](../docs/models.md) lists the architectures of `transformers` that were tried.
