@@ -217,7 +217,7 @@ def _features(rank: int, world_size: int) -> None:
         "reentrant": {},
         "not reentrant": {},
     }
-    for way, keywords in every(2, ways.items(), 1):
+    for way, keywords in every(3, ways.items(), 1):
         with naming(way), allow_warnings():
             torch.compiler.reset()
             models = []

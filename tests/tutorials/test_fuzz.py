@@ -7,6 +7,8 @@ import fuzz
 import pytest
 from rank_processes import Raised, Said
 
+from tests.combinations import THOROUGH
+
 CASE: dict[str, Any] = {
     "seed": 3,
     "world": 1,
@@ -22,10 +24,10 @@ CASE: dict[str, Any] = {
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_a_hundred_cases(
+def test_some_cases(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["fuzz.py", "--cases", "100", "--seed", "20"])
+    monkeypatch.setattr(sys, "argv", ["fuzz.py", "--cases", "100" if THOROUGH else "50", "--seed", "20"])
     failed = fuzz.main()
     assert not failed, capsys.readouterr().out
 
