@@ -24,10 +24,9 @@ CASE: dict[str, Any] = {
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_some_cases(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["fuzz.py", "--cases", "100" if THOROUGH else "50", "--seed", "20"])
+def test_some_cases(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = "100" if THOROUGH else "50"
+    monkeypatch.setattr(sys, "argv", ["fuzz.py", "--cases", cases, "--seed", "20"])
     failed = fuzz.main()
     assert not failed, capsys.readouterr().out
 
