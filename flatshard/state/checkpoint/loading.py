@@ -68,6 +68,8 @@ def load(path: Path, take: Callable[[], Wanted], ranks: HostRanks, *, verify: bo
 
     def prepare() -> tuple[Marker, Metadata, Wanted, StateDict]:
         marker = folders.require_complete(path)
+        # Also without ``verify``: a flipped bit may give metadata of another meaning.
+        dcp_files.check_sum(path, marker, ".metadata", lambda _: None)
         found, wanted = read_dcp_metadata(path), take()
         if wanted.scheduler and own_file(0)["scheduler"] is None:
             raise ValueError(f"{path} was saved without a scheduler. Load without it")

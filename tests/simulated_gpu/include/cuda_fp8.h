@@ -1,0 +1,1 @@
+// nccl.h names it, and needs nothing of it.
