@@ -9,9 +9,9 @@ cd "$(dirname "$0")/.."
 
 # Byte code is made of what the tests import, and not of everything that is installed.
 PIP_COMPILE=0 setup accelerate dev docs examples lightning models optimizers transformers tutorials
-# Two files more at a time than cores, since ranks wait for one another; the longest files begin
-# first. Counted before nproc is told that there is one thread.
-workers=$(($(nproc) < 8 ? $(nproc) + 2 : 8))
+# One file more at a time than cores, since ranks wait for one another, and two more take longer;
+# the longest files begin first. Counted before nproc is told that there is one thread.
+workers=$(($(nproc) < 8 ? $(nproc) + 1 : 8))
 # Several ranks share the cores: one thread each.
 export OMP_NUM_THREADS=1
 # Each rank's process imports the tests: that they are compiled once is a part of the time.
