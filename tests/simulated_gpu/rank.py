@@ -73,7 +73,9 @@ def train(rank: int, world_size: int, store: str, cases: list[str]) -> None:
                 expected = equality.train_plain(case, world_size, cpu)
                 off = equality.compare(trained, expected, start)
                 print(json.dumps(dataclasses.asdict(off)), flush=True)
-    dist.barrier()
+    with Kernels():  # which would not take the kernel that torch's barrier launches
+        dist.all_reduce(torch.zeros(1, device="cuda"))
+        torch.cuda.synchronize()
 
 
 def fork(rank: int, request: dict[str, Any]) -> int:
