@@ -23,7 +23,6 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.precision.casts import tensors_in
 from flatshard.tensor.tensor_parallel import SavedDTensor
-from flatshard.tensor.untraced import untraced
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -127,7 +126,7 @@ class SavedTensors:
             return handle.buffer.as_strided(size, stride, offset)
 
         # Compiled callers have them traced otherwise, and no graph can hold what they look at.
-        return untraced(pack), untraced(unpack)
+        return torch.compiler.disable(pack), torch.compiler.disable(unpack)
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:
