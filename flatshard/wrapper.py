@@ -823,8 +823,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RuntimeError(
-            "a ShardedWrapper cannot be pickled: it belongs to a process group. Save "
-            "model.state_dict(), and load it into a model that was wrapped anew."
+            "a ShardedWrapper cannot be pickled: it belongs to a process group. Save it by "
+            "flatshard.checkpoint.save(path, model), and load that into a model wrapped anew."
         )
 
     def _fqn_modifiers(self) -> dict[str, str]:

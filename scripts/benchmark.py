@@ -143,7 +143,7 @@ def make_batch(preset: Preset, rank: int, device: torch.device) -> Tensor:
 # -------------------------------------------------------------------------------- implementations
 
 
-def wrap_flatshard(model: GPT, args: argparse.Namespace) -> nn.Module:
+def wrap_flatshard(model: GPT, args: argparse.Namespace, *, collectives: str = "auto") -> nn.Module:
     from flatshard import MixedPrecision, ShardedWrapper
     from flatshard.wrap import ModuleWrapPolicy
 
@@ -152,7 +152,7 @@ def wrap_flatshard(model: GPT, args: argparse.Namespace) -> nn.Module:
         sharding_strategy=args.strategy,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         mixed_precision=MixedPrecision(torch.bfloat16, torch.float32) if args.bf16 else None,
-        collectives=args.collectives,
+        collectives=collectives,
     )
 
 
@@ -197,7 +197,11 @@ IMPLEMENTATIONS: dict[str, Callable[[GPT, argparse.Namespace], nn.Module]] = {
     "fsdp1": wrap_fsdp1,
     "fsdp2": wrap_fsdp2,
     "compute": leave_plain,
+    # By the transports that flatshard does not choose itself where ranks share a host.
+    "flatshard-sockets": functools.partial(wrap_flatshard, collectives="sockets"),
+    "flatshard-native": functools.partial(wrap_flatshard, collectives="native"),
 }
+USUAL = ("flatshard", "ddp", "fsdp1", "fsdp2", "compute")
 # They have no mixed precision of their own.
 AUTOCAST = ("ddp", "compute")
 
@@ -485,7 +489,10 @@ def show(figures: dict[str, Any]) -> None:
     title = f"{settings['preset']}: {figures['parameters']:,} parameters, " + (
         f"{settings['world_size']} ranks on {settings['device']}, {settings['strategy']}"
     )
-    table = Table(title=title, box=box.SIMPLE, caption="fwd/bwd/opt: shares of a step in %")
+    # Without padding at the edges its longest rows fit into 80 columns.
+    table = Table(
+        title=title, box=box.SIMPLE, pad_edge=False, caption="fwd/bwd/opt: shares of a step in %"
+    )
     ratio = f"x {figures['baseline']} (min-max)"
     for name in ("", "ms/step", ratio, "fwd/bwd/opt", "peak MiB", "loss diff"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
@@ -504,6 +511,8 @@ def show(figures: dict[str, Any]) -> None:
 
 DRAWN_AS = {
     "flatshard": "flatshard",
+    "flatshard-sockets": "flatshard, sockets",
+    "flatshard-native": "flatshard, native",
     "ddp": "DDP",
     "fsdp1": "FSDP1",
     "fsdp2": "FSDP2",
@@ -535,7 +544,6 @@ def plot(figures: dict[str, Any], path: Path) -> None:
 # What is no setting: where the output goes, and what follows from the other options.
 DERIVED = ("json", "plot", "shape", "bf16", "cuda")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "NO_SHARD")
-COLLECTIVES = ("auto", "sockets", "native")
 
 
 class Parser(argparse.ArgumentParser):
@@ -548,14 +556,13 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="gpt-20m", help="the model (gpt-20m)")
-    add("--impl", default=",".join(IMPLEMENTATIONS), help="which, with commas between (all)")
+    add("--impl", default=",".join(USUAL), help=f"of {', '.join(IMPLEMENTATIONS)}")
     add("--world-size", type=int, default=2, help="ranks of each implementation (2)")
     add("--rounds", type=int, default=5, help="how often each has its turn (5)")
     add("--steps", type=int, default=5, help="in a turn (5)")
     add("--warmup", type=int, default=3, help="steps before the first round (3)")
     add("--strategy", choices=STRATEGIES, default="FULL_SHARD", help="of sharding (FULL_SHARD)")
     add("--mixed-precision", choices=TOLERANCES, default="none", help="of the computation (none)")
-    add("--collectives", choices=COLLECTIVES, default="auto", help="flatshard's (auto)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of the parameters (adamw)")
     add("--threads", type=int, default=1, help="of each rank (1)")
     add("--json", type=output_file, metavar="PATH", help="write all figures there")

@@ -15,6 +15,8 @@ COLOURS = {
     # What trains the model.
     "DDP": "#8c564b",
     "flatshard": "#111111",
+    "flatshard, sockets": "#4d4d4d",
+    "flatshard, native": "#8a8a8a",
     "FSDP1": "#bcbd22",
     "FSDP2": "#dbdb8d",
     "no communication": "#c49c94",

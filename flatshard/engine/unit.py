@@ -103,7 +103,7 @@ class Unit:
     def refuse_to_part(self) -> NoReturn:
         raise RuntimeError(
             f"unit {self.name!r}: the module of a ShardedWrapper cannot be copied or pickled "
-            "without it. Copy the wrapper (copy.deepcopy(model)), and save model.state_dict()."
+            "without it. copy.deepcopy(model) copies, flatshard.checkpoint.save saves the wrapper."
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

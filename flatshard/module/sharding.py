@@ -99,8 +99,8 @@ class Sharding:
         if self.context.state.has_run:
             raise RuntimeError(
                 f"unit {unit.name!r}: its strategy {before.strategy.name} cannot become "
-                f"{strategy.name} after the first forward. Wrap the model anew: save "
-                "model.state_dict() and load it there."
+                f"{strategy.name} after the first forward. Wrap the model anew, "
+                "between flatshard.checkpoint.save() and load()."
             )
         # Strategies that differ only in when they reshard have the same shards.
         when = {

@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 Params = Sequence[Any]
-Group = dict[str, Any]
 
 
 class Manner(enum.Enum):

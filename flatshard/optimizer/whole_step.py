@@ -30,7 +30,7 @@ from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import FlatShardTensor, attributes_of, check_data, wrote
 
 # About how many bytes of parameters and gradients come together at a time on each rank.
-PART_BYTES = 64 << 20
+PART_BYTES = 32 << 20
 
 _logger = logging.getLogger("flatshard")
 

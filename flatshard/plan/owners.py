@@ -12,10 +12,11 @@ ABOUT_EQUAL = 1.05
 
 def step_cost(shape: Sequence[int]) -> int:
     """About how much work it is to step a parameter: that of Newton-Schulz for a matrix."""
-    # numel * min(rows, columns) multiplications a matrix product; other shapes count as rows.
-    rows = shape[0] if len(shape) > 1 else 1
-    columns = math.prod(shape[1:]) if len(shape) > 1 else math.prod(shape)
-    return rows * columns * max(1, min(rows, columns))
+    if len(shape) < 2:
+        return math.prod(shape)
+    rows, columns = sorted((shape[0], math.prod(shape[1:])))
+    # One iteration: two products of the matrix with one of (rows, rows), and one among those.
+    return rows * rows * (2 * columns + rows)
 
 
 def choose_owners(shapes: Sequence[Sequence[int]], held: Sequence[Sequence[int]]) -> list[int]:

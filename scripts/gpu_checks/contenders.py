@@ -56,7 +56,7 @@ class Contender:
 
     def __init__(self, name: str, preset: Preset, device: torch.device) -> None:
         before = allocated(device)
-        options = argparse.Namespace(strategy="FULL_SHARD", bf16=True, collectives="auto")
+        options = argparse.Namespace(strategy="FULL_SHARD", bf16=True)
         self.device, self.clock = device, Clock(device)
         self.model = CONTENDERS[name](build_gpt(preset, device), options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)

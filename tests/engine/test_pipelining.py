@@ -11,6 +11,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flatshard import ShardedWrapper, collectives
 from flatshard.integrations.pipelining import PipelineStage
@@ -96,3 +97,33 @@ def _schedules(rank: int, world_size: int, dp: int) -> None:
         with naming(name):
             for i, model in zip(mine, models, strict=True):
                 assert_same(model.state_dict(), plain[i].state_dict())
+
+
+def test_tensor_parallel_stages() -> None:
+    run_ranks(_tensor_parallel, 8)
+
+
+def _tensor_parallel(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    number = mesh["pp"].get_local_rank()
+    # Of each stage the first layer is cut by columns, the second by rows.
+    plan = {"0.0": ColwiseParallel(), "1.0": RowwiseParallel()}
+    model = ShardedWrapper(
+        parallelize_module(_parts(2)[number], mesh["tp"], plan),
+        device_mesh=mesh["dp"],
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        coalesce_bytes=0,
+    )
+    group = mesh["pp"].get_group()
+    stage = PipelineStage(model, number, 2, torch.device("cpu"), group=group)
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=_loss)
+    plain = nn.Sequential(*_parts(2))
+    optimizers = [_sgd(one.parameters()) for one in (model, plain)]
+    for step in range(3):
+        rows, target = (part.chunk(2)[mesh["dp"].get_local_rank()] for part in _batch(step))
+        schedule.step(*(() if number else (rows,)), **({"target": target} if number else {}))
+        _loss(plain(_batch(step)[0]), _batch(step)[1]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model.state_dict(), plain[number].state_dict())
