@@ -130,7 +130,7 @@ def train(
         states.append(side.state(model) if is_wrapped else model.state_dict())
     plain, wrapped = states
     largest = max(float((wrapped[key] - value).abs().max()) for key, value in plain.items())
-    return largest, _manner(optimizers[0]) if "flatshard" in implementation else ""
+    return largest, _step_mode(optimizers[0]) if "flatshard" in implementation else ""
 
 
 @contextlib.contextmanager
@@ -164,15 +164,13 @@ def _step(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], number:
         optimizer.step()
 
 
-def _manner(optimizer: torch.optim.Optimizer) -> str:
+def _step_mode(optimizer: torch.optim.Optimizer) -> str:
     from flatshard.optimizer import step, whole_step
 
     if step.is_elementwise(optimizer):
         return "shards"
-    manner = whole_step.manner_for(optimizer)
-    return {"ON_SHARDS": "sharded tensors", "ON_EVERY_RANK": "every rank"}.get(
-        manner.name, "owners"
-    )
+    mode = whole_step.step_mode(optimizer)
+    return {"ON_SHARDS": "sharded tensors", "ON_EVERY_RANK": "every rank"}.get(mode.name, "owners")
 
 
 def judge(said: Sequence[Said]) -> tuple[str, str]:
@@ -211,8 +209,8 @@ def markdown(cells: dict[tuple[str, str], dict[str, tuple[str, str]]], about: st
     lines = ["| " + " | ".join(map(str, header)) + " |", "|---" * len(header) + "|"]
     reasons: dict[str, int] = {}
     for (package, name), row in cells.items():
-        verdict, manner = row.get("flatshard", ("", ""))
-        shown = [f"`{name}`", package, manner if verdict.startswith("right") else ""]
+        verdict, mode = row.get("flatshard", ("", ""))
+        shown = [f"`{name}`", package, mode if verdict.startswith("right") else ""]
         for verdict, why in row.values():
             is_good = verdict.startswith("right")
             note = "" if is_good or not why else f" [{reasons.setdefault(why, len(reasons) + 1)}]"

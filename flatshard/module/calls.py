@@ -8,12 +8,13 @@ Where the caller is compiled as well, its graph ends at the unit and goes on beh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from flatshard.engine.hooks import UnitHooks
+from flatshard.tensor.untraced import untraced
 
 
 def surround(hooks: UnitHooks, module: nn.Module) -> None:
@@ -22,8 +23,7 @@ def surround(hooks: UnitHooks, module: nn.Module) -> None:
     compiled = module._compiled_call_impl
     if compiled is not None:
         _remove(module)
-        call = torch.compiler.disable(_CompiledCall(module, before, after, compiled).call)
-        module._compiled_call_impl = call
+        module._compiled_call_impl = _compiled_call(module, before, after, compiled)
         # Copies are not compiled, but are refused as those of other modules are.
         module.__dict__["_unit_hook"] = before
     elif not any(isinstance(hook, _ModuleHook) for hook in module._forward_pre_hooks.values()):
@@ -46,13 +46,10 @@ class _ModuleHook:
     """A method of ``UnitHooks`` as a module's hook; is copied with them, or not at all."""
 
     def __init__(self, hooks: UnitHooks, method: str) -> None:
-        from torch._dynamo.decorators import skip
-
         self._hooks, self._method = hooks, method
-        # Compiled callers run it as it is, between two graphs.
-        self._call = torch.compiler.disable(getattr(hooks, method))
-        skip(_ModuleHook.__call__)
+        self._call = getattr(hooks, method)
 
+    @untraced  # compiled callers run it as it is, between two graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
@@ -64,20 +61,19 @@ class _ModuleHook:
         self._hooks.unit.refuse_to_part()
 
 
-class _CompiledCall:
-    """What a compiled module calls in place of its graph."""
+def _compiled_call(
+    module: nn.Module, before: _ModuleHook, after: _ModuleHook, compiled: Callable[..., Any]
+) -> Any:
+    """What a compiled module calls in place of its graph, which is ``compiled``."""
 
-    def __init__(
-        self, module: nn.Module, before: _ModuleHook, after: _ModuleHook, compiled: Any
-    ) -> None:
-        self._module, self._before, self._after = module, before, after
-        self._compiled = compiled
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
+    @untraced
+    def call(*args: Any, **kwargs: Any) -> Any:
         output = None
         try:
-            args, kwargs = self._before(self._module, args, kwargs) or (args, kwargs)
-            output = self._compiled(*args, **kwargs)
+            args, kwargs = before(module, args, kwargs) or (args, kwargs)
+            output = compiled(*args, **kwargs)
         finally:
-            output = self._after(self._module, args, output)
+            output = after(module, args, output)
         return output
+
+    return call

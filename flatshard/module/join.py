@@ -50,7 +50,7 @@ def joining(
     """See ``ShardedWrapper.join``. Collective: all ranks, at entry and at the end."""
     observers = root.check_between_steps("join()").observers
     _check(root)
-    join = Join(root, [*optimizers, *step.stepped()], by_initial_size, throws)
+    join = Join(root, [*optimizers, *step.stepped_optimizers()], by_initial_size, throws)
     hooks = (
         register_optimizer_step_pre_hook(join.before_step),
         register_optimizer_step_post_hook(join.after_step),

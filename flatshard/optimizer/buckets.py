@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -51,6 +52,11 @@ def apart(state: State) -> State:
         key: value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
         for key, value in state.items()
     }
+
+
+def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """The parameters of all groups, in their order."""
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def is_sharded(param: object) -> TypeGuard[Sharded]:

@@ -1,6 +1,7 @@
-"""One rank's optimizer state says whose it is, and loads nowhere else.
+"""Keeps one rank's optimizer state from being loaded on another rank, or for another layout.
 
-``optimizer.state_dict()`` holds this rank's parts alone, so its first group carries a stamp.
+``optimizer.state_dict()`` holds this rank's parts alone, so its first group carries a stamp: the
+rank, and a digest of the layout.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from flatshard.optimizer import sharded_state, whole_step
-from flatshard.optimizer.buckets import apart
+from flatshard.optimizer.buckets import all_params, apart
 from flatshard.options.torch_request import torch_request
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
@@ -39,7 +40,7 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def watch(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer's plain state dicts say whose they are, and check those it loads."""
+    """Stamp the optimizer's plain state dicts from now on, and check those that it loads."""
     saving: Any = optimizer._optimizer_state_dict_post_hooks
     loading: Any = optimizer._optimizer_load_state_dict_pre_hooks
     if _add_stamp not in saving.values():
@@ -55,14 +56,13 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
         asked = torch_request()
         if asked is not None:
             shared = whole_step.shared_state(optimizer)
-            whole = whole_step.with_owners(optimizer, state_dict, shared)
-            state_dict["state"] = whole["state"]
+            state_dict["state"] = whole_step.with_owners(optimizer, state_dict, shared)["state"]
             sharded_state.to_torch(optimizer, state_dict, asked, shared)
             return
         state_dict["param_groups"][0][_STAMP] = stamp
         if stamp["rank"] == 0:
-            # Otherwise who saves it finds out when it is to be loaded, and the rest is lost.
-            warnings.warn(_ONE_RANKS, stacklevel=5)  # who calls state_dict()
+            # Otherwise users find out when they load it, and the other ranks' parts are lost.
+            warnings.warn(_ONE_RANKS, stacklevel=5)  # the caller of state_dict()
 
 
 def parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -77,9 +77,9 @@ def is_stamped(state_dict: dict[str, Any]) -> bool:
 
 
 def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A plain state dict, checked as ``check_state`` does, without the stamp; copies nothing.
+    """A plain state dict without its stamp, which is checked first; copies no tensor.
 
-    Of what torch's ``set_state_dict`` or a sharded state dict has, this rank's part.
+    Of a state dict that torch's ``set_state_dict`` passes, this rank's part.
     """
     if not is_stamped(state_dict):
         asked = torch_request()
@@ -109,7 +109,7 @@ def _stamp(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Rank and layout of the parts that the state holds; None: nothing is sharded."""
     places: list[Any] = []
     rank = None
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
+    for param in all_params(optimizer):
         if isinstance(param, FlatShardTensor):
             rank, size = param.spec.comm.rank, param.spec.comm.size
             places.append(param.spec.place)

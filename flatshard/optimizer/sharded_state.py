@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from flatshard.optimizer.buckets import ONE_PER_PARAMETER
+from flatshard.optimizer.buckets import ONE_PER_PARAMETER, all_params
 from flatshard.options.torch_request import TorchRequest
 from flatshard.tensor.flat_parameter import FlatParameter
+from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 from flatshard.tensor.state_shard import state_shard
 
@@ -30,54 +31,62 @@ def to_torch(
 
     Collective if it asked for full ones: all ranks of the shard group.
     """
-    for param, state in _by_parameter(optimizer, state_dict):
+    for param, state in _sharded_params(optimizer, state_dict):
         for key, value in sorted(state.items()):  # in one order on all ranks
-            if not is_part(param, key, value):
+            is_local = _is_per_element(value, key) and value.shape == param.local.shape
+            if not (is_local or isinstance(value, FlatShardTensor)):
                 if param not in alike:
                     _check_one_value(param, key, value)
                 continue
-            shown = state_shard(local_range(value), param.spec)
-            if asked.full and isinstance(shown, FlatShardTensor):
-                shown = shown.full_tensor()
+            result = state_shard(local_range(value), param.spec)
+            if asked.full and isinstance(result, FlatShardTensor):
+                result = result.full_tensor()
                 if asked.rank0_only and param.spec.comm.global_rank > 0:
-                    shown = shown.new_empty(0)
-            state[key] = shown.cpu() if asked.to_cpu else shown
+                    result = result.new_empty(0)
+            state[key] = result.cpu() if asked.to_cpu else result
 
 
 def from_torch(
     optimizer: torch.optim.Optimizer, state_dict: StateDict, asked: TorchRequest
 ) -> StateDict:
-    """The same with this rank's part for each sharded or full tensor of state per element."""
+    """A copy of a state dict with this rank's part of each sharded or full state per element."""
     state_dict = {**state_dict, "state": {k: dict(s) for k, s in state_dict["state"].items()}}
-    for param, state in _by_parameter(optimizer, state_dict):
+    for param, state in _sharded_params(optimizer, state_dict):
         spec = param.spec
         asked.check_order(spec.name, spec.order)
         for key, value in state.items():
             if isinstance(value, FlatShardTensor):
-                if value.spec.place != spec.place:
-                    raise ValueError(
-                        f"optimizer state {key!r} of parameter {spec.name!r} is sharded in another "
-                        "way. Load it through torch.distributed.checkpoint into the state that "
-                        "this model has."
-                    )
-                state[key] = FlatShardTensor(value.local, spec)
-            elif isinstance(value, Tensor) and key not in ONE_PER_PARAMETER:
-                # What steps element by element takes the 1-D part of it in the next step.
-                is_full = tuple(value.shape) == spec.shape
-                state[key] = FlatShardTensor(spec.slice(value).clone(), spec) if is_full else value
+                state[key] = FlatShardTensor(own_part(spec, value), spec)
+            elif _is_per_element(value, key) and tuple(value.shape) == spec.shape:
+                # An element-wise optimizer takes the 1-D part of it in the next step.
+                state[key] = FlatShardTensor(own_part(spec, value).clone(), spec)
     return state_dict
 
 
-def is_part(param: FlatShardTensor, key: str, value: Any) -> bool:
-    """Whether a value of the parameter's state has one element per element held here."""
-    if isinstance(value, FlatShardTensor):
-        return True
-    is_tensor = isinstance(value, Tensor) and key not in ONE_PER_PARAMETER
-    return is_tensor and value.shape == param.local.shape
+def own_part(spec: ShardSpec, value: Tensor) -> Tensor:
+    """This rank's range of full or sharded state per element, 1-D.
+
+    Raises:
+        ValueError: it is sharded, and this rank's range of it is another one.
+    """
+    if not isinstance(value, FlatShardTensor):
+        return spec.slice(value)
+    if value.spec.place != spec.place:
+        raise ValueError(
+            f"sharded state of parameter {spec.name!r} (unit {spec.unit!r}) is of another layout: "
+            f"expected elements [{spec.offset}, {spec.offset + spec.numel}), got "
+            f"[{value.spec.offset}, {value.spec.offset + value.spec.numel}). Load it through "
+            "torch.distributed.checkpoint into the state that this model has."
+        )
+    return value.local
+
+
+def _is_per_element(value: Any, key: str) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and key not in ONE_PER_PARAMETER
 
 
 def _check_one_value(param: FlatShardTensor, key: str, value: Any) -> None:
-    """Raise for what no rank can make a part of, and ranks may have different values of."""
+    """Raise for state that is not per element, and of which ranks may have different values."""
     if isinstance(value, Tensor) and value.numel() > 1 and value.shape != param.shape:
         raise ValueError(
             f"optimizer state {key!r} of parameter {param.spec.name!r} has shape "
@@ -86,13 +95,17 @@ def _check_one_value(param: FlatShardTensor, key: str, value: Any) -> None:
         )
 
 
-def _by_parameter(
+def params_by_key(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[Any, Any]:
+    """The parameters by the keys (positions, or names) that a state dict has for them."""
+    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    return dict(zip(keys, all_params(optimizer), strict=False))
+
+
+def _sharded_params(
     optimizer: torch.optim.Optimizer, state_dict: StateDict
 ) -> Iterator[tuple[FlatShardTensor, StateDict]]:
-    """The sharded parameters and their state in a state dict, whose keys may be names."""
-    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for key, param in zip(keys, params, strict=False):
+    """The sharded parameters that have state in a state dict, and that state."""
+    for key, param in params_by_key(optimizer, state_dict).items():
         if isinstance(param, FlatParameter):
             raise RuntimeError(
                 "torch.distributed.checkpoint.state_dict needs a parameter for each name, and "

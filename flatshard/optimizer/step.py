@@ -1,9 +1,9 @@
-"""Optimizers see plain tensors: ``ParamBucket``s stand in for sharded parameters during ``step()``.
+"""Hooks around ``optimizer.step()``: it gets plain tensors in place of sharded parameters.
 
-Dispatching every operation of an optimizer on ``FlatShardTensor`` is right but slow. For optimizers
-that treat every element alike, hooks around ``step()`` therefore put plain 1-D parameters that
-share the shard's memory into the parameter groups, one for all neighbours, and move the state
-along.
+To dispatch every operation of an optimizer on ``FlatShardTensor`` is right but slow. For
+element-wise optimizers the hooks therefore put ``ParamBucket``s into the parameter groups: plain
+1-D parameters that share the shard's memory, one for all neighbours. State moves along. For all
+other optimizers ``whole_step`` says what they get.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from flatshard.optimizer.buckets import (
     ParamBucket,
     Sharded,
     State,
+    all_params,
     find_buckets,
     is_sharded,
 )
 from flatshard.optimizer.consumed_grad import drop_consumed
 from flatshard.optimizer.local_state_guard import check_state
 from flatshard.optimizer.offload import StepPart
-from flatshard.optimizer.trial import Manner, all_params, inert
-from flatshard.optimizer.whole_step import Closure, EveryRank, manner_for, step_for
+from flatshard.optimizer.trial import StepMode, without_params
+from flatshard.optimizer.whole_step import Closure, EveryRankSwap, step_for, step_mode
 from flatshard.precision.casts import check_dtype
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.param_swap import FlattenedParameter
@@ -51,9 +52,9 @@ _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.o
 # In narrower ones the kernel computes in fp32 what the operations round again and again.
 _FUSED_DTYPES = torch.float32, torch.float64
 
-_swapped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Swap | _Eager | EveryRank] = (
-    weakref.WeakKeyDictionary()
-)
+_swapped: weakref.WeakKeyDictionary[
+    torch.optim.Optimizer, _BucketSwap | _NoCompiling | EveryRankSwap
+] = weakref.WeakKeyDictionary()
 # Per optimizer its buckets of the last step, by the id of their first member.
 _buckets: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, ParamBucket]] = (
     weakref.WeakKeyDictionary()
@@ -69,7 +70,7 @@ def declare_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
     _ELEMENTWISE.add(inspect.unwrap(optimizer_class.step))
 
 
-def stepped() -> list[torch.optim.Optimizer]:
+def stepped_optimizers() -> list[torch.optim.Optimizer]:
     """The optimizers that have stepped sharded parameters as buckets."""
     return list(_buckets)
 
@@ -91,7 +92,7 @@ def install() -> None:
 
 
 def restore_all() -> None:
-    """Undo exchanges where ``step()`` raised, so that its post hook never ran."""
+    """Undo swaps where ``step()`` raised, so that its post hook never ran."""
     for optimizer in list(_swapped):
         _swap_out(optimizer)
 
@@ -101,15 +102,14 @@ def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     restore_all()
-    # args[0] is the optimizer itself.
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    # Before a closure has run there is nothing to say of gradients: its backward may reduce them.
+    closure = _closure_in(args, kwargs)
+    # A closure's backward may still reduce gradients, so they are checked after it.
     _check_params(optimizer, has_grads=closure is None)
     check_state(optimizer)
     if is_elementwise(optimizer):
-        _hook_innermost(optimizer, _exchange)
+        _hook_innermost(optimizer, _begin_elementwise)
     elif any(map(is_sharded, all_params(optimizer))):
-        _hook_innermost(optimizer, _step_whole)
+        _hook_innermost(optimizer, _begin_other)
     if closure is None:
         return None
 
@@ -119,6 +119,11 @@ def _before_step(
         return result
 
     return _with_closure(checked, args, kwargs)
+
+
+def _closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments of ``step``, the first of which is the optimizer."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
 def _with_closure(
@@ -137,8 +142,8 @@ def _hook_innermost(optimizer: torch.optim.Optimizer, begin: Callable[..., Any])
         if key is None:
             key = torch_hooks.RemovableHandle(table).id
             table[key] = hook
-        # The innermost hooks, so that users' own see sharded parameters; moved each time, as users
-        # may have added some since.
+        # Ours are the innermost hooks, so that users' hooks see sharded parameters. Users may have
+        # added some since the last step.
         table.move_to_end(key, last=table is before)
 
 
@@ -182,18 +187,17 @@ def _check_params(optimizer: torch.optim.Optimizer, *, has_grads: bool = True) -
 
 
 @untraced
-def _exchange(
+def _begin_elementwise(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    # A closure computes with sharded parameters.
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    closure = _closure_in(args, kwargs)
     if closure is None:
         _swap_in(optimizer, _step_in_parts(optimizer))
         return None
     _swap_in(optimizer)
 
     def with_sharded_parameters() -> Any:
-        _swap_out(optimizer)
+        _swap_out(optimizer)  # the closure computes with sharded parameters
         result = closure()
         _swap_in(optimizer, _step_in_parts(optimizer))
         return result
@@ -202,34 +206,34 @@ def _exchange(
 
 
 @untraced
-def _step_whole(
+def _begin_other(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Let an optimizer that is not known to be element-wise see what it needs to see."""
+    """Begin the step of an optimizer that is not known to be element-wise, in its ``StepMode``."""
     if is_elementwise(optimizer):  # declared meanwhile
         return None
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    closure = _closure_in(args, kwargs)
     loss, again = None, closure
     _check_in_true_shape(optimizer)
     if closure is not None:
-        # Now, as it makes the gradients. Every optimizer begins with that.
+        # First, as every optimizer does: the mode depends on which parameters have gradients.
         with torch.enable_grad():
             loss = closure()
-    manner = manner_for(optimizer)
-    if manner is Manner.ON_EVERY_RANK:
-        step = step_for(optimizer, manner)
-        every = _swapped[optimizer] = EveryRank(step)
+    mode = step_mode(optimizer)
+    if mode is StepMode.ON_EVERY_RANK:
+        step = step_for(optimizer, mode)
+        swap = _swapped[optimizer] = EveryRankSwap(step)
         if closure is not None:
-            again, loss = partial(_evaluate, optimizer, every, closure), step.average(loss)
-    elif manner is not Manner.ON_SHARDS:
+            again, loss = partial(_evaluate, optimizer, swap, closure), step.average(loss)
+    elif mode is not StepMode.ON_SHARDS:
         if closure is not None:
-            again = partial(_refuse, optimizer)
+            again = partial(_refuse_closure, optimizer)
         with torch.no_grad():
             first = [] if again is None else [Closure(again, loss)]
-            step_for(optimizer, manner).step(first)
-        args = (inert(optimizer), *args[1:])  # the step has been made
+            step_for(optimizer, mode).step(first)
+        args = (without_params(optimizer), *args[1:])  # the step has been made
     elif closure is None:  # a closure may run a compiled model
-        _swapped[optimizer] = _Eager()
+        _swapped[optimizer] = _NoCompiling()
     if again is None:
         return args, kwargs
     return _with_closure(Closure(again, loss), args, kwargs)
@@ -248,16 +252,16 @@ def _check_in_true_shape(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _evaluate(
-    optimizer: torch.optim.Optimizer, every: EveryRank, closure: Callable[[], Any]
+    optimizer: torch.optim.Optimizer, swap: EveryRankSwap, closure: Callable[[], Any]
 ) -> Any:
     """Call a closure at the values that the optimizer has reached, with sharded parameters."""
-    del _swapped[optimizer]  # the closure's forward undoes what it finds there
-    loss = every.evaluate(closure)
-    _swapped[optimizer] = every
+    del _swapped[optimizer]  # `restore_all` in the closure's forward must not undo the swap
+    loss = swap.evaluate(closure)
+    _swapped[optimizer] = swap
     return loss
 
 
-def _refuse(optimizer: torch.optim.Optimizer) -> NoReturn:
+def _refuse_closure(optimizer: torch.optim.Optimizer) -> NoReturn:
     raise NotImplementedError(
         f"{type(optimizer).__name__}.step() calls its closure several times, and needs full "
         "parameters, each of which one rank alone has meanwhile. Step it without a closure."
@@ -266,7 +270,6 @@ def _refuse(optimizer: torch.optim.Optimizer) -> NoReturn:
 
 @untraced
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _swap_out(optimizer)
     for group in optimizer.param_groups:
         offload.page_out(optimizer, group["params"])
 
@@ -315,11 +318,11 @@ def step_parts(optimizer: torch.optim.Optimizer, parts: Sequence[StepPart]) -> N
             )
 
 
-# ------------------------------------------------------------ the exchange
+# ------------------------------------------------------------ the swap
 
 
-class _Eager:
-    """No function is compiled until ``undo``."""
+class _NoCompiling:
+    """``torch.compile`` compiles nothing until ``undo``."""
 
     def __init__(self) -> None:
         stance = torch.compiler.set_stance("force_eager")
@@ -327,13 +330,13 @@ class _Eager:
         self.undo = weakref.finalize(self, stance.__exit__, None, None, None)
 
 
-class _Swap:
-    """The buckets in place of one optimizer's sharded parameters while it steps."""
+class _BucketSwap:
+    """Buckets in place of one optimizer's sharded parameters while it steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._state = optimizer, optimizer.state
         self._lists: list[tuple[list[Any], list[Any]]] = []
-        self._shown: list[ParamBucket] = []
+        self._buckets: list[ParamBucket] = []
         self._fused: list[dict[str, Any]] = []
 
     def begin(self, stepped: Collection[int]) -> None:
@@ -347,18 +350,18 @@ class _Swap:
             before = list(params)
             if stepped:
                 params[:] = [param for param in params if id(param) not in stepped]
-            shown: list[nn.Parameter] = []  # what the optimizer is to see
+            new: list[nn.Parameter] = []
             for found in find_buckets(params, known):
-                shown += self._show(found) if isinstance(found, ParamBucket) else [found]
-            if len(shown) == len(before) and all(map(operator.is_, shown, before)):
+                new += self._swap_in(found) if isinstance(found, ParamBucket) else [found]
+            if len(new) == len(before) and all(map(operator.is_, new, before)):
                 continue  # nothing here is sharded, or has a gradient
             self._lists.append((params, before))
-            params[:] = shown
+            params[:] = new
             if _suits_fused(self._optimizer, group):
                 self._fused.append(group)
                 group["fused"] = True
 
-    def _show(self, bucket: ParamBucket) -> Iterator[nn.Parameter]:
+    def _swap_in(self, bucket: ParamBucket) -> Iterator[nn.Parameter]:
         own = [self._state.get(param) for param in bucket.members]
         shared = bucket.known_state(own)
         if shared is None:  # the first step, or someone put other state in place since
@@ -371,7 +374,7 @@ class _Swap:
             if shared is None:
                 # Counts of steps differ, say: one bucket cannot keep both.
                 for one in bucket.divided:
-                    yield from self._show(one)
+                    yield from self._swap_in(one)
                 return
             # What was joined has been copied, and is dropped before the step makes temporaries.
             for param in bucket.members:
@@ -379,7 +382,7 @@ class _Swap:
         if shared:
             self._state[bucket.param] = shared
         bucket.show_grad()
-        self._shown.append(bucket)
+        self._buckets.append(bucket)
         yield bucket.param
 
     def undo(self) -> None:
@@ -388,7 +391,7 @@ class _Swap:
             group["fused"] = None
         for params, before in reversed(self._lists):
             params[:] = before
-        for bucket in self._shown:
+        for bucket in self._buckets:
             bucket.drop_grad()
             shared = self._state.pop(bucket.param, None)
             if shared is not None:
@@ -423,16 +426,16 @@ def _suits_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> boo
 
 
 def _swap_in(optimizer: torch.optim.Optimizer, stepped: Collection[int] = ()) -> None:
-    _swapped[optimizer] = swap = _Swap(optimizer)  # first, so that a failure is undone
+    _swapped[optimizer] = swap = _BucketSwap(optimizer)  # first, so that a failure is undone
     with torch._C.DisableTorchFunctionSubclass():
         swap.begin(stepped)
 
 
 @untraced
 def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Undo the exchange of a step that went well."""
+    """Undo the swap of a step that went well."""
     swap = _swapped.get(optimizer)
-    if isinstance(swap, EveryRank):
+    if isinstance(swap, EveryRankSwap):
         with torch.no_grad():
             swap.write_back()
     _swap_out(optimizer)
@@ -446,7 +449,7 @@ def _swap_out(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _local_state(param: Sharded, state: State) -> State:
-    """This rank's part of state from before wrapping, or loaded from an unwrapped model."""
+    """State of before wrapping, or of an unwrapped model, with this rank's part of each tensor."""
     held = local_range(param)
     for key, value in state.items():
         if isinstance(value, FlatShardTensor):

@@ -11,19 +11,19 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from flatshard.optimizer.buckets import all_params
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 Params = Sequence[Any]
 
 
-class Manner(enum.Enum):
+class StepMode(enum.Enum):
     """How an optimizer that is not known to be element-wise steps sharded parameters."""
 
     ON_SHARDS = "on the sharded parameters"
@@ -39,21 +39,25 @@ _SCALES = (1.0, 1e-3, 1e3)
 _NOT_COPIED = ("state", "param_groups", "step", "profile_hook_step")
 
 
-def manner_of(optimizer: torch.optim.Optimizer) -> Manner:
+def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
     """What the optimizer needs; its state and its parameters do not change.
 
     Collective: the ranks of its sharded parameters, which try the same operations.
     """
-    with _undisturbed():
+    with _without_side_effects():
         if _works_on_shards(optimizer):
-            return Manner.ON_SHARDS
-        # That shows averaged weights, from state which one rank must not have alone.
-        shows_averages = callable(getattr(optimizer, "eval", None))
-        return Manner.ON_EVERY_RANK if shows_averages else _manner_with_full(optimizer)
+            return StepMode.ON_SHARDS
+        # ``eval()`` shows averaged weights, from state which one rank must not have alone.
+        if callable(getattr(optimizer, "eval", None)):
+            return StepMode.ON_EVERY_RANK
+        try:
+            return _try_full_params(optimizer)
+        except Exception:
+            return StepMode.ON_EVERY_RANK  # where nothing can differ from the unwrapped model
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _without_side_effects() -> Iterator[None]:
     """Inside, random numbers that are drawn change nothing outside, and nothing is compiled."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
@@ -66,10 +70,12 @@ def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
-def twin_of(optimizer: torch.optim.Optimizer, groups: Sequence[Params]) -> torch.optim.Optimizer:
+def copy_with_params(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Params]
+) -> torch.optim.Optimizer:
     """A copy of an optimizer without state and hooks, over other parameters.
 
-    Whatever else in it held its parameters holds those in their place.
+    Its attributes that held the optimizer's parameters hold the other ones.
     """
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     memo: dict[int, Any] = {}
@@ -77,7 +83,7 @@ def twin_of(optimizer: torch.optim.Optimizer, groups: Sequence[Params]) -> torch
     for group, params in zip(own, groups, strict=True):
         memo.update({id(old): new for old, new in zip(group["params"], params, strict=False)})
         memo[id(group["params"])] = list(params)
-    # Those for which there is nothing in their place.
+    # Parameters without a replacement are shared, not copied.
     memo.update({id(old): old for old in all_params(optimizer) if id(old) not in memo})
     twin_groups = copy.deepcopy(own, memo)
     for group, params in zip(twin_groups, groups, strict=True):
@@ -94,12 +100,12 @@ def twin_of(optimizer: torch.optim.Optimizer, groups: Sequence[Params]) -> torch
     return twin
 
 
-def inert(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """What takes a step in an optimizer's place that has been made already: it has no groups."""
-    stand_in: torch.optim.Optimizer = object.__new__(type(optimizer))
-    stand_in.__dict__.update(optimizer.__dict__)
-    stand_in.state, stand_in.param_groups = defaultdict(dict), []
-    return stand_in
+def without_params(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A shallow copy without parameter groups, whose ``step()`` therefore changes nothing."""
+    empty: torch.optim.Optimizer = object.__new__(type(optimizer))
+    empty.__dict__.update(optimizer.__dict__)
+    empty.state, empty.param_groups = defaultdict(dict), []
+    return empty
 
 
 # ------------------------------------------------------------ on sharded parameters
@@ -109,7 +115,7 @@ def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step of copies of the sharded parameters goes well, with state like them."""
     groups = [[_copied(param) for param in group["params"]] for group in optimizer.param_groups]
     try:
-        twin = twin_of(optimizer, groups)
+        twin = copy_with_params(optimizer, groups)
         for old, new in zip(all_params(optimizer), all_params(twin), strict=True):
             if old in optimizer.state:
                 twin.state[new] = copy.deepcopy(optimizer.state[old])
@@ -144,40 +150,33 @@ def _copied(param: Tensor) -> Tensor:
     return twin
 
 
-# ------------------------------------------------------------ on full ones
+# ------------------------------------------------------------ on full parameters
 
 
-def _manner_with_full(optimizer: torch.optim.Optimizer) -> Manner:
-    """Whether full parameters (small ones try it) are stepped apart as they are together."""
-    try:
-        return _tried(optimizer)
-    except Exception:
-        return Manner.ON_EVERY_RANK  # where nothing can differ from the unwrapped model
-
-
-def _tried(optimizer: torch.optim.Optimizer) -> Manner:
-    shapes = [_some(group["params"]) for group in optimizer.param_groups]
+def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
+    """Step small full parameters together and apart: equal results allow one owner each."""
+    shapes = [_small_shapes(group["params"]) for group in optimizer.param_groups]
     first = [[index % 2 == 0 for index, _ in enumerate(group)] for group in shapes]
     second = [[not one for one in group] for group in first]
     every = [[True] * len(group) for group in shapes]
-    together, *apart = (_Trial(optimizer, shapes, kept) for kept in (every, first, second))
+    together, *apart = (_Trial(optimizer, shapes, which) for which in (every, first, second))
     empty = _Trial(optimizer, shapes, [[] for _ in shapes])
-    step_of(optimizer)(inert(twin_of(optimizer, [[] for _ in shapes])))
-    manner = Manner.IN_PARTS
+    step_of(optimizer)(without_params(copy_with_params(optimizer, [[] for _ in shapes])))
+    mode = StepMode.IN_PARTS
     for scale in _SCALES:
-        before = together.outside()
+        before = together.shared_values()
         for trial in (together, *apart, empty):
             trial.step(scale)
         if any(not together.agrees_with(trial) for trial in apart):
-            return Manner.ON_EVERY_RANK
-        if together.outside() != before:  # numbers for the step, such as a count of steps
-            if any(trial.outside() != together.outside() for trial in (*apart, empty)):
-                return Manner.ON_EVERY_RANK
-            manner = Manner.ON_OWNERS
-    return manner
+            return StepMode.ON_EVERY_RANK
+        if together.shared_values() != before:
+            if any(trial.shared_values() != together.shared_values() for trial in (*apart, empty)):
+                return StepMode.ON_EVERY_RANK
+            mode = StepMode.ON_OWNERS
+    return mode
 
 
-def _some(params: Params) -> list[tuple[tuple[int, ...], Tensor]]:
+def _small_shapes(params: Params) -> list[tuple[tuple[int, ...], Tensor]]:
     """Small shapes like those of a group's parameters, and the parameters; two of each kind."""
     found: dict[int, list[tuple[tuple[int, ...], Tensor]]] = {}
     for param in params:
@@ -193,7 +192,7 @@ class _Trial:
         self,
         optimizer: torch.optim.Optimizer,
         shapes: Sequence[Sequence[tuple[tuple[int, ...], Tensor]]],
-        kept: Sequence[Sequence[bool]],
+        included: Sequence[Sequence[bool]],
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self._grads: dict[nn.Parameter, Tensor] = {}
@@ -203,22 +202,22 @@ class _Trial:
             groups.append([])
             for index, (shape, like) in enumerate(group):
                 value, grad = (torch.randn(shape, generator=generator) for _ in range(2))
-                if not kept[number] or not kept[number][index]:
+                if not included[number] or not included[number][index]:
                     continue
                 param = nn.Parameter(value.to(like.device, like.dtype))
                 self._grads[param] = grad.to(param)
                 self.params[number, index] = param
                 groups[-1].append(param)
-        self._twin = twin_of(optimizer, groups)
+        self._twin = copy_with_params(optimizer, groups)
 
     def step(self, scale: float) -> None:
         for param, grad in self._grads.items():
             param.grad = grad * scale
-        torch.manual_seed(1)  # one that draws numbers draws others for fewer parameters
+        torch.manual_seed(1)  # an optimizer that draws numbers draws others for fewer parameters
         step_of(self._twin)(self._twin)
 
-    def outside(self) -> str:
-        """What it keeps that belongs to no parameter."""
+    def shared_values(self) -> str:
+        """What its copy keeps that belongs to no parameter, such as a count of steps, as text."""
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self._twin.param_groups]
         hidden = {"state", "param_groups", "defaults"}
         rest = {k: v for k, v in self._twin.__dict__.items() if k not in hidden}
@@ -226,10 +225,5 @@ class _Trial:
         return repr((groups, [one for one in leaves if isinstance(one, int | float | Tensor)]))
 
     def agrees_with(self, other: _Trial) -> bool:
-        """Whether what ``other`` has is, bit for bit, what this one has of it."""
+        """Whether the parameters that ``other`` has too are equal to its, bit for bit."""
         return all(torch.equal(self.params[key], param) for key, param in other.params.items())
-
-
-def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """Those of all groups, in their order."""
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)

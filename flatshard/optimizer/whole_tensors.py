@@ -1,9 +1,10 @@
-"""``WholeTensors``: sharded tensors come together on one rank each, and go back to the shards."""
+"""Gathers sharded tensors to the rank that owns each, and scatters full ones back to the shards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from flatshard.comm.flat_chunks import as_bytes
 from flatshard.tensor.shard_spec import ShardSpec
 
 
-class Held(NamedTuple):
+class HeldRange(NamedTuple):
     """The range of a parameter that a rank holds, in elements in memory order."""
 
     offset: int
@@ -23,8 +24,8 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
-    """A parameter that a rank, its owner, is to have whole.
+class OwnedParam:
+    """A sharded parameter, and the rank that gets the full one for a step.
 
     Attributes:
         spec: this rank's part of it.
@@ -33,12 +34,12 @@ class Whole:
     """
 
     spec: ShardSpec
-    held: Sequence[Held]
+    held: Sequence[HeldRange]
     owner: int | None
 
     @property
-    def is_here(self) -> bool:
-        """Whether this rank has it whole."""
+    def is_full_here(self) -> bool:
+        """Whether this rank gets the full parameter."""
         return self.owner in (None, self.spec.comm.rank)
 
     def shaped(self, flat: Tensor) -> Tensor:
@@ -50,7 +51,7 @@ class Whole:
         return full.permute(self.spec.order).reshape(-1)
 
 
-Piece = tuple[Whole, Tensor]
+Piece = tuple[OwnedParam, Tensor]
 """A parameter, and values of it: this rank's part, ``(spec.numel,)``, or the full tensor."""
 
 
@@ -60,35 +61,37 @@ class Route(NamedTuple):
     number: int  # of the piece
     source: int
     to: int
-    range: Held
+    range: HeldRange
 
 
-def collect(comm: Communicator, pieces: Sequence[Piece], what: str) -> Callable[[], list[Tensor]]:
-    """Begin to bring parts to the owners; what is returned waits, and has the full tensors.
+def gather_to_owners(
+    comm: Communicator, pieces: Sequence[Piece], op_name: str
+) -> Callable[[], list[Tensor]]:
+    """Start to gather parts on the owners; the function returned waits and has the full tensors.
 
-    Those of the pieces that are here, in their order; they have memory of their own.
+    Only those that are full here, in the order of ``pieces``; they have memory of their own.
 
     Collective: all ranks of the group, with pieces of the same parameters and dtypes.
     """
     full = {
-        number: local.new_empty(sum(held.numel for held in whole.held))
-        for number, (whole, local) in enumerate(pieces)
-        if whole.is_here
+        number: local.new_empty(sum(held.numel for held in param.held))
+        for number, (param, local) in enumerate(pieces)
+        if param.is_full_here
     }
     routes = []
-    for number, (whole, local) in enumerate(pieces):
-        for source, held in enumerate(whole.held):
-            owners = range(comm.size) if whole.owner is None else [whole.owner]
+    for number, (param, local) in enumerate(pieces):
+        for source, held in enumerate(param.held):
+            owners = range(comm.size) if param.owner is None else [param.owner]
             routes += [Route(number, source, to, held) for to in owners if to != source]
-        if whole.is_here:
-            _range(full[number], whole.held[comm.rank]).copy_(local)
-    wait = _send(
+        if param.is_full_here:
+            _range(full[number], param.held[comm.rank]).copy_(local)
+    wait = _exchange(
         comm,
         routes,
         pieces[0][1],
         lambda route: pieces[route.number][1],
         lambda route: _range(full[route.number], route.range),
-        what,
+        op_name,
     )
 
     def finish() -> list[Tensor]:
@@ -98,69 +101,72 @@ def collect(comm: Communicator, pieces: Sequence[Piece], what: str) -> Callable[
     return finish
 
 
-def spread(comm: Communicator, pieces: Sequence[Piece], parts: Sequence[Tensor], what: str) -> None:
+def scatter_to_shards(
+    comm: Communicator, pieces: Sequence[Piece], parts: Sequence[Tensor], op_name: str
+) -> None:
     """Overwrite ``parts``, of this rank, by the owners' full tensors.
 
-    ``pieces`` have these where they are here; elsewhere any tensor of their dtype and device.
+    ``pieces`` have these where they are full; on other ranks any tensor of their dtype and device.
 
     Collective: all ranks of the group.
     """
-    full = {n: whole.flat(value) for n, (whole, value) in enumerate(pieces) if whole.is_here}
+    full = {n: param.flat(value) for n, (param, value) in enumerate(pieces) if param.is_full_here}
     routes = [
-        Route(number, whole.owner, to, held)
-        for number, (whole, _) in enumerate(pieces)
-        if whole.owner is not None
-        for to, held in enumerate(whole.held)
-        if to != whole.owner
+        Route(number, param.owner, to, held)
+        for number, (param, _) in enumerate(pieces)
+        if param.owner is not None
+        for to, held in enumerate(param.held)
+        if to != param.owner
     ]
     for number, flat in full.items():
         parts[number].copy_(_range(flat, pieces[number][0].held[comm.rank]))
-    _send(
+    _exchange(
         comm,
         routes,
         pieces[0][1],
         lambda route: _range(full[route.number], route.range),
         lambda route: parts[route.number],
-        what,
+        op_name,
     )()
 
 
-def _range(flat: Tensor, held: Held) -> Tensor:
+def _range(flat: Tensor, held: HeldRange) -> Tensor:
     return flat[held.offset : held.offset + held.numel]
 
 
-def _send(
+def _exchange(
     comm: Communicator,
     routes: Sequence[Route],
     like: Tensor,
     source_of: Callable[[Route], Tensor],
-    place_of: Callable[[Route], Tensor],
-    what: str,
+    target_of: Callable[[Route], Tensor],
+    op_name: str,
 ) -> Callable[[], None]:
-    """Begin to move elements along routes, which all ranks know; what is returned waits."""
+    """Start to move elements along routes, which all ranks know; the function returned waits."""
     routes = [route for route in routes if route.range.numel]
     if not routes:
         return lambda: None
-    sent: list[list[Tensor]] = [[] for _ in range(comm.size)]
-    places: list[list[Tensor]] = [[] for _ in range(comm.size)]
+    # By the other rank, as the bytes lie in what is sent and in what is received.
+    sources: list[list[Tensor]] = [[] for _ in range(comm.size)]
+    targets: list[list[Tensor]] = [[] for _ in range(comm.size)]
     for route in routes:
         if route.source == comm.rank:
-            sent[route.to].append(as_bytes(source_of(route)))
+            sources[route.to].append(as_bytes(source_of(route)))
         elif route.to == comm.rank:
-            places[route.source].append(place_of(route))
-    lengths = [[one.nbytes for one in some] for some in places]
-    work, came = exchange(
+            targets[route.source].append(target_of(route))
+    work, received = exchange(
         comm,
-        torch.cat([one for some in sent for one in some] or [like.new_empty(0, dtype=torch.uint8)]),
-        [sum(one.nbytes for one in some) for some in sent],
-        [sum(some) for some in lengths],
-        op_name=what,
+        torch.cat([*chain(*sources)] or [like.new_empty(0, dtype=torch.uint8)]),
+        [sum(one.nbytes for one in some) for some in sources],
+        [sum(one.nbytes for one in some) for some in targets],
+        op_name=op_name,
     )
 
     def wait() -> None:
         work.finish()
-        pieces = came.split([length for some in lengths for length in some])
-        for place, piece in zip((one for some in places for one in some), pieces, strict=True):
-            as_bytes(place).copy_(piece)
+        in_order = [*chain(*targets)]
+        pieces = received.split([target.nbytes for target in in_order])
+        for target, piece in zip(in_order, pieces, strict=True):
+            as_bytes(target).copy_(piece)
 
     return wait

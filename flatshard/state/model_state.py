@@ -188,15 +188,11 @@ def _keep_sharded(
         if isinstance(value, FlatShardTensor):
             local = value.local.cpu() if options.offload_to_cpu else value.local
             state_dict[key] = state_shard(local, value.spec)
-        elif not _shares_memory(value, handle.shard):
+        elif value.untyped_storage()._cdata != handle.shard.untyped_storage()._cdata:
             raise RuntimeError(
                 f"unit {handle.unit_name!r}: a sharded state dict was asked for in the forward of "
                 "the unit. Ask for it between steps."
             )
-
-
-def _shares_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _treat_rest(
@@ -268,17 +264,11 @@ def read_options(
             "hold tensors of the unwrapped model's shapes under its names."
         )
     options = {"is_sharded": name == "SHARDED_STATE_DICT"}
-    for keyword, config, prefix, kind in (
-        ("state_dict_config", state_dict_config, "", f"{_CONFIGS[name]}StateDictConfig"),
-        (
-            "optim_state_dict_config",
-            optim_state_dict_config,
-            "optim_",
-            f"{_CONFIGS[name]}OptimStateDictConfig",
-        ),
-    ):
+    for prefix, config in (("", state_dict_config), ("optim_", optim_state_dict_config)):
         if config is None:
             continue
+        keyword = f"{prefix}state_dict_config"
+        kind = f"{_CONFIGS[name]}{'Optim' if prefix else ''}StateDictConfig"
         # By name, as torch's package is slow to load.
         if kind not in (base.__name__ for base in type(config).__mro__):
             raise TypeError(

@@ -21,11 +21,11 @@ from flatshard.engine.unit import Unit
 from flatshard.optimizer import local_state_guard
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.buckets import ONE_PER_PARAMETER
+from flatshard.optimizer.sharded_state import own_part
 from flatshard.optimizer.whole_step import shared_state, with_owners
 from flatshard.state.full_params import gather_full, join, worlds_of
 from flatshard.state.model_state import without_ddp_prefix
 from flatshard.state.optim_fqns import OptimParam, OptimParams, unwrapped
-from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.tensor.state_shard import state_shard
 
@@ -445,7 +445,7 @@ def _local(param: OptimParam, values: dict[str, Tensor], elementwise: bool) -> T
     specs = {fqn: handle.params.specs[index] for fqn, index in param.indices.items()}
     if param.is_flat:
         # Zero for originals without state: they were never used, so nothing was added up for them.
-        parts = ((param.indices[fqn], _own(specs[fqn], value)) for fqn, value in values.items())
+        parts = ((param.indices[fqn], own_part(specs[fqn], value)) for fqn, value in values.items())
         return join(handle, parts, next(iter(values.values())).dtype)
     ((fqn, value),) = values.items()
     if handle.is_whole:
@@ -453,22 +453,8 @@ def _local(param: OptimParam, values: dict[str, Tensor], elementwise: bool) -> T
         return specs[fqn].empty(value.new_empty(0, device=handle.shard.device)).copy_(value)
     # Sharded state is taken as it is, as torch's load_state_dict takes tensors.
     is_full = not isinstance(value, FlatShardTensor)
-    part = _own(specs[fqn], value.detach()).to(handle.shard.device, copy=is_full)
+    part = own_part(specs[fqn], value.detach()).to(handle.shard.device, copy=is_full)
     return part if elementwise else FlatShardTensor(part, specs[fqn])
-
-
-def _own(spec: ShardSpec, value: Tensor) -> Tensor:
-    """This rank's range of full or sharded state, 1-D."""
-    if not isinstance(value, FlatShardTensor):
-        return spec.slice(value)
-    if value.spec.place != spec.place:
-        raise ValueError(
-            f"sharded state of parameter {spec.name!r} (unit {spec.unit!r}) is of another layout: "
-            f"expected elements [{spec.offset}, {spec.offset + spec.numel}), got "
-            f"[{value.spec.offset}, {value.spec.offset + value.spec.numel}). Load it through "
-            "torch.distributed.checkpoint into the state that this model has."
-        )
-    return value.local
 
 
 def _fact(value: Any) -> str:

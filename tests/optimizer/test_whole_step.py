@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatshard import CPUOffload, ShardedWrapper, checkpoint
 from flatshard.collectives import record
 from flatshard.optimizer import whole_step
-from flatshard.optimizer.trial import Manner
+from flatshard.optimizer.trial import StepMode
 from tests.harness import run_ranks
 from tests.side import TOLERANCE, Run, assert_same_model, pair
 from tests.ways import WAYS
@@ -84,13 +84,13 @@ KINDS: dict[str, Callable[[Sequence[nn.Parameter]], Optimizers]] = {
     "counting": lambda params: [Counting(params)],
     "together": lambda params: [Together(params)],
 }
-MANNERS = {
-    "muon": Manner.IN_PARTS,
-    "adafactor": Manner.IN_PARTS,
-    "lbfgs": Manner.ON_EVERY_RANK,
-    "rows": Manner.IN_PARTS,
-    "counting": Manner.ON_OWNERS,
-    "together": Manner.ON_EVERY_RANK,
+MODES = {
+    "muon": StepMode.IN_PARTS,
+    "adafactor": StepMode.IN_PARTS,
+    "lbfgs": StepMode.ON_EVERY_RANK,
+    "rows": StepMode.IN_PARTS,
+    "counting": StepMode.ON_OWNERS,
+    "together": StepMode.ON_EVERY_RANK,
 }
 
 
@@ -137,7 +137,7 @@ def _steps(rank: int, world_size: int, kind: str) -> None:
             optimizers = _optimizers(run, kind)
             _train(run, optimizers, range(3))
             if run.is_sharded and world_size > 1:
-                assert whole_step.manner_for(optimizers[0]) is MANNERS[kind]
+                assert whole_step.step_mode(optimizers[0]) is MODES[kind]
         _assert_close(runs, kind)
 
 
