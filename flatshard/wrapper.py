@@ -50,6 +50,7 @@ from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_ba
 from flatshard.options.torch_request import is_getting_shards
 from flatshard.plan.divergence import Divergence
 from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.plan.module_tree import unit_text
 from flatshard.plan.wrap import Policy
 from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
@@ -834,7 +835,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         if self._parameters:
             name = self._sharding.unit.name
             raise RuntimeError(
-                f"{f'unit {name!r}' if name else 'the model'} was wrapped with "
+                f"{unit_text(name)} was wrapped with "
                 "use_orig_params=False, which the functions of "
                 "torch.distributed.checkpoint.state_dict do not know. Call model.state_dict(), "
                 "model.load_state_dict(), ShardedWrapper.optim_state_dict() and "

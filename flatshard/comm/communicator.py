@@ -27,6 +27,7 @@ from flatshard.comm.transports import TRANSPORTS, LocalTransport, Members, Trans
 from flatshard.comm.work import AsyncWork, named
 from flatshard.memory.buffers import BufferMemory
 from flatshard.options.collectives import Collectives, TransportOptions
+from flatshard.plan.module_tree import unit_text
 
 AUTO = TransportOptions()
 HOST = torch.device("cpu")
@@ -176,7 +177,7 @@ class Communicator(Tags):
             return self.transports[-1].all_reduce(buffer, op_name)
 
     def _op_name(self, unit_fqn: str, action: str) -> str:
-        unit = f"unit {unit_fqn!r}" if unit_fqn else "the root unit"
+        unit = unit_text(unit_fqn)
         return f"{unit}, rank {self.global_rank}: {action} over ranks {self._rank_list}"
 
     # ------------------------------------------------------------ small things, at once

@@ -18,6 +18,7 @@ from flatshard.comm.deadlock.watchdog import watched
 from flatshard.engine.grad_reduce import CommHook
 from flatshard.engine.unit import Unit
 from flatshard.options.precision import MixedPrecision, ReduceMode
+from flatshard.plan.module_tree import unit_text
 
 _DDP_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _FSDP_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
@@ -52,7 +53,7 @@ def register(
     try:
         if is_late:
             raise RuntimeError(
-                f"{_describe(outermost.name)} is part of a model that has run a forward. Register "
+                f"{unit_text(outermost.name)} is part of a model that has run a forward. Register "
                 "a unit's hook before the first forward, or one for all units on the outermost "
                 "wrapper."
             )
@@ -62,7 +63,7 @@ def register(
     # Nothing changes before all ranks agree: a hook on some ranks only would deadlock.
     raise_everywhere(problem, world)
     facts = {
-        f"the hook of {_describe(unit.name)}": (
+        f"the hook of {unit_text(unit.name)}": (
             f"an average, reduce_dtype={its.reduce_dtype}" if its.reduce is None else "called"
         )
         for unit, its in planned.items()
@@ -92,7 +93,7 @@ def _plan(
         _check_averages_over(world, state, hook)
     planned = {}
     for unit, precision in units:
-        wrapped_with = f"{_describe(unit.name)} was wrapped with MixedPrecision"
+        wrapped_with = f"{unit_text(unit.name)} was wrapped with MixedPrecision"
         if not is_average and precision.reduce_mode is ReduceMode.FIXED_ORDER:
             raise ValueError(
                 f"{_name(hook)} adds gradients in an order of its own, but {wrapped_with}("
@@ -118,12 +119,12 @@ def _check_can_register(unit: Unit) -> None:
     for handle in unit.handles:
         if handle.comm_hook is not None:
             raise RuntimeError(
-                f"{_describe(unit.name)} has a hook already, which cannot be replaced. Registering "
+                f"{unit_text(unit.name)} has a hook already, which cannot be replaced. Registering "
                 "on a wrapper gives the hook to all units inside it."
             )
         if handle.grad_publish.holds_gradients:
             raise RuntimeError(
-                f"{_describe(unit.name)} holds gradients accumulated under no_sync. Register "
+                f"{unit_text(unit.name)} holds gradients accumulated under no_sync. Register "
                 "before, or after the backward that reduces them."
             )
 
@@ -173,7 +174,7 @@ def _check_callable_for(unit: Unit, hook: Any) -> None:
     if unit.placement.sharded:
         arguments, kind = "state, full, out", "sharded: it fills out, this rank's part, with the "
         kind += "average of full over the ranks"
-    expected = f"hook({arguments}) for {_describe(unit.name)}, which is {kind}"
+    expected = f"hook({arguments}) for {unit_text(unit.name)}, which is {kind}"
     try:
         signature = inspect.signature(hook)
     except ValueError:  # some built-in functions do not tell
@@ -186,7 +187,7 @@ def _check_callable_for(unit: Unit, hook: Any) -> None:
         )
     if unit.placement.hybrid:
         raise NotImplementedError(
-            f"{_describe(unit.name)} has a HYBRID strategy, and its gradients are reduced in two "
+            f"{unit_text(unit.name)} has a HYBRID strategy, and its gradients are reduced in two "
             f"stages that no hook can replace. {_COMPRESS}; to call a hook, use FULL_SHARD."
         )
     try:
@@ -201,7 +202,7 @@ def _user_hook(
     """A user's hook as the reduction of a unit's flat parameters; see ``CommHook``."""
 
     def reduce(buffer: Tensor, unit_fqn: str) -> Tensor:
-        where = f"{_describe(unit_fqn)}, rank {world.global_rank}: communication hook {_name(hook)}"
+        where = f"{unit_text(unit_fqn)}, rank {world.global_rank}: communication hook {_name(hook)}"
         try:
             with watched(lambda: where):
                 return checked(buffer)
@@ -228,10 +229,6 @@ def _user_hook(
         return out
 
     return reduce
-
-
-def _describe(unit_name: str) -> str:
-    return f"unit {unit_name!r}" if unit_name else "the root unit"
 
 
 def _name(hook: Any) -> str:

@@ -21,6 +21,7 @@ from flatshard.comm.consistency import Checksum, checksum
 from flatshard.engine.events import StepObserver
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
+from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.flat_parameter import view_of
 
 # A module, an attribute, the parameter's number, and at which element of the unsharded buffer it
@@ -73,9 +74,10 @@ class ForwardEdits(StepObserver):
             param = full[index]
             if module._parameters.get(attribute) is not held[index]:
                 raise RuntimeError(
-                    f"parameter {handle.params.specs[index].name!r} (unit {handle.unit_name!r}) "
-                    "was replaced in forward: the model would go on with the one before. Compute "
-                    "with the changed value instead, without assigning it to the module."
+                    f"parameter {handle.params.specs[index].name!r} "
+                    f"({unit_text(handle.unit_name)}) was replaced in forward: the model would go "
+                    "on with the one before. Compute with the changed value instead, without "
+                    "assigning it to the module."
                 )
             if start is not None and param.data_ptr() != address + start * itemsize:
                 param.data = view_of(handle.buffer, handle.layout.spans[index])
@@ -94,7 +96,7 @@ def _edited(handle: FlatParamHandle) -> RuntimeError:
     specs = handle.params.specs
     names = ", ".join(repr(spec.name) for spec in specs[:3])
     return RuntimeError(
-        f"unit {handle.unit_name!r}: its forward edited parameters in place ({names}"
+        f"{unit_text(handle.unit_name)}: its forward edited parameters in place ({names}"
         f"{', or others' if len(specs) > 3 else ''}), which are "
         "unsharded copies there: the edit would be lost. nn.Embedding(max_norm=...) does "
         "that, too. Compute with the changed value instead (w = self.weight.clamp(...)), "

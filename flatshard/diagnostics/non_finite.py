@@ -14,6 +14,7 @@ from torch import Tensor
 from flatshard.engine.events import Observers, StepObserver
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
+from flatshard.plan.module_tree import unit_text
 
 
 class NonFiniteWatch(StepObserver):
@@ -47,9 +48,8 @@ class NonFiniteWatch(StepObserver):
         for (unit, name, _), (is_bad, is_nan) in zip(checked, answers, strict=True):
             if is_bad:
                 self._observers.remove(self)
-                where = f"unit {unit!r}" if unit else "the root unit"
                 warnings.warn(
-                    f"{where}, rank {self._rank}: the gradient of parameter {name!r} holds "
+                    f"{unit_text(unit)}, rank {self._rank}: the gradient of parameter {name!r} holds "
                     f"{'nan' if is_nan else 'inf'}, as autograd gave it on this rank, before any "
                     "average over ranks; it is the first one of this backward. "
                     "torch.autograd.detect_anomaly() finds the operation; what overflows in fp16 "

@@ -15,7 +15,7 @@ from torch import nn
 
 from flatshard.plan.auto_wrap import AutoUnits
 from flatshard.plan.ignored import NOTHING, Ignored
-from flatshard.plan.module_tree import ModuleTree, name_of, numel
+from flatshard.plan.module_tree import ModuleTree, name_of, numel, unit_text
 
 # Elements from which unit sizes matter: 40 MB of float32. For smaller models any plan will do.
 LARGE_MODEL_NUMEL = 10_000_000
@@ -176,7 +176,7 @@ def _uneven(units: Sequence[UnitSize]) -> str:
     # If one parameter is most of the unit, no plan makes the unit much smaller.
     if largest.numel <= UNEVEN * middle or largest.largest_numel > largest.numel / 2:
         return ""
-    where = f"unit {largest.name!r}" if largest.name else "the root"
+    where = f"{unit_text(largest.name)}" if largest.name else "the root"
     return (
         f"{where} holds {largest.numel:,} elements, more than {UNEVEN} times the median of "
         f"{len(filled)} units ({int(middle):,}), and is unsharded at once. Make units of the "

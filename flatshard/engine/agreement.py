@@ -18,6 +18,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.order_check import differ, with_complements
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Unit
+from flatshard.plan.module_tree import unit_text
 
 _SYNCS = list(Sync)
 
@@ -89,7 +90,7 @@ def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
     world, used = unit.topology.world, handle.grad_buffer.used_by_rank
     flags = [index in used for index in range(len(handle.params.full))]
     marks = torch.tensor(flags, dtype=torch.uint8, device=world.control_device)
-    world.reduce_scalars(marks, "MAX", op_name=f"used parameters of unit {unit.name!r}")
+    world.reduce_scalars(marks, "MAX", op_name=f"used parameters of {unit_text(unit.name)}")
     return [bool(mark) for mark in marks.tolist()]
 
 

@@ -14,6 +14,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.param_views import ParamViews
 from flatshard.engine.run_link import RunLink
 from flatshard.plan.layout import FlatLayout, memory_order, strides_of
+from flatshard.plan.module_tree import unit_text
 from flatshard.plan.param_info import ParamInfo
 from flatshard.tensor.broadcast_source import BroadcastSource
 from flatshard.tensor.flat_parameter import part_of
@@ -97,7 +98,7 @@ def convert(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
             return
         if converted.device.type == "meta":
             raise RuntimeError(
-                f"unit {handle.unit_name!r}: moving a sharded model to the meta device would "
+                f"{unit_text(handle.unit_name)}: moving a sharded model to the meta device would "
                 "lose its weights"
             )
         if converted.device != handle.shard.device:
@@ -126,7 +127,7 @@ def check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -
         asked = strides_of(span.shape, after[span.order])
         if asked != span.strides:
             raise RuntimeError(
-                f"parameter {spec.name!r} (unit {handle.unit_name!r}): the memory format cannot "
-                f"be changed after wrapping: strides are {span.strides}, {asked} are asked for. "
-                "Call model.to(memory_format=...) before ShardedWrapper(model): formats are kept."
+                f"parameter {spec.name!r} ({unit_text(handle.unit_name)}): the memory format "
+                f"cannot be changed after wrapping: strides are {span.strides}, {asked} are asked "
+                "for. Call model.to(memory_format=...) before wrapping, which keeps it."
             )

@@ -28,6 +28,7 @@ from flatshard.memory.disk import DiskMemory, fetch, release, rounded
 from flatshard.memory.mapped_files import Files
 from flatshard.options.offload import CPUOffload
 from flatshard.plan.layout import PAGE_BYTES
+from flatshard.plan.module_tree import unit_text
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,7 @@ class OffloadTargets:
         if self.state is None or self.shard.is_device:
             return
         total = sum(rounded(one) + 2 * PAGE_BYTES for one in nbytes)
-        what = f"unit {unit!r}" if unit else "the root unit"
-        self.state.reserve(total, f"{what} (shards and gradients)")
+        self.state.reserve(total, f"{unit_text(unit)} (shards and gradients)")
 
     def trim(self) -> None:
         """After construction: what it took in memory is not needed for a step."""

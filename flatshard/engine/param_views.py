@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from flatshard.engine.gather import HandleOptions
 from flatshard.engine.run_link import RunLink
 from flatshard.plan.layout import FlatLayout
+from flatshard.plan.module_tree import unit_text
 from flatshard.plan.param_info import ParamInfo
 from flatshard.tensor import freed_parameter
 from flatshard.tensor.flat_parameter import FlatParameter, FlatParameterPart, view_of
@@ -237,7 +238,7 @@ class ParamViews:
             held = (self.held or self.full)[index]
             if present is not held and present is not self._outside(index):
                 raise RuntimeError(
-                    f"parameter {self.specs[index].name!r} (unit {self.link.unit_name!r}) was "
+                    f"parameter {self.specs[index].name!r} ({unit_text(self.link.unit_name)}) was "
                     "replaced after wrapping. Assign values with p.copy_(...), or replace the "
                     "parameter before wrapping."
                 )

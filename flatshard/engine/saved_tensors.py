@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from flatshard.engine.backward import Backward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
+from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import tensors_in
 from flatshard.tensor.tensor_parallel import SavedDTensor
 
@@ -63,8 +64,8 @@ class SavedTensors:
         output = pytree.tree_map_only(Tensor, lambda t: t.clone() if self._owner(t) else t, output)
         if any(map(self._owner, tensors_in(output))):
             raise RuntimeError(
-                f"unit {unit_name!r} returns a view of its parameters inside an object. They are "
-                "resharded after forward: return a clone()."
+                f"{unit_text(unit_name)} returns a view of its parameters inside an object. They "
+                "are resharded after forward: return a clone()."
             )
         return output
 
@@ -119,7 +120,7 @@ class SavedTensors:
             # Torch's own check is off for what hooks pack.
             if handle.version != version:
                 raise RuntimeError(
-                    f"unit {handle.unit_name!r}: its parameters were modified between forward "
+                    f"{unit_text(handle.unit_name)}: its parameters were modified between forward "
                     "and backward (an optimizer step, or an edit in place), and backward needs "
                     "them as they were. Run backward first, or forward again."
                 )

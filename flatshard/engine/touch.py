@@ -30,6 +30,7 @@ from flatshard.engine.forward import Forward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Phase, Unit
+from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.gathered import as_views, gathered
 from flatshard.tensor.recomputation import is_counted
 from flatshard.tensor.shard_spec import ShardSpec
@@ -197,7 +198,7 @@ class Touch(StepObserver):
             return
         self._warned.add(unit)
         warnings.warn(
-            f"unit {unit.name!r}: {name} uses parameter {spec.name!r} outside of the unit's "
+            f"{unit_text(unit.name)}: {name} uses parameter {spec.name!r} outside of the unit's "
             "forward, and all-gathers it for that. This is right, but takes time, and all ranks "
             "must do it. Let the module that uses it be the unit (auto_wrap_policy), or call the "
             "unit's module; for calls of parts of a model, such as generate(), use "

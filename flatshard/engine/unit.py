@@ -24,7 +24,7 @@ from flatshard.comm.topology import Topology
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle, ShardState
 from flatshard.options.strategy import Placement
-from flatshard.plan.module_tree import name_of, renamed
+from flatshard.plan.module_tree import name_of, renamed, unit_text
 from flatshard.precision.casts import UnitCasts
 
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
@@ -102,7 +102,7 @@ class Unit:
 
     def refuse_to_part(self) -> NoReturn:
         raise RuntimeError(
-            f"unit {self.name!r}: the module of a ShardedWrapper cannot be copied or pickled "
+            f"{unit_text(self.name)}: the module of a ShardedWrapper cannot be copied or pickled "
             "without it. copy.deepcopy(model) copies, flatshard.checkpoint.save saves the wrapper."
         )
 
@@ -162,7 +162,7 @@ class Unit:
 
     def enter(self, phase: Phase) -> None:
         moves = phase is self.phase or phase in _MOVES[self.phase]
-        assert moves, f"unit {self.name!r}: {self.phase.name} to {phase.name}"
+        assert moves, f"{unit_text(self.name)}: {self.phase.name} to {phase.name}"
         self.phase = phase
         if phase is not Phase.IDLE:
             self.count_trainable()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.param_views import ParamViews
+from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import view_of
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
@@ -112,6 +113,6 @@ def shown_in(params: ParamViews, index: int, flat: Tensor) -> Tensor:
 def edited(unit_name: str) -> RuntimeError:
     """The error for accumulated gradients that were edited."""
     return RuntimeError(
-        f"unit {unit_name!r}: gradients accumulated under no_sync were edited before they were "
+        f"{unit_text(unit_name)}: gradients accumulated under no_sync were edited before they were "
         "reduced. Edit them after a backward outside of no_sync."
     )

@@ -14,6 +14,7 @@ from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import PlannedUnit
 from flatshard.module.settings import Settings
 from flatshard.options.collectives import Collectives, TransportOptions
+from flatshard.plan.module_tree import unit_text
 from flatshard.plan.param_info import ParamInfo, find_params
 from flatshard.tensor.tensor_parallel import TensorParallel, tensor_parallel_of
 
@@ -108,6 +109,6 @@ def check_units(units: Iterable[PlannedUnit]) -> None:
             for reason, applies in reasons.items():
                 if first is not None and applies:
                     raise NotImplementedError(
-                        f"unit {unit.name!r}: {reason} with parameter {first.name!r}, a DTensor, "
-                        f"is not supported. {_OTHERWISE}"
+                        f"{unit_text(unit.name)}: {reason} with parameter {first.name!r}, a "
+                        f"DTensor, is not supported. {_OTHERWISE}"
                     )

@@ -31,6 +31,7 @@ from flatshard.engine.handle import ShardState
 from flatshard.engine.unit import Unit
 from flatshard.module.sharding import Sharding, shardings_in
 from flatshard.optimizer import in_backward, step
+from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.sharded_tensor import local_range
 
 _FAILED = "failed"
@@ -77,7 +78,7 @@ def clipping(sharding: Sharding, *arguments: Any) -> AbstractContextManager[None
 def _check(root: Sharding) -> None:
     """Raise where a rank could not follow; alike on all ranks."""
     if not root.wrapper.check_is_root():
-        raise RuntimeError(f"join(): unit {root.unit.name!r} is not the outermost wrapper.")
+        raise RuntimeError(f"join(): {unit_text(root.unit.name)} is not the outermost wrapper.")
     in_backward.refuse(root.context, "join()")
     for unit in root.context.units:
         reasons = {
@@ -88,7 +89,7 @@ def _check(root: Sharding) -> None:
         }
         if reason := next((text for text, holds in reasons.items() if holds), None):
             raise NotImplementedError(
-                f"join(): unit {unit.name!r} {reason}. Give every rank equally many batches: "
+                f"join(): {unit_text(unit.name)} {reason}. Give every rank equally many batches: "
                 "DistributedSampler(drop_last=True)."
             )
 

@@ -22,6 +22,7 @@ from flatshard.module.sharding import Sharding, handles_in, modules_apart, shard
 from flatshard.optimizer import step
 from flatshard.options.flags import as_flags
 from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.plan.module_tree import unit_text
 from flatshard.state.write_through import WriteThrough
 
 
@@ -179,9 +180,9 @@ def _check_ranks(units: Sequence[Unit]) -> None:
         topology = unit.topology
         if not set(topology.world.ranks) <= set(expected):
             raise ValueError(
-                f"ShardedWrapper: unit {unit.name!r} trains on ranks {topology.world.ranks}, the "
-                f"module around it on {expected}. Pass both the same ranks, or the unit some of "
-                "them."
+                f"ShardedWrapper: {unit_text(unit.name)} trains on ranks {topology.world.ranks}, "
+                f"the module around it on {expected}. Pass both the same ranks, or the unit some "
+                "of them."
             )
         if topology.intra_group.size > 1 and topology.across.size > 1:
             grids.append((unit, topology.intra_group.ranks, topology.across.ranks))
@@ -190,9 +191,9 @@ def _check_ranks(units: Sequence[Unit]) -> None:
         outermost, *its = grids[-1]
         if its == [replicate, shard]:
             raise ValueError(
-                f"ShardedWrapper: unit {unit.name!r} shards over ranks {shard} and replicates over "
-                f"{replicate}, {outermost.name or 'the module around it'!r} the other way round. "
-                "Pass both the same pair of groups (shard group, replicate group)."
+                f"ShardedWrapper: {unit_text(unit.name)} shards over ranks {shard} and replicates "
+                f"over {replicate}, {outermost.name or 'the module around it'!r} the other way "
+                "round. Pass both the same pair of groups (shard group, replicate group)."
             )
 
 

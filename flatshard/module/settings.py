@@ -23,6 +23,7 @@ from flatshard.options.strategy import (
     as_strategy,
     resharding,
 )
+from flatshard.plan.module_tree import unit_text
 from flatshard.plan.wrap import UnitPlan
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
@@ -84,17 +85,17 @@ class Settings:
             placement = placement.diverging()
         if keywords:
             raise ValueError(
-                f"auto_wrap_policy: for unit {plan.name!r} it sets {', '.join(sorted(keywords))}; "
-                "units of one model can differ in sharding_strategy, reshard_after_forward, "
-                "allow_divergence, mixed_precision and boundary. Set the others on the outermost "
-                "wrapper."
+                f"auto_wrap_policy: for {unit_text(plan.name)} it sets "
+                f"{', '.join(sorted(keywords))}; units of one model can differ in "
+                "sharding_strategy, reshard_after_forward, allow_divergence, mixed_precision and "
+                "boundary. Set the others on the outermost wrapper."
             )
         keeps_secondary = placement.regather_size is not None or placement.over_all
         if precision.gather_dtype is not None and keeps_secondary:
             raise NotImplementedError(
-                f"unit {plan.name!r}: mixed_precision: gather_dtype={precision.gather_dtype} with "
-                "reshard_after_forward=k or HYBRID_SHARD_OP, which keep secondary shards, is not "
-                "supported. Leave one of them out."
+                f"{unit_text(plan.name)}: mixed_precision: gather_dtype={precision.gather_dtype} "
+                "with reshard_after_forward=k or HYBRID_SHARD_OP, which keep secondary shards, is "
+                "not supported. Leave one of them out."
             )
         return dataclasses.replace(
             self, strategy=strategy, placement=placement, precision=precision, boundary=boundary

@@ -21,6 +21,7 @@ from flatshard.optimizer import whole_step
 from flatshard.options.strategy import ShardingStrategy
 from flatshard.plan.ignored import Ignored
 from flatshard.plan.module_proxy import ModuleProxy
+from flatshard.plan.module_tree import unit_text
 from flatshard.state.model_state import UnitStateDict
 
 
@@ -66,7 +67,7 @@ class Sharding:
         for handle, flat in zip(self.unit.handles, shown, strict=False):
             if flat is not handle.sharded[0]:
                 raise RuntimeError(
-                    f"the flat parameter of unit {self.unit.name!r} was replaced, by "
+                    f"the flat parameter of {unit_text(self.unit.name)} was replaced, by "
                     "torch.func.functional_call(), say: its values would not be used. Assign "
                     "values with p.copy_(...), or wrap with use_orig_params=True."
                 )
@@ -76,7 +77,7 @@ class Sharding:
         for unit in units_in(self.wrapper):
             if any(handle.summoned is not None for handle in unit.handles):
                 raise RuntimeError(
-                    f"unit {unit.name!r}: the model was {action} under "
+                    f"{unit_text(unit.name)}: the model was {action} under "
                     "summon_full_params(). Leave the context first."
                 )
 
@@ -87,7 +88,7 @@ class Sharding:
             if not inside.issuperset(unit.modules):
                 name = self.unit.names[list(self.unit.modules).index(self.wrapper.module)]
                 raise RuntimeError(
-                    f"unit {unit.name!r}: {name!r} cannot be {action} alone: it is small and "
+                    f"{unit_text(unit.name)}: {name!r} cannot be {action} alone: it is small and "
                     "coalesced with its neighbours. Do it with the outermost wrapper, or wrap with "
                     "coalesce_bytes=0."
                 )
@@ -98,7 +99,7 @@ class Sharding:
         self.check_has_all_modules("given another strategy")
         if self.context.state.has_run:
             raise RuntimeError(
-                f"unit {unit.name!r}: its strategy {before.strategy.name} cannot become "
+                f"{unit_text(unit.name)}: its strategy {before.strategy.name} cannot become "
                 f"{strategy.name} after the first forward. Wrap the model anew, "
                 "between flatshard.checkpoint.save() and load()."
             )
@@ -111,7 +112,7 @@ class Sharding:
             placement = placement.diverging()
         if placement != dataclasses.replace(before.placement, **when):
             raise ValueError(
-                f"unit {unit.name!r}: {strategy.name} places parameters differently from "
+                f"{unit_text(unit.name)}: {strategy.name} places parameters differently from "
                 f"{before.strategy.name}, with which the model was wrapped. Wrap it with "
                 f"sharding_strategy={strategy.name!r}."
             )

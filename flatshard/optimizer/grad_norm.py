@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.plan.module_tree import unit_text
 from flatshard.tensor import reduction_ops
 
 
@@ -17,7 +18,7 @@ def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None
     for handle in handles:
         if handle.topology.world.size < world.size:
             raise RuntimeError(
-                f"unit {handle.unit_name!r}: clip_grad_norm_() where a unit trains on ranks "
+                f"{unit_text(handle.unit_name)}: clip_grad_norm_() where a unit trains on ranks "
                 f"{handle.topology.world.ranks} alone: the norm would differ between ranks. Clip "
                 "with a norm that you compute, or call clip_grad_norm_() of the units."
             )
@@ -39,8 +40,8 @@ def check_reduced(
     for rank, unit in found.items():
         if unit is not None:
             raise RuntimeError(
-                f"unit {unit!r}, rank {rank}: clip_grad_norm_() on gradients that were accumulated "
-                "under no_sync and not reduced. Clip after a backward outside of no_sync."
+                f"{unit_text(unit)}, rank {rank}: clip_grad_norm_() on gradients that were "
+                "accumulated under no_sync and not reduced. Clip after a backward outside of it."
             )
 
 

@@ -29,6 +29,7 @@ from flatshard.optimizer import local_state_guard, offload
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.consumed_grad import ConsumedGrad, drop_consumed
 from flatshard.optimizer.offload import StepPart
+from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.reduction_ops import OutsideUses
 
@@ -174,7 +175,7 @@ class SteppedInBackward(StepObserver):
             except Exception as error:
                 # Raised now, at another moment on each rank, it would leave the others waiting for
                 # reductions that this one does not begin.
-                error.add_note(f"in step_in_backward(), stepping unit {unit.name!r}")
+                error.add_note(f"in step_in_backward(), stepping {unit_text(unit.name)}")
                 self._problem, self._waits_for_end = error, True
                 return
 
@@ -206,7 +207,7 @@ class SteppedInBackward(StepObserver):
         """Raise, on all ranks, if one of them was stepped before on any rank."""
         for unit in units:
             if self._stepped_anywhere and self._stepped_anywhere[unit.index]:
-                raise _got_more(f"unit {unit.name!r}" if unit.name else "the root unit")
+                raise _got_more(unit_text(unit.name))
 
     def published(self, has_gradients: bool) -> None:
         """Step what is left; users' hooks have run. Raises what an early step raised, too."""
@@ -221,7 +222,7 @@ class SteppedInBackward(StepObserver):
         with torch._C.DisableTorchFunctionSubclass():
             for index in self._stepped:
                 if any(param.grad is not None for part in parts[index] for param in part.params):
-                    raise _got_more(f"a parameter of unit {self._units[index].name!r}")
+                    raise _got_more(f"a parameter of {unit_text(self._units[index].name)}")
         if has_gradients or has_outside:
             rest = [of_unit for index, of_unit in parts.items() if index not in self._stepped]
             with profiled("step", "all units that are left"):

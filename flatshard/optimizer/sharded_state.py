@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flatshard.optimizer.buckets import ONE_PER_PARAMETER, all_params
 from flatshard.options.torch_request import TorchRequest
+from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
@@ -73,8 +74,8 @@ def own_part(spec: ShardSpec, value: Tensor) -> Tensor:
         return spec.slice(value)
     if value.spec.place != spec.place:
         raise ValueError(
-            f"sharded state of parameter {spec.name!r} (unit {spec.unit!r}) is of another layout: "
-            f"expected elements [{spec.offset}, {spec.offset + spec.numel}), got "
+            f"sharded state of parameter {spec.name!r} ({unit_text(spec.unit)}) is of another "
+            f"layout: expected elements [{spec.offset}, {spec.offset + spec.numel}), got "
             f"[{value.spec.offset}, {value.spec.offset + value.spec.numel}). Load it through "
             "torch.distributed.checkpoint into the state that this model has."
         )

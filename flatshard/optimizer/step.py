@@ -39,6 +39,7 @@ from flatshard.optimizer.local_state_guard import check_state
 from flatshard.optimizer.offload import StepPart
 from flatshard.optimizer.trial import StepMode, without_params
 from flatshard.optimizer.whole_step import Closure, EveryRankSwap, step_for, step_mode
+from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import check_dtype
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.param_swap import FlattenedParameter
@@ -161,7 +162,7 @@ def _check_params(optimizer: torch.optim.Optimizer, *, has_grads: bool = True) -
                 if isinstance(param, FlattenedParameter):
                     raise RuntimeError(
                         f"step(): the optimizer was made before wrapping, and its parameters "
-                        f"became a part of the flat parameter of unit {param.unit_name!r}. "
+                        f"became a part of the flat parameter of {unit_text(param.unit_name)}. "
                         "Make it from model.parameters() after wrapping, or wrap with "
                         "use_orig_params=True."
                     )
@@ -181,8 +182,8 @@ def _check_params(optimizer: torch.optim.Optimizer, *, has_grads: bool = True) -
                 unit = UNREDUCED.get(grad) if UNREDUCED else None
                 if unit is not None:
                     raise RuntimeError(
-                        f"unit {unit!r}: step() on gradients that were accumulated under no_sync "
-                        "and not reduced. Run the last backward before a step outside of no_sync."
+                        f"{unit_text(unit)}: step() on gradients that were accumulated under "
+                        "no_sync and not reduced. Run the last backward before step() outside of it."
                     )
 
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from flatshard.options.boundary import Boundary
 from flatshard.plan.layout import ALIGNMENT_BYTES, PAGE_BYTES, PAGED_BYTES, FlatLayout, ParamSpan
+from flatshard.plan.module_tree import unit_text
 
 # The most padding that a unit may have, as a fraction of its elements ...
 MAX_PADDING = 0.25
@@ -147,9 +148,8 @@ def check_padding(unit: str, layouts: Iterable[FlatLayout], boundary: Boundary) 
     worst = max(layouts, key=lambda layout: layout.padding_numel)
     span = max(worst.spans, key=lambda span: block_numel(span, boundary))
     block = min(block_numel(span, boundary), span.numel)
-    where = f"unit {unit!r}" if unit else "the root unit"
     raise ValueError(
-        f"boundary={boundary!r}: {where} would have {padding:,} elements of padding, "
+        f"boundary={boundary!r}: {unit_text(unit)} would have {padding:,} elements of padding, "
         f"{padding / numel:.0%} of its {numel:,}; at most {MAX_PADDING:.0%} are allowed. "
         f"Parameter {span.name!r}, {span.shape}, keeps {block:,} elements together on one of "
         f"{worst.world_size} ranks. Make the unit larger (a coarser policy, or coalesce_bytes), "

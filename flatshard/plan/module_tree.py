@@ -107,6 +107,11 @@ def name_of(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
+def unit_text(name: str) -> str:
+    """How messages call the unit of this name; the outermost one has none."""
+    return f"unit {name!r}" if name else "the root unit"
+
+
 def renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
     """A parameter's name relative to another root; its module's is ``before`` and ``after``."""
     for old, new in zip(before, after, strict=True):

@@ -17,6 +17,7 @@ from flatshard.comm.requests import Gather
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.memory import disk
+from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import view_of
 from flatshard.tensor.shard_spec import first_of_dtensor
@@ -37,7 +38,7 @@ def gather_full(
     if summoned is not None and not summoned.is_held and not handle.is_whole:
         rank = handle.topology.world.global_rank
         raise RuntimeError(
-            f"unit {handle.unit_name!r}, rank {rank}: full tensors were asked for under "
+            f"{unit_text(handle.unit_name)}, rank {rank}: full tensors were asked for under "
             "summon_full_params(rank0_only=True), where only rank 0 has them and takes no "
             "part in another all-gather. Ask on rank 0 alone, or outside of the context."
         )
@@ -127,8 +128,9 @@ def _check_request(handle: FlatParamHandle, request: Request) -> None:
     split = first_of_dtensor(handle.params.specs)
     if split is not None:
         raise NotImplementedError(
-            f"summon_full_params(): parameter {split!r} (unit {handle.unit_name!r}) was a DTensor, "
-            "and other ranks hold the rest. Read model.state_dict(), and edit with p.copy_(...)."
+            f"summon_full_params(): parameter {split!r} ({unit_text(handle.unit_name)}) was a "
+            "DTensor, and other ranks hold the rest. Read model.state_dict(), and edit with "
+            "p.copy_(...)."
         )
     if handle.summoned is None:
         handle.params.check_places()
@@ -143,7 +145,7 @@ def _check_request(handle: FlatParamHandle, request: Request) -> None:
     for argument, is_lacking in lacking.items():
         if is_lacking:
             raise RuntimeError(
-                f"unit {handle.unit_name!r}: summon_full_params({argument}) inside another "
+                f"{unit_text(handle.unit_name)}: summon_full_params({argument}) inside another "
                 f"summon_full_params() without it. Pass {argument} to the outer one."
             )
 
@@ -160,7 +162,7 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
             unreduced = handle.grad_publish.unreduced.is_shown()
             specs, grads = handle.params.specs, _grads(handle)
             for index, spec in enumerate(specs):
-                where = f"parameter {spec.name!r} (unit {handle.unit_name!r})"
+                where = f"parameter {spec.name!r} ({unit_text(handle.unit_name)})"
                 is_there = grads[index % len(grads)] is not None
                 facts[f"the gradient of {where}"] = "there" if is_there else "nothing"
                 if is_there and unreduced:
@@ -211,9 +213,9 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
 
 def _refuse_gradient(unit_name: str, _: Tensor) -> NoReturn:
     raise RuntimeError(
-        f"unit {unit_name!r}: a backward reached parameters that summon_full_params() shows. Their "
-        "gradients are this rank's alone, and nothing would average them. Run forward and backward "
-        "outside of the context, or use torch.autograd.grad()."
+        f"{unit_text(unit_name)}: a backward reached parameters that summon_full_params() shows. "
+        "Their gradients are this rank's alone, and nothing would average them. Run forward "
+        "and backward outside of the context, or use torch.autograd.grad()."
     )
 
 
@@ -259,7 +261,7 @@ class Summoned:
         """Raise for a use of the sharded parameters in full."""
         handle = self._handle
         raise RuntimeError(
-            f"unit {handle.unit_name!r}, rank {handle.topology.world.global_rank}: its sharded "
+            f"{unit_text(handle.unit_name)}, rank {handle.topology.world.global_rank}: its sharded "
             "parameters were used under summon_full_params(). Use those that the modules hold "
             "inside, with rank0_only=True on rank 0 alone, or leave the context first."
         )
@@ -321,7 +323,7 @@ class Summoned:
         if not self.is_held and was_edited and outer is None:
             rank = handle.topology.world.global_rank
             return [
-                f"unit {handle.unit_name!r}, rank {rank}: parameters were edited with "
+                f"{unit_text(handle.unit_name)}, rank {rank}: parameters were edited with "
                 "rank0_only=True, where this rank holds sharded ones and rank 0 drops its edits. "
                 "Edit with rank0_only=False"
             ]
@@ -329,9 +331,9 @@ class Summoned:
             return replaced
         if was_edited:
             return [
-                f"unit {handle.unit_name!r}: its sharded parameters were written while full ones "
-                "were shown (an optimizer step, or parameters from before the context), so the "
-                "full ones are dropped. Edit what the modules hold, or pass writeback=False"
+                f"{unit_text(handle.unit_name)}: its sharded parameters were written while full "
+                "ones were shown (an optimizer step, or parameters from before the context), so "
+                "the full ones are dropped. Edit what the modules hold, or pass writeback=False"
             ]
         problems = replaced or self._misfits()
         if not problems:  # all or nothing: some edits without the others are no model
@@ -343,7 +345,7 @@ class Summoned:
         handle = self._handle
         held = self.params or handle.sharded
         return [
-            f"parameter {handle.params.specs[index].name!r} (unit {handle.unit_name!r}) was "
+            f"parameter {handle.params.specs[index].name!r} ({unit_text(handle.unit_name)}) was "
             "replaced by another object and is what it was before. Assign values with p.copy_(...)"
             for module, attribute, index in handle.params.places
             if module._parameters.get(attribute) is not held[index]
@@ -356,7 +358,7 @@ class Summoned:
         for spec, param, trained in zip(
             params.specs, self.params, params.requires_grad(), strict=True
         ):
-            where = f"parameter {spec.name!r} (unit {handle.unit_name!r})"
+            where = f"parameter {spec.name!r} ({unit_text(handle.unit_name)})"
             if tuple(param.shape) != spec.shape or param.dtype != handle.shard.dtype:
                 problems.append(
                     f"{where}: expected data of shape {spec.shape}, {handle.shard.dtype}, got "

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.options.torch_request import torch_request
+from flatshard.plan.module_tree import unit_text
 from flatshard.state.full_params import gather_full, index_of
 from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.sharded_tensor import FlatShardTensor
@@ -86,9 +87,9 @@ class UnitStateDict:
         """Raise if the names in the unit's sharded state dict mean something else on some ranks."""
         if self.is_apart:
             raise NotImplementedError(
-                f"unit {self._unit.name!r} trains on some of the model's ranks alone: other ranks "
-                "may hold other parameters of its names, and a sharded checkpoint keeps one of a "
-                "name. Save the unit's state dict apart, under names of its own."
+                f"{unit_text(self._unit.name)} trains on some of the model's ranks alone: other "
+                "ranks may hold other parameters of its names, and a sharded checkpoint keeps one "
+                "of a name. Save the unit's state dict apart, under names of its own."
             )
 
     def requested(self) -> StateDictOptions:
@@ -190,8 +191,8 @@ def _keep_sharded(
             state_dict[key] = state_shard(local, value.spec)
         elif value.untyped_storage()._cdata != handle.shard.untyped_storage()._cdata:
             raise RuntimeError(
-                f"unit {handle.unit_name!r}: a sharded state dict was asked for in the forward of "
-                "the unit. Ask for it between steps."
+                f"{unit_text(handle.unit_name)}: a sharded state dict was asked for in the forward "
+                "of the unit. Ask for it between steps."
             )
 
 

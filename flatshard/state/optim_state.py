@@ -23,6 +23,7 @@ from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.buckets import ONE_PER_PARAMETER
 from flatshard.optimizer.sharded_state import own_part
 from flatshard.optimizer.whole_step import shared_state, with_owners
+from flatshard.plan.module_tree import unit_text
 from flatshard.state.full_params import gather_full, join, worlds_of
 from flatshard.state.model_state import without_ddp_prefix
 from flatshard.state.optim_fqns import OptimParam, OptimParams, unwrapped
@@ -219,7 +220,7 @@ def _part(param: OptimParam, key: str, value: Any, is_alike: bool) -> Tensor | N
     if shapes - {()} and not handle.is_whole and (param.is_flat or not is_alike):
         fqn, *_ = param.indices
         raise ValueError(
-            f"state {key!r} of parameter {fqn!r} (unit {handle.unit_name!r}) has "
+            f"state {key!r} of parameter {fqn!r} ({unit_text(handle.unit_name)}) has "
             f"tensors of shape {sorted(shapes)}: only numbers, and tensors with one value per "
             "element of the parameter, can be put together from the ranks' parts."
         )
@@ -397,7 +398,7 @@ def _loaded(
         assert param.handle is not None, "only flat parameters join originals"
         return ValueError(
             f"parameters {first!r} and {other!r} have {differences}, but are parts of one flat "
-            f"parameter of unit {param.handle.unit_name!r}, which has one state. Wrap with "
+            f"parameter of {unit_text(param.handle.unit_name)}, which has one state. Wrap with "
             "use_orig_params=True."
         )
 
@@ -431,7 +432,7 @@ def _is_per_element(param: OptimParam, key: str, values: dict[str, Any], element
         if not param.is_flat and not elementwise:
             return False  # the optimizer's own business, as in an unwrapped model
         raise ValueError(
-            f"state {key!r} of parameter {fqn!r} (unit {param.handle.unit_name!r}): expected "
+            f"state {key!r} of parameter {fqn!r} ({unit_text(param.handle.unit_name)}): expected "
             f"shape {shape}, the parameter's, got {tuple(value.shape)}. Is the state of "
             "another model?"
         )

@@ -23,6 +23,7 @@ from flatshard.engine.unit import Unit
 from flatshard.formats.ranges import OpenFiles, Place, read_range, write_range
 from flatshard.formats.safetensors import Plan, find_tensors, plan_files
 from flatshard.plan.layout import memory_order
+from flatshard.plan.module_tree import unit_text
 from flatshard.state.checkpoint.progress import Progress
 from flatshard.state.model_state import (
     StateDictOptions,
@@ -152,9 +153,9 @@ def check_alike(units: Iterable[Unit], world: Communicator) -> None:
     for unit in units:
         if unit.topology.world.size != world.size:
             raise NotImplementedError(
-                f"unit {unit.name!r} trains on ranks {unit.topology.world.ranks} of {world.ranks}: "
-                "other ranks hold another module of this name, and one file cannot hold both. "
-                "Save that module by itself, on its ranks"
+                f"{unit_text(unit.name)} trains on ranks {unit.topology.world.ranks} of "
+                f"{world.ranks}: other ranks hold another module of this name, and one file cannot "
+                "hold both. Save that module by itself, on its ranks"
             )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 from flatshard.tensor.sharded_tensor import HANDLERS, FlatShardTensor, first_sharded, wrote
 
@@ -84,10 +85,10 @@ def _check_memory_format(func: Any, tensor: FlatShardTensor, memory_format: Any)
     if not is_kept and not tensor.is_contiguous(memory_format=memory_format):
         spec = tensor.spec
         raise RuntimeError(
-            f"parameter {spec.name!r} (unit {spec.unit!r}) is sharded and keeps the memory format "
-            f"that it was wrapped with: strides are {spec.strides}, {func._schema.name} asks for "
-            f"{memory_format}. Call model.to(memory_format=...) before ShardedWrapper(model), or "
-            "use p.full_tensor()."
+            f"parameter {spec.name!r} ({unit_text(spec.unit)}) is sharded and keeps the memory "
+            f"format that it was wrapped with: strides are {spec.strides}, {func._schema.name} "
+            f"asks for {memory_format}. Call model.to(memory_format=...) before "
+            "ShardedWrapper(model), or use p.full_tensor()."
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import hooks as torch_hooks
 
 from flatshard.plan.layout import FlatLayout, LocalSpan, ParamSpan
+from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, check_data, tensors_in
 
@@ -133,8 +134,8 @@ class FlatParameterPart(FlatShardTensor):
         if func in setters and isinstance(args[0], FlatParameterPart):
             spec = args[0].spec
             raise RuntimeError(
-                f"parameter {spec.name!r} (unit {spec.unit!r}) is a part of a flat parameter and "
-                "cannot be frozen or unfrozen alone. Wrap with use_orig_params=True, freeze it "
+                f"parameter {spec.name!r} ({unit_text(spec.unit)}) is a part of a flat parameter "
+                "and cannot be frozen or unfrozen alone. Wrap with use_orig_params=True, freeze it "
                 "before wrapping, or call requires_grad_() on the unit's ShardedWrapper."
             )
         result = super().__torch_function__(func, types, args, kwargs)
@@ -151,7 +152,7 @@ class FlatParameterPart(FlatShardTensor):
 
 def _refuse_gradient(spec: ShardSpec, *_: Tensor) -> NoReturn:
     raise RuntimeError(
-        f"parameter {spec.name!r} (unit {spec.unit!r}) is a part of a flat parameter, and gets "
+        f"parameter {spec.name!r} ({unit_text(spec.unit)}) is a part of a flat parameter, and gets "
         "gradients from the forward of its unit alone: those of a penalty outside of it, and "
         "hooks, would be lost. Wrap with use_orig_params=True, or compute it in forward."
     )

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.shard_spec import ShardSpec
 
 _METHODS = """__hash__ data_ptr dim element_size is_complex is_contiguous is_floating_point numel
@@ -94,7 +95,7 @@ def forbid(buffer: Tensor, unit: str, rank: int) -> None:
     """Let torch raise for what reads a buffer that was freed, or a view of it, if it can."""
     if _forbid is not None and _allow is not None:
         message = (
-            f"unit {unit!r}, rank {rank}: a view of its unsharded parameters was read that "
+            f"{unit_text(unit)}, rank {rank}: a view of its unsharded parameters was read that "
             "forward, a hook or a torch.autograd.Function kept (weight[0], weight.detach()). They "
             "were resharded since. Keep a clone(), or use ctx.save_for_backward()."
         )

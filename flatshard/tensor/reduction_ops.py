@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
+from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.flat_parameter import FlatParameterPart
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import (
@@ -42,7 +43,7 @@ def _part(tensor: FlatShardTensor, *, with_padding: bool) -> Tensor:
     unit = UNREDUCED.get(tensor)
     if unit is not None:
         raise RuntimeError(
-            f"unit {unit!r}, {spec.name!r}, rank {spec.comm.rank}: a norm or sum of a gradient "
+            f"{unit_text(unit)}, {spec.name!r}, rank {spec.comm.rank}: a norm or sum of a gradient "
             "that was accumulated under no_sync and not reduced. Ask for it after a backward "
             "outside of no_sync."
         )

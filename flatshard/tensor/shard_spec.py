@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flatshard.comm.communicator import ALONE, Communicator
 from flatshard.memory.disk import DiskMemory
 from flatshard.plan.layout import LocalSpan, strides_of
+from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
 from flatshard.tensor.tensor_parallel import TensorParallel
 
@@ -152,7 +153,7 @@ class ShardSpec:
         """Raise for an operation that this rank's part cannot do alone."""
         refuse_foreign_wrapper()
         raise NeedsFullTensor(
-            f"parameter {self.name!r} (unit {self.unit!r}, rank {self.comm.global_rank}) is "
+            f"parameter {self.name!r} ({unit_text(self.unit)}, rank {self.comm.global_rank}) is "
             f"sharded: {operation} needs the full tensor. Use it inside the forward of the module "
             "that owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor().",
             self,

@@ -105,7 +105,7 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "edited parameters in place .'0.weight', '0.bias'.": _renormed("into data", True),
     "edited parameters in place .'0.weight', '0.bias', ": _renormed("into data"),
     "edited parameters in place .*momentum encoder": _renormed("later", True),
-    "parameter '0.weight' .unit ''. was replaced in forward": _renormed("assigned"),
+    "parameter '0.weight' .the root unit. was replaced in forward": _renormed("assigned"),
     "edited parameters in place .*max_norm": _embedding,
     "parameter 'weight' has a gradient, which would be lost": _gradient_before,
     "parameter '1.weight' was added after wrapping": _added,
@@ -113,7 +113,7 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "parameter '1.weight' was added after wrapping: it": _replaced_later,
     "assigned to '0' of a sharded module": _assigned,
     "the optimizer was made before wrapping": _optimizer_before,
-    "the flat parameter of unit '' was replaced": _functional,
+    "the flat parameter of the root unit was replaced": _functional,
 }
 
 

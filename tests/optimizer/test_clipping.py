@@ -339,7 +339,7 @@ def _not_reduced_on_one_rank(rank: int, world_size: int) -> None:
     with model.no_sync():
         loss = model(torch.ones(2, dtype=torch.float64)).sum()
         (loss if rank == 1 else loss.detach().requires_grad_()).backward()
-        with pytest.raises(RuntimeError, match=r"unit '', rank 1: .*no_sync"):
+        with pytest.raises(RuntimeError, match=r"the root unit, rank 1: .*no_sync"):
             model.clip_grad_norm_(1.0)
 
 

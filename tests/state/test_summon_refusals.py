@@ -125,7 +125,7 @@ def test_part_of_a_unit(way: str) -> None:
 def _part(rank: int, world_size: int, way: str) -> None:
     """It did nothing, and left the parameters sharded."""
     sharded, _ = pair(rank, world_size, way, "mlp-one-unit")
-    with pytest.raises(RuntimeError, match=r"'fc1.weight' belongs to unit ''"):
+    with pytest.raises(RuntimeError, match=r"'fc1.weight' belongs to the root unit"):
         summon(sharded.model.fc1).__enter__()
 
 
