@@ -49,9 +49,9 @@ class NonFiniteWatch(StepObserver):
             if is_bad:
                 self._observers.remove(self)
                 warnings.warn(
-                    f"{unit_text(unit)}, rank {self._rank}: the gradient of parameter {name!r} holds "
-                    f"{'nan' if is_nan else 'inf'}, as autograd gave it on this rank, before any "
-                    "average over ranks; it is the first one of this backward. "
+                    f"{unit_text(unit)}, rank {self._rank}: the gradient of parameter {name!r} "
+                    f"holds {'nan' if is_nan else 'inf'}, as autograd gave it on this rank, before "
+                    "any average over ranks; it is the first one of this backward. "
                     "torch.autograd.detect_anomaly() finds the operation; what overflows in fp16 "
                     "is for torch.amp.GradScaler. This is said once: warn_non_finite() looks on.",
                     stacklevel=4,

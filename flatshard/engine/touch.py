@@ -95,6 +95,8 @@ class Touch(StepObserver):
         if _writes(func, args) or not all(t.is_alike and t.spec in self._units for t in sharded):
             return NotImplemented
         name = torch.overrides.resolve_name(func) or func.__name__
+        for tensor in sharded:
+            tensor.spec.refuse_part(name)
 
         def call(full_of: dict[int, Tensor]) -> Any:
             before = [full._version for full in full_of.values()]

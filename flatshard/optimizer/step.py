@@ -183,7 +183,8 @@ def _check_params(optimizer: torch.optim.Optimizer, *, has_grads: bool = True) -
                 if unit is not None:
                     raise RuntimeError(
                         f"{unit_text(unit)}: step() on gradients that were accumulated under "
-                        "no_sync and not reduced. Run the last backward before step() outside of it."
+                        "no_sync and not reduced. Run the last backward before a step outside of "
+                        "no_sync."
                     )
 
 

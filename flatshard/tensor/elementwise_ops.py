@@ -132,6 +132,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatSha
     if func is aten.bernoulli.default:
         spec.refuse("bernoulli() with its elements as probabilities")
     _check_memory_format(func, tensor, kwargs.get("memory_format"))
+    spec.refuse_part(func._schema.name)  # whose draws would repeat those of the other parts
     # All, so that generators stay alike on all ranks and values do not depend on their number.
     part = spec.slice(func(spec.empty(local), *args[1:], **kwargs))
     if not func._schema.is_mutable:

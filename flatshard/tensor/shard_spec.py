@@ -149,6 +149,16 @@ class ShardSpec:
     def __deepcopy__(self, _: object) -> ShardSpec:
         return self.detached()
 
+    def refuse_part(self, operation: str) -> None:
+        """Raise, before any communication, where tensor-parallel ranks hold other parts."""
+        if len(self.comms) > 1:
+            raise NotImplementedError(
+                f"parameter {self.name!r} (unit {self.unit!r}, rank {self.comm.global_rank}) was a "
+                f"DTensor {self.tensor_parallel.shape}, of which this rank's group holds a part "  # type: ignore[union-attr]
+                f"{self.shape}: {operation} would see that alone. Initialize before "
+                "ShardedWrapper(model), read model.state_dict(), and edit with p.copy_(...)."
+            )
+
     def refuse(self, operation: object) -> NoReturn:
         """Raise for an operation that this rank's part cannot do alone."""
         refuse_foreign_wrapper()

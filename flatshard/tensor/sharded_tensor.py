@@ -167,7 +167,8 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
             return super().register_hook(hook)
         if self.requires_grad:  # unfrozen since the unit was last unsharded
             full.requires_grad_(True)
-        return full.register_hook(hook)
+        split = self.spec.tensor_parallel
+        return full.register_hook(hook if split is None else split.hook_of_part(hook))
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Call ``hook`` with this parameter once its reduced gradient is in ``.grad``."""

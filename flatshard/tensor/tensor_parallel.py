@@ -6,6 +6,7 @@ compute with a DTensor over that part.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +49,17 @@ class TensorParallel:
             )
         shown._is_param = True  # so that it counts as an ``nn.Parameter``
         return shown
+
+    def hook_of_part(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Any]:
+        """``hook`` of a DTensor's gradient, as one of its local part: norms are of all parts."""
+
+        def call(grad: Tensor) -> Any:
+            result: Any = hook(self.as_dtensor(grad))
+            if result is None:
+                return None
+            return result.redistribute(self.layout.mesh, self.layout.placements).to_local()
+
+        return call
 
     def full(self, local: Tensor) -> Tensor:
         """The tensor whose part on this rank is ``local``. Collective: all ranks of the mesh."""

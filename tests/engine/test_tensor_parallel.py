@@ -218,6 +218,38 @@ def _ways(rank: int, world_size: int, path: str) -> None:
                 pass
 
 
+def test_outside_of_forward() -> None:
+    run_ranks(_outside_of_forward, 4)
+
+
+def _outside_of_forward(rank: int, world_size: int) -> None:
+    """Parameters and gradients in parts: a hook's norm is of all, what sees one part raises."""
+    mesh = _mesh()
+    plain, model = _build(), _wrap(mesh)
+    for one in (plain, model):
+        first, *others = one.parameters()
+        first.register_hook(lambda grad: grad / grad.norm())
+        for param in others:
+            param.register_hook(lambda grad: grad * 2 if grad.dim() > 1 else None)
+        one(_batch(0)).pow(2).mean().backward()  # all rows, as the norm is of each rank's
+        _sgd(one.parameters()).step()
+    assert_same(model.state_dict(), plain.state_dict())
+    before = model.state_dict()
+    weight = model.module.blocks[0].module.up.weight
+    for name, call in {
+        "normal_": lambda: nn.init.normal_(weight),
+        "uniform_": model.module.blocks[0].module.down.reset_parameters,
+        "randn_like": lambda: torch.randn_like(weight),
+        "std": weight.std,
+        "vector_norm": lambda: torch.linalg.vector_norm(weight, float("inf")),
+        "parameters_to_vector": lambda: nn.utils.parameters_to_vector(model.parameters()),
+    }.items():
+        with naming(name), pytest.raises(NotImplementedError, match=r"DTensor \(.*a part \("):
+            call()
+    assert_same(model.state_dict(), before)
+    nn.init.normal_(model.module.blocks[0].module.norm.weight)  # the same on all ranks
+
+
 def test_torch_checkpoint(tmp_path: Path) -> None:
     run_ranks(_torch_checkpoint, 4, str(tmp_path))
 
