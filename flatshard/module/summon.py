@@ -11,6 +11,7 @@ from flatshard.engine.unit import Unit
 from flatshard.module.conversion import hidden
 from flatshard.module.sharding import handles_in, outermost_shardings, shardings_in
 from flatshard.options.flags import as_flags
+from flatshard.plan.module_tree import unit_text
 from flatshard.state import full_params
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
@@ -62,7 +63,7 @@ def _check_owns_parameters(module: nn.Module) -> None:
         for value in (*part._parameters.values(), *vars(part).values()):
             if isinstance(value, FlatShardTensor) and id(value.spec) not in inside:
                 raise RuntimeError(
-                    f"summon_full_params: parameter {value.spec.name!r} belongs to unit "
-                    f"{value.spec.unit!r}, which is not in the given module. Pass its "
+                    f"summon_full_params: parameter {value.spec.name!r} belongs to "
+                    f"{unit_text(value.spec.unit)}, which is not in the given module. Pass its "
                     "ShardedWrapper, or the whole model."
                 )

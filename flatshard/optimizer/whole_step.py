@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed, raise_everywhere
@@ -81,7 +82,7 @@ def step_for(optimizer: torch.optim.Optimizer, mode: StepMode) -> WholeStep:
     """Collective at the first call, and after parameters were added."""
     step = _steps.get(optimizer)
     if step is None or not step.is_of(optimizer):
-        step = _steps[optimizer] = WholeStep(optimizer, mode)
+        step = _steps[optimizer] = WholeStep(optimizer, mode, step)
     return step
 
 
@@ -146,9 +147,18 @@ class FullParamSwap:
 class WholeStep:
     """Steps the sharded parameters of one optimizer as full tensors."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, mode: StepMode) -> None:
-        """Collective: all ranks of the optimizer's sharded parameters."""
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, mode: StepMode, before: WholeStep | None = None
+    ) -> None:
+        """Follow ``before``, which stepped other parameters of the optimizer.
+
+        Collective: all ranks of the optimizer's sharded parameters.
+        """
         self.mode = mode
+        # Also of parameters that the optimizer has no more: they may come back.
+        self._owners: MutableMapping[Tensor, int] = (
+            WeakIdKeyDictionary() if before is None else before._owners
+        )
         self._optimizer = weakref.ref(optimizer)
         self._params = _sharded(optimizer)
         _check_attributes(optimizer)
@@ -163,7 +173,11 @@ class WholeStep:
             shapes = [param.spec.shape for param in params]
             owners: Sequence[int | None] = [None] * len(params)
             if mode is not StepMode.ON_EVERY_RANK:
-                owners = choose_owners(shapes, [[one.numel for one in parts] for parts in held])
+                # Owners stay, as they alone have the state.
+                known = [self._owners.get(param) for param in params]
+                numels = [[one.numel for one in parts] for parts in held]
+                chosen = owners = choose_owners(shapes, numels, known)
+                self._owners.update(zip(params, chosen, strict=True))
             for param, parts, owner in zip(params, held, owners, strict=True):
                 self.owned[param] = OwnedParam(param.spec, parts, owner)
 
@@ -228,6 +242,12 @@ class WholeStep:
                             "groups, and would do so once for each part of the parameters."
                         )
                 for param, stepped in full.items():
+                    if stepped.grad is None:
+                        raise NotImplementedError(
+                            f"parameter {param.spec.name!r}: {type(optimizer).__name__}.step() "
+                            "sets its gradient to None, which other ranks would keep. Call "
+                            "zero_grad() after step() instead."
+                        )
                     check_data(f"{_OP}: parameter {param.spec.name!r}", param, stepped.data)
                     done[param] = stepped.detach()
             except Exception as raised:
@@ -458,6 +478,9 @@ class EveryRankSwap:
 
     def write_back(self) -> None:
         """Write the new values to the shards."""
+        for param, full in self._full.items():
+            if full.grad is None:  # the step has cleared it, on all ranks
+                param.grad = None
         done = {param: full.detach() for param, full in self._full.items()}
         self._step.scatter(self._params, done)
 

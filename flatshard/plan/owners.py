@@ -19,12 +19,17 @@ def step_cost(shape: Sequence[int]) -> int:
     return rows * rows * (2 * columns + rows)
 
 
-def choose_owners(shapes: Sequence[Sequence[int]], held: Sequence[Sequence[int]]) -> list[int]:
+def choose_owners(
+    shapes: Sequence[Sequence[int]],
+    held: Sequence[Sequence[int]],
+    known: Sequence[int | None] | None = None,
+) -> list[int]:
     """The owner of each parameter, of which rank r of the group holds ``held[i][r]`` elements.
 
-    Pure, hence the same on all ranks. A parameter that one rank holds stays there. The others, the
-    most work first, go to the rank that holds most of them, of those that do not get more than
-    their share of work or elements by it; if all would, to where these are fewest.
+    Pure, hence the same on all ranks. A parameter that has an owner in ``known`` keeps it, and one
+    that one rank holds stays there. The others, the most work first, go to the rank that holds most
+    of them, of those that do not get more than their share of work or elements by it; if all would,
+    to where these are fewest.
     """
     size = len(held[0]) if held else 1
     works = [step_cost(shape) for shape in shapes]
@@ -46,7 +51,10 @@ def choose_owners(shapes: Sequence[Sequence[int]], held: Sequence[Sequence[int]]
     divided = []
     for index, parts in enumerate(held):
         most = max(range(size), key=parts.__getitem__)
-        if parts[most] == numels[index]:
+        owner = known[index] if known else None
+        if owner is not None:
+            give(index, owner)
+        elif parts[most] == numels[index]:
             give(index, most)
         else:
             divided.append(index)

@@ -152,11 +152,12 @@ class ShardSpec:
     def refuse_part(self, operation: str) -> None:
         """Raise, before any communication, where tensor-parallel ranks hold other parts."""
         if len(self.comms) > 1:
+            full = None if self.tensor_parallel is None else self.tensor_parallel.shape
             raise NotImplementedError(
-                f"parameter {self.name!r} (unit {self.unit!r}, rank {self.comm.global_rank}) was a "
-                f"DTensor {self.tensor_parallel.shape}, of which this rank's group holds a part "  # type: ignore[union-attr]
-                f"{self.shape}: {operation} would see that alone. Initialize before "
-                "ShardedWrapper(model), read model.state_dict(), and edit with p.copy_(...)."
+                f"parameter {self.name!r} ({unit_text(self.unit)}, rank {self.comm.global_rank}): "
+                f"{operation} would see this group's part {self.shape} of a DTensor {full} alone. "
+                "Initialize before ShardedWrapper(model), read model.state_dict(), and edit with "
+                "p.copy_(...)."
             )
 
     def refuse(self, operation: object) -> NoReturn:

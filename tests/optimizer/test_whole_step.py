@@ -445,6 +445,48 @@ def _shapes(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [(type(p), p.shape) for group in optimizer.param_groups for p in group["params"]]
 
 
+def test_owners_stay_while_groups_change() -> None:
+    run_ranks(_groups_change, 3)
+
+
+def _groups_change(rank: int, world_size: int) -> None:
+    """State stayed with the owners of before, and those chosen anew began without."""
+    run, plain = pair(rank, world_size, "full", "mlp")
+    for one in (run, plain):
+        params = list(one.model.parameters())
+        optimizer = RowNorms(params)
+        for steps, kept in ((2, params), (2, params[2:]), (2, params[::-1])):
+            optimizer.param_groups[0]["params"] = kept
+            for number in range(steps):
+                optimizer.zero_grad()
+                one.loss(number).backward()
+                optimizer.step()
+    assert_same_model(run, plain)
+
+
+class ClearingGrads(RowNorms):
+    """Sets gradients to None in its step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step.__wrapped__(self)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+
+def test_a_step_that_clears_gradients_raises() -> None:
+    run_ranks(_clears_gradients, 2)
+
+
+def _clears_gradients(rank: int, world_size: int) -> None:
+    run, _ = pair(rank, world_size, "full", "mlp")
+    optimizer = ClearingGrads(list(run.model.parameters()))
+    run.loss(0).backward()
+    with pytest.raises(NotImplementedError, match=r"step\(\) sets its gradient to None"):
+        optimizer.step()
+
+
 def test_parameters_in_files(tmp_path: Path) -> None:
     run_ranks(_offloaded, 2, tmp_path)
 
