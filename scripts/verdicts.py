@@ -48,9 +48,9 @@ class Notes:
     def _shortened(self, why: str) -> str:
         text = " ".join(why.replace("`", "'").split())
         text = re.sub(r"0x[0-9a-f]+|/\S*/|\[rank\d\]:? ?", "…", text)
-        return (
-            text if len(text) <= self._longest else text[: self._longest].rsplit(" ", 1)[0] + " …"
-        )
+        if len(text) <= self._longest:
+            return text
+        return text[: self._longest].rsplit(" ", 1)[0] + " …"
 
     def lines(self) -> list[str]:
         return [f"{number}. `{text}`" for text, number in self._numbers.items()]
