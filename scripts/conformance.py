@@ -17,13 +17,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
-import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import prerequisites  # noqa: F401  (first: it may end this)
 
@@ -34,6 +33,7 @@ from conformance_idioms.side import AUTO, IMPLEMENTATIONS, ORACLES, STRATEGIES, 
 from rank_processes import Ranks, Said
 from torch import Tensor
 from training_job import Parser, at_least, positive_number
+from verdicts import GOOD, VERDICTS, Cell, Notes, failure
 
 SECTIONS = {
     "loops": "Training loops",
@@ -45,17 +45,8 @@ SECTIONS = {
     "states": "State, copies, conversions",
 }
 FLATSHARD = (*(f"flatshard {name}" for name in STRATEGIES), AUTO)
-VERDICTS = ("right", "raises", "wrong", "crashes", "hangs")
-GOOD = {"right", "raises"}
 SLOW_FACTOR = 6
 PRELOAD = ("conformance_idioms", "torch.distributed.fsdp", "torch.distributed.checkpoint")
-
-
-class Cell(NamedTuple):
-    """A verdict of `VERDICTS`, and why it is not "right"."""
-
-    verdict: str
-    why: str = ""
 
 
 # ---------------------------------------------------------------- verdicts
@@ -63,15 +54,8 @@ class Cell(NamedTuple):
 
 def judge(said: list[Said], expected: list[Said]) -> Cell:
     """What became of an idiom, given what the oracle's ranks returned."""
-    for rank, one in enumerate(said):
-        if one.outcome == "died":
-            return Cell("crashes", f"rank {rank} ends with exit code {one.what}")
-    errors = [one.what for one in said if one.outcome == "raised"]
-    text = f"{errors[0].kind}: {errors[0].message}" if errors else ""
-    if any(one.outcome == "hangs" for one in said):
-        return Cell("hangs", f"one rank raises {text}; others wait" if errors else "")
-    if errors:
-        return Cell("raises", text)
+    if failed := failure(said):
+        return failed
     if any(one.outcome != "returned" for one in expected):
         return Cell("wrong", f"no error, but unwrapped: {expected[0].what}")
     for rank, (ours, oracle) in enumerate(zip(said, expected, strict=True)):
@@ -162,29 +146,6 @@ def _progress(items: Iterable[Any], title: str, total: int) -> Iterator[Any]:
 # ---------------------------------------------------------------- Markdown
 
 
-class Notes:
-    """Footnotes: the errors of cells, each once."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def of(self, cell: Cell) -> str:
-        """The cell with its footnote's number."""
-        if not cell.why:
-            return cell.verdict
-        number = self._numbers.setdefault(_shortened(cell.why), len(self._numbers) + 1)
-        return f"{cell.verdict} [{number}](#notes)"
-
-    def lines(self) -> list[str]:
-        return [f"{number}. `{text}`" for text, number in self._numbers.items()]
-
-
-def _shortened(why: str) -> str:
-    text = " ".join(why.replace("`", "'").split())
-    text = re.sub(r"0x[0-9a-f]+|/\S*/|\[rank\d\]:? ?", "…", text)
-    return text if len(text) <= 140 else text[:140].rsplit(" ", 1)[0] + " …"
-
-
 def _joined(cells: dict[str, Cell], notes: Notes) -> str:
     """The cells of all strategies: one word if they agree."""
     alike = collections.defaultdict(list)
@@ -204,7 +165,7 @@ def markdown(table: dict[str, dict[str, Cell]], world: int, command: str) -> str
     others = [name for name in present if name not in ours]
     columns = [name for name in ("ddp",) if name in others] + (["flatshard"] if ours else [])
     columns += [name for name in others if name != "ddp"]
-    notes = Notes()
+    notes = Notes(longest=140)
     lines = ["# Conformance", "", *_explanation(world, command), *_summary(table, present)]
     for section, title in SECTIONS.items():
         names = [name for name in table if IDIOMS[name].section == section]

@@ -335,11 +335,7 @@ def main() -> None:
             torch.save(tuple(seen), Path(args.folder) / "seen.pt")
         return
     installed = [n for n in PROGRAMS if importlib.util.find_spec(n.partition("-")[0])]
-    text = table(args.only or installed)
-    if args.page is None:
-        print(text)
-    else:
-        write_section(args.page, text)
+    write_section(args.page, table(args.only or installed))
 
 
 if __name__ == "__main__":

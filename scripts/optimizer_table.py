@@ -30,6 +30,7 @@ from output_files import page_file, write_section
 from rank_processes import Ranks, Said
 from torch import Tensor, nn
 from training_job import Parser, at_least, positive_number
+from verdicts import Cell, Notes, failure
 
 STEPS = 5
 EXACT, RIGHT = 0.0, 1e-6
@@ -40,6 +41,9 @@ DEFAULT = {"lr": 0.01}
 MARK = "## What was tried"
 STRATEGIES_MARK = "## Strategies and numbers of ranks"
 WORLDS = (1, 2, 3, 4)
+
+Cells = dict[tuple[str, str], dict[str, Cell]]
+"""By optimizer and implementation."""
 
 Make = Callable[[Sequence[nn.Parameter]], list[torch.optim.Optimizer]]
 
@@ -173,25 +177,19 @@ def _step_mode(optimizer: torch.optim.Optimizer) -> str:
     return {"ON_SHARDS": "sharded tensors", "ON_EVERY_RANK": "every rank"}.get(mode.name, "owners")
 
 
-def judge(said: Sequence[Said]) -> tuple[str, str]:
+def judge(said: Sequence[Said]) -> Cell:
     """A verdict over all ranks, and how it was stepped or why not."""
-    outcomes = {one.outcome: one.what for one in said}
-    if "raised" in outcomes:
-        raised = outcomes["raised"]
-        return "raises", f"{raised.kind}: {raised.message.strip().partition(chr(10))[0]:.160}"
-    for outcome, verdict in (("died", "crashes"), ("hangs", "hangs")):
-        if outcome in outcomes:
-            return verdict, ""
+    if failed := failure(said):
+        return failed
     largest = max(one.what[0] for one in said)
     verdict = "right, to the bit" if largest == EXACT else "right" if largest <= RIGHT else "wrong"
-    return verdict, said[0].what[1] if verdict != "wrong" else f"differs by {largest:.1e}"
+    return Cell(verdict, said[0].what[1] if verdict != "wrong" else f"differs by {largest:.1e}")
 
 
 def table(
     names: Sequence[tuple[str, str]], implementations: Sequence[str], world: int, seconds: float
-) -> dict[tuple[str, str], dict[str, tuple[str, str]]]:
-    """Verdicts by optimizer and implementation."""
-    cells: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
+) -> Cells:
+    cells: Cells = {}
     with Ranks(world, preload=("conformance_idioms", "torch.distributed.fsdp")) as ranks:
         for package, name in names:
             row = cells[package, name] = {}
@@ -202,22 +200,19 @@ def table(
     return cells
 
 
-def markdown(cells: dict[tuple[str, str], dict[str, tuple[str, str]]], about: str) -> str:
+def markdown(cells: Cells, about: str) -> str:
     """The table, what it is of, and the reasons."""
     implementations = list(next(iter(cells.values())))
     header = ["optimizer", "package", "flatshard steps it on", *map(TITLES.get, implementations)]
     lines = ["| " + " | ".join(map(str, header)) + " |", "|---" * len(header) + "|"]
-    reasons: dict[str, int] = {}
+    notes = Notes(longest=160)
     for (package, name), row in cells.items():
-        verdict, mode = row.get("flatshard", ("", ""))
+        verdict, mode = row.get("flatshard", Cell(""))
         shown = [f"`{name}`", package, mode if verdict.startswith("right") else ""]
-        for verdict, why in row.values():
-            is_good = verdict.startswith("right")
-            note = "" if is_good or not why else f" [{reasons.setdefault(why, len(reasons) + 1)}]"
-            shown.append(verdict + note)
+        for cell in row.values():
+            shown.append(cell.verdict if cell.verdict.startswith("right") else notes.of(cell))
         lines.append("| " + " | ".join(shown) + " |")
-    notes = [f"{number}. `{why.replace('`', '')}`" for why, number in reasons.items()]
-    return "\n".join([MARK, "", about, "", *lines, "", *notes, ""])
+    return "\n".join([MARK, "", about, "", *lines, "", "### Notes", "", *notes.lines(), ""])
 
 
 def by_strategy(names: Sequence[tuple[str, str]], seconds: float) -> str:
@@ -275,10 +270,7 @@ def main() -> None:
             f"model's by more than {RIGHT:g}, *to the bit*: none differs."
         )
         text = markdown(table(names, args.impl, args.world_size, args.timeout), about)
-    if args.page is None:
-        print(text)
-    else:
-        write_section(args.page, text)
+    write_section(args.page, text)
 
 
 if __name__ == "__main__":

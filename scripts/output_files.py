@@ -88,8 +88,11 @@ def page_file(text: str) -> Path:
     return path
 
 
-def write_section(page: Path, text: str) -> None:
-    """Put a section in the place of the one with its heading, or at the end."""
+def write_section(page: Path | None, text: str) -> None:
+    """Put a section in the place of the one with its heading, or at the end; or print it."""
+    if page is None:
+        print(text)
+        return
     before, mark, after = page.read_text().partition(text.partition("\n")[0] + "\n")
     _, next_mark, rest = after.partition("\n## ")
     with writing(page) as part:

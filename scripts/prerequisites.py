@@ -1,6 +1,8 @@
 """Ends the script that imports it in one line: where what it needs is missing, and on Ctrl-C."""
 
 import importlib.util
+import os
+import signal
 import sys
 from typing import Any
 
@@ -12,9 +14,22 @@ def _in_one_line(kind: type[BaseException], error: BaseException, trace: Any) ->
         sys.__excepthook__(kind, error, trace)
 
 
+def _end_at_once(*_: object) -> None:
+    print("interrupted", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 sys.excepthook = _in_one_line
 
 for package in ("torch", "flatshard"):
     if importlib.util.find_spec(package) is None:
         print(f'error: {package} is not installed: pip install ".[examples]"', file=sys.stderr)
         sys.exit(2)
+
+# torch's C++ cannot pass on the exception while it is loaded; there is nothing to tidy up yet.
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _end_at_once)
+    import flatshard  # noqa: F401
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)

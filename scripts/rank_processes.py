@@ -6,6 +6,7 @@ new processes. They are forked from a server that has loaded torch and the given
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -20,6 +21,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +60,7 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="flatshard-ranks-")
         self._ranks: list[tuple[Any, Any]] = []
         self._num_calls = 0
+        self._is_over = False
 
     def run(
         self, function: Callable[..., Any], world: int, *arguments: Any, seconds: float
@@ -114,6 +117,8 @@ class Ranks:
         return [said[rank] for rank in range(len(ranks))]
 
     def _start(self) -> None:
+        if self._is_over:  # another thread was interrupted
+            raise RuntimeError("these ranks have ended")
         ours, theirs = self._context.Pipe()
         stacks = f"{self._folder.name}/stack-{len(self._ranks)}"
         process = self._context.Process(target=_serve, args=(theirs, stacks), daemon=True)
@@ -133,7 +138,10 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_over = True
+        if kind is KeyboardInterrupt:  # threads may wait for it
+            _end_server()
         self.stop()
         self._folder.cleanup()
 
@@ -145,6 +153,15 @@ class Ranks:
             process.join()
             pipe.close()
         self._ranks.clear()
+
+
+@atexit.register
+def _end_server() -> None:
+    """Else it would first load all that it was told to, for nobody, before it ends."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _has_many_threads(rank: tuple[Any, Any]) -> bool:
@@ -159,6 +176,7 @@ def _serve(pipe: Any, stacks: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    tempfile.tempdir = os.path.dirname(stacks)  # it is removed; a rank is killed
     silent = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(silent, descriptor)

@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from output_files import page_file, write_section
-from rank_processes import Ranks
+from rank_processes import Ranks, Said
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint as recompute
 from training_job import Parser, positive_number
+from verdicts import Cell, Notes, failure
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
@@ -350,17 +351,11 @@ def trial(feature: str, strategy: str, folder: str) -> float:
     return differ / tolerance
 
 
-def judge(said: list[Any]) -> tuple[str, str]:
-    """A cell, and the reason."""
-    outcomes = {one.outcome: one.what for one in said}
-    if "raised" in outcomes:
-        raised = outcomes["raised"]
-        return "raises", f"{raised.kind}: {raised.message.strip().partition(chr(10))[0]:.400}"
-    for outcome, verdict in (("died", "crashes"), ("hangs", "hangs")):
-        if outcome in outcomes:
-            return verdict, str(outcomes[outcome])
+def judge(said: list[Said]) -> Cell:
+    if failed := failure(said):
+        return failed
     worst = max(one.what for one in said)
-    return ("yes", "") if worst <= 1 else ("wrong", f"{worst:.3g} times the tolerance")
+    return Cell("yes") if worst <= 1 else Cell("wrong", f"{worst:.3g} times the tolerance")
 
 
 def main() -> None:
@@ -375,14 +370,11 @@ def main() -> None:
     if not names:
         parser.error(f"--only: expected some of {', '.join(FEATURES)}")
     text = markdown(table(names, args.timeout))
-    if args.page is None:
-        print(text)
-    else:
-        write_section(args.page, text)
+    write_section(args.page, text)
 
 
-Cells = dict[str, dict[str, tuple[str, str]]]
-"""Verdicts and reasons by feature and strategy."""
+Cells = dict[str, dict[str, Cell]]
+"""By feature and strategy."""
 
 
 def table(names: list[str], seconds: float) -> Cells:
@@ -401,7 +393,7 @@ def table(names: list[str], seconds: float) -> Cells:
 def markdown(cells: Cells) -> str:
     """The section: a row for each feature, and the reasons below."""
     lines = ["| | yes | else | test |", "|---|---|---|---|"]
-    reasons: dict[str, int] = {}
+    reasons = Notes(longest=400)
     for name, row in cells.items():
         good = [strategy for strategy, (verdict, _) in row.items() if verdict == "yes"]
         others: dict[str, list[str]] = {}
@@ -410,8 +402,7 @@ def markdown(cells: Cells) -> str:
                 # Alike but for the strategy and for numbers of ranks.
                 why = re.sub(r"over \d replicas", "over replicas", why)
                 why = why.replace(f"strategy is {strategy}", "strategy is another")
-                note = f"{verdict} [{reasons.setdefault(why, len(reasons) + 1)}](#notes)"
-                others.setdefault(note, []).append(strategy)
+                others.setdefault(reasons.of(Cell(verdict, why)), []).append(strategy)
         shown = "all" if not others else ", ".join(good)
         notes = "; ".join(f"{', '.join(some)}: {note}" for note, some in others.items())
         lines.append(f"| {name} | {shown} | {notes} | `{TESTS[name]}` |")
@@ -423,8 +414,7 @@ def markdown(cells: Cells) -> str:
         "DistributedDataParallel for `allow_divergence`); *raises* an error that says why. *All* "
         f"are {', '.join(STRATEGIES)}. The last column names a file in `tests/` that shows more."
     )
-    notes = [f"{number}. `{why.replace('`', '')}`" for why, number in reasons.items()]
-    return "\n".join([MARK, "", about, "", *lines, "", "### Notes", "", *notes, ""])
+    return "\n".join([MARK, "", about, "", *lines, "", "### Notes", "", *reasons.lines(), ""])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ have to be those under DistributedDataParallel. A cell is *right*, *raises* (an 
 from __future__ import annotations
 
 import datetime
-import re
 import sys
 import tempfile
 import time
@@ -28,18 +27,11 @@ from model_zoo.families import FAMILIES, models_of
 from model_zoo.trial import POLICIES, train
 from rank_processes import Ranks, Said
 from training_job import Parser, positive_number
+from verdicts import GOOD, VERDICTS, Cell, Notes, failure
 
 WORLD = 2
 SIDES = ("flatshard", "fsdp1")
-VERDICTS = ("right", "raises", "wrong", "crashes", "hangs")
 PRELOAD = ("torch.distributed.fsdp",)
-
-
-class Cell(NamedTuple):
-    """A verdict of `VERDICTS`, and why it is not "right"."""
-
-    verdict: str
-    why: str = ""
 
 
 class Row(NamedTuple):
@@ -55,15 +47,8 @@ class Row(NamedTuple):
 
 def judge(said: list[Said]) -> Cell:
     """What became of a training, given what its ranks say."""
-    died = [one.what for one in said if one.outcome == "died"]
-    if died:
-        return Cell("crashes", f"exit code {died[0]}")
-    errors = [one.what for one in said if one.outcome == "raised"]
-    text = f"{errors[0].kind}: {errors[0].message}" if errors else ""
-    if any(one.outcome == "hangs" for one in said):
-        return Cell("hangs", text and f"one rank raises {text}; the other waits")
-    if errors:
-        return Cell("raises", text)
+    if failed := failure(said):
+        return failed
     why = next((one.what.difference for one in said if one.what.difference), "")
     return Cell("wrong", why) if why else Cell("right")
 
@@ -87,14 +72,7 @@ def try_model(ranks: Ranks, name: str, policy: str, sides: list[str], seconds: f
 
 
 def markdown(rows: list[Row], sides: list[str], command: str) -> str:
-    notes: dict[str, int] = {}
-
-    def show(cell: Cell) -> str:
-        if not cell.why:
-            return cell.verdict
-        number = notes.setdefault(_shortened(cell.why), len(notes) + 1)
-        return f"{cell.verdict} [{number}](#notes)"
-
+    notes = Notes(longest=200)
     tried = [row for row in rows if row.cells]
     about = " ".join(__doc__.split("\n\n", 2)[2].split())
     lines = [
@@ -117,19 +95,11 @@ def markdown(rows: list[Row], sides: list[str], command: str) -> str:
             lines += [f"| model | parameters | policy | {' | '.join(sides)} |"]
             lines += ["|---" * (len(sides) + 3) + "|"]
         for row in own:
-            cells = " | ".join(show(row.cells[side]) for side in sides)
+            cells = " | ".join(notes.of(row.cells[side]) for side in sides)
             dtype = "" if row.dtype == "float64" else f", {row.dtype}"
             name = row.name.partition("/")[2]
             lines.append(f"| `{name}` | {row.numel:,}{dtype} | {row.policy} | {cells} |")
-    if notes:
-        lines += ["", "## Notes", "", *(f"{number}. `{text}`" for text, number in notes.items())]
-    return "\n".join(lines)
-
-
-def _shortened(why: str) -> str:
-    text = " ".join(why.replace("`", "'").split())
-    text = re.sub(r"0x[0-9a-f]+|/\S*/|\[rank\d\]:? ?", "…", text)
-    return text if len(text) <= 200 else text[:200].rsplit(" ", 1)[0] + " …"
+    return "\n".join([*lines, "", "## Notes", "", *notes.lines()])
 
 
 def main() -> int:
@@ -163,7 +133,7 @@ def main() -> int:
     command = " ".join(["python scripts/test_models.py", *sys.argv[1:]])
     print(markdown(rows, options.side, command))
     ours = (row.cells.get("flatshard", Cell("right")) for row in rows)
-    return int(any(cell.verdict not in ("right", "raises") for cell in ours))
+    return int(any(cell.verdict not in GOOD for cell in ours))
 
 
 if __name__ == "__main__":

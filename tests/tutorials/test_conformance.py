@@ -8,6 +8,7 @@ import pytest
 import torch
 from conformance_idioms import IDIOMS
 from rank_processes import Raised, Said
+from verdicts import GOOD
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
 SAMPLE = [idiom for idiom in IDIOMS.values() if not idiom.slow][::12]
@@ -18,7 +19,7 @@ SAMPLE = [idiom for idiom in IDIOMS.values() if not idiom.slow][::12]
 def test_a_sample() -> None:
     table = conformance.run_table(SAMPLE, ["flatshard FULL_SHARD"], 2, seconds=60)
     cells = {name: cells["flatshard FULL_SHARD"] for name, cells in table.items()}
-    bad = {name: cell for name, cell in cells.items() if cell.verdict not in conformance.GOOD}
+    bad = {name: cell for name, cell in cells.items() if cell.verdict not in GOOD}
     assert not bad
     assert sum(cell.verdict == "right" for cell in cells.values()) > 0.8 * len(cells)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from model_zoo import trial
 from rank_processes import Raised, Ranks, Said
-from test_models import Cell, Row, judge, markdown, try_model
+from test_models import Row, judge, markdown, try_model
+from verdicts import Cell
 
 FAMILIES = ("timm", "torchvision", "transformers")
 SAMPLE = (
@@ -45,7 +46,7 @@ def test_verdicts() -> None:
     assert judge([fine, odd]) == Cell("wrong", "loss 0 is 1, not 2")
     assert judge([raised, raised]) == Cell("raises", "ValueError: no")
     assert judge([raised, hangs]).verdict == "hangs"
-    assert judge([Said("died", -11), hangs]) == Cell("crashes", "exit code -11")
+    assert judge([Said("died", -11), hangs]) == Cell("crashes", "rank 0 ends with exit code -11")
     cells = {"flatshard": Cell("right"), "fsdp1": Cell("raises", "ValueError: no")}
     page = markdown([Row("timm/a", "auto", 7, "float32", cells)], list(cells), "command")
     assert "| `a` | 7, float32 | auto | right | raises [1](#notes) |" in page

@@ -1,0 +1,56 @@
+"""What became of ranks, in one of five words, and under a table the notes that say why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rank_processes import Said
+
+VERDICTS = ("right", "raises", "wrong", "crashes", "hangs")
+GOOD = {"right", "raises"}
+
+
+class Cell(NamedTuple):
+    """A verdict, of `VERDICTS` unless a table has finer ones, and why it is not "right"."""
+
+    verdict: str
+    why: str = ""
+
+
+def failure(said: Sequence[Said]) -> Cell | None:
+    """What became of ranks that did not all return; None where they did."""
+    for rank, one in enumerate(said):
+        if one.outcome == "died":
+            return Cell("crashes", f"rank {rank} ends with exit code {one.what}")
+    errors = [one.what for one in said if one.outcome == "raised"]
+    text = f"{errors[0].kind}: {errors[0].message}" if errors else ""
+    if any(one.outcome == "hangs" for one in said):
+        return Cell("hangs", text and f"one rank raises {text}; others wait")
+    return Cell("raises", text) if errors else None
+
+
+class Notes:
+    """Footnotes: the reasons of cells, each once, and no longer than so many characters."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._numbers: dict[str, int] = {}
+
+    def of(self, cell: Cell) -> str:
+        """The cell with its footnote's number."""
+        if not cell.why:
+            return cell.verdict
+        number = self._numbers.setdefault(self._shortened(cell.why), len(self._numbers) + 1)
+        return f"{cell.verdict} [{number}](#notes)"
+
+    def _shortened(self, why: str) -> str:
+        text = " ".join(why.replace("`", "'").split())
+        text = re.sub(r"0x[0-9a-f]+|/\S*/|\[rank\d\]:? ?", "…", text)
+        if len(text) <= self._longest:
+            return text
+        return text[: self._longest].rsplit(" ", 1)[0] + " …"
+
+    def lines(self) -> list[str]:
+        return [f"{number}. `{text}`" for text, number in self._numbers.items()]
