@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 . scripts/venv.sh
 
 # Byte code is made of what the tests import, and not of everything that is installed.
-PIP_COMPILE=0 setup accelerate dev docs examples lightning models optimizers transformers tutorials
+PIP_COMPILE=0 setup accelerate dev docs examples lightning models optimizers transformers trl tutorials
 # One file more at a time than cores, since ranks wait for one another, and two more take longer;
 # the longest files begin first. Counted before nproc is told that there is one thread.
 workers=$(($(nproc) < 8 ? $(nproc) + 1 : 8))

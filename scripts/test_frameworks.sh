@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 . scripts/venv.sh
 
 FLATSHARD_VENV=.venv/oldest-frameworks
-setup accelerate dev lightning transformers
-"$python" -m pip install --quiet "accelerate==1.14.0" "lightning==2.6.0" "transformers==5.2.0" trl
+setup accelerate dev lightning transformers trl
+"$python" -m pip install --quiet "accelerate==1.14.0" "lightning==2.6.0" "transformers==5.2.0"
 export OMP_NUM_THREADS=1
 exec "$python" -m pytest -q tests/integrations "$@"
