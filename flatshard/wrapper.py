@@ -716,7 +716,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
                 memory.
 
         Returns:
-            The previous setting: torch's ``StateDictSettings``.
+            The setting before, as torch's ``StateDictSettings``.
 
         Raises:
             NotImplementedError: another type.
