@@ -26,13 +26,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from command_line import Parser
 from output_files import output_file, write_json, writing
 from palette import COLOURS
 from torch import Tensor, nn
@@ -546,14 +547,9 @@ DERIVED = ("json", "plot", "shape", "bf16", "cuda")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "NO_SHARD")
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
-
-
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; exits with 2 on a bad one."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="gpt-20m", help="the model (gpt-20m)")
     add("--impl", default=",".join(USUAL), help=f"of {', '.join(IMPLEMENTATIONS)}")

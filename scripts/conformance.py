@@ -28,11 +28,12 @@ import prerequisites  # noqa: F401  (first: it may end this)
 
 # isort: split
 import torch
+from command_line import Parser
 from conformance_idioms import IDIOMS, Idiom
 from conformance_idioms.side import AUTO, IMPLEMENTATIONS, ORACLES, STRATEGIES, run_cell
 from rank_processes import Ranks, Said
 from torch import Tensor
-from training_job import Parser, at_least, positive_number
+from training_job import at_least, positive_number
 from verdicts import GOOD, VERDICTS, Cell, Notes, failure
 
 SECTIONS = {

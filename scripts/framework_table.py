@@ -11,6 +11,7 @@ not installed are left out: `pip install ".[accelerate,lightning,transformers]"`
 
 import argparse
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -26,10 +27,10 @@ import prerequisites  # noqa: F401  (first: it may end this)
 # isort: split
 import torch
 import torch.distributed as dist
+from command_line import Parser
 from output_files import page_file, write_section
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from training_job import Parser
 
 STEPS, ROWS = 20, 2
 MARK = "## What was tried"
@@ -288,7 +289,8 @@ def run_in_ranks(name: str, side: str, folder: Path) -> Seen | str:
     own.mkdir()
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*ranks, __file__, "--program", name, "--side", side, "--folder", str(own)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "TMPDIR": str(own)}  # torchrun leaves a folder there
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode and side in ("ddp", "flatshard"):
         sys.exit(f"{name} with {side} failed:\n{done.stderr[-3000:]}")
     if done.returncode:

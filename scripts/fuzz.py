@@ -33,13 +33,14 @@ import prerequisites  # noqa: F401  (first: it may end this)
 # isort: split
 import torch
 import torch.distributed as dist
+from command_line import Parser
 from fuzz_models import BOXES, BUFFERED, LEAVES, SKIPPING, WIDTH, Box, Json, Leaf, build, kinds_in
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 from rank_processes import Ranks, Said
 from torch import Tensor, nn
-from training_job import Parser, at_least
+from training_job import at_least, directory
 
 ROWS = 3
 HANG_SECONDS = 60.0
@@ -337,7 +338,7 @@ def main() -> int:
         "--without", nargs="+", default=[], choices=(*LEAVES, *BOXES), help="kinds of modules"
     )
     parser.add_argument("--no-raises", action="store_true", help="errors of flatshard's fail, too")
-    parser.add_argument("--database", help="folder that keeps failing cases")
+    parser.add_argument("--database", type=directory, help="folder that keeps failing cases")
     parser.add_argument("--case", type=json.loads, help="run this one case")
     parser.add_argument("--verbose", action="store_true", help="print every case")
     options = parser.parse_args()

@@ -33,10 +33,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import benchmark
 import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
+from command_line import Parser
 from gpu_checks.contenders import part_fake
 from gpu_checks.equality import part_ranks
 from gpu_checks.overlap import part_overlap
@@ -108,7 +108,7 @@ def run_part(name: str, place: Place, args: argparse.Namespace, seconds: float) 
         command += ["--trace", str(args.trace)] if args.trace else []
         # All ranks are here, and the host's name may lead nowhere.
         loopback = "lo" if sys.platform == "linux" else "lo0"
-        environment = {"GLOO_SOCKET_IFNAME": loopback, **os.environ}
+        environment = {"GLOO_SOCKET_IFNAME": loopback, **os.environ, "TMPDIR": folder}
         if place.backend == "nccl" and place.shares_gpu:
             environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         with log.open("w") as stream:
@@ -175,9 +175,7 @@ def show(outcomes: dict[str, Outcome]) -> None:
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; exits with 2 on a bad one."""
-    parser = benchmark.Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--parts", default=",".join(PARTS), help="which, with commas between (all)")
     add("--minutes", type=float, default=8, help="for everything (8)")

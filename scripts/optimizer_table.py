@@ -25,11 +25,12 @@ import prerequisites  # noqa: F401  (first: it may end this)
 
 # isort: split
 import torch
+from command_line import Parser
 from conformance_idioms.side import STRATEGIES, Side
 from output_files import page_file, write_section
 from rank_processes import Ranks, Said
 from torch import Tensor, nn
-from training_job import Parser, at_least, positive_number
+from training_job import at_least, positive_number
 from verdicts import Cell, Notes, failure
 
 STEPS = 5

@@ -7,15 +7,20 @@ import sys
 from typing import Any
 
 
+def _say_interrupted() -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # of torchrun's ranks, one per machine
+        print("interrupted", file=sys.stderr, flush=True)
+
+
 def _in_one_line(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     if issubclass(kind, KeyboardInterrupt):  # Python goes on to end by SIGINT
-        print("interrupted", file=sys.stderr)
+        _say_interrupted()
     else:
         sys.__excepthook__(kind, error, trace)
 
 
 def _end_at_once(*_: object) -> None:
-    print("interrupted", file=sys.stderr, flush=True)
+    _say_interrupted()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -22,13 +22,14 @@ import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from command_line import Parser
 from output_files import page_file, write_section
 from rank_processes import Ranks, Said
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint as recompute
-from training_job import Parser, positive_number
+from training_job import positive_number
 from verdicts import Cell, Notes, failure
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy, checkpoint

@@ -23,10 +23,11 @@ import prerequisites  # noqa: F401  (first: it may end this)
 
 # isort: split
 import torch
+from command_line import Parser
 from model_zoo.families import FAMILIES, models_of
 from model_zoo.trial import POLICIES, train
 from rank_processes import Ranks, Said
-from training_job import Parser, positive_number
+from training_job import positive_number
 from verdicts import GOOD, VERDICTS, Cell, Notes, failure
 
 WORLD = 2

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import training_job
+from command_line import Parser
 from mnist_data import Data, load_data
 from output_files import output_file, write_json
 from torch import Tensor, nn
@@ -63,7 +64,7 @@ from flatshard.wrap import size_based_auto_wrap_policy
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = training_job.Parser(__doc__)
+    parser = Parser(__doc__)
     job = parser.add_argument_group("the job").add_argument
     job("--epochs", type=at_least(1), default=10, help="passes over the data in all (10)")
     job("--batch-size", type=at_least(1), default=128, help="samples a step, over all ranks (128)")

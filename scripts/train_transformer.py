@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import training_job
+from command_line import Parser, stop
 from output_files import output_file, write_json, writing
 from palette import COLOURS, PEAK
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training_job import at_least, held_bytes, input_file, positive_number, say, stop
+from training_job import at_least, held_bytes, input_file, positive_number, say
 
 from flatshard import MixedPrecision, ShardedWrapper, collectives
 from flatshard.wrap import ModuleWrapPolicy
@@ -44,7 +45,7 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = training_job.Parser(__doc__)
+    parser = Parser(__doc__)
     job = parser.add_argument_group("the job").add_argument
     job("--text", type=input_file, metavar="FILE", help="train on it (Python's documentation)")
     job("--steps", type=at_least(0), default=200, help="optimizer steps in all (200)")

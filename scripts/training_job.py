@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from command_line import stop
 from output_files import output_file, replacing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -70,25 +71,6 @@ def directory(text: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot write in {text}: {error.strerror}") from None
     return Path(text)
-
-
-def stop(message: str) -> NoReturn:
-    """Ends this rank with exit status 2; one rank per machine says why."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
-
-
-class Parser(argparse.ArgumentParser):
-    """Describes a script by its docstring, and ends in one line on a bad option."""
-
-    def __init__(self, description: str | None) -> None:
-        super().__init__(
-            description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-
-    def error(self, message: str) -> NoReturn:
-        stop(message)
 
 
 def add_ways(add: Callable[..., Any]) -> None:

@@ -6,16 +6,19 @@ Each tutorials/NAME.py is the source of tutorials/NAME.ipynb, in jupytext's perc
 a name, all are run. It needs `pip install -e ".[tutorials]"`.
 """
 
-import argparse
+import contextlib
 import importlib.util
 import os
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from command_line import Parser
 from output_files import writing
 
 FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
@@ -72,7 +75,10 @@ def execute(name: str, timeout: float | None = None) -> Any:
 
     notebook = read(name)
     client = NotebookClient(
-        notebook, timeout=timeout, resources={"metadata": {"path": str(FOLDER)}}
+        notebook,
+        timeout=timeout,
+        resources={"metadata": {"path": str(FOLDER)}},
+        extra_arguments=["--log-level=ERROR"],  # it warns of TCP on this machine
     )
     client.execute()
     for cell in notebook.cells:
@@ -99,39 +105,50 @@ def joined(outputs: list[Any]) -> list[Any]:
     return [one for one in found if one.get("name") != "stderr" or "flatshard" in one["text"]]
 
 
+def end_kernels() -> None:
+    """Ends them at once, with the ranks that they have started."""
+    import psutil  # ipykernel has it
+
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names())}")
     parser.add_argument("--out", type=Path, default=FOLDER, help="where to write (tutorials/)")
     args = parser.parse_args()
     missing = [one for one in NEEDED if importlib.util.find_spec(one) is None]
     if missing:
-        print(
-            f'error: {missing[0]} is not installed: pip install -e ".[tutorials]"', file=sys.stderr
-        )
-        sys.exit(2)
+        parser.error(f'{missing[0]} is not installed: pip install -e ".[tutorials]"')
     if unknown := sorted(set(args.names) - set(names())):
-        print(f"error: {unknown[0]}: choose from {', '.join(names())}", file=sys.stderr)
-        sys.exit(2)
+        parser.error(f"{unknown[0]}: choose from {', '.join(names())}")
     if not args.out.is_dir():
-        print(f"error: --out: there is no folder {args.out}", file=sys.stderr)
-        sys.exit(2)
+        parser.error(f"--out: there is no folder {args.out}")
     import nbformat
 
     # Warnings of tools that run the notebook are no part of it.
     os.environ["PYTHONWARNINGS"] = "ignore:::zmq,ignore:::ipykernel"
-    for name in args.names or names():
-        start = time.perf_counter()
-        notebook = execute(name)
-        with writing(args.out / f"{name}.ipynb") as part:
-            nbformat.write(notebook, part)
-        print(f"{name}.ipynb: {time.perf_counter() - start:.0f} seconds")
+    # nbclient takes Ctrl-C for itself where it can, which it cannot in a thread.
+    thread = ThreadPoolExecutor(1)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder  # kernels that are killed leave files
+        try:
+            for name in args.names or names():
+                start = time.perf_counter()
+                notebook = thread.submit(execute, name).result()
+                with writing(args.out / f"{name}.ipynb") as part:
+                    nbformat.write(notebook, part)
+                print(f"{name}.ipynb: {time.perf_counter() - start:.0f} seconds", flush=True)
+        except KeyboardInterrupt:
+            end_kernels()
+            raise
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("interrupted: no notebook was written that was not complete")
+        print("interrupted: no notebook was written that was not complete", file=sys.stderr)
+        os._exit(1)  # not for the thread's end, nor with what nbclient does at the end

@@ -13,8 +13,8 @@ import warnings
 import measuring  # first: it may end this
 import torch
 import torch.distributed as dist
+from command_line import stop
 from torch import Tensor, nn
-from training_job import stop
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy

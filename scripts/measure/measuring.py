@@ -15,8 +15,9 @@ import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 from benchmark import resident_bytes
+from command_line import Parser
 from output_files import output_file, write_json
-from training_job import Parser, spawn
+from training_job import spawn
 
 if importlib.util.find_spec("rich") is None:
     print('error: rich is not installed: pip install ".[examples]"', file=sys.stderr)

@@ -8,7 +8,6 @@ A mutable global is a name of a module that some function changes. The files tha
 gradient and an optimizer step pass are those that docs/architecture.md lists.
 """
 
-import argparse
 import ast
 import io
 import re
@@ -20,6 +19,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from command_line import Parser
 from output_files import output_file, write_json
 
 ORDER = (
@@ -339,9 +339,7 @@ def show(figures: Figures) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     here = Path(__file__).resolve().parents[2]
     parser.add_argument("--repo", type=Path, default=here, help="the checkout (this one)")
     parser.add_argument(
