@@ -129,5 +129,5 @@ def check_keeps_order(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -
             raise RuntimeError(
                 f"parameter {spec.name!r} ({unit_text(handle.unit_name)}): the memory format "
                 f"cannot be changed after wrapping: strides are {span.strides}, {asked} are asked "
-                "for. Call model.to(memory_format=...) before wrapping, which keeps it."
+                "for. Call model.to(memory_format=...) before ShardedWrapper(model)."
             )
