@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -12,9 +13,17 @@ from flatshard.formats.convert import FORMATS, convert
 from flatshard.formats.sources import open_source
 
 
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the command line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with exit status 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code, 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="flatshard", description=__doc__)
+    parser = Parser(prog="flatshard", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
     one = commands.add_parser("inspect", help="list what a checkpoint holds")
     one.add_argument("path", help="a file or a folder")
@@ -49,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"flatshard {options.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"flatshard {options.command}: interrupted", file=sys.stderr)
+        return 130  # as shells say it
     return 0
 
 

@@ -158,10 +158,11 @@ class Ranks:
 @atexit.register
 def _end_server() -> None:
     """Else it would first load all that it was told to, for nobody, before it ends."""
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if pid is not None:
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is not None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()  # waits
 
 
 def _has_many_threads(rank: tuple[Any, Any]) -> bool:

@@ -8,7 +8,7 @@ import mmap
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ def convert(
     to = to or ("torch" if is_torch else "safetensors")
     if to not in FORMATS:
         raise ValueError(f"to: expected one of {', '.join(FORMATS)}, got {to!r}")
+    if max_shard_size is not None and to != "safetensors":
+        raise ValueError("max_shard_size: of safetensors alone. Leave it out, or pass a folder")
     if final.exists():
         raise ValueError(f"{final}: it exists. Choose another name, or remove it")
     found = open_source(source)
@@ -108,29 +110,50 @@ def _write_safetensors(
         plan.discard()
 
 
+@contextlib.contextmanager
+def _replacing(final: Path) -> Iterator[Path]:
+    """A path to write to, which becomes ``final`` when all went well, or else is removed."""
+    beside = final.with_name(f"{final.name}.incomplete")
+    _remove(beside)  # of a run that was killed
+    try:
+        yield beside
+        beside.replace(final)
+    except BaseException:
+        _remove(beside)
+        raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        path.unlink()
+
+
 def _write_torch(
     final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read, _: object
 ) -> None:
-    beside = final.with_name(f"{final.name}.incomplete")
     # Memory that nobody touches; the file has room for it, which is then filled.
     state = {name: torch.empty_like(one, device="cpu") for name, one in like.items()}
     state |= {alias: state[kept] for alias, kept in ties.items()}
-    with torch.serialization.skip_data():
-        torch.save(state, beside)
-    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-        state = torch.load(beside, mmap=True, weights_only=True)
-    for name in like:
-        state[name].copy_(read(name))
-    del state
-    with open(beside, "rb") as file:
-        os.fsync(file.fileno())
-    beside.replace(final)
+    with _replacing(final) as beside:
+        beside.touch()  # torch.save's own error is no OSError
+        with torch.serialization.skip_data():
+            torch.save(state, beside)
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            state = torch.load(beside, mmap=True, weights_only=True)
+        for name in like:
+            state[name].copy_(read(name))
+        del state
+        with open(beside, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def _write_dcp(
     final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read, _: object
 ) -> None:
     # Here, as the package is slow to load.
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -139,14 +162,14 @@ def _write_dcp(
         def lookup_object(self, index: Any) -> Tensor:
             return read(index.fqn)
 
-    beside = final.with_name(f"{final.name}.incomplete")
-    shutil.rmtree(beside, ignore_errors=True)
     state = like | {alias: like[kept] for alias, kept in ties.items()}
-    with without_warning():
+    with without_warning(), _replacing(final) as beside:
         # It holds all tensors of a file in memory until that is written: a file for each.
         writer = FileSystemWriter(beside, single_file_per_rank=False)
-        save(state, storage_writer=writer, planner=Planner(), no_dist=True)
-    beside.replace(final)
+        try:
+            save(state, storage_writer=writer, planner=Planner(), no_dist=True)
+        except CheckpointException as error:
+            raise error.failures[0][0] from error  # what happened here, on "rank 0"
 
 
 def _progress(nbytes: int) -> Callable[[int], object]:

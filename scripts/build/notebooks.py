@@ -112,6 +112,7 @@ def end_kernels() -> None:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    psutil.wait_procs(psutil.Process().children(), timeout=5)
 
 
 def main() -> None:

@@ -300,6 +300,24 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "it exists" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "good.pt"), str(tmp_path / "o"), "--dtype", "nn"]) == 2
     assert "no dtype of torch" in capsys.readouterr().err
+    for name, *more in (("no-folder/o.pt",), ("o.pt", "--max-shard-size", "5GB")):
+        assert main(["convert", str(tmp_path / "good.pt"), str(tmp_path / name), *more]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(SystemExit):
+        main(["convert", "--unknown"])
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["o.pt", "o-dcp", "o.safetensors"])
+def test_ctrl_c(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What had been written so far was left."""
+    torch.save({"a": torch.ones(1)}, tmp_path / "good.pt")
+    words = [str(tmp_path / "good.pt"), str(tmp_path / name)]
+    progress = mock.Mock(return_value=mock.Mock(side_effect=KeyboardInterrupt))
+    with mock.patch.object(convert_module, "_progress", progress):
+        assert main(["convert", *words, *(["--to", "dcp"] if "dcp" in name else [])]) == 130
+    assert capsys.readouterr().err == "flatshard convert: interrupted\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["good.pt"]
     assert not (tmp_path / "out").exists()
 
 

@@ -5,6 +5,8 @@ import itertools
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -132,7 +134,7 @@ def test_figures_have_the_colours_of_the_palette() -> None:
                 assert re.findall(r"tab:\w+|[\"']#[0-9a-fA-F]{6}", path.read_text()) == [], path
 
 
-@pytest.mark.parametrize("arguments", [["unknown"], ["--out", "missing"]])
+@pytest.mark.parametrize("arguments", [["unknown"], ["--out", "missing"], ["--unknown"]])
 def test_bad_options_are_one_line(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,3 +144,30 @@ def test_bad_options_are_one_line(
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "error: " in line
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """nbclient took it for itself, and ended in pages of tracebacks; the kernel left a file."""
+    folders = [tmp_path / name for name in ("scripts/build", "tutorials", "out", "temporary")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    for script in ("build/notebooks.py", "command_line.py", "output_files.py"):
+        shutil.copy(ROOT / "scripts" / script, tmp_path / "scripts" / script)
+    source = "# %%\nopen('pid', 'w').write(str(os.getpid()))\nimport time\ntime.sleep(60)\n"
+    (tmp_path / "tutorials" / "slow.py").write_text("# %% [markdown]\n# Slow\n" + source)
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "scripts/build/notebooks.py"), "--out", str(folders[2])],
+        env={**os.environ, "TMPDIR": str(folders[3])},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        while not (pid := (tmp_path / "tutorials" / "pid")).exists() or not pid.read_text():
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stderr is not None
+        assert process.stderr.read().startswith("interrupted: ")
+        assert process.wait() == 1
+    assert not Path(f"/proc/{pid.read_text()}").exists()
+    assert [*folders[2].iterdir(), *folders[3].iterdir()] == []

@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
 import output_files
 import pytest
+from rank_processes import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = (
@@ -79,10 +81,79 @@ def test_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_ctrl_c_is_one_line() -> None:
+@pytest.mark.parametrize(
+    ("script", "arguments"), [("structure", ["--unknown"]), ("fuzz", ["--database", "missing"])]
+)
+def test_bad_options_are_one_line(
+    script: str,
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(script).main()
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert arguments[-1] in line
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_while_torch_is_loaded(rank: int, tmp_path: Path) -> None:
+    """Its C++ ended the process where it could not pass on the exception, in lines of its own."""
+    (tmp_path / "torch.py").touch()
+    program = "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nfinally: os.abort()"
+    (tmp_path / "flatshard.py").write_text(program)
+    path = f"{tmp_path}:{ROOT / 'scripts'}"
+    ended = subprocess.run(
+        [sys.executable, "-c", "import prerequisites"],
+        env={**os.environ, "PYTHONPATH": path, "LOCAL_RANK": str(rank)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stderr == ("interrupted\n" if rank == 0 else "")
+
+
+def test_ctrl_c_leaves_no_server_of_ranks(tmp_path: Path) -> None:
+    """It went on loading torch."""
+    program = """import prerequisites, rank_processes
+from multiprocessing import forkserver
+with rank_processes.Ranks(1) as ranks:
+    forkserver.ensure_running()
+    print(forkserver._forkserver._forkserver_pid, flush=True)
+    raise KeyboardInterrupt"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        cwd=ROOT / "scripts",
+        capture_output=True,
+        text=True,
+    )
+    assert ended.stderr == "interrupted\n"
+    assert not Path(f"/proc/{ended.stdout.strip()}").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ranks_leave_is_removed() -> None:
+    """They are killed: of tensors that they had returned, a folder with a socket stayed."""
+    with Ranks(1) as ranks:
+        (said,) = ranks.run(tempfile.mkdtemp, 1, seconds=60)
+    assert said.outcome == "returned"
+    assert not Path(said.what).exists()
+
+
+def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
+    for package in ("torch", "flatshard"):
+        (tmp_path / f"{package}.py").touch()
     program = "import prerequisites; raise KeyboardInterrupt"
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT / "scripts", capture_output=True, text=True
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'scripts'}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert ended.returncode == -signal.SIGINT
     assert ended.stderr == "interrupted\n"
