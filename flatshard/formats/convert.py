@@ -60,7 +60,9 @@ def convert(
     if to not in FORMATS:
         raise ValueError(f"to: expected one of {', '.join(FORMATS)}, got {to!r}")
     if max_shard_size is not None and to != "safetensors":
-        raise ValueError("max_shard_size: of safetensors alone. Leave it out, or pass a folder")
+        raise ValueError(
+            f"max_shard_size is for safetensors, and files of {to} are not split. Leave it out"
+        )
     if final.exists():
         raise ValueError(f"{final}: it exists. Choose another name, or remove it")
     found = open_source(source)
