@@ -60,9 +60,7 @@ def convert(
     if to not in FORMATS:
         raise ValueError(f"to: expected one of {', '.join(FORMATS)}, got {to!r}")
     if max_shard_size is not None and to != "safetensors":
-        raise ValueError(
-            f"max_shard_size is for safetensors, and files of {to} are not split. Leave it out"
-        )
+        raise ValueError(f"max_shard_size is for safetensors, not for {to}. Leave it out")
     if final.exists():
         raise ValueError(f"{final}: it exists. Choose another name, or remove it")
     found = open_source(source)
