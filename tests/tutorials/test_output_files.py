@@ -116,6 +116,26 @@ def test_ctrl_c_while_torch_is_loaded(rank: int, tmp_path: Path) -> None:
     assert ended.stderr == ("interrupted\n" if rank == 0 else "")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends a process with its parent")
+def test_ranks_end_with_torchrun(tmp_path: Path) -> None:
+    """On Ctrl-C it left those that it had just started."""
+    for package in ("torch", "flatshard"):
+        (tmp_path / f"{package}.py").touch()
+    rank = "import prerequisites, time; print(flush=True); time.sleep(60)"
+    program = f"""import subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", "{rank}"], stdout=subprocess.PIPE)
+rank.stdout.readline()"""
+    path = f"{tmp_path}:{ROOT / 'scripts'}"
+    subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path, "TORCHELASTIC_RUN_ID": "one"},
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,  # until nobody has it
+        check=True,
+        timeout=20,
+    )
+
+
 def test_ctrl_c_leaves_no_server_of_ranks(tmp_path: Path) -> None:
     """It went on loading torch."""
     program = """import prerequisites, rank_processes
