@@ -1,5 +1,6 @@
 """Ends the script that imports it in one line: where what it needs is missing, and on Ctrl-C."""
 
+import ctypes
 import importlib.util
 import os
 import signal
@@ -26,6 +27,11 @@ def _end_at_once(*_: object) -> None:
 
 
 sys.excepthook = _in_one_line
+
+# On Ctrl-C torchrun forgets ranks that it has just started.
+if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 for package in ("torch", "flatshard"):
     if importlib.util.find_spec(package) is None:

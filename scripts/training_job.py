@@ -200,7 +200,14 @@ def log_to(args: argparse.Namespace) -> Iterator[Callable[[dict[str, Any]], None
         yield lambda line: None
         return
     with args.log_file.open("a" if args.resume else "w") as file:
-        yield lambda line: print(json.dumps(line, default=str), file=file, flush=True)
+
+        def log(line: dict[str, Any]) -> None:
+            try:
+                print(json.dumps(line, default=str), file=file, flush=True)
+            except OSError as error:  # the disk is full, say
+                refuse_alone(f"--log-file: cannot write {args.log_file}: {error.strerror}")
+
+        yield log
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -380,6 +387,14 @@ def take_part(job: Job, args: argparse.Namespace, init_method: str) -> NoReturn:
     leave(status)
 
 
+def refuse_alone(message: str) -> NoReturn:
+    """`stop` of one rank, which does not wait for the others: those wait for it elsewhere."""
+    try:
+        stop(message)
+    finally:
+        leave(2)
+
+
 def leave(status: Any) -> NoReturn:
     """Ends this rank, whose work is done and written.
 
@@ -433,3 +448,6 @@ def spawn(work: Callable[..., None], arguments: tuple[Any, ...], world_size: int
         for process in ranks.processes:
             process.kill()
         raise
+    finally:
+        for file in ranks.error_files:  # the tracebacks of ranks that others made fail
+            Path(file).unlink(missing_ok=True)

@@ -116,6 +116,26 @@ def test_ctrl_c_while_torch_is_loaded(rank: int, tmp_path: Path) -> None:
     assert ended.stderr == ("interrupted\n" if rank == 0 else "")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends a process with its parent")
+def test_ranks_end_with_torchrun(tmp_path: Path) -> None:
+    """On Ctrl-C it left those that it had just started."""
+    for package in ("torch", "flatshard"):
+        (tmp_path / f"{package}.py").touch()
+    rank = "import prerequisites, time; print(flush=True); time.sleep(60)"
+    program = f"""import subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", "{rank}"], stdout=subprocess.PIPE)
+rank.stdout.readline()"""
+    path = f"{tmp_path}:{ROOT / 'scripts'}"
+    subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path, "TORCHELASTIC_RUN_ID": "one"},
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,  # until nobody has it
+        check=True,
+        timeout=20,
+    )
+
+
 def test_ctrl_c_leaves_no_server_of_ranks(tmp_path: Path) -> None:
     """It went on loading torch."""
     program = """import prerequisites, rank_processes
@@ -142,6 +162,23 @@ def test_what_ranks_leave_is_removed() -> None:
         (said,) = ranks.run(tempfile.mkdtemp, 1, seconds=60)
     assert said.outcome == "returned"
     assert not Path(said.what).exists()
+
+
+def test_the_disk_of_a_log_is_full() -> None:
+    program = """import argparse, pathlib, training_job
+training_job.dist.get_rank = lambda: 0
+args = argparse.Namespace(log_file=pathlib.Path("/dev/full"), resume=None)
+with training_job.log_to(args) as log:
+    log({"loss": 1.0})"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT / "scripts",
+        capture_output=True,
+        text=True,
+    )
+    said = f"-c: error: --log-file: cannot write /dev/full: {os.strerror(28)}\n"
+    assert (ended.returncode, ended.stderr) == (2, said)
 
 
 def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
