@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sys
 import warnings
 import zlib
@@ -32,6 +33,8 @@ hypothesis.settings.load_profile("flatshard")
 def pytest_configure() -> None:
     # As in the ranks: a parallel kernel may add up in another order.
     torch.set_num_threads(1)
+    # A shell lets what it starts in the background ignore Ctrl-C: scripts that tests start, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(os, "SCHED_BATCH"):
         # For all processes that tests start: a thread that wakes waits for the one that runs. Else
         # gloo's thread wakes before the lock is free that it needs, and polls for it: where ranks
