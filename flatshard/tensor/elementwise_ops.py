@@ -147,6 +147,8 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     tensor, *rest = args
     if rest and (func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape):
         tensor.spec.refuse(f"{func._schema.name} to another shape or dtype")
+    if rest:
+        tensor.spec.refuse_part("view_as()")  # orthogonal_() writes what it made for a part by it
     # Not a view made here: its version counter would be another. A tensor of inference mode has
     # none, and autograd, which adds this one's, would raise.
     with torch.inference_mode(False):

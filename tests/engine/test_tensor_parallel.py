@@ -239,6 +239,7 @@ def _outside_of_forward(rank: int, world_size: int) -> None:
     for name, call in {
         "normal_": lambda: nn.init.normal_(weight),
         "uniform_": model.module.blocks[0].module.down.reset_parameters,
+        "orthogonal_": lambda: nn.init.orthogonal_(weight),
         "randn_like": lambda: torch.randn_like(weight),
         "std": weight.std,
         "vector_norm": lambda: torch.linalg.vector_norm(weight, float("inf")),
