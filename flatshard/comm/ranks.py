@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from flatshard.comm.communicator import ALONE, AUTO, Communicator
 from flatshard.comm.end_of_program import come_to_rest
+from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import control_of, made_here, new_group
 from flatshard.comm.topology import Topology
-from flatshard.comm.transports import native
 from flatshard.comm.work import named
 from flatshard.options.collectives import TransportOptions
 from flatshard.options.strategy import Placement
@@ -262,8 +262,8 @@ def _through(groups: Sequence[dist.ProcessGroup], value: Any) -> list[Any]:
     # Of a grid that is everybody: what a column's ranks have gathered in their rows is all.
     for group in groups:
         if group.size() > 1:
-            with named(f"ShardedWrapper: comparing process groups, rank {dist.get_rank()}"):
-                gathered = native.gather_objects(values, *control_of(group))
+            exchange = HostExchange(*control_of(group))
+            gathered = exchange.gather(values, "ShardedWrapper: comparing process groups")
             values = list(chain.from_iterable(gathered))
     return values
 

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.deadlock.history import REMEDY, first_difference
+from flatshard.comm.host_exchange import differ, with_complements
 from flatshard.engine.unit import Unit
-
-
-def with_complements(numbers: Iterable[int]) -> list[int]:
-    """Votes of bytes that are to be equal; see ``differ``."""
-    return [value for number in numbers for value in (number, 255 - number)]
-
-
-def differ(maxima: Sequence[int]) -> list[bool]:
-    """Which numbers of ``with_complements`` differ between the ranks that have them."""
-    # Numbers and complements that are equal add up to 255, and to 0 where no rank has any.
-    return [sum(pair) not in (0, 255) for pair in zip(maxima[::2], maxima[1::2], strict=True)]
 
 
 class OrderCheck:
@@ -31,18 +21,18 @@ class OrderCheck:
         # The ranks of all groups over which any rank all-gathers; known after the first backward.
         self._places: list[list[int]] = []
 
-    def votes(self, device: torch.device | None) -> list[int]:
+    def votes(self, device: torch.device | None) -> bytes:
         """Digests, each in the place of its group. Collective at the first call."""
         world = self._world
         if world.size == 1 or device is None or not world.transport_for(device).is_ordered:
-            return []
+            return b""
         groups = self._groups()
         if not self._places:
             everyone = world.gather_objects([g.ranks for g in groups], op_name="groups")
             self._places = sorted({str(ranks): ranks for one in everyone for ranks in one}.values())
         digests = {str(group.ranks): group.members.history.to_compare() for group in groups}
         found = (digests.get(str(ranks)) for ranks in self._places)
-        return [vote for one in found for vote in (with_complements(one) if one else [0] * 8)]
+        return b"".join(with_complements(one) if one else bytes(8) for one in found)
 
     @contextlib.contextmanager
     def unannounced(self) -> Iterator[None]:
@@ -62,7 +52,7 @@ class OrderCheck:
             found += topology.intra_group, topology.inter_group, topology.regather or self._world
         return [group for group in dict.fromkeys(found) if group.size > 1]
 
-    def check(self, where: str, maxima: Sequence[int]) -> None:
+    def check(self, where: str, maxima: bytes) -> None:
         """Raise if what ranks voted differs. Collective then."""
         if not any(differ(maxima)):
             return

@@ -206,10 +206,10 @@ class Join(StepObserver):
         if self._leads:
             self._grads = self._look()
 
-    def votes(self) -> list[int]:
+    def votes(self) -> bytes:
         if self._leads:  # the exchange at the end of backward comes next
             self._exchange(Doing("backward", (self._grads,)))
-        return []
+        return b""
 
     def end_backward(self) -> None:
         self._note_grads(reduced_only=True)

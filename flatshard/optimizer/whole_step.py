@@ -403,7 +403,7 @@ def shared_state(
                 like = param.local.detach().new_empty(0, dtype=value.dtype)
                 pieces.append((owned, optimizer.state[param][key] if owned.is_full_here else like))
                 parts.append(like.new_empty(param.spec.numel))
-                state[key] = FlatShardTensor(parts[-1], param.spec)
+                state[key] = FlatShardTensor(parts[-1], param.spec).with_role(f"{key} of")
             shared[param] = state
         if pieces:
             scatter_to_shards(comm, pieces, parts, "optimizer state: to the shards")

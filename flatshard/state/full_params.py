@@ -21,7 +21,7 @@ from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import view_of
 from flatshard.tensor.shard_spec import first_of_dtensor
-from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
+from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_range
 
 
 def gather_full(
@@ -405,10 +405,12 @@ class Summoned:
             if grads:
                 parts = ((index, specs[index].slice(grad)) for index, grad in grads.items())
                 merged = join(handle, parts, handle.shard.dtype)
-                handle.sharded[0].grad = FlatShardTensor(merged, handle.params.flat_spec)
+                flat = FlatShardTensor(merged, handle.params.flat_spec)
+                handle.sharded[0].grad = flat.with_role(GRADIENT)
             return
         for index, grad in grads.items():
             part = grad if handle.is_whole else specs[index].slice(grad)
             part = part.to(handle.shard.device, copy=True)
-            part = part if handle.is_whole else FlatShardTensor(part, specs[index])
+            if not handle.is_whole:
+                part = FlatShardTensor(part, specs[index]).with_role(GRADIENT)
             set_grad(handle.sharded[index], part)

@@ -24,6 +24,8 @@ _POINTWISE = frozenset(
     copy tanh_backward sigmoid_backward threshold_backward""".split()
 )
 
+_ROLE_LENGTH = 80
+
 
 def _local(value: Any, spec: ShardSpec) -> Any:
     """The elements of an operand that belong to the local range of ``spec``."""
@@ -70,9 +72,20 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if storage is not None and func._schema.name.endswith("_like"):
         # ``zeros_like`` and the like: what optimizers make their state with.
         result = storage.take_in(result) if result.device == like.local.device else result
-    computed = FlatShardTensor(result, spec)
+    computed = FlatShardTensor(result, spec).with_role(_role_of(func, args))
     computed.is_alike = is_alike
     return computed
+
+
+def _role_of(func: Any, args: tuple[Any, ...]) -> str:
+    """Say how a tensor was computed, so that ranks which computed different tensors raise."""
+    operands = (
+        value.role if isinstance(value, FlatShardTensor) else repr(value)
+        for value in args
+        if isinstance(value, FlatShardTensor | int | float)
+    )
+    # Cut short: an average that is computed anew in each step would get longer and longer.
+    return f"{func._schema.name.removeprefix('aten::')} of {', '.join(operands)}"[:_ROLE_LENGTH]
 
 
 def _is_alike(value: Any) -> bool:
@@ -115,8 +128,9 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
     result = func(*(local(value) for value in args), **{key: local(v) for key, v in kwargs.items()})
     if not is_mutable:
+        role = f"{func._schema.name.removeprefix('aten::')} of {first_sharded(args, kwargs).role}"
         return [
-            value if spec is None else FlatShardTensor(value, spec)
+            value if spec is None else FlatShardTensor(value, spec).with_role(role)
             for value, spec in zip(result, specs, strict=True)
         ]
     for argument, values in zip(func._schema.arguments, args, strict=False):
@@ -137,7 +151,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatSha
     part = spec.slice(func(spec.empty(local), *args[1:], **kwargs))
     if not func._schema.is_mutable:
         # A clone, as the range alone would keep the full tensor alive.
-        return FlatShardTensor(part.clone(), spec)
+        return FlatShardTensor(part.clone(), spec).with_role(_role_of(func, args))
     local.copy_(part)
     wrote((tensor,))
     return tensor
@@ -153,7 +167,7 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     # none, and autograd, which adds this one's, would raise.
     with torch.inference_mode(False):
         twin = FlatShardTensor(tensor.local, tensor.spec)
-    twin.is_alike = tensor.is_alike
+    twin.is_alike, twin.role = tensor.is_alike, tensor.role
     tensor.spec.aliases[id(twin)] = twin
     return twin
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -75,11 +76,13 @@ class ShardSpec:
         default_factory=weakref.WeakValueDictionary
     )
     strides: tuple[int, ...] = field(init=False)
+    name_crc: int = field(init=False)  # a number for the name, the same on all ranks
 
     def __post_init__(self) -> None:
         self.shape = tuple(self.shape)
         self.order = tuple(self.order or range(len(self.shape)))
         self.strides = strides_of(self.shape, self.order)
+        self.name_crc = zlib.crc32(self.name.encode())
         if self.total_numel < 0:
             self.total_numel = math.prod(self.shape)
 

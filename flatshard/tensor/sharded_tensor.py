@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,9 @@ HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 # NotImplemented; ``reduction_ops`` enters it.
 ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
 # The attributes of a ``FlatShardTensor`` that are no user's.
-OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "is_alike"})
+OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "is_alike", "role"})
+
+GRADIENT = "gradient of"  # the role of a parameter's gradient
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
@@ -60,6 +62,8 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
             None: ``local`` has memory of its own.
         is_parameter: whether it is a unit's parameter.
         is_alike: whether it was computed from parameters and numbers alone, alike on all ranks.
+        role: the tensor's relation to the parameter, in words, the same on all ranks. Collectives
+            compare ``described``, so that ranks never mix values of different tensors.
     """
 
     # Attributes of the object, not properties: reading them costs no dispatch.
@@ -68,6 +72,7 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
     flat: Tensor | None
     is_parameter: bool = False
     is_alike: bool
+    role: str = "tensor like"
 
     @staticmethod
     def __new__(
@@ -95,7 +100,18 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
         """The same, counted as an ``nn.Parameter``."""
         self = cls.in_flat(flat, spec, requires_grad)
         self._is_param = self.is_parameter = self.is_alike = True
+        self.role = "parameter"
         return self
+
+    def with_role(self, role: str) -> Self:
+        """The same tensor with another ``role``."""
+        self.role = role
+        return self
+
+    @property
+    def described(self) -> str:
+        """The tensor in words, such as ``gradient of 'fc1.weight'``; the same on all ranks."""
+        return f"{self.role} {self.spec.name!r}"
 
     def to_local(self) -> Tensor:
         """This rank's range in memory order, ``(numel held here,)``; shares memory."""
@@ -115,7 +131,8 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
         flat = local.new_zeros(spec.comm.size * spec.numel if is_flat else self.numel())
         flat[start : start + spec.numel] = local
         # Of each byte at most one rank's is not zero: the sum only puts ranges side by side.
-        spec.comm.reduce_scalars(as_bytes(flat), "SUM", op_name=spec.name)
+        op_name = f"full tensor of {self.described}"
+        spec.comm.reduce_scalars(as_bytes(flat), "SUM", op_name=op_name)
         return flat if is_flat else flat.as_strided(spec.shape, spec.strides)
 
     @property
@@ -144,7 +161,7 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
             spec, local = self.spec.detached(), self.local.detach()
             storage = spec.state_disk
             copied = storage.copy(local) if storage and is_on_disk(local) else local.clone()
-            twin = type(self)(copied, spec, self.requires_grad)
+            twin = type(self)(copied, spec, self.requires_grad).with_role(self.role)
             twin.__dict__.update(attributes_of(self))
             memo[id(self)] = twin
         return memo[id(self)]  # type: ignore[return-value]

@@ -115,9 +115,9 @@ def _different_collectives(rank: int, world_size: int, port: int) -> None:
     init_by_tcp(rank, world_size, port, 60)
     patched = mock.patch.multiple(detector, **QUICK)
     step, whole = "unit 'fc1', rank .* for forward", ".*all ranks must ask for together"
-    buffers = ".*buffers.*: broadcasting from rank 0"
+    buffers = ".*buffers.*: exchanging values with the other ranks"
     for name, collectives, alone, others, expected in (
-        ("mlp", "auto", "norm", "forward", ("'norms'", step)),
+        ("mlp", "auto", "norm", "forward", ("norms of order 2 of ", step)),
         ("mlp", "sockets", "dict", "forward", (whole, step)),
         ("batch-norm", "auto", "forward", "dict", (buffers, whole)),
     ):
