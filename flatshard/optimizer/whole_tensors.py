@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -23,24 +23,32 @@ class HeldRange(NamedTuple):
     numel: int
 
 
+_NOTHING = HeldRange(0, 0)
+
+
 @dataclass(frozen=True, eq=False)
 class OwnedParam:
     """A sharded parameter, and the rank that gets the full one for a step.
 
     Attributes:
         spec: this rank's part of it.
-        held: each rank's part, by its rank in the group.
+        held: the parts that are not empty, by the rank in the group that holds the part.
         owner: a rank in the group; None: every rank.
     """
 
     spec: ShardSpec
-    held: Sequence[HeldRange]
+    held: Mapping[int, HeldRange]
     owner: int | None
 
     @property
     def is_full_here(self) -> bool:
         """Whether this rank gets the full parameter."""
         return self.owner in (None, self.spec.comm.rank)
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether elements go from one rank to another; the same on all ranks."""
+        return self.spec.comm.size > 1 and any(rank != self.owner for rank in self.held)
 
     def shaped(self, flat: Tensor) -> Tensor:
         """The parameter's shape and strides for all its elements, ``(numel,)``."""
@@ -74,21 +82,24 @@ def gather_to_owners(
     Collective: all ranks of the group, with pieces of the same parameters and dtypes.
     """
     full = {
-        number: local.new_empty(sum(held.numel for held in param.held))
+        number: local.new_empty(sum(held.numel for held in param.held.values()))
         for number, (param, local) in enumerate(pieces)
         if param.is_full_here
     }
-    routes = []
+    routes, me = [], comm.rank
     for number, (param, local) in enumerate(pieces):
-        for source, held in enumerate(param.held):
+        if me in param.held:
             owners = range(comm.size) if param.owner is None else [param.owner]
-            routes += [Route(number, source, to, held) for to in owners if to != source]
+            routes += [Route(number, me, to, param.held[me]) for to in owners if to != me]
         if param.is_full_here:
-            _range(full[number], param.held[comm.rank]).copy_(local)
+            routes += [
+                Route(number, rank, me, one) for rank, one in param.held.items() if rank != me
+            ]
+            _range(full[number], param.held.get(me, _NOTHING)).copy_(local)
     wait = _exchange(
         comm,
         routes,
-        pieces[0][1],
+        pieces,
         lambda route: pieces[route.number][1],
         lambda route: _range(full[route.number], route.range),
         op_name,
@@ -111,19 +122,18 @@ def scatter_to_shards(
     Collective: all ranks of the group.
     """
     full = {n: param.flat(value) for n, (param, value) in enumerate(pieces) if param.is_full_here}
-    routes = [
-        Route(number, param.owner, to, held)
-        for number, (param, _) in enumerate(pieces)
-        if param.owner is not None
-        for to, held in enumerate(param.held)
-        if to != param.owner
-    ]
+    routes, me = [], comm.rank
+    for number, (param, _) in enumerate(pieces):
+        if param.owner == me:
+            routes += [Route(number, me, to, held) for to, held in param.held.items() if to != me]
+        elif param.owner is not None and me in param.held:
+            routes.append(Route(number, param.owner, me, param.held[me]))
     for number, flat in full.items():
-        parts[number].copy_(_range(flat, pieces[number][0].held[comm.rank]))
+        parts[number].copy_(_range(flat, pieces[number][0].held.get(me, _NOTHING)))
     _exchange(
         comm,
         routes,
-        pieces[0][1],
+        [piece for piece in pieces if piece[0].owner is not None],
         lambda route: _range(full[route.number], route.range),
         lambda route: parts[route.number],
         op_name,
@@ -137,14 +147,14 @@ def _range(flat: Tensor, held: HeldRange) -> Tensor:
 def _exchange(
     comm: Communicator,
     routes: Sequence[Route],
-    like: Tensor,
+    pieces: Sequence[Piece],
     source_of: Callable[[Route], Tensor],
     target_of: Callable[[Route], Tensor],
     op_name: str,
 ) -> Callable[[], None]:
-    """Start to move elements along routes, which all ranks know; the function returned waits."""
-    routes = [route for route in routes if route.range.numel]
-    if not routes:
+    """Start to move elements along this rank's routes; the function returned waits."""
+    # All ranks must come to the same answer, also ranks that have no route themselves.
+    if not any(param.is_moved for param, _ in pieces):
         return lambda: None
     # By the other rank, as the bytes lie in what is sent and in what is received.
     sources: list[list[Tensor]] = [[] for _ in range(comm.size)]
@@ -156,7 +166,7 @@ def _exchange(
             targets[route.source].append(target_of(route))
     work, received = exchange(
         comm,
-        torch.cat([*chain(*sources)] or [like.new_empty(0, dtype=torch.uint8)]),
+        torch.cat([*chain(*sources)] or [pieces[0][1].new_empty(0, dtype=torch.uint8)]),
         [sum(one.nbytes for one in some) for some in sources],
         [sum(one.nbytes for one in some) for some in targets],
         op_name=op_name,
