@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -157,26 +156,22 @@ def _exchange(
     if not any(param.is_moved for param, _ in pieces):
         return lambda: None
     # By the other rank, as the bytes lie in what is sent and in what is received.
-    sources: list[list[Tensor]] = [[] for _ in range(comm.size)]
-    targets: list[list[Tensor]] = [[] for _ in range(comm.size)]
-    for route in routes:
+    lengths, expected = [0] * comm.size, [0] * comm.size
+    sources, targets = [], []
+    for route in sorted(routes, key=lambda route: (route.source, route.to)):
         if route.source == comm.rank:
-            sources[route.to].append(as_bytes(source_of(route)))
-        elif route.to == comm.rank:
-            targets[route.source].append(target_of(route))
-    work, received = exchange(
-        comm,
-        torch.cat([*chain(*sources)] or [pieces[0][1].new_empty(0, dtype=torch.uint8)]),
-        [sum(one.nbytes for one in some) for some in sources],
-        [sum(one.nbytes for one in some) for some in targets],
-        op_name=op_name,
-    )
+            sources.append(as_bytes(source_of(route)))
+            lengths[route.to] += sources[-1].nbytes
+        else:
+            targets.append(target_of(route))
+            expected[route.source] += targets[-1].nbytes
+    sent = torch.cat(sources or [pieces[0][1].new_empty(0, dtype=torch.uint8)])
+    work, received = exchange(comm, sent, lengths, expected, op_name=op_name)
 
     def wait() -> None:
         work.finish()
-        in_order = [*chain(*targets)]
-        pieces = received.split([target.nbytes for target in in_order])
-        for target, piece in zip(in_order, pieces, strict=True):
-            as_bytes(target).copy_(piece)
+        parts = received.split([target.nbytes for target in targets])
+        for target, part in zip(targets, parts, strict=True):
+            as_bytes(target).copy_(part)
 
     return wait

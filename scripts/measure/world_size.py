@@ -3,15 +3,17 @@
     python scripts/measure/world_size.py --world-sizes 64,1024,4096,16384 --impl flatshard,fsdp2
 
 The process group is torch's "fake" one: its collectives move nothing to anybody, so one process
-does all that one rank of so many does. Each row is a fresh process, which wraps a decoder of
-transformer blocks, a unit per block, and trains it with SGD. Prints the seconds to wrap, of the
-first step and of a later one (the median), and the peak RSS. The columns "torch" hold the floor:
-the seconds in which torch alone makes as many process groups, and runs the same collectives as a
-later step, whose fake form copies a chunk for each rank; and the RSS before the model is wrapped.
+does all that one rank of so many does, and waits for nobody. Each row is a fresh process, which
+wraps a decoder of transformer blocks, a unit per block, and trains it with SGD. Prints CPU seconds
+to wrap the model, of the first step and of a later step (the median), and the peak RSS. The columns
+"torch" are torch's own part: the seconds in which torch makes as many process groups, and runs the
+collectives of a later step, whose fake form copies a chunk for each rank. "before" is the RSS
+before the model is wrapped.
 """
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -73,6 +75,7 @@ def measure_rank(way: str, world_size: int, args: argparse.Namespace) -> dict[st
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of names that are older than others
     torch.manual_seed(0)
+    os.environ["LOCAL_WORLD_SIZE"] = str(RANKS_PER_NODE)  # for HYBRID strategies
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     model = Decoder(args.layers, args.width, args.vocabulary)
     numel = sum(parameter.numel() for parameter in model.parameters())
@@ -110,9 +113,9 @@ def step(model: nn.Module, tokens: torch.Tensor, optimizer: torch.optim.Optimize
 
 
 def timed(work: Callable[..., Any], *given: Any, **keywords: Any) -> tuple[Any, float]:
-    begin = time.perf_counter()
+    begin = time.process_time()
     result = work(*given, **keywords)
-    return result, time.perf_counter() - begin
+    return result, time.process_time() - begin
 
 
 def replay(events: list[collectives.Event]) -> float:
@@ -122,7 +125,7 @@ def replay(events: list[collectives.Event]) -> float:
         for ranks in {event.ranks for event in events}
     }
     full = {event.nbytes: torch.empty(event.nbytes, dtype=torch.uint8) for event in events}
-    begin = time.perf_counter()
+    begin = time.process_time()
     for event in events:
         whole, group = full[event.nbytes], groups[event.ranks]
         part = whole[: event.nbytes // len(event.ranks)]
@@ -132,7 +135,7 @@ def replay(events: list[collectives.Event]) -> float:
             dist.reduce_scatter_tensor(part, whole, group=group)
         else:
             dist.all_reduce(whole, group=group)
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def write_figures(_: int, file: str, *arguments: Any) -> None:
