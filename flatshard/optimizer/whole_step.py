@@ -415,7 +415,7 @@ def shared_state(
             if _sharded_state(optimizer.state.get(param)):
                 continue
             assert owned.owner is not None
-            state = everyone[owned.owner][number]
+            state = everyone[owned.owner].get(number, {})
             for key, value in state.items():
                 if not isinstance(value, _PerElement):
                     continue

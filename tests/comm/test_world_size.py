@@ -99,6 +99,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
+    sum(param.norm() for param in model.parameters())
+    model.state_dict()
+    ShardedWrapper.optim_state_dict(model, optimizer)
 
 
 def pair() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
