@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -20,9 +21,6 @@ class HeldRange(NamedTuple):
 
     offset: int
     numel: int
-
-
-_NOTHING = HeldRange(0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,15 +58,8 @@ class OwnedParam:
 
 Piece = tuple[OwnedParam, Tensor]
 """A parameter, and values of it: this rank's part, ``(spec.numel,)``, or the full tensor."""
-
-
-class Route(NamedTuple):
-    """Elements that go from one rank to another."""
-
-    number: int  # of the piece
-    source: int
-    to: int
-    range: HeldRange
+_Elements = tuple[int, Tensor]
+"""Elements that go to a rank of the group, or come from it."""
 
 
 def gather_to_owners(
@@ -80,29 +71,21 @@ def gather_to_owners(
 
     Collective: all ranks of the group, with pieces of the same parameters and dtypes.
     """
-    full = {
-        number: local.new_empty(sum(held.numel for held in param.held.values()))
-        for number, (param, local) in enumerate(pieces)
-        if param.is_full_here
-    }
-    routes, me = [], comm.rank
+    full: dict[int, Tensor] = {}
+    sends: list[_Elements] = []
+    receives: list[_Elements] = []
     for number, (param, local) in enumerate(pieces):
-        if me in param.held:
+        if comm.rank in param.held:
             owners = range(comm.size) if param.owner is None else [param.owner]
-            routes += [Route(number, me, to, param.held[me]) for to in owners if to != me]
+            sends += [(to, local) for to in owners if to != comm.rank]
         if param.is_full_here:
-            routes += [
-                Route(number, rank, me, one) for rank, one in param.held.items() if rank != me
-            ]
-            _range(full[number], param.held.get(me, _NOTHING)).copy_(local)
-    wait = _exchange(
-        comm,
-        routes,
-        pieces,
-        lambda route: pieces[route.number][1],
-        lambda route: _range(full[route.number], route.range),
-        op_name,
-    )
+            flat = full[number] = local.new_empty(sum(one.numel for one in param.held.values()))
+            for rank, held in param.held.items():
+                if rank == comm.rank:
+                    _range(flat, held).copy_(local)
+                else:
+                    receives.append((rank, _range(flat, held)))
+    wait = _exchange(comm, pieces, sends, receives, op_name)
 
     def finish() -> list[Tensor]:
         wait()
@@ -120,23 +103,22 @@ def scatter_to_shards(
 
     Collective: all ranks of the group.
     """
-    full = {n: param.flat(value) for n, (param, value) in enumerate(pieces) if param.is_full_here}
-    routes, me = [], comm.rank
-    for number, (param, _) in enumerate(pieces):
-        if param.owner == me:
-            routes += [Route(number, me, to, held) for to, held in param.held.items() if to != me]
-        elif param.owner is not None and me in param.held:
-            routes.append(Route(number, param.owner, me, param.held[me]))
-    for number, flat in full.items():
-        parts[number].copy_(_range(flat, pieces[number][0].held.get(me, _NOTHING)))
-    _exchange(
-        comm,
-        routes,
-        [piece for piece in pieces if piece[0].owner is not None],
-        lambda route: _range(full[route.number], route.range),
-        lambda route: parts[route.number],
-        op_name,
-    )()
+    sends: list[_Elements] = []
+    receives: list[_Elements] = []
+    for (param, value), part in zip(pieces, parts, strict=True):
+        if not param.is_full_here:
+            if comm.rank in param.held and param.owner is not None:
+                receives.append((param.owner, part))
+            continue
+        flat = param.flat(value)
+        for rank, held in param.held.items():
+            if rank == comm.rank:
+                part.copy_(_range(flat, held))
+            elif param.owner is not None:
+                sends.append((rank, _range(flat, held)))
+    # Of parameters that every rank has in full, nothing is sent.
+    owned = [piece for piece in pieces if piece[0].owner is not None]
+    _exchange(comm, owned, sends, receives, op_name)()
 
 
 def _range(flat: Tensor, held: HeldRange) -> Tensor:
@@ -145,33 +127,28 @@ def _range(flat: Tensor, held: HeldRange) -> Tensor:
 
 def _exchange(
     comm: Communicator,
-    routes: Sequence[Route],
     pieces: Sequence[Piece],
-    source_of: Callable[[Route], Tensor],
-    target_of: Callable[[Route], Tensor],
+    sends: list[_Elements],
+    receives: list[_Elements],
     op_name: str,
 ) -> Callable[[], None]:
-    """Start to move elements along this rank's routes; the function returned waits."""
-    # All ranks must come to the same answer, also ranks that have no route themselves.
+    """Start to send elements and to overwrite others; the function returned waits. Collective."""
+    # All ranks must come to the same answer, also ranks that send and receive nothing.
     if not any(param.is_moved for param, _ in pieces):
         return lambda: None
-    # By the other rank, as the bytes lie in what is sent and in what is received.
     lengths, expected = [0] * comm.size, [0] * comm.size
-    sources, targets = [], []
-    for route in sorted(routes, key=lambda route: (route.source, route.to)):
-        if route.source == comm.rank:
-            sources.append(as_bytes(source_of(route)))
-            lengths[route.to] += sources[-1].nbytes
-        else:
-            targets.append(target_of(route))
-            expected[route.source] += targets[-1].nbytes
-    sent = torch.cat(sources or [pieces[0][1].new_empty(0, dtype=torch.uint8)])
+    for elements, counts in ((sends, lengths), (receives, expected)):
+        elements.sort(key=itemgetter(0))  # from or to the same rank: in the order of pieces
+        for rank, tensor in elements:
+            counts[rank] += tensor.nbytes
+    nothing = pieces[0][1].new_empty(0, dtype=torch.uint8)
+    sent = torch.cat([nothing, *(as_bytes(tensor) for _, tensor in sends)])
     work, received = exchange(comm, sent, lengths, expected, op_name=op_name)
 
     def wait() -> None:
         work.finish()
-        parts = received.split([target.nbytes for target in targets])
-        for target, part in zip(targets, parts, strict=True):
-            as_bytes(target).copy_(part)
+        parts = received.split([tensor.nbytes for _, tensor in receives])
+        for (_, tensor), part in zip(receives, parts, strict=True):
+            as_bytes(tensor).copy_(part)
 
     return wait
