@@ -22,14 +22,7 @@ from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
 from flatshard.comm.event_log import note
 from flatshard.comm.flat_chunks import as_bytes, as_real
 from flatshard.comm.host_exchange import HostExchange, compared_name, digest_of
-from flatshard.comm.process_groups import (
-    Tags,
-    backend_for,
-    control_of,
-    is_fake,
-    new_group,
-    ranks_text,
-)
+from flatshard.comm.process_groups import Tags, backend_for, control_of, new_group, ranks_text
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.transports import TRANSPORTS, LocalTransport, Members, Transport
 from flatshard.comm.work import AsyncWork, named
@@ -63,6 +56,7 @@ class Communicator(Tags):
             self.rank, self.global_rank = dist.get_rank(group), dist.get_rank()
             self.ranks = tuple(dist.get_process_group_ranks(group))
         self.size = len(self.ranks)
+        self.ranks_text = ranks_text(self.ranks)  # in words, for messages
         self.meeting = f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"
         self.transports: list[Transport] = [LocalTransport()]  # in order of preference
         self.transport_reason = ""
@@ -105,7 +99,7 @@ class Communicator(Tags):
             counter,
             self.options,
             is_gloo,
-            is_fake(group),
+            self.host.meet,
             partial(self.gather_objects, op_name="meeting on one host"),
         )
         # Every rank asks every class, in the same order: ``connect`` may communicate.
@@ -113,11 +107,6 @@ class Communicator(Tags):
         self.transports = [one for one in found if isinstance(one, Transport)]
         reasons = [one for one in found if isinstance(one, str) and one]
         self.transport_reason = "; ".join(reasons) or self.transport_for().reason
-
-    @cached_property
-    def ranks_text(self) -> str:
-        """The ranks in words, for messages."""
-        return ranks_text(self.ranks)
 
     @cached_property
     def apart(self) -> Communicator:

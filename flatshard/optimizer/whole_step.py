@@ -363,11 +363,8 @@ def _held_ranges(
     params: Sequence[FlatShardTensor], comm: Communicator
 ) -> list[dict[int, HeldRange]]:
     """For each parameter, the ranges of the ranks that hold some of it. Collective."""
-    mine = {
-        number: HeldRange(param.spec.offset, param.spec.numel)
-        for number, param in enumerate(params)
-        if param.spec.numel
-    }
+    specs = enumerate(param.spec for param in params)
+    mine = {number: HeldRange(one.offset, one.numel) for number, one in specs if one.numel}
     held: list[dict[int, HeldRange]] = [{} for _ in params]
     for rank, ranges in enumerate(comm.gather_objects(mine, op_name=f"{_OP}: owners")):
         for number, one in ranges.items():
