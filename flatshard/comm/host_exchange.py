@@ -154,7 +154,7 @@ class HostExchange:
         start = with_complements(digest_of(f"{kind}, {len(value)}, {name}"))
         frame = self._all_reduce_bytes((start + value).ljust(FRAME_BYTES, b"\0"), op_name)
         if frame[: len(start)] != start:
-            self._refuse(name)
+            self._refuse(f"{name} ({kind})")
         return frame[len(start) : len(start) + len(value)]
 
     def _refuse(self, name: str) -> NoReturn:
