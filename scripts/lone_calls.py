@@ -52,7 +52,7 @@ SECONDS = 10.0
 GROUP_SECONDS = 90.0
 """The process group's timeout, which must end nothing."""
 EXACT = 1e-6
-ENDS = ("[FS-DEADLOCK]", "ended by")
+ENDS = ("[FS-DEADLOCK]", "different collectives", "ended by")
 """Words of errors, or of the log, that name what ranks wait for."""
 
 
