@@ -22,7 +22,14 @@ from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
 from flatshard.comm.event_log import note
 from flatshard.comm.flat_chunks import as_bytes, as_real
 from flatshard.comm.host_exchange import HostExchange, compared_name, digest_of
-from flatshard.comm.process_groups import Tags, backend_for, control_of, is_fake, new_group
+from flatshard.comm.process_groups import (
+    Tags,
+    backend_for,
+    control_of,
+    is_fake,
+    new_group,
+    ranks_text,
+)
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.transports import TRANSPORTS, LocalTransport, Members, Transport
 from flatshard.comm.work import AsyncWork, named
@@ -49,12 +56,13 @@ class Communicator(Tags):
         """
         super().__init__()
         self.group, self.options = group, mode
-        self.rank, self.global_rank, self.ranks = 0, 0, [0]  # `ranks`: in the default group
+        self.rank, self.global_rank = 0, 0
+        # In the default group. A tuple: recorded events and messages share it.
+        self.ranks: tuple[int, ...] = (0,)
         if group is not None:
             self.rank, self.global_rank = dist.get_rank(group), dist.get_rank()
-            self.ranks = dist.get_process_group_ranks(group)
+            self.ranks = tuple(dist.get_process_group_ranks(group))
         self.size = len(self.ranks)
-        self._rank_list = ", ".join(map(str, self.ranks))
         self.meeting = f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"
         self.transports: list[Transport] = [LocalTransport()]  # in order of preference
         self.transport_reason = ""
@@ -105,6 +113,11 @@ class Communicator(Tags):
         self.transports = [one for one in found if isinstance(one, Transport)]
         reasons = [one for one in found if isinstance(one, str) and one]
         self.transport_reason = "; ".join(reasons) or self.transport_for().reason
+
+    @cached_property
+    def ranks_text(self) -> str:
+        """The ranks in words, for messages."""
+        return ranks_text(self.ranks)
 
     @cached_property
     def apart(self) -> Communicator:
@@ -185,7 +198,7 @@ class Communicator(Tags):
 
     def _op_name(self, unit_fqn: str, action: str) -> str:
         unit = unit_text(unit_fqn)
-        return f"{unit}, rank {self.global_rank}: {action} over ranks {self._rank_list}"
+        return f"{unit}, rank {self.global_rank}: {action} over ranks {self.ranks_text}"
 
     # ------------------------------------------------------------ small things, at once
 
@@ -285,6 +298,13 @@ class Communicator(Tags):
         Collective: all ranks of the group, in the same order of calls; otherwise all raise.
         """
         return [value] if self.size == 1 else self.host.gather(value, op_name)
+
+    def gather_unless_equal(self, value: Any, *, op_name: str) -> list[Any]:
+        """Every rank's ``value`` (picklable), in rank order; one value if all are equal.
+
+        Collective: all ranks of the group, in the same order of calls; otherwise all raise.
+        """
+        return [value] if self.size == 1 else self.host.gather_unless_equal(value, op_name)
 
 
 def _marks(op_name: str, op: str) -> list[int]:

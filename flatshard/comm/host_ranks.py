@@ -56,6 +56,11 @@ class HostRanks:
         """
         return [value] if self._exchange is None else self._exchange.gather(value, op_name)
 
+    def gather_unless_equal(self, value: Any, op_name: str) -> list[Any]:
+        """As ``gather``; only one value if all ranks have the same."""
+        exchange = self._exchange
+        return [value] if exchange is None else exchange.gather_unless_equal(value, op_name)
+
     def agree(self, work: Callable[[], T], op_name: str) -> T:
         """What this rank's ``work`` returns; where it raises on one rank, all raise that error.
 
@@ -66,7 +71,7 @@ class HostRanks:
             result = work()
         except Exception as raised:
             error = raised
-        for rank, told in enumerate(self.gather(error and _told(error), op_name)):
+        for rank, told in enumerate(self.gather_unless_equal(error and _told(error), op_name)):
             if told is not None:
                 raise self._as_raised(rank, told, op_name) from error
         return cast(T, result)

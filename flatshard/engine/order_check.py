@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.deadlock.history import REMEDY, first_difference
+from flatshard.comm.deadlock.history import REMEDY, Begun, first_difference
 from flatshard.comm.host_exchange import differ, with_complements
 from flatshard.engine.unit import Unit
+
+_COMPARING = "comparing the order of all-gathers"
 
 
 class OrderCheck:
@@ -18,21 +20,18 @@ class OrderCheck:
 
     def __init__(self, units: Sequence[Unit], world: Communicator) -> None:
         self._units, self._world = units, world
-        # The ranks of all groups over which any rank all-gathers; known after the first backward.
-        self._places: list[list[int]] = []
 
     def votes(self, device: torch.device | None) -> bytes:
-        """Digests, each in the place of its group. Collective at the first call."""
+        """Votes for the world's exchange. Collective where units all-gather over parts of it."""
         world = self._world
         if world.size == 1 or device is None or not world.transport_for(device).is_ordered:
             return b""
-        groups = self._groups()
-        if not self._places:
-            everyone = world.gather_objects([g.ranks for g in groups], op_name="groups")
-            self._places = sorted({str(ranks): ranks for one in everyone for ranks in one}.values())
-        digests = {str(group.ranks): group.members.history.to_compare() for group in groups}
-        found = (digests.get(str(ranks)) for ranks in self._places)
-        return b"".join(with_complements(one) if one else bytes(8) for one in found)
+        # Each smaller group compares its own digest: the world's exchange would need a place for
+        # every group of any rank.
+        digests = {group: group.members.history.to_compare() for group in self._groups()}
+        own = digests.pop(world)
+        differs = [not one.all_equal(digest, op_name=_COMPARING) for one, digest in digests.items()]
+        return bytes([any(differs)]) + with_complements(own)
 
     @contextlib.contextmanager
     def unannounced(self) -> Iterator[None]:
@@ -54,12 +53,15 @@ class OrderCheck:
 
     def check(self, where: str, maxima: bytes) -> None:
         """Raise if what ranks voted differs. Collective then."""
-        if not any(differ(maxima)):
+        if not (any(maxima[:1]) or any(differ(maxima[1:]))):
             return
-        recent = {str(group.ranks): group.members.history.recent() for group in self._groups()}
-        said = self._world.gather_objects(recent, op_name="what was all-gathered")
-        of_rank = dict(zip(self._world.ranks, said, strict=True))
-        known = (first_difference({r: of_rank[r][str(one)] for r in one}) for one in self._places)
+        mine = {one.members.counter.name: one.members.history.recent() for one in self._groups()}
+        of_group: dict[str, dict[int, list[Begun]]] = {}
+        said = self._world.gather_objects(mine, op_name="what was all-gathered")
+        for rank, groups in zip(self._world.ranks, said, strict=True):
+            for name, recent in groups.items():
+                of_group.setdefault(name, {})[rank] = recent
+        known = map(first_difference, of_group.values())
         raise RuntimeError(
             f"{where}: ranks have all-gathered different units, or asked for different norms and "
             "sums, and what they got may be of other parameters; "

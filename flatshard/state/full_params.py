@@ -181,8 +181,8 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
 
 def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
     """The groups of ranks that train units or flat parameters, each once; mostly one."""
-    worlds = [part.topology.world for part in parts]
-    return list({tuple(world.ranks): world for world in worlds}.values())
+    worlds = dict.fromkeys(part.topology.world for part in parts)
+    return list({world.ranks: world for world in worlds}.values())
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ class Members:
     """The ranks of one group, as a transport needs to know them."""
 
     rank: int  # this one's, within the group
-    ranks: list[int]  # the members by their ranks in the default group
+    ranks: tuple[int, ...]  # the members by their ranks in the default group
     gather_group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup  # the same ranks; reductions have an order of their own
     counter: CollectiveCounter  # of what this rank began, for deadlock detection

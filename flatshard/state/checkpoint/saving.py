@@ -183,7 +183,7 @@ class Save:
         """Raise ValueError on all ranks where they pass different arguments."""
         mine = {f"extra[{key!r}]": repr(value) for key, value in snapshot.extra.items()}
         mine |= {"the path": str(self.path.absolute()), "keep": str(self.keep)}
-        first, *others = self.ranks.gather(mine, self.op_name)
+        first, *others = self.ranks.gather_unless_equal(mine, self.op_name)
         for rank, theirs in enumerate(others, 1):
             for key in {**first, **theirs}:
                 here, there = first.get(key, "nothing"), theirs.get(key, "nothing")
