@@ -7,11 +7,12 @@ makes a call, as under `if rank == 0:`, and all ranks proceed to the same next t
 *right* if values and weights are those of the unwrapped model on every rank. A cell *raises* if
 every rank ends with an error that flatshard names, or, where a rank waits in a collective of the
 program, with an error that flatshard's log explains. Everything else (wrong weights, a wait of
-more than SECONDS, an abort) is a failure, and the exit status is 1. All 864 cells take about an
-hour on two cores.
+more than SECONDS, an abort) is a failure, and the exit status is 1. All 864 cells take about ten
+minutes on two cores.
 
 `--sample` takes few cells, in which each pair of values meets. `--quick` looks for deadlocks ten
-times sooner, and ends ranks without the second that the interpreter's own end takes.
+times sooner. `--whole-end` lets the interpreter of every rank end as after any program, which takes
+a second; otherwise ranks run what is registered with atexit, and end.
 """
 
 from __future__ import annotations
@@ -139,6 +140,11 @@ def _clip(run: Run) -> None:
         run.model.clip_grad_norm_(1e9)
 
 
+def _clip_and_step(run: Run) -> None:
+    nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    run.optimizer.step()
+
+
 CALLS: dict[str, Callable[[Run], object]] = {
     "`p.norm()`": lambda run: run.weight.norm(),
     "`p.grad.norm()`": _norm_of_gradient,
@@ -155,8 +161,8 @@ CALLS: dict[str, Callable[[Run], object]] = {
 }
 NEXT: dict[str, Callable[[Run], object]] = {
     "forward": Run.step,
-    "clipping": lambda run: (nn.utils.clip_grad_norm_(run.model.parameters(), 1.0), _finish(run)),
-    "step": lambda run: _finish(run),
+    "clipping": _clip_and_step,
+    "step": lambda run: run.optimizer.step(),
     "save": _save,
     "barrier": lambda run: dist.barrier() if isinstance(run.model, ShardedWrapper) else None,
     "end": lambda run: None,
@@ -165,10 +171,6 @@ IN_A_STEP = {"clipping", "step"}  # comes between a backward and the optimizer's
 BUFFERS = {"buffers": True, "no buffers": False}
 TRANSPORTS = {"shared memory": "auto", "sockets": "sockets", "native": "native"}
 WORLDS = (2, 3)
-
-
-def _finish(run: Run) -> None:
-    run.optimizer.step()
 
 
 class Setting(NamedTuple):
@@ -285,14 +287,22 @@ def _trained(setting: Setting, rank: int, folder: Path) -> tuple[float, float]:
     return began, max(worst, *differences)
 
 
-def start(setting: Setting, rank: int, folder: Path, quick: bool) -> int:
+class How(NamedTuple):
+    """How ranks run; see the options."""
+
+    quick: bool = False
+    whole_end: bool = False
+
+
+def start(setting: Setting, rank: int, folder: Path, how: How) -> int:
     """Fork this process as a rank; returns its process number, or ends in the child."""
     if process := os.fork():
         return process
-    if not quick:
-        # Not caught on its way, so that the interpreter ends as after any program.
+    if how.quick:
+        vars(detector).update(FIRST_LOOK_SECONDS=0.3, LOOK_SECONDS=0.1, LONGEST_LOOK_SECONDS=0.4)
+    if how.whole_end:
+        # Nothing catches an error or this exit on its way to the interpreter's end.
         sys.exit(_be_a_rank(setting, rank, folder))
-    vars(detector).update(FIRST_LOOK_SECONDS=0.3, LOOK_SECONDS=0.1, LONGEST_LOOK_SECONDS=0.4)
     code = 1
     try:
         code = _be_a_rank(setting, rank, folder)
@@ -332,7 +342,7 @@ class Outcome(NamedTuple):
 
 
 def outcomes(
-    settings: Sequence[Setting], at_once: int, quick: bool
+    settings: Sequence[Setting], at_once: int, how: How
 ) -> Iterator[tuple[Setting, Outcome]]:
     """Each setting with its outcome, as they end; so many run at a time."""
     to_do, running = list(reversed(settings)), dict[Setting, tuple[dict[int, int], Path, float]]()
@@ -341,7 +351,7 @@ def outcomes(
             setting = to_do.pop()
             # Not a context manager: a child would leave it, too, and remove the folder.
             folder = Path(tempfile.mkdtemp(prefix="flatshard-lone-"))
-            processes = {rank: start(setting, rank, folder, quick) for rank in range(setting.world)}
+            processes = {rank: start(setting, rank, folder, how) for rank in range(setting.world)}
             running[setting] = processes, folder, time.monotonic()
         for setting, (processes, folder, began) in list(running.items()):
             codes = _ended(processes)
@@ -436,7 +446,8 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--only", nargs="+", default=[], help="words that a cell's values contain")
     parser.add_argument("--sample", action="store_true", help="the fewest cells with all pairs")
-    parser.add_argument("--quick", action="store_true", help="in a tenth of the time")
+    parser.add_argument("--quick", action="store_true", help="look for deadlocks sooner")
+    parser.add_argument("--whole-end", action="store_true", help="end each rank's interpreter")
     parser.add_argument("--at-once", type=positive_number, default=6, help="cells at a time")
     parser.add_argument("--page", type=page_file, help="write the table there, too")
     options = parser.parse_args()
@@ -445,8 +456,8 @@ def main() -> int:
         for setting in (sample() if options.sample else all_settings())
         if all(any(word in str(value) for value in setting) for word in options.only)
     ]
-    found: dict[Setting, Outcome] = {}
-    for setting, outcome in outcomes(settings, int(options.at_once), options.quick):
+    how, found = How(options.quick, options.whole_end), dict[Setting, Outcome]()
+    for setting, outcome in outcomes(settings, int(options.at_once), how):
         found[setting] = outcome
         if outcome.cell.verdict not in GOOD:
             print(f"{outcome.cell.verdict}: {outcome.cell.why}", file=sys.stderr, flush=True)
