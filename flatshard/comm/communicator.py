@@ -32,7 +32,7 @@ from flatshard.plan.module_tree import unit_text
 
 AUTO = TransportOptions()
 HOST = torch.device("cpu")
-# So many numbers are copied, in their widest dtype, to travel in one message with the name's marks.
+# Up to this many elements, a tensor is copied to a wider dtype to share a message with the marks.
 _FEW = 1 << 12
 
 
@@ -116,7 +116,7 @@ class Communicator(Tags):
         """
         if self.group is None or self.size == 1:
             return self
-        # A rank that comes here alone would wait for the others in `new_group`, which nothing ends.
+        # `new_group` waits in the store, where nothing can end the wait. So ranks meet before.
         self.host.meet("meeting for numbers in the middle of backward")
         with named(self.meeting):
             group = new_group(self.group, on_host=True)
@@ -221,8 +221,8 @@ class Communicator(Tags):
     def reduce_scalars(self, values: Tensor, op: str, *, op_name: str) -> Tensor:
         """Combine a few numbers over the ranks, in place, and wait; ``op`` as in ``ReduceOp``.
 
-        Where a stream waits for other ranks, and not the host, ranks that are in reductions of
-        different names get NaN (integers: -1), and the next backward raises.
+        On the host, ranks in reductions of different names raise. On a stream, such ranks get NaN
+        (integers: -1), and their next backward raises.
 
         Collective: all ranks of the group, in the same order of calls; otherwise all raise.
         """
@@ -242,13 +242,13 @@ class Communicator(Tags):
         return self.transport_for(tensor.device).stream_waits(tensor.device)
 
     def _reduce_on_stream(self, values: Tensor, op: str, op_name: str) -> None:
-        # To compare names first, the host would have to wait for the stream. So marks of the name
-        # travel along, and the device itself overwrites the result if the names differ.
+        # Comparing names on the host would make the host wait for the stream. So the reduction also
+        # carries marks of the name, and the device overwrites the result if the marks differ.
         dtype = torch.float64 if values.is_floating_point() else torch.int64
         numbers = _marks(op_name, op)
         marks = torch.cat([values.new_full((1,), number, dtype=dtype) for number in numbers])
         expected = marks * self.size if op == "SUM" else marks.clone()
-        # A large tensor is not copied only to send four numbers with it.
+        # Large tensors are not copied: a reduction before theirs carries the marks.
         are_few = values.numel() <= _FEW
         sent = torch.cat([values.reshape(-1).to(dtype), marks]) if are_few else values
         with self._named_on_stream(op_name):
@@ -298,8 +298,8 @@ class Communicator(Tags):
 
 def _marks(op_name: str, op: str) -> list[int]:
     """Four numbers whose reduction tells whether the name is the same on all ranks."""
-    # Sums of equal numbers and of their squares are equal to theirs times the number of ranks, and
-    # of different numbers never are (Cauchy-Schwarz). 16 bits: float64 holds such sums exactly.
+    # If n ranks sum equal numbers and their squares, the sums are n times a rank's own. If numbers
+    # differ, one of the two sums is not (Cauchy-Schwarz). float64 holds sums of 16 bits exactly.
     digest = digest_of(f"{op} {compared_name(op_name)}")
     first, second = (int.from_bytes(digest[start : start + 2], "big") for start in (0, 2))
     if op == "SUM":

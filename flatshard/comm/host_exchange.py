@@ -48,22 +48,22 @@ def with_complements(data: Iterable[int]) -> bytes:
 
 
 def differ(maxima: bytes) -> list[bool]:
-    """For each byte given to ``with_complements``, whether ranks gave different bytes.
+    """For each byte given to ``with_complements``, whether two ranks gave different bytes.
 
-    A rank that sent zeros instead of a byte and its complement is not counted.
+    A rank that sends zeros for a byte and for the byte's complement abstains.
     """
-    # A byte and its complement add up to 255 if all ranks agree, and to 0 if no rank sent any.
+    # A byte and its complement add up to 255 if all ranks agree, and to 0 if all ranks abstain.
     return [sum(pair) not in (0, 255) for pair in zip(maxima[::2], maxima[1::2], strict=True)]
 
 
 def compared_name(op_name: str) -> str:
-    """The part of a name that must be equal on all ranks: what stands before ``(`` and ``: ``."""
-    # Behind them stand a path, which ranks may spell differently, or details of one rank.
+    """The start of a name, up to ``(`` or ``: ``, which must be equal on all ranks."""
+    # The rest of a name may be a path, which ranks may spell differently, or one rank's details.
     return _DETAIL.split(op_name, maxsplit=1)[0]
 
 
 def digest_of(name: str) -> bytes:
-    """Eight bytes that are different for different names, but for one pair in 2**64."""
+    """Eight bytes that identify a name; two names collide with a probability of 2**-64."""
     return blake2b(name.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
@@ -139,7 +139,7 @@ class HostExchange:
     def gather(self, value: Any, op_name: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in the group's order."""
         row = pickle.dumps(value)
-        # Rows are of one length, a power of two, whose exponent fits into one byte.
+        # All rows are padded to a power of two, whose exponent fits into one byte.
         exponent = (len(row) + _LENGTH_BYTES).bit_length()
         (exponent,) = self._frame("objects", op_name, bytes([exponent]))
         row = len(row).to_bytes(_LENGTH_BYTES, "big") + row
@@ -164,7 +164,7 @@ class HostExchange:
         start = with_complements(digest_of(f"{kind}, {len(value)}, {name}"))
         frame = self._all_reduce_bytes((start + value).ljust(FRAME_BYTES, b"\0"), op_name)
         if frame[: len(start)] != start:
-            self._refuse(name)
+            self._refuse(f"{name} ({kind})")
         return frame[len(start) : len(start) + len(value)]
 
     def _refuse(self, name: str) -> NoReturn:

@@ -78,7 +78,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _role_of(func: Any, args: tuple[Any, ...]) -> str:
-    """Say how a tensor was computed, so that ranks which computed different tensors raise."""
+    """Role of a computed tensor: the operation, its numbers, and the roles of its operands."""
     operands = (
         value.role if isinstance(value, FlatShardTensor) else repr(value)
         for value in args

@@ -63,7 +63,7 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
         is_parameter: whether it is a unit's parameter.
         is_alike: whether it was computed from parameters and numbers alone, alike on all ranks.
         role: the tensor's relation to the parameter, in words, the same on all ranks. Collectives
-            compare ``described``, so that ranks never mix values of different tensors.
+            compare it between ranks, so that values of different tensors are never mixed.
     """
 
     # Attributes of the object, not properties: reading them costs no dispatch.

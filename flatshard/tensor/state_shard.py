@@ -46,9 +46,9 @@ class StateShard(FlatShardTensor):
 
 
 def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:
-    """What a state dict holds for ``local``, ``(spec.numel,)``; shares memory with it.
+    """Entry of a state dict that shares the memory of ``local``, ``(spec.numel,)``.
 
-    ``role``: the local tensor's relation to the parameter; see ``FlatShardTensor``.
+    ``role``: relation of ``local`` to the parameter, as in ``FlatShardTensor``.
     """
     if not spec.total_numel:  # no rank has a chunk of it to write
         return local.new_empty(spec.shape)

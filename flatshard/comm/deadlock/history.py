@@ -70,6 +70,6 @@ def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
 
 
 def describe_difference(names: Mapping[int, str]) -> str:
-    """Say which ranks are in which of several different collectives, and the remedy."""
+    """Text of an error: the ranks in each collective, and the remedy."""
     differ = first_difference({rank: [(0, name)] for rank, name in names.items()})
     return f"the ranks are in different collectives, {differ}. {REMEDY} [FS-DEADLOCK]"
