@@ -61,7 +61,8 @@ class BucketView(Tensor):
     which copies each tensor by itself, would copy the bucket once for each member.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+    # Results of operations are plain tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.detach().clone())
