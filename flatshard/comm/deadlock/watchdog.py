@@ -182,8 +182,6 @@ class _OwnWait(BlockedWait):
 
 def tell_of_end() -> None:
     """From now on tell the other ranks of this program's end, and of what it ends by, at once."""
-    with contextlib.suppress(Exception):  # not every store of a test can be written
-        detector.tell_beginning()
     # They would hear of it when the process ends, which takes as long as what else it does then.
     # Not where an exception is raised: who catches it goes on.
     if getattr(sys.excepthook, "func", None) is not _tell_error:
