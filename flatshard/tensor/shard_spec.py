@@ -160,15 +160,25 @@ class ShardSpec:
                 "p.copy_(...)."
             )
 
-    def refuse(self, operation: object) -> NoReturn:
-        """Raise for an operation that this rank's part cannot do alone."""
+    def where(self, role: str = "parameter") -> str:
+        """A tensor of this spec in words, with its unit and this rank; see ``role``."""
+        return f"{role} {self.name!r} ({unit_text(self.unit)}, rank {self.comm.global_rank})"
+
+    def refuse(self, operation: object, role: str = "parameter") -> NoReturn:
+        """Raise for an operation that this rank's part cannot do alone.
+
+        ``role`` says what users know the tensor as, such as "the gradient of parameter".
+        """
         refuse_foreign_wrapper()
-        raise NeedsFullTensor(
-            f"parameter {self.name!r} ({unit_text(self.unit)}, rank {self.comm.global_rank}) is "
-            f"sharded: {operation} needs the full tensor. Use it inside the forward of the module "
-            "that owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor().",
-            self,
+        remedy = (
+            "Use it inside the forward of the module that owns it, under "
+            "ShardedWrapper.summon_full_params(model), or on p.full_tensor()."
+            if role == "parameter"
+            else "Norms, sums and element-wise operations work on the sharded tensor; its "
+            "full_tensor(), called on all ranks, gives the full one."
         )
+        message = f"{self.where(role)} is sharded: {operation} needs the full tensor. {remedy}"
+        raise NeedsFullTensor(message, self)
 
 
 def first_of_dtensor(specs: Iterable[ShardSpec]) -> str | None:
