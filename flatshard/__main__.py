@@ -67,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def describe(path: str) -> str:
     """A table of the tensors in a checkpoint, and what else is known of it; raises ValueError."""
     source = open_source(path)
+    if source.incomplete:
+        missing = ", ".join(source.incomplete)
+        raise ValueError(f"{path}: incomplete: its files lack values of {missing:.300}")
     facts = {"format": source.kind, **source.facts}
     lines = [f"{name}: {value}" for name, value in facts.items()]
     named = {".".join(names): one for names, one in source.tensors.items()}

@@ -142,14 +142,16 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             rows of its outermost dimension in memory; ``"tensor"``: nowhere, so that each is whole
             on one rank; an int: at multiples of so many elements from its start, as optimizers
             with 8-bit states in blocks need. It costs padding, see ``unit_report()``.
-        extra: other keywords of DistributedDataParallel: accepted if they have a meaning here,
-            otherwise ignored with one warning, or they raise; see docs/migration.md.
+        extra: other keywords of DistributedDataParallel and ``fully_shard`` (``mesh``,
+            ``mp_policy``, ``offload_policy``, ``ignored_params``): accepted if they have a meaning
+            here, otherwise ignored with one warning, or they raise; see docs/migration.md.
 
     Raises:
         TypeError: an argument of the wrong type, or an unknown keyword.
         ValueError: parameters on several devices, ranks that build different models, an
             ``auto_wrap_policy`` over a model that already contains units, a module or parameter
-            to ignore that is sharded already, a ``boundary`` that needs more than 25 % padding.
+            to ignore that is sharded already, a ``boundary`` that needs more than 25 % padding, two
+            keywords of one meaning that contradict each other.
         NotImplementedError: options that parameters which are DTensors cannot have.
         RuntimeError: several ranks were started, but there is no process group.
         OffloadError: on all ranks, before anything is changed: the disk of ``cpu_offload`` is full.
@@ -190,6 +192,10 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             "broadcast_buffers": broadcast_buffers,
             "sync_module_states": sync_module_states,
             "device_id": device_id,
+            "device_mesh": device_mesh,
+            "mixed_precision": mixed_precision,
+            "cpu_offload": cpu_offload,
+            "ignored_states": ignored_states,
         }
         known = ShardedWrapper.__init__.__annotations__
         given, without_effect = torch_names.read_keywords(extra, own, known)
@@ -205,17 +211,17 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             use_orig_params=use_orig_params,
         )
         model = UnwrappedModel.read(
-            module, auto_wrap_policy, ignored_modules, ignored_states, allow_divergence
+            module, auto_wrap_policy, ignored_modules, given["ignored_states"], allow_divergence
         )
         transport = as_transport(collectives, wire_dtype)
-        ranks = ranks_or_alone(process_group, device_mesh, mode=transport)
+        ranks = ranks_or_alone(process_group, given["device_mesh"], mode=transport)
         strategy, placement = read_strategy(sharding_strategy, reshard_after_forward, ranks)
         settings = Settings(
             ranks=ranks,
             strategy=strategy,
             placement=placement,
-            precision=as_mixed_precision(mixed_precision),
-            offload=as_cpu_offload(cpu_offload),
+            precision=as_mixed_precision(given["mixed_precision"]),
+            offload=as_cpu_offload(given["cpu_offload"]),
             backward_prefetch=as_backward_prefetch(backward_prefetch),
             forward_prefetch=flags["forward_prefetch"] is not False,
             use_orig_params=flags["use_orig_params"] is not False,

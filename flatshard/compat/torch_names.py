@@ -1,4 +1,4 @@
-"""Names of torch's wrappers (DistributedDataParallel, FullyShardedDataParallel) that differ here.
+"""Names of torch's wrappers that differ here (DistributedDataParallel, FSDP1, FSDP2).
 
 A test compares them with the tables of docs/migration.md and, to notice new names, with torch.
 """
@@ -19,7 +19,7 @@ class Keyword(NamedTuple):
     default: Any = None  # torch's, which may be passed without a warning
 
 
-# Of DistributedDataParallel's keywords, those that warn when they are set.
+# Keywords of torch's wrappers that warn when they are set.
 IGNORED = {
     "bucket_cap_mb": Keyword("there are no buckets; auto_wrap_policy makes units"),
     "bucket_cap_mb_list": Keyword("there are no buckets; auto_wrap_policy makes units"),
@@ -32,6 +32,7 @@ IGNORED = {
     "lazy_bucket_allocation": Keyword(
         "gradient buffers exist only from first gradient to reduction", False
     ),
+    "shard_placement_fn": Keyword("flat parameters are split into equal ranges"),
 }
 
 # Those that raise.
@@ -41,6 +42,7 @@ REFUSED = {
         "make these parameters' module a unit of its own instead"
     ),
     "param_to_hook_all_reduce": Keyword("reductions start when a unit is complete"),
+    "dp_mesh_dims": Keyword("pass these dimensions of the mesh, such as mesh['dp']"),
 }
 
 # Those with another name here, and what a value of theirs means; all others mean the same.
@@ -50,27 +52,46 @@ OTHER_NAMES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "output_device": lambda value: {"device_id": value},
     "forward_sync_buffers": lambda value: {"broadcast_buffers": value},
     "init_sync": lambda value: {} if value else {"sync_module_states": False},
+    "mesh": lambda value: {"device_mesh": value},
+    "mp_policy": lambda value: {"mixed_precision": value},
+    "offload_policy": lambda value: {"cpu_offload": value},
+    "ignored_params": lambda value: {"ignored_states": value},
 }
 
-_FINISHES = "backward() always finishes its reductions"
-# Public methods of both that are missing here, and why.
-MISSING_METHODS = {
-    **dict.fromkeys(("join_hook", "join_device", "join_process_group"), "use `with model.join():`"),
-    **dict.fromkeys(("scatter", "gather"), "one process trains on one device"),
-    "to_kwargs": "move inputs yourself: x.to(device)",
-    "finalize_backward": _FINISHES,
-    "require_manual_backward_finalization": _FINISHES,
-    "should_finalize_after_backward": _FINISHES,
-    "full_optim_state_dict": "use `optim_state_dict`",
-    "sharded_optim_state_dict": "use `optim_state_dict`",
-    "scatter_full_optim_state_dict": "use `optim_state_dict_to_load`",
-    "shard_full_optim_state_dict": "use `optim_state_dict_to_load`",
-    "flatten_sharded_optim_state_dict": "use `optim_state_dict_to_load`",
-    "rekey_optim_state_dict": "names are those of the unwrapped model",
-    "_fsdp_wrapped_module": "use `.module`",
-    "params": "use `parameters()`",
-    "training_state": "use `step_report()`",
+# Reasons why public methods of torch's wrappers are missing here, and the methods.
+_MISSING = {
+    "use `with model.join():`": "join_hook join_device join_process_group",
+    "one process trains on one device": "scatter gather",
+    "move inputs yourself: x.to(device)": "to_kwargs",
+    "backward() always finishes its reductions": (
+        "finalize_backward require_manual_backward_finalization should_finalize_after_backward"
+    ),
+    "use `optim_state_dict`": "full_optim_state_dict sharded_optim_state_dict",
+    "use `optim_state_dict_to_load`": (
+        "scatter_full_optim_state_dict shard_full_optim_state_dict flatten_sharded_optim_state_dict"
+    ),
+    "names are those of the unwrapped model": "rekey_optim_state_dict",
+    "use `.module`": "_fsdp_wrapped_module",
+    "use `parameters()`": "params",
+    "use `step_report()`": "training_state",
+    "use `with model.no_sync():`": "set_requires_gradient_sync",
+    "use `with model.no_sync(replicas_only=True):`": "set_requires_all_reduce",
+    "the first backward outside of `no_sync` reduces": "set_is_last_backward",
+    "choose `sharding_strategy` or `reshard_after_forward` when wrapping": (
+        "set_reshard_after_forward set_reshard_after_backward"
+    ),
+    "units unshard by themselves, in the recorded order; parameters: `summon_full_params`": (
+        "unshard reshard set_modules_to_forward_prefetch set_modules_to_backward_prefetch"
+    ),
+    "use `register_comm_hook(state, hook)` for reductions": (
+        "set_custom_all_gather set_custom_reduce_scatter set_all_reduce_hook"
+    ),
+    "gradients are averages: scale the loss": (
+        "set_gradient_divide_factor set_reduce_scatter_divide_factor"
+        " set_force_sum_reduction_for_comms"
+    ),
 }
+MISSING_METHODS = {name: reason for reason, names in _MISSING.items() for name in names.split()}
 
 # Attributes of both, read-only here.
 ATTRIBUTES: dict[str, Callable[[Sharding], Any]] = {
@@ -134,14 +155,15 @@ def read_keywords(
             notes.append(f"{name}: {IGNORED[name].reason}")
             continue
         for our_name, ours in OTHER_NAMES[name](value).items():
+            before = meant.get(our_name)
             # The text after a colon: 0, "cuda:0" and torch.device("cuda", 0) are one device.
-            is_same = str(meant.get(our_name)).rpartition(":")[2] == str(ours).rpartition(":")[2]
-            if meant.get(our_name) is None:
+            texts = {str(device).rpartition(":")[2] for device in (before, ours)}
+            if before is None:
                 meant[our_name] = ours
-            elif not is_same:
+            elif before is not ours and (our_name != "device_id" or len(texts) > 1):
                 raise ValueError(
-                    f"ShardedWrapper: {name}={value!r} contradicts another keyword, which means "
-                    f"{our_name}={meant[our_name]!r}. Pass one of them."
+                    f"ShardedWrapper: {name}={value!r:.200} contradicts another keyword, which "
+                    f"means {our_name}={before!r:.200}. Pass one of them."
                 )
     return meant, notes
 

@@ -127,6 +127,18 @@ class ParamGather:
             with torch.inference_mode(False), torch.no_grad():
                 self._float8.unpack(packed, buffer)
 
+    def fill(self, part: Tensor, out: Tensor) -> None:
+        """All-gather ``part``, ``(shard_numel,)``, into ``out`` as it is. Collective."""
+        unit, topology = self._link.unit_name, self._topology
+        purpose = "full tensors, which all ranks must ask for together (state_dict(), say),"
+        intra_tag, inter_tag = self.full_tags
+        if topology.inter_group.size > 1:  # first across nodes, then within
+            source, part = part, part.new_empty(part.numel() * topology.inter_group.size)
+            request = Gather(source, part, unit, inter_tag, purpose, exact=True)
+            topology.inter_group.all_gather(request).finish()
+        request = Gather(part, out, unit, intra_tag, purpose, exact=True)
+        topology.intra_group.all_gather(request).finish()
+
     def begin_refresh(self, shard: Tensor, version: int) -> None:
         """All-gather what other nodes changed, later. Collective: the ranks of ``inter_group``."""
         if self._topology.inter_group.size > 1 and not self.secondary.is_current(version):

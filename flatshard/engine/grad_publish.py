@@ -14,7 +14,7 @@ from flatshard.engine.unreduced_grads import UnreducedGrads, edited, shown_in
 from flatshard.memory.buffers import storage_bytes
 from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import FlatParameter, view_of
-from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
+from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_range
 
 
 class GradPublish:
@@ -129,7 +129,8 @@ class GradPublish:
             local = local_range(there[0])
             if params.is_whole:
                 return [view_of(local, span) for span in params.layout.spans]
-            return [FlatShardTensor.in_flat(local, spec) for spec in params.specs]
+            views = (FlatShardTensor.in_flat(local, spec) for spec in params.specs)
+            return [view.with_role(GRADIENT) for view in views]
 
     def run_post_accumulate_hooks(self, used: list[bool]) -> None:
         params = self._params
@@ -184,7 +185,7 @@ class GradPublish:
         for index, (param, grad) in enumerate(zip(params.sharded, grads, strict=True)):
             if isinstance(grad, FlatShardTensor):
                 spec = params.specs[index] if params.use_orig_params else params.flat_spec
-                set_grad(param, FlatShardTensor(fn(grad.local), spec))
+                set_grad(param, FlatShardTensor(fn(grad.local), spec).with_role(grad.role))
             elif grad is not None:
                 set_grad(param, fn(grad))
 

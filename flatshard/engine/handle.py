@@ -24,6 +24,7 @@ from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.grad_publish import GradPublish
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.engine.param_views import ParamViews
+from flatshard.memory import disk
 from flatshard.memory.buffer_cache import BufferCache, num_uses
 from flatshard.memory.buffers import BufferMemory, ShardItself
 from flatshard.options.precision import GradDtypes
@@ -167,6 +168,18 @@ class FlatParamHandle:
             raise
         self.params.set_accessible(True)
         self._move_to(ShardState.UNSHARDED)
+
+    def gather_flat(self, shard: Tensor) -> Tensor:
+        """All ranks' ``shard``, ``(layout.shard_numel,)``, in a new tensor on the handle's device.
+
+        It is the handle's shard, or something of its shape such as its gradient; no cast.
+        Collective: all ranks of the shard group.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            flat = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.device)
+            self.gather.fill(shard.detach().to(self.device), flat)
+        disk.release(shard)  # its pages were read for the all-gather alone
+        return flat
 
     def reshard(self, *, though_held: bool = True) -> None:
         """UNSHARDED -> SHARDED: free the unsharded buffer, if there is one. No communication.

@@ -31,6 +31,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Phase, Unit
 from flatshard.plan.module_tree import unit_text
+from flatshard.tensor.flat_parameter import view_of
 from flatshard.tensor.gathered import as_views, gathered
 from flatshard.tensor.recomputation import is_counted
 from flatshard.tensor.shard_spec import ShardSpec
@@ -46,6 +47,10 @@ class Touch(StepObserver):
         self._units = {spec: unit for unit, h in state.handles for spec in h.params.specs}
         # Units that are unsharded for operations, and in a forward of which depth; innermost last.
         self._held: list[tuple[int, Unit]] = []
+        # All of the flat parameter that a loop over parameters is reading, and its version; and the
+        # parameter that the last operation read.
+        self._flat: tuple[FlatParamHandle, int, Tensor] | None = None
+        self._last: tuple[FlatParamHandle, int] | None = None
         self._warned: set[Unit] = set()
         for unit, handle in state.handles:
             self._connect(unit, handle)
@@ -135,8 +140,36 @@ class Touch(StepObserver):
             for t in sharded:
                 # Of a parameter, where and in which dtype it computes.
                 like = t.spec.full if t.is_parameter and t.spec.full is not None else t
-                copies[id(t)] = t.full_tensor().to(like.device, like.dtype)
-        return as_views(call(copies), copies.values(), sharded[0].spec.name)
+                copies[id(t)] = self._full(t).to(like.device, like.dtype)
+        flat, self._flat = self._flat, None
+        result = call(copies)  # or it raises, and may have written to them
+        self._flat = flat
+        # Copies: a view would keep all of the flat parameter in memory.
+        return as_views(result, copies.values(), sharded[0].spec.name, copies=True)
+
+    def _full(self, tensor: FlatShardTensor) -> Tensor:
+        """The full tensor, which nobody may write to. Collective: all ranks of the shard group.
+
+        Loops over parameters read one after the other, such as an average of weights that was
+        copied before wrapping. From the second parameter in a row on, they read from an all-gather
+        of the whole flat parameter, which is freed with its last parameter.
+        """
+        handles = self._units[tensor.spec].handles
+        handle, index = next(
+            (h, i) for h in handles for i, spec in enumerate(h.params.specs) if spec is tensor.spec
+        )
+        last, self._last = self._last, (handle, index)
+        of_shard = tensor.local.untyped_storage()._cdata == handle.shard.untyped_storage()._cdata
+        held, self._flat = self._flat, None
+        if not of_shard:  # it was computed from the parameter
+            return tensor.full_tensor()
+        if held is None or held[:2] != (handle, handle.version):
+            if last != (handle, index - 1):
+                return tensor.full_tensor()
+            held = handle, handle.version, handle.gather_flat(handle.shard)
+        if index + 1 < len(handle.params.specs):
+            self._flat = held
+        return view_of(held[2], handle.layout.spans[index])
 
     @contextlib.contextmanager
     def _unsharded(self, units: Iterable[Unit]) -> Iterator[bool]:

@@ -15,7 +15,7 @@ from flatshard.engine.param_views import ParamViews
 from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import view_of
-from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
+from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_range
 from flatshard.tensor.tensor_notes import UNREDUCED
 
 
@@ -57,7 +57,8 @@ class UnreducedGrads:
         if params.is_whole:
             return slot.to(param.device, param.dtype).view(slot.shape)
         # Cut first: a view of a full cast would keep all of that alive.
-        return FlatShardTensor(spec.slice(slot).to(param.device, param.dtype), spec)
+        part = spec.slice(slot).to(param.device, param.dtype)
+        return FlatShardTensor(part, spec).with_role(GRADIENT)
 
     def is_shown(self) -> bool:
         """Whether any ``.grad`` lacks, or is nothing but, local gradients that are not reduced."""
@@ -104,10 +105,10 @@ class UnreducedGrads:
 def shown_in(params: ParamViews, index: int, flat: Tensor) -> Tensor:
     """What sharded parameter ``index`` shows of ``flat``, ``(shard_numel,)``: a view."""
     if not params.use_orig_params:
-        return FlatShardTensor(flat, params.flat_spec)
+        return FlatShardTensor(flat, params.flat_spec).with_role(GRADIENT)
     if params.is_whole:
         return view_of(flat, params.layout.spans[index])
-    return FlatShardTensor.in_flat(flat, params.specs[index])
+    return FlatShardTensor.in_flat(flat, params.specs[index]).with_role(GRADIENT)
 
 
 def edited(unit_name: str) -> RuntimeError:

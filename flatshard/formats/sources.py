@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flatshard.formats import deepspeed, safetensors
 from flatshard.formats.ranges import OpenFiles, read_range
-from flatshard.formats.torch_files import Names, leaves, load_torch, read_dcp
+from flatshard.formats.torch_files import Names, incomplete_tensors, leaves, load_torch, read_dcp
 
 _MODEL_KEYS = {"model", "module", "state_dict", "model_state_dict"}
 _PROGRESS_KEYS = {"step", "global_step", "epoch", "iteration"}
@@ -27,6 +27,7 @@ class Source:
     facts: dict[str, object] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)  # names of what is no tensor
     ties: dict[str, str] = field(default_factory=dict)  # other names of tensors
+    incomplete: list[str] = field(default_factory=list)  # names of tensors that miss values
 
     def model(self, key: str | None = None) -> dict[str, Names]:
         """The model's tensors by their names, or those below ``key`` ("app.model", say).
@@ -133,6 +134,7 @@ def _dcp(folder: Path) -> Source:
     paths, entries = metadata.planner_data or {}, metadata.state_dict_metadata
     names_of = {tuple(map(str, paths.get(name, (name,)))): name for name in entries}
     source = Source("torch.distributed.checkpoint", {}, lambda names: read(names_of[names]))
+    source.incomplete = incomplete_tensors(metadata)
     for names, name in names_of.items():
         if hasattr(entries[name], "size"):
             source.tensors[names] = _meta(entries[name].size, entries[name].properties.dtype)

@@ -6,6 +6,7 @@ Pickles run no code here: ``weights_only``, and names of classes that can do not
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import warnings
@@ -88,6 +89,18 @@ def read_dcp_metadata(folder: Path) -> Any:
     except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(f"{folder / '.metadata'}: it cannot be read: {error}") from error
     return metadata
+
+
+def incomplete_tensors(metadata: Any) -> list[str]:
+    """Names of tensors that DCP's ``Metadata`` lists, and whose values are not all in its files."""
+    entries = metadata.state_dict_metadata
+    incomplete = [key for key in metadata.planner_data or () if key not in entries]
+    for key, entry in entries.items():
+        chunks = getattr(entry, "chunks", None)  # None: not a tensor
+        if chunks is not None:
+            saved = sum(math.prod(chunk.sizes) for chunk in chunks)
+            incomplete += [key] if saved < math.prod(entry.size) else []
+    return incomplete
 
 
 def read_dcp(folder: Path) -> tuple[Any, Callable[[str], Tensor]]:

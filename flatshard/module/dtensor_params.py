@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.ranks import communicator
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import PlannedUnit
@@ -74,13 +75,13 @@ def _local_part(param: Any) -> nn.Parameter:
 
 def _check(name: str, param: Any, settings: Settings) -> None:
     where, mesh = f"ShardedWrapper: parameter {name!r} is a DTensor", param._spec.mesh
-    ranks = settings.ranks.world.ranks if settings.ranks.world.size > 1 else [dist.get_rank()]
-    shared = set(ranks).intersection(mesh.mesh.flatten().tolist()) - {dist.get_rank()}
-    if shared:
+    world, split = settings.ranks.world, mesh.mesh.flatten().tolist()
+    ranks = world.ranks if world.size > 1 else [dist.get_rank()]
+    if set(ranks).intersection(split) - {dist.get_rank()}:
         raise ValueError(
-            f"{where} over ranks {mesh.mesh.flatten().tolist()}, and would be sharded over ranks "
-            f"{ranks}, which hold other parts of it. Pass the dimension of the mesh over which "
-            'data are split: device_mesh=mesh["dp"].'
+            f"{where} over ranks {ranks_text(split)}, and would be sharded over ranks "
+            f"{ranks_text(ranks)}, which hold other parts of it. Pass the dimension of the mesh "
+            'over which data are split: device_mesh=mesh["dp"].'
         )
     kinds = {type(placement).__name__ for placement in param._spec.placements}
     reasons = {

@@ -129,7 +129,8 @@ class Join(StepObserver):
         Collective: all ranks. Raises RuntimeError, on all of them, if they differ or one failed.
         """
         name = "join(): no input left, and waiting for what other ranks do" if mine is None else ""
-        heard = self._comm.gather_objects(mine, op_name=name or f"join(): about to {mine}")
+        heard = self._comm.gather_unless_equal(mine, op_name=name or f"join(): about to {mine}")
+        heard *= self._comm.size // len(heard)
         doing: dict[int, Doing] = {rank: one for rank, one in enumerate(heard) if one is not None}
         for rank, one in doing.items():
             if one.kind == _FAILED:
@@ -206,10 +207,10 @@ class Join(StepObserver):
         if self._leads:
             self._grads = self._look()
 
-    def votes(self) -> list[int]:
+    def votes(self) -> bytes:
         if self._leads:  # the exchange at the end of backward comes next
             self._exchange(Doing("backward", (self._grads,)))
-        return []
+        return b""
 
     def end_backward(self) -> None:
         self._note_grads(reduced_only=True)

@@ -313,8 +313,7 @@ class MetaInit:
         cuda_state = torch.cuda.get_rng_state(self._device) if on_cuda else None
         sums = self._make_all()
         if not start.sends and world.size > 1:
-            everyone = world.gather_objects(list(sums.values()), op_name="comparing weights")
-            start.different = names_of_different(list(sums), everyone)
+            start.different = names_of_different(list(sums), sums.values(), world)
             start.sends = bool(start.different) and start.sync is None
             if start.sends:
                 # Rank 0 has only its shards by now. From the same random state it makes the same
@@ -326,7 +325,7 @@ class MetaInit:
         _tie(self._buffers)
         raise_everywhere(self._forgotten(), world)
         left = any(module.__dict__.pop(_LEFT_EMPTY, False) for module in self._names)
-        return any(world.gather_objects(left, op_name="comparing weights"))
+        return any(world.maxima(bytes([left]), op_name="comparing weights"))
 
     def _make_all(self) -> dict[str, Checksum]:
         """Initialise every group once; returns checksums by name if every rank does it itself."""

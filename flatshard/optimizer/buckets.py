@@ -54,6 +54,35 @@ def apart(state: State) -> State:
     }
 
 
+class BucketView(Tensor):
+    """A member's state in ``optimizer.state_dict()``: deep copies are as small as the member.
+
+    torch copies the storage behind a tensor, which here is the bucket's: ``dataclasses.asdict``,
+    which copies each tensor by itself, would copy the bucket once for each member.
+    """
+
+    # Results of operations are plain tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.detach().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)  # files hold plain tensors
+
+
+def shown(state: State) -> State:
+    """State for ``optimizer.state_dict()``: it shares elements with a bucket, but no count."""
+    if not isinstance(state, BucketState):
+        return state
+    return {key: _shown(value) for key, value in apart(state).items()}
+
+
+def _shown(value: Any) -> Any:
+    is_part = isinstance(value, Tensor) and value.nbytes < value.untyped_storage().nbytes()
+    return value.as_subclass(BucketView) if is_part else value
+
+
 def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """The parameters of all groups, in their order."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)

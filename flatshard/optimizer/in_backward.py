@@ -64,7 +64,7 @@ class SteppedInBackward(StepObserver):
         self._owned: dict[int, tuple[Unit, str]] = {}
         self._parts: dict[int, list[StepPart]] = {}
         self._stepped: set[int] = set()
-        self._stepped_anywhere: list[int] = []  # per unit, whether any rank did
+        self._stepped_anywhere = b""  # per unit, whether any rank did
         self._reduced: list[Unit] = []  # and not stepped yet
         self._waits_for_end = False
         self._problem: Exception | None = None
@@ -121,7 +121,7 @@ class SteppedInBackward(StepObserver):
         """Look at the optimizers' groups. The gradients of this backward are still to come."""
         self.recover()
         self._parts, self._reduced, self._stepped, self._problem = {}, [], set(), None
-        self._stepped_anywhere = []
+        self._stepped_anywhere = b""
         if not self.optimizers:
             return
         if self._state.accumulates:
@@ -196,11 +196,12 @@ class SteppedInBackward(StepObserver):
             for handle in unit.handles
         )
 
-    def votes(self) -> list[int]:
+    def votes(self) -> bytes:
         """Per unit, whether it was stepped here."""
-        return [unit.index in self._stepped for unit in self._units] if self.optimizers else []
+        units = self._units if self.optimizers else ()
+        return bytes(unit.index in self._stepped for unit in units)
 
-    def tally(self, maxima: list[int]) -> None:
+    def tally(self, maxima: bytes) -> None:
         self._stepped_anywhere = maxima
 
     def reduced_late(self, units: Sequence[Unit]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flatshard.optimizer import sharded_state, whole_step
-from flatshard.optimizer.buckets import all_params, apart
+from flatshard.optimizer.buckets import all_params, shown
 from flatshard.options.torch_request import torch_request
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
@@ -50,7 +50,7 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    state_dict["state"] = {key: apart(state) for key, state in state_dict["state"].items()}
+    state_dict["state"] = {key: shown(state) for key, state in state_dict["state"].items()}
     stamp = _stamp(optimizer)
     if stamp is not None and state_dict["state"]:
         asked = torch_request()

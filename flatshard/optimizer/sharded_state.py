@@ -39,7 +39,7 @@ def to_torch(
                 if param not in alike:
                     _check_one_value(param, key, value)
                 continue
-            result = state_shard(local_range(value), param.spec)
+            result = state_shard(local_range(value), param.spec, f"{key} of")
             if asked.full and isinstance(result, FlatShardTensor):
                 result = result.full_tensor()
                 if asked.rank0_only and param.spec.comm.global_rank > 0:
@@ -57,10 +57,11 @@ def from_torch(
         asked.check_order(spec.name, spec.order)
         for key, value in state.items():
             if isinstance(value, FlatShardTensor):
-                state[key] = FlatShardTensor(own_part(spec, value), spec)
+                state[key] = FlatShardTensor(own_part(spec, value), spec).with_role(f"{key} of")
             elif _is_per_element(value, key) and tuple(value.shape) == spec.shape:
                 # An element-wise optimizer takes the 1-D part of it in the next step.
-                state[key] = FlatShardTensor(own_part(spec, value).clone(), spec)
+                part = own_part(spec, value).clone()
+                state[key] = FlatShardTensor(part, spec).with_role(f"{key} of")
     return state_dict
 
 

@@ -13,15 +13,13 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed, checksum
-from flatshard.comm.requests import Gather
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-from flatshard.memory import disk
 from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import set_grad
 from flatshard.tensor.flat_parameter import view_of
 from flatshard.tensor.shard_spec import first_of_dtensor
-from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
+from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_range
 
 
 def gather_full(
@@ -49,24 +47,9 @@ def gather_full(
         elif shard is handle.shard and handle.is_current and handle.buffer.dtype == shard.dtype:
             flat = handle.buffer
         else:
-            flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
-            _fill_flat(handle, shard.detach().to(handle.device), flat)
-            disk.release(shard)  # its pages were read for the all-gather alone
+            flat = handle.gather_flat(shard)
         spans = handle.layout.spans if is_kept else ()
         return [view_of(flat, span).to(device or flat.device, copy=True) for span in spans]
-
-
-def _fill_flat(handle: FlatParamHandle, part: Tensor, out: Tensor) -> None:
-    """All-gather something of the shard's shape, as it is. Collective: the shard group."""
-    intra_group, inter_group = handle.topology.intra_group, handle.topology.inter_group
-    purpose = "full tensors, which all ranks must ask for together (state_dict(), say),"
-    tags = handle.gather.full_tags
-    if inter_group.size > 1:  # first across nodes, then within
-        source, part = part, part.new_empty(part.numel() * inter_group.size)
-        request = Gather(source, part, handle.unit_name, tags[1], purpose, exact=True)
-        inter_group.all_gather(request).finish()
-    request = Gather(part, out, handle.unit_name, tags[0], purpose, exact=True)
-    intra_group.all_gather(request).finish()
 
 
 def join(
@@ -181,8 +164,8 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
 
 def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
     """The groups of ranks that train units or flat parameters, each once; mostly one."""
-    worlds = [part.topology.world for part in parts]
-    return list({tuple(world.ranks): world for world in worlds}.values())
+    worlds = dict.fromkeys(part.topology.world for part in parts)
+    return list({world.ranks: world for world in worlds}.values())
 
 
 @contextlib.contextmanager
@@ -405,10 +388,12 @@ class Summoned:
             if grads:
                 parts = ((index, specs[index].slice(grad)) for index, grad in grads.items())
                 merged = join(handle, parts, handle.shard.dtype)
-                handle.sharded[0].grad = FlatShardTensor(merged, handle.params.flat_spec)
+                flat = FlatShardTensor(merged, handle.params.flat_spec)
+                handle.sharded[0].grad = flat.with_role(GRADIENT)
             return
         for index, grad in grads.items():
             part = grad if handle.is_whole else specs[index].slice(grad)
             part = part.to(handle.shard.device, copy=True)
-            part = part if handle.is_whole else FlatShardTensor(part, specs[index])
+            if not handle.is_whole:
+                part = FlatShardTensor(part, specs[index]).with_role(GRADIENT)
             set_grad(handle.sharded[index], part)

@@ -59,7 +59,7 @@ class _Entry:
             part = part[local.start : local.end]
         elif handle.is_whole:
             return self.state[key].detach().to(device or part.device)
-        return state_shard(part.to(device or part.device), spec)
+        return state_shard(part.to(device or part.device), spec, f"{key} of")
 
     def facts(self) -> Iterable[tuple[str, str]]:
         """What must be equal on all ranks."""

@@ -153,9 +153,9 @@ def check_alike(units: Iterable[Unit], world: Communicator) -> None:
     for unit in units:
         if unit.topology.world.size != world.size:
             raise NotImplementedError(
-                f"{unit_text(unit.name)} trains on ranks {unit.topology.world.ranks} of "
-                f"{world.ranks}: other ranks hold another module of this name, and one file cannot "
-                "hold both. Save that module by itself, on its ranks"
+                f"{unit_text(unit.name)} trains on ranks {unit.topology.world.ranks_text} "
+                f"of {world.ranks_text}: other ranks hold another module of this name, and one "
+                "file cannot hold both. Save that module by itself, on its ranks"
             )
 
 

@@ -30,6 +30,8 @@ _POINTWISE = frozenset(
     copy tanh_backward sigmoid_backward threshold_backward""".split()
 )
 
+_ROLE_LENGTH = 80
+
 
 def _local(value: Any, spec: ShardSpec) -> Any:
     """The elements of an operand that belong to the local range of ``spec``."""
@@ -78,7 +80,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if storage is not None and func._schema.name.endswith("_like"):
         # ``zeros_like`` and the like: what optimizers make their state with.
         result = storage.take_in(result) if result.device == like.local.device else result
-    computed = FlatShardTensor(result, spec)
+    computed = FlatShardTensor(result, spec).with_role(_role_of(func, args))
     computed.origin.digest = digest
     return computed
 
@@ -94,6 +96,17 @@ def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
     if is_other and value.is_alike and value.spec.shape == spec.shape and len(value.spec.comms) < 2:
         return value.full_tensor()
     return value
+
+
+def _role_of(func: Any, args: tuple[Any, ...]) -> str:
+    """Role of a computed tensor: the operation, its numbers, and the roles of its operands."""
+    operands = (
+        value.role if isinstance(value, FlatShardTensor) else repr(value)
+        for value in args
+        if isinstance(value, FlatShardTensor | int | float)
+    )
+    # Cut short: an average that is computed anew in each step would get longer and longer.
+    return f"{func._schema.name.removeprefix('aten::')} of {', '.join(operands)}"[:_ROLE_LENGTH]
 
 
 def _check_memory_format(func: Any, tensor: FlatShardTensor, memory_format: Any) -> None:
@@ -132,8 +145,9 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
     result = func(*(local(value) for value in args), **{key: local(v) for key, v in kwargs.items()})
     if not is_mutable:
+        role = f"{func._schema.name.removeprefix('aten::')} of {first_sharded(args, kwargs).role}"
         return [
-            value if spec is None else FlatShardTensor(value, spec)
+            value if spec is None else FlatShardTensor(value, spec).with_role(role)
             for value, spec in zip(result, specs, strict=True)
         ]
     for argument, values in zip(func._schema.arguments, args, strict=False):
@@ -166,7 +180,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatSha
     part = spec.slice(func(spec.empty(local), *args[1:], **kwargs))
     if not func._schema.is_mutable:
         # A clone, as the range alone would keep the full tensor alive.
-        return FlatShardTensor(part.clone(), spec)
+        return FlatShardTensor(part.clone(), spec).with_role(_role_of(func, args))
     local.copy_(part)
     wrote((tensor,))
     tensor.origin.write(None)
@@ -182,7 +196,7 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     # Not a view made here: its version counter would be another. A tensor of inference mode has
     # none, and autograd, which adds this one's, would raise.
     with torch.inference_mode(False):
-        twin = FlatShardTensor(tensor.local, tensor.spec, flat=tensor.flat)
+        twin = FlatShardTensor(tensor.local, tensor.spec).with_role(tensor.role)
     twin.origin = tensor.origin
     tensor.spec.aliases[id(twin)] = twin
     return twin

@@ -84,7 +84,9 @@ class _Gathered(torch.autograd.Function):
         # Each rank has the gradient of its own batch, and data parallelism wants the average.
         part = gradient.contiguous().clone()
         for comm in (spec.comm, spec.replicas):
-            comm.reduce_scalars(part, "SUM", op_name=f"the gradient of {spec.name}")
+            comm.reduce_scalars(
+                part, "SUM", op_name=f"backward of the full tensor of {spec.name!r}"
+            )
         part = spec.slice(part) / (spec.comm.size * spec.replicas.size)
         return FlatShardTensor(part, spec)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import HANDLERS, FlatShardTensor, first_sharded
+from flatshard.tensor.sharded_tensor import GRADIENT, HANDLERS, FlatShardTensor, first_sharded
 
 # An all-reduce of N equal tensors multiplies them by N, or changes nothing.
 _REDUCTIONS = ("SUM", "AVG", "MAX", "MIN")
@@ -66,15 +66,15 @@ def _trains(spec: ShardSpec, group: Any) -> bool:
 def _refuse(tensor: FlatShardTensor, name: str) -> NoReturn:
     remedy = (
         "The gradient is the average over all ranks already: leave the collective out."
-        if tensor.role.startswith("the gradient")
+        if tensor.role == GRADIENT
         else f"Expected a synchronous all_reduce ({', '.join(_REDUCTIONS)}), over all ranks that "
         "train it, of a parameter. To write values, communicate under "
         "ShardedWrapper.summon_full_params(model), or use model.load_state_dict()."
     )
     raise RuntimeError(
-        f"{tensor.spec.where(tensor.role)} is sharded: {name}() would move only this rank's range, "
-        f"or a copy that is dropped. {remedy} To read values, communicate full_tensor(), which all "
-        "ranks call. [FS-COLLECTIVE]"
+        f"{tensor.spec.where(tensor.described)} is sharded: {name}() would move only this rank's "
+        f"range, or a copy that is dropped. {remedy} To read values, communicate full_tensor(), "
+        "which all ranks call. [FS-COLLECTIVE]"
     )
 
 

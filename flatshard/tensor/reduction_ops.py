@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -109,12 +110,23 @@ def _sharded_norms(
     parts = [part.abs() if part.is_complex() else part for part in parts]
     device = parts[0].device if parts[0].device.type != "cpu" else comms[0].control_device
     local = _local_norms(parts, order, device)
-    op_name = tensors[0].spec.name if len(tensors) == 1 else "norms"
+    op_name = _name_of_norms(tensors, order)
     if math.isinf(order):
         return _extremes(local, comms, largest=order > 0, op_name=op_name)
     if order == 0:
         return _reduced(local, comms, "SUM", op_name)
     return _reduced(local.pow(order), comms, "SUM", op_name).pow(1 / order)
+
+
+def _name_of_norms(tensors: list[FlatShardTensor], order: float) -> str:
+    first = tensors[0].described
+    if len(tensors) == 1:
+        return f"norm of order {order:g} of {first}"
+    roles = ", ".join(sorted({tensor.role for tensor in tensors}))
+    # A hash of integers, unlike a hash of texts, is the same in all processes.
+    which = hash((zlib.crc32(roles.encode()), *[tensor.spec.name_crc for tensor in tensors]))
+    number = f"set {which & 0xFFFFFFFF:08x}"
+    return f"norms of order {order:g} of {len(tensors)} tensors from {first} on, {number}"
 
 
 def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
@@ -150,7 +162,8 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         part = part.to(dtype)
     # Narrow dtypes are rounded once, after the ranks' sums are added.
     total = part.sum(dtype=_sum_dtype(part.dtype))
-    _reduced(total, spec.comms, "SUM", spec.name)
+    name = func._schema.name.removeprefix("aten::")
+    _reduced(total, spec.comms, "SUM", f"{name} of {tensor.described}")
     if func._schema.name == "aten::mean":
         total = total / spec.unsharded_numel
     return total if _sum_dtype(part.dtype) is None else total.to(part.dtype)
@@ -171,8 +184,8 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
         if not part.is_floating_point():
             least, greatest = torch.iinfo(part.dtype).min, torch.iinfo(part.dtype).max
         value = part.new_full((), least if largest else greatest)
-    comms, op_name = tensor.spec.comms, tensor.spec.name
-    value = _extremes(value.view(1), comms, largest=largest, op_name=op_name)[0]
+    op_name = f"{name} of {tensor.described}"
+    value = _extremes(value.view(1), tensor.spec.comms, largest=largest, op_name=op_name)[0]
     return value.to(torch.bool) if is_logical else value
 
 
@@ -198,7 +211,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # Not a set: all ranks must meet the communicators in one order.
     specs = [g.spec for g in gradients if isinstance(g, FlatShardTensor)]
     for comm in dict.fromkeys(comm for spec in specs for comm in spec.comms):
-        comm.reduce_scalars(found_inf, "MAX", op_name="found_inf")
+        comm.reduce_scalars(found_inf, "MAX", op_name="GradScaler's check for inf and NaN")
 
 
 HANDLERS.update(
@@ -240,8 +253,8 @@ class _Reduction(torch.autograd.Function):
         spec.on_outside_grad()
         # The loss may be scaled differently on each rank, and data parallelism wants the average.
         # A clone: the reduction is in place, and autograd may hand the tensor to others too.
-        average = spec.comm.reduce_scalars(gradient.clone(), "SUM", op_name=spec.name)
-        average = spec.replicas.reduce_scalars(average, "SUM", op_name=spec.name)
+        op_name = f"backward of a {'sum' if ctx.order is None else 'norm'} of {spec.name!r}"
+        average = _reduced(gradient.clone(), (spec.comm, spec.replicas), "SUM", op_name)
         average = average / (spec.comm.size * spec.replicas.size)
         local, *norms = ctx.saved_tensors
         if ctx.order is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -75,11 +76,13 @@ class ShardSpec:
         default_factory=weakref.WeakValueDictionary
     )
     strides: tuple[int, ...] = field(init=False)
+    name_crc: int = field(init=False)  # a number for the name, the same on all ranks
 
     def __post_init__(self) -> None:
         self.shape = tuple(self.shape)
         self.order = tuple(self.order or range(len(self.shape)))
         self.strides = strides_of(self.shape, self.order)
+        self.name_crc = zlib.crc32(self.name.encode())
         if self.total_numel < 0:
             self.total_numel = math.prod(self.shape)
 
@@ -160,24 +163,25 @@ class ShardSpec:
                 "p.copy_(...)."
             )
 
-    def where(self, role: str = "parameter") -> str:
-        """A tensor of this spec in words, with its unit and this rank; see ``role``."""
-        return f"{role} {self.name!r} ({unit_text(self.unit)}, rank {self.comm.global_rank})"
+    def where(self, described: str | None = None) -> str:
+        """A tensor of this spec, by default the parameter, in words with its unit and this rank."""
+        what = described or f"parameter {self.name!r}"
+        return f"{what} ({unit_text(self.unit)}, rank {self.comm.global_rank})"
 
-    def refuse(self, operation: object, role: str = "parameter") -> NoReturn:
-        """Raise for an operation that this rank's part cannot do alone.
+    def refuse(self, operation: object, described: str | None = None) -> NoReturn:
+        """Raise for an operation for which this rank's part is not enough.
 
-        ``role`` says what users know the tensor as, such as "the gradient of parameter".
+        ``described``: the tensor in words, if the tensor is no parameter.
         """
         refuse_foreign_wrapper()
         remedy = (
             "Use it inside the forward of the module that owns it, under "
             "ShardedWrapper.summon_full_params(model), or on p.full_tensor()."
-            if role == "parameter"
+            if described is None
             else "Norms, sums and element-wise operations work on the sharded tensor; its "
             "full_tensor(), called on all ranks, gives the full one."
         )
-        message = f"{self.where(role)} is sharded: {operation} needs the full tensor. {remedy}"
+        message = f"{self.where(described)} is sharded: {operation} needs the full tensor. {remedy}"
         raise NeedsFullTensor(message, self)
 
 

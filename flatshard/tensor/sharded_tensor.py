@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partialmethod
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,8 @@ HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 # NotImplemented; ``reduction_ops`` enters it.
 ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
 # The attributes of a ``FlatShardTensor`` that are no user's.
-OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin"})
+OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role"})
+GRADIENT = "gradient of"  # the role of a parameter's gradient
 # Where torch defines its collectives. A namespace, not a list of names: their schemas do not say
 # what they write, and a collective of a newer torch must raise too.
 _COLLECTIVE_MODULES = (
@@ -104,6 +105,8 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
             None: ``local`` has memory of its own.
         is_parameter: whether it is a unit's parameter.
         origin: what its values were computed from.
+        role: the tensor's relation to the parameter, in words, the same on all ranks. Collectives
+            compare it between ranks, so that values of different tensors are never mixed.
     """
 
     # Attributes of the object, not properties: reading them costs no dispatch.
@@ -112,6 +115,7 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
     flat: Tensor | None
     is_parameter: bool = False
     origin: Origin
+    role: str = "tensor like"
 
     @staticmethod
     def __new__(
@@ -140,25 +144,27 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
         """The same, counted as an ``nn.Parameter``."""
         self = cls.in_flat(flat, spec, requires_grad)
         self._is_param = self.is_parameter = True
-        self.origin = Origin(0, is_parameter=True)
+        self.origin, self.role = Origin(0, is_parameter=True), "parameter"
+        return self
+
+    def with_role(self, role: str) -> Self:
+        """The same tensor with another ``role``."""
+        self.role = role
         return self
 
     @property
     def is_alike(self) -> bool:
-        """Whether the ranges of all ranks are of one tensor: computed from parameters, numbers."""
+        """Whether the ranks hold ranges of one tensor, made of parameters and numbers only."""
         return self.origin.digest is not None
 
     @property
-    def role(self) -> str:
-        """The word before the parameter's name in errors about this tensor."""
-        if self.is_alike:
-            return "parameter"
-        is_gradient = self.flat is not None or self.spec.originals is not None
-        return "the gradient of parameter" if is_gradient else "a tensor of the shape of parameter"
+    def described(self) -> str:
+        """The tensor in words, such as ``gradient of 'fc1.weight'``; the same on all ranks."""
+        return f"{self.role} {self.spec.name!r}"
 
     def refuse(self, operation: object, *_: Any, **__: Any) -> NoReturn:
-        """Raise NeedsFullTensor for an operation that this rank's range does not suffice for."""
-        self.spec.refuse(operation, self.role)
+        """Raise NeedsFullTensor for an operation for which this rank's range is not enough."""
+        self.spec.refuse(operation, None if self.is_alike else self.described)
 
     def to_local(self) -> Tensor:
         """This rank's range in memory order, ``(numel held here,)``; shares memory."""
@@ -178,7 +184,8 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
         flat = local.new_zeros(spec.comm.size * spec.numel if is_flat else self.numel())
         flat[start : start + spec.numel] = local
         # Of each byte at most one rank's is not zero: the sum only puts ranges side by side.
-        spec.comm.reduce_scalars(as_bytes(flat), "SUM", op_name=spec.name)
+        op_name = f"full tensor of {self.described}"
+        spec.comm.reduce_scalars(as_bytes(flat), "SUM", op_name=op_name)
         return flat if is_flat else flat.as_strided(spec.shape, spec.strides)
 
     @property
@@ -195,8 +202,7 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
             storage = self.local.untyped_storage()._cdata
             for alias in list(self.spec.aliases.values()):
                 if alias.local.untyped_storage()._cdata == storage:
-                    alias.local, alias.flat = alias.local.clone(), None
-                    alias.origin = Origin(alias.origin.digest)
+                    alias.local, alias.origin = alias.local.clone(), Origin(alias.origin.digest)
             self.copy_(value)
 
     def data_ptr(self) -> int:
@@ -208,7 +214,7 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
             spec, local = self.spec.detached(), self.local.detach()
             storage = spec.state_disk
             copied = storage.copy(local) if storage and is_on_disk(local) else local.clone()
-            twin = type(self)(copied, spec, self.requires_grad)
+            twin = type(self)(copied, spec, self.requires_grad).with_role(self.role)
             twin.__dict__.update(attributes_of(self))
             memo[id(self)] = twin
         return memo[id(self)]  # type: ignore[return-value]

@@ -6,21 +6,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
-from flatshard import ShardedWrapper
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
 from flatshard.compat import torch_names
+from tests.harness import allow_warnings, run_ranks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
 WRAPPERS = [DistributedDataParallel, FullyShardedDataParallel]
 OURS = inspect.signature(ShardedWrapper.__init__).parameters
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", [*(one.__init__ for one in WRAPPERS), fully_shard])
 def test_every_keyword(wrapper: Any) -> None:
-    theirs = {name for name in inspect.signature(wrapper.__init__).parameters if name != "self"}
+    theirs = {name for name in inspect.signature(wrapper).parameters if name != "self"}
     others = {*torch_names.IGNORED, *torch_names.REFUSED, *torch_names.OTHER_NAMES}
     assert not theirs - others - set(OURS), "torch has new keywords: give each a fate"
     assert {name for name, fate, _ in _told() if fate == "same"} >= theirs & set(OURS)
@@ -62,10 +71,10 @@ def test_docs_have_the_tables() -> None:
 
 def test_ignored_keywords_warn_once() -> None:
     meant, notes = torch_names.read_keywords(
-        {"bucket_cap_mb": 25, "static_graph": True, "find_unused_parameters": False}, {}, OURS
+        {"bucket_cap_mb": 25, "find_unused_parameters": False, "shard_placement_fn": len}, {}, OURS
     )
     assert meant == {}
-    assert [note.split(":")[0] for note in notes] == ["bucket_cap_mb", "static_graph"]
+    assert [note.split(":")[0] for note in notes] == ["bucket_cap_mb", "shard_placement_fn"]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +82,8 @@ def test_ignored_keywords_warn_once() -> None:
     [
         ({"device_ids": [0, 1]}, ValueError, "one device"),
         ({"device_ids": [0], "output_device": 1}, ValueError, "contradicts .* device_id=0"),
+        ({"mesh": 1}, ValueError, "mesh=1 contradicts another keyword, .* device_mesh=2. Pass one"),
+        ({"dp_mesh_dims": 1}, NotImplementedError, "pass these dimensions of the mesh"),
         ({"dim": 1}, NotImplementedError, "not scattered"),
         ({"param_to_hook_all_reduce": 1}, NotImplementedError, "complete"),
         ({"bucket_cap_mbs": 1}, TypeError, "Did you mean 'bucket_cap_mb'"),
@@ -81,7 +92,54 @@ def test_ignored_keywords_warn_once() -> None:
 )
 def test_refused_keywords(keywords: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        torch_names.read_keywords(keywords, {}, OURS)
+        torch_names.read_keywords(keywords, {"device_mesh": 2}, OURS)
+
+
+def test_keywords_of_fully_shard() -> None:
+    run_ranks(_keywords_of_fully_shard, 2)
+
+
+def _keywords_of_fully_shard(rank: int, _: int) -> None:
+    """A program for FSDP2 keeps its keywords, and trains as with ours."""
+    mesh, dtypes = init_device_mesh("cpu", (2,)), (torch.float32, torch.bfloat16)
+
+    def trained(ignored_name: str, **keywords: Any) -> ShardedWrapper:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        ignored = {ignored_name: {module[1].bias}}
+        with allow_warnings(message="cpu_offload: the parameters are on the CPU"):
+            model = ShardedWrapper(module, reshard_after_forward=False, **ignored, **keywords)
+        assert type(module[1].bias) is nn.Parameter, "it is sharded"
+        model(torch.full((2, 4), 1.0 + rank)).sum().backward()
+        torch.optim.SGD([p for p in model.parameters() if p is not module[1].bias], 0.1).step()
+        return model
+
+    theirs = trained(
+        "ignored_params",
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(*dtypes),
+        offload_policy=CPUOffloadPolicy(),
+    )
+    ours = trained(
+        "ignored_states",
+        device_mesh=mesh,
+        mixed_precision=MixedPrecision(*dtypes),
+        cpu_offload=CPUOffload(offload_params=True),
+    )
+    torch.testing.assert_close(theirs.state_dict(), ours.state_dict(), rtol=0, atol=0)
+    assert (theirs.mixed_precision, theirs.cpu_offload) == (ours.mixed_precision, ours.cpu_offload)
+    with pytest.raises(ValueError, match=r"mesh=DeviceMesh.* contradicts another keyword"):
+        ShardedWrapper(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)), device_mesh=mesh)
+    with pytest.raises(ValueError, match="pass either process_group or device_mesh, not both"):
+        ShardedWrapper(nn.Linear(2, 2), torch.distributed.group.WORLD, mesh=mesh)
+    with pytest.raises(AttributeError, match=r"set_requires_gradient_sync is not .*no_sync"):
+        theirs.set_requires_gradient_sync(False)
+
+
+def test_methods_of_fully_shard() -> None:
+    public = {name for name in vars(FSDPModule) if not name.startswith("_")}
+    known = {name for name in torch_names.MISSING_METHODS if name.startswith("set_")}
+    assert known <= public, "torch has them no more"
 
 
 def test_other_names() -> None:

@@ -152,7 +152,7 @@ def _groups(rank: int, world_size: int, groups: str) -> None:
     topology = run.model._sharding.unit.topology
     assert (topology.shard.size, topology.replicate.size) == expected
     if groups == "pair":
-        assert topology.shard.ranks == [rank % 2, rank % 2 + 2]
+        assert topology.shard.ranks == (rank % 2, rank % 2 + 2)
 
 
 def test_pair_within_part_of_the_world() -> None:
@@ -166,7 +166,7 @@ def _pair_within_part(rank: int, world_size: int) -> None:
         return
     case = CASES["mlp"]
     model = case.wrap(case.model(), process_group=(both, alone[rank]))
-    assert model._sharding.unit.topology.world.ranks == [0, 2]
+    assert model._sharding.unit.topology.world.ranks == (0, 2)
     sharded = Run(model, case, rank // 2, 2)
     plain = Run(case.model(), case, rank // 2, 2)
     for run in (sharded, plain):

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -226,6 +227,68 @@ def _different(rank: int, _: int, path: Path) -> None:
     with pytest.raises(TypeError, match="rank 1: 'x' is nothing that"):
         checkpoint.save(path / "one", model, extra={"x": Evil() if rank else None})
     assert checkpoint.latest(path) is None
+
+
+class ShareOnEachRank(torch.optim.Optimizer):
+    """Steps some parameters on each rank and broadcasts them, as KellerJordan's Muon does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for number, param in enumerate(self.param_groups[0]["params"]):
+            owner = number % dist.get_world_size()
+            if owner == dist.get_rank():
+                state = self.state[param]
+                momentum = state.setdefault("momentum", torch.zeros_like(param))
+                momentum.mul_(0.9).add_(param.grad)
+                param.sub_(0.1 * momentum / (1 + (momentum @ momentum.mT).trace()))
+            dist.broadcast(param, owner)
+
+
+def test_state_that_ranks_hold_for_different_parameters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(_different_state, 2, tmp_path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["full", "old"]
+    assert main(["inspect", str(tmp_path / "old")]) == 2
+    assert capsys.readouterr().err.endswith(
+        "old: incomplete: its files lack values of optimizer.state.1.weight.momentum, "
+        "optimizer.state.2.weight.momentum\n"
+    )
+    checkpoint.convert(tmp_path / "old", tmp_path / "model.safetensors")
+
+
+def _different_state(rank: int, _: int, path: Path) -> None:
+    def trained(**keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+        model = ShardedWrapper(layers, **keywords)
+        optimizer = ShareOnEachRank(model.parameters())
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained()
+    expected = r"optimizer\.state\.0\.weight\.momentum is a sharded tensor of .* on rank 0, nothing"
+    for async_ in (False, True):
+        with pytest.raises(ValueError, match=expected):
+            checkpoint.save(path / "one", model, optimizer, async_=async_)
+    with mock.patch.object(saving.Save, "_check_same"):
+        with pytest.raises(ValueError, match=r"files lack values of .*1\.weight\.momentum"):
+            checkpoint.save(path / "two", model, optimizer)
+        assert checkpoint.latest(path) is None
+        with mock.patch.object(saving, "incomplete_tensors", return_value=[]):  # as before 0.3
+            checkpoint.save(path / "old", model, optimizer)
+    with pytest.raises(ValueError, match=r"old is incomplete: its files .*2\.weight\.momentum\. "):
+        checkpoint.load(path / "old", model, optimizer)
+    checkpoint.load(path / "old", model)  # which is complete
+    # Full tensors are complete on the rank that has them: every rank loads all.
+    model, optimizer = trained(sharding_strategy="NO_SHARD")
+    checkpoint.save(path / "full", model, optimizer)
+    checkpoint.load(path / "full", model, optimizer)
+    assert len(optimizer.state) == 4
 
 
 @pytest.mark.parametrize("async_", [False, True])

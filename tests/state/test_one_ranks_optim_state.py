@@ -1,5 +1,7 @@
 """``optimizer.state_dict()`` itself: the state of one rank alone."""
 
+from dataclasses import asdict, dataclass
+
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -8,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils import _pytree as pytree
 
 from flatshard import ShardedWrapper
 from flatshard.optimizer import local_state_guard
@@ -17,6 +20,11 @@ from tests.oracle import OPTIMIZERS
 from tests.state.everything import StateDict, loss_of_rows, train
 
 pytestmark = pytest.mark.by_turns
+
+
+@dataclass
+class Snapshot:
+    optimizer: StateDict
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["", "flat"])
@@ -43,6 +51,12 @@ def _one_ranks_state(
             optimizer.load_state_dict(states[1 - rank])
         assert local_state_guard.parts(optimizer)["state"][0]["step"] == 4
         assert all("flatshard" not in group for group in optimizer.param_groups)
+    own = local_state_guard.parts(optimizer)
+    copied = asdict(Snapshot(own))["optimizer"]  # minGPT saves this: it copies tensor by tensor
+    torch.testing.assert_close(copied["state"], own["state"], rtol=0, atol=0)
+    for leaf in pytree.tree_leaves(copied["state"]):
+        assert type(leaf) is torch.Tensor
+        assert leaf.untyped_storage().nbytes() == leaf.nbytes, "its neighbours were copied, too"
     if rank > 0:
         return optimizer.state_dict()
     with pytest.warns(UserWarning, match="holds this rank's parts .* alone"):

@@ -69,7 +69,7 @@ def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
     return None
 
 
-def check_same(what: Mapping[int, str]) -> None:
-    """Raise RuntimeError where the words of some ranks differ."""
-    if differ := first_difference({rank: [(0, words)] for rank, words in what.items()}):
-        raise RuntimeError(f"the ranks are in different collectives, {differ}. {REMEDY}")
+def describe_difference(names: Mapping[int, str]) -> str:
+    """Text of an error: the ranks in each collective, and the remedy."""
+    differ = first_difference({rank: [(0, name)] for rank, name in names.items()})
+    return f"the ranks are in different collectives, {differ}. {REMEDY} [FS-DEADLOCK]"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.host_ranks import HostRanks
-from flatshard.formats.torch_files import read_dcp_metadata
+from flatshard.formats.torch_files import incomplete_tensors, read_dcp_metadata
 from flatshard.optimizer.buckets import ONE_PER_PARAMETER
 from flatshard.state.checkpoint import folder as folders
 from flatshard.state.checkpoint.folder import Marker
@@ -77,7 +77,7 @@ def load(path: Path, take: Callable[[], Wanted], ranks: HostRanks, *, verify: bo
 
     # Errors of one rank are raised on all, before anything is overwritten.
     marker, found, wanted, targets = ranks.agree(prepare, op_name)
-    if len(set(ranks.gather(marker.saved_at, op_name))) > 1:
+    if len(ranks.gather_unless_equal(marker.saved_at, op_name)) > 1:
         raise ValueError(f"{op_name}: ranks see different checkpoints. Share the file system.")
     num_bytes = marker.bytes * (1 + verify) // ranks.size
     progress = Progress("loading", num_bytes, is_shown=ranks.rank == 0)
@@ -105,6 +105,14 @@ def _targets(path: Path, found: Metadata, wanted: Wanted) -> StateDict:
     """
     targets: StateDict = {}
     problems: list[str] = []
+    asked = ("model",) if wanted.optimizer is None else ("model", "optimizer")
+    incomplete = [key for key in incomplete_tensors(found) if key.startswith(asked)]
+    if incomplete:
+        raise ValueError(
+            f"{path} is incomplete: its files lack values of {', '.join(incomplete):.300}. The "
+            "ranks that saved them held the state of different parameters. Load another "
+            "checkpoint, or pass no optimizer to load only the model."
+        )
     missing = {fqn for fqn, value in wanted.model.items() if isinstance(value, Tensor)}
     missing |= {"the optimizer"} if wanted.optimizer is not None else set()
     for key, names in found.planner_data.items():

@@ -23,16 +23,23 @@ from torch.utils import _pytree as pytree
 
 from flatshard.comm.host_ranks import HostRanks
 from flatshard.comm.work import CollectiveError, named
-from flatshard.formats.torch_files import without_warning
+from flatshard.formats.torch_files import incomplete_tensors, leaves, without_warning
 from flatshard.state.checkpoint import folder as folders
 from flatshard.state.checkpoint.folder import Marker
 from flatshard.state.checkpoint.progress import Progress
+from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 logger = logging.getLogger("flatshard.checkpoint")
 
 _DESTROYED = (
     "the process group was destroyed before it was saved. Call wait() on what save() returned "
     "before destroy_process_group()."
+)
+_ARGUMENTS = "Pass the same on every rank; gather what differs into a list first."
+_TENSORS = (
+    "Each rank saves its part of every sharded tensor, and here parts are missing. An optimizer "
+    "that keeps the state of some parameters on some ranks only cannot be saved: use one that "
+    "steps all parameters on every rank, such as torch.optim.Muon."
 )
 
 
@@ -76,10 +83,18 @@ class Snapshot:
 
         return replace(self, tensors=pytree.tree_map_only(Tensor, copied, self.tensors))
 
+    def sharded(self) -> dict[str, str]:
+        """Shapes of the sharded tensors, by name: every rank must save its part of each."""
+        return {
+            ".".join(names): f"a sharded tensor of shape {tuple(leaf.shape)}"
+            for names, leaf in leaves(self.tensors)
+            if isinstance(leaf, FlatShardTensor)
+        }
+
     def num_bytes(self) -> int:
         """About how many bytes this rank writes."""
-        leaves = (leaf for leaf in pytree.tree_leaves(self.tensors) if isinstance(leaf, Tensor))
-        return sum(getattr(leaf, "local", leaf).nbytes for leaf in leaves)
+        tensors = (leaf for _, leaf in leaves(self.tensors) if isinstance(leaf, Tensor))
+        return sum(getattr(tensor, "local", tensor).nbytes for tensor in tensors)
 
 
 def _saved(value: object) -> bytes:
@@ -180,19 +195,24 @@ class Save:
         return snapshot.staged() if async_ else snapshot, own
 
     def _check_same(self, snapshot: Snapshot) -> None:
-        """Raise ValueError on all ranks where they pass different arguments."""
+        """Raise ValueError on all ranks if they pass different arguments, or lack a tensor's part.
+
+        Collective.
+        """
         mine = {f"extra[{key!r}]": repr(value) for key, value in snapshot.extra.items()}
         mine |= {"the path": str(self.path.absolute()), "keep": str(self.keep)}
-        first, *others = self.ranks.gather(mine, self.op_name)
+        mine |= snapshot.sharded()
+        first, *others = self.ranks.gather_unless_equal(mine, self.op_name)
         for rank, theirs in enumerate(others, 1):
             for key in {**first, **theirs}:
                 here, there = first.get(key, "nothing"), theirs.get(key, "nothing")
                 if here != there:
+                    is_tensor = key.startswith(("model.", "optimizer."))
                     raise ValueError(
                         f"{self.op_name}: {key} is {here:.100} on rank "
                         f"{self.ranks.global_rank_of(0)}, {there:.100} on rank "
-                        f"{self.ranks.global_rank_of(rank)}. Pass the same on every rank; gather "
-                        "what differs into a list first."
+                        f"{self.ranks.global_rank_of(rank)}. "
+                        f"{_TENSORS if is_tensor else _ARGUMENTS}"
                     )
 
     def _write(self, snapshot: Snapshot, own: bytes) -> None:
@@ -232,7 +252,7 @@ class Save:
         writer = dcp_files.Writer(folder, own_file, progress.advance)
         try:
             with named(f"{self.op_name}, rank {ranks.global_rank}"), without_warning():
-                state_dict_saver.save(
+                metadata = state_dict_saver.save(
                     snapshot.tensors,
                     storage_writer=writer,
                     process_group=ranks.group,
@@ -249,6 +269,8 @@ class Save:
         def complete() -> None:
             if ranks.rank != 0:
                 return
+            if missing := incomplete_tensors(metadata):
+                raise ValueError(f"the files lack values of {', '.join(missing):.300}")
             files = {name: record for one in records for name, record in one.items()}
             step = snapshot.extra.get("step")
             marker = Marker(ranks.size, step if isinstance(step, int) else None, files)
