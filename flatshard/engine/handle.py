@@ -110,7 +110,6 @@ class FlatParamHandle:
         self.params.make_full(self.buffer, is_shard=self._aliased)
         self._num_uses = num_uses(self.buffer)
         if not self._aliased:
-            freed_parameter.show_crashes()
             self._free_buffer()
         self.params.use_sharded_views()
 

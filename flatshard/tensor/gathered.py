@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, is_collective
 from flatshard.tensor.untraced import untraced
 
 
@@ -31,15 +31,22 @@ class GatheredView(Tensor):
             views = [t for t in leaves if isinstance(t, GatheredView)]
             plain = {id(t): t.as_subclass(Tensor) for t in views}
         before = [tensor._version for tensor in plain.values()]
+        if is_collective(func):  # it moves no version counter
+            raise _lost(func, views[0])
         args, kwargs = pytree.tree_unflatten([plain.get(id(t), t) for t in leaves], tree)
         result = func(*args, **kwargs)
         if before != [tensor._version for tensor in plain.values()]:
-            raise RuntimeError(
-                f"parameter {views[0].parameter!r}: {torch.overrides.resolve_name(func)} writes to "
-                "a part of it that was read outside of forward, which is a copy: the edit would be "
-                "lost. Edit under ShardedWrapper.summon_full_params(model)."
-            )
+            raise _lost(func, views[0])
         return as_views(result, plain.values(), views[0].parameter)
+
+
+def _lost(func: Any, view: GatheredView) -> RuntimeError:
+    """The error for a function that writes, or may write, to a view."""
+    return RuntimeError(
+        f"parameter {view.parameter!r}: {torch.overrides.resolve_name(func) or func.__name__} "
+        "writes to a part of it that was read outside of forward, which is a copy: the edit would "
+        "be lost. Edit under ShardedWrapper.summon_full_params(model), or pass a clone()."
+    )
 
 
 def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = False) -> Any:

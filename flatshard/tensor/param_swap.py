@@ -45,9 +45,9 @@ class SwappableParam:
                 place.module._flat_weight_refs = [None] * len(place.module._flat_weights_names)
                 place.module.__dict__["_flat_weights"] = []
             for hook in place.module._forward_pre_hooks.values():
-                if isinstance(hook, WeightNorm):  # it makes this again before each forward
-                    made = getattr(place.module, hook.name)
-                    setattr(place.module, hook.name, made.detach())
+                if isinstance(hook, WeightNorm):  # it computes the weight before each forward
+                    # Not through a local variable, whose graph would hold the parameter below.
+                    setattr(place.module, hook.name, getattr(place.module, hook.name).detach())
         attributes = attributes_of(param)
         if is_first:
             self._tensor_hooks = param._backward_hooks

@@ -163,15 +163,26 @@ class ShardSpec:
                 "p.copy_(...)."
             )
 
-    def refuse(self, operation: object) -> NoReturn:
-        """Raise for an operation that this rank's part cannot do alone."""
+    def where(self, described: str | None = None) -> str:
+        """A tensor of this spec, by default the parameter, in words with its unit and this rank."""
+        what = described or f"parameter {self.name!r}"
+        return f"{what} ({unit_text(self.unit)}, rank {self.comm.global_rank})"
+
+    def refuse(self, operation: object, described: str | None = None) -> NoReturn:
+        """Raise for an operation for which this rank's part is not enough.
+
+        ``described``: the tensor in words, if the tensor is no parameter.
+        """
         refuse_foreign_wrapper()
-        raise NeedsFullTensor(
-            f"parameter {self.name!r} ({unit_text(self.unit)}, rank {self.comm.global_rank}) is "
-            f"sharded: {operation} needs the full tensor. Use it inside the forward of the module "
-            "that owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor().",
-            self,
+        remedy = (
+            "Use it inside the forward of the module that owns it, under "
+            "ShardedWrapper.summon_full_params(model), or on p.full_tensor()."
+            if described is None
+            else "Norms, sums and element-wise operations work on the sharded tensor; its "
+            "full_tensor(), called on all ranks, gives the full one."
         )
+        message = f"{self.where(described)} is sharded: {operation} needs the full tensor. {remedy}"
+        raise NeedsFullTensor(message, self)
 
 
 def first_of_dtensor(specs: Iterable[ShardSpec]) -> str | None:

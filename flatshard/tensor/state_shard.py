@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, Origin
 
 
 class StateShard(FlatShardTensor):
@@ -26,7 +26,8 @@ class StateShard(FlatShardTensor):
         self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, split.shape, strides=split.layout.stride, dtype=local.dtype, device=local.device
         )
-        self.local, self.spec, self.flat, self.is_alike = local, spec, None, False
+        self.local, self.spec, self.flat = local, spec, None
+        self.origin = Origin()
         return self  # type: ignore[no-any-return]
 
     def of_local_shape(self) -> FlatShardTensor:

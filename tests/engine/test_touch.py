@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import CollectiveError, MixedPrecision, ShardedWrapper
+from flatshard import CollectiveError, ShardedWrapper
 from flatshard.comm.deadlock import detector
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, run_ranks
+from tests.harness import allow_warnings, naming, run_ranks
 from tests.oracle import assert_same, assert_same_state, snapshot
 from tests.ways import BASIC, WAYS
 
@@ -176,6 +176,43 @@ def _uses(rank: int, world: int, way: str, is_checkpointed: bool) -> None:
         except BaseException as error:
             error.add_note(f"use: {name}")
             raise
+
+
+def _kept(weight: Tensor) -> Tensor:
+    """Some elements; as XDropout of DeBERTa makes the mask."""
+    return weight * torch.empty_like(weight).bernoulli_(0.7)
+
+
+DRAWS: dict[str, Use] = {
+    # Every layer of DeBERTa reads, and drops entries of, one embedding.
+    "dropout": lambda m, x: F.linear(
+        F.linear(x, F.dropout(m.child.weight, 0.3)).tanh(), F.dropout(m.child.weight, 0.3)
+    ),
+    "noise": lambda m, x: F.linear(x, m.child.weight + torch.randn_like(m.child.weight)),
+    "mask": lambda m, x: F.linear(x, _kept(m.child.weight)),
+    "computed": lambda m, x: F.linear(x, F.dropout(0.5 * m.child.weight, 0.3) / 2),
+    "checkpointed": lambda m, x: checkpoint(
+        lambda y: F.linear(y, F.dropout(m.child.weight, 0.3)), x, use_reentrant=False
+    ),
+    "own forward": lambda m, x: m.child(x) @ F.dropout(m.child.weight, 0.3),
+    "norm": lambda m, x: F.linear(x, m.child.weight / m.child.weight.norm()),
+}
+
+
+def test_draws() -> None:
+    """Each rank draws for its batch; once each drew for its own part of the parameter."""
+    run_ranks(_draws, 2)
+
+
+def _draws(rank: int, world: int) -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        torch.manual_seed(int(x[0, 0].item() * 1e6))  # other numbers on each rank
+        return model(x).pow(2).mean()
+
+    for name, use in DRAWS.items():
+        for way in BASIC if name == "dropout" else ["full"]:
+            with naming((way, name)):
+                _compare(rank, world, way, partial(Parent, use), loss)
 
 
 class Encoder(nn.Module):
@@ -387,21 +424,6 @@ def _steps_in_backward(rank: int, world: int) -> None:
                 optimizer.step()
             _train(other, lambda m, x: m(x).pow(2).mean(), [rank])
         assert_same_state(snapshot(ours), snapshot(other), 0.0, 0.0)
-
-
-def test_replicated_parameters_are_not_cast() -> None:
-    run_ranks(_replicated_in_bf16, 2)
-
-
-def _replicated_in_bf16(rank: int, world: int) -> None:
-    """torch's error said nothing of where it came from; one of another cause stays alone."""
-    for use, count in (USES["linear"], 1), (lambda m, x: x[:, 1:] @ x, 0):
-        precision = MixedPrecision(torch.bfloat16)
-        sharded = _wrap(Parent(use), "no_shard", mixed_precision=precision)
-        with _quiet(), pytest.raises(RuntimeError, match=r"dtype|shapes") as caught:
-            sharded(_batch(0, rank))
-        notes = [note for note in getattr(caught.value, "__notes__", ()) if "NO_SHARD" in note]
-        assert len(notes) == count
 
 
 def test_uses_outside_of_forward_in_a_loss() -> None:

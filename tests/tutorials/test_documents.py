@@ -163,6 +163,23 @@ def _check_average(names: dict[str, Any], rank: int) -> None:
         assert_close(dict(names["weights"]), expected, rtol=1e-4, atol=1e-5)
 
 
+def _check_momentum_encoder(names: dict[str, Any], rank: int) -> None:
+    if "byol" not in names:  # the block that edits full parameters
+        state = names["model"].state_dict()
+        assert all((v[0] == 0).all() and v[1:].any() for n, v in state.items() if "blocks" in n)
+        return
+    torch.manual_seed(0)
+    plain = names["Byol"]()
+    trained = [param for param in plain.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    for (inputs, _), (others, _) in zip(data(0), data(1), strict=True):
+        optimizer.zero_grad()
+        plain(torch.cat([inputs, others])).backward()
+        optimizer.step()
+        names["update_target"](plain)
+    assert_close(names["byol"].state_dict(), dict(plain.state_dict()), rtol=1e-4, atol=1e-6)
+
+
 def _check_frozen(names: dict[str, Any], rank: int) -> None:
     def freeze(model: Model) -> None:
         model.requires_grad_(False)
@@ -255,6 +272,7 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
     ("recipes.md", "Experts of one rank"): _check_experts,
     ("recipes.md", "Units that some ranks skip"): _check_skipped,
     ("recipes.md", "An average of the weights"): _check_average,
+    ("recipes.md", "A momentum encoder"): _check_momentum_encoder,
     ("recipes.md", "Fine-tuning with frozen weights"): _check_frozen,
     ("recipes.md", "A ResNet with BatchNorm"): _check_batch_norm,
     ("guide.md", "Save"): _check_saved,
