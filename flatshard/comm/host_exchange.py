@@ -149,8 +149,7 @@ class HostExchange:
     def gather_unless_equal(self, value: Any, op_name: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in the group's order; one value if all are equal.
 
-        Equal values cost one message of constant size, however many ranks there are. Values are
-        equal if they have the same ``repr``.
+        Equal values cost one message of constant size. Values count as equal if their ``repr`` is.
         """
         if self.all_equal(digest_of(repr(value)), op_name):
             return [value]

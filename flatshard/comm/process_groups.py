@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 _NO_TAG = (1 << 31) - 1  # nothing is ever sent under it
-_LISTED = 16  # ranks that a message lists one by one
+_LISTED = 16  # the most ranks listed in full in a message
 
 
 def abort(group: dist.ProcessGroup) -> None:
@@ -32,10 +32,7 @@ def abort(group: dist.ProcessGroup) -> None:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks in words, for messages: all of a few, otherwise the first ones, the last and how many.
-
-    A message has the same length, and takes the same time to make, however many ranks there are.
-    """
+    """Ranks in words, for messages: at most 16 ranks, otherwise some ranks and their number."""
     listed = list(ranks)
     if len(listed) <= _LISTED:
         return ", ".join(map(str, listed))

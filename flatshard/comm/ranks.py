@@ -239,23 +239,23 @@ _COMPARING = "ShardedWrapper: comparing process groups"
 
 
 class _Claim(NamedTuple):
-    """What a rank tells the other ranks of one of its groups."""
+    """A rank's statement to the ranks of a group."""
 
-    mode: str  # how the rank was told to move tensors
+    mode: str  # the rank's transport options, in words
     place: int  # of the group in the rank's pair: 0 for the shard group, 1 for the replicate group
-    crossing: _Group  # the other group of the rank's pair; empty if the rank has no pair
+    crossing: _Group  # the second group of the rank's pair; empty if the rank has no pair
 
 
 def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set[_Group]:
-    """Check that the groups and modes of all ranks fit together; returns the known shard groups.
+    """Check that groups and modes fit together on all ranks; returns the known shard groups.
 
-    A rank tells its shard group its replicate group, and the other way round. So each rank checks
-    the groups that cross its own groups, and no rank needs the groups of all ranks.
+    A rank tells its replicate group to its shard group, and its shard group to its replicate group.
+    So each rank checks the groups that cross its own groups, and no rank needs all groups.
 
-    Collective: all ranks that the groups reach.
+    Collective: all ranks of the groups.
 
     Raises:
-        ValueError: on every rank that the groups reach, if something does not fit.
+        ValueError: on all these ranks, if groups or modes do not fit.
     """
     # Before a communicator is made: modes decide which groups ranks make for it, and one that
     # makes fewer than the others leaves them waiting.
@@ -276,7 +276,7 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
             if one.place != place:
                 known[one.place].add(members[place])
     problem = problem or _grid_problem(*known)
-    # A problem may show only on some ranks, and the others would wait for them.
+    # Only some ranks may see a problem: without this exchange the rest would wait for these ranks.
     for exchange in exchanges:
         problem = next(filter(None, exchange.gather_unless_equal(problem, _COMPARING)), None)
     if problem is not None:
@@ -301,7 +301,7 @@ def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
         if len(by_size) > 1:
             first, second, *_ = (f"({ranks_text(by_size[size])})" for size in sorted(by_size))
             problem = f"groups of different sizes: {kind} groups {first} and {second}"
-    # An intersection of sets takes the time of the smaller one, which matters for large groups.
+    # Sets, once per group: an intersection of sets takes only the time of the smaller set.
     pairs = product(map(frozenset, rows), map(frozenset, columns))
     for row, column in pairs if problem is None else ():
         if len(row & column) != 1:

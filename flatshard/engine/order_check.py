@@ -22,12 +22,12 @@ class OrderCheck:
         self._units, self._world = units, world
 
     def votes(self, device: torch.device | None) -> bytes:
-        """Votes for the world's exchange. Collective where units all-gather over parts of it."""
+        """Votes for the world's exchange. Collective in each group over which units all-gather."""
         world = self._world
         if world.size == 1 or device is None or not world.transport_for(device).is_ordered:
             return b""
-        # Each smaller group compares its own digest: the world's exchange would need a place for
-        # every group of any rank.
+        # Each smaller group compares its own digest. In the world's exchange every group would need
+        # a place, so the message would grow with the number of ranks.
         digests = {group: group.members.history.to_compare() for group in self._groups()}
         own = digests.pop(world)
         differs = [not one.all_equal(digest, op_name=_COMPARING) for one, digest in digests.items()]

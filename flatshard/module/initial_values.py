@@ -74,7 +74,7 @@ def compare_values(
     different = names_of_different([name for name, _ in named], mine, world)
     sends = world.size > 1 and (sync is True or (sync is None and bool(different)))
     marks = bytes(value is None for value in mine)
-    # If rank 0's values count, so do rank 0's marks: the maximum with the other ranks' zeros.
+    # If rank 0's values count, so do rank 0's marks: the remaining ranks send zeros.
     counted = bytes(len(marks)) if sends and world.rank != 0 else marks
     everywhere = world.maxima(counted, op_name="comparing weights")
     marks = everywhere if sends else marks
@@ -87,7 +87,7 @@ def names_of_different(
     names: Sequence[str], sums: Iterable[Checksum | None], world: Communicator
 ) -> list[str]:
     """The names whose checksums are not the same on every rank. Collective."""
-    # One message, whose size is the model's and not the number of ranks'.
+    # One message, of the same size for any number of ranks.
     digests = b"".join(digest_of(repr(one)) for one in sums)
     flags = differ(world.maxima(with_complements(digests), op_name="comparing weights"))
     size = len(digests) // max(len(names), 1)

@@ -362,7 +362,7 @@ class WholeStep:
 def _held_ranges(
     params: Sequence[FlatShardTensor], comm: Communicator
 ) -> list[dict[int, HeldRange]]:
-    """For each parameter, the ranges of the ranks that hold some of it. Collective."""
+    """For each parameter, the holders and their ranges. Collective."""
     specs = enumerate(param.spec for param in params)
     mine = {number: HeldRange(one.offset, one.numel) for number, one in specs if one.numel}
     held: list[dict[int, HeldRange]] = [{} for _ in params]

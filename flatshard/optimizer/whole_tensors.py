@@ -29,7 +29,7 @@ class OwnedParam:
 
     Attributes:
         spec: this rank's part of it.
-        held: the parts that are not empty, by the rank in the group that holds the part.
+        held: the parts that are not empty; keys are the holders' ranks in the group.
         owner: a rank in the group; None: every rank.
     """
 
@@ -59,7 +59,7 @@ class OwnedParam:
 Piece = tuple[OwnedParam, Tensor]
 """A parameter, and values of it: this rank's part, ``(spec.numel,)``, or the full tensor."""
 _Elements = tuple[int, Tensor]
-"""Elements that go to a rank of the group, or come from it."""
+"""A rank of the group, and elements to send to the rank or to receive from the rank."""
 
 
 def gather_to_owners(
@@ -116,7 +116,7 @@ def scatter_to_shards(
                 part.copy_(_range(flat, held))
             elif param.owner is not None:
                 sends.append((rank, _range(flat, held)))
-    # Of parameters that every rank has in full, nothing is sent.
+    # Parameters without an owner are full on every rank: nothing is sent.
     owned = [piece for piece in pieces if piece[0].owner is not None]
     _exchange(comm, owned, sends, receives, op_name)()
 
@@ -132,13 +132,13 @@ def _exchange(
     receives: list[_Elements],
     op_name: str,
 ) -> Callable[[], None]:
-    """Start to send elements and to overwrite others; the function returned waits. Collective."""
-    # All ranks must come to the same answer, also ranks that send and receive nothing.
+    """Start to exchange elements; the function returned waits. Collective."""
+    # All ranks must decide the same, so a rank's own sends and receives do not count.
     if not any(param.is_moved for param, _ in pieces):
         return lambda: None
     lengths, expected = [0] * comm.size, [0] * comm.size
     for elements, counts in ((sends, lengths), (receives, expected)):
-        elements.sort(key=itemgetter(0))  # from or to the same rank: in the order of pieces
+        elements.sort(key=itemgetter(0))  # stable: the elements of a rank keep the order of pieces
         for rank, tensor in elements:
             counts[rank] += tensor.nbytes
     nothing = pieces[0][1].new_empty(0, dtype=torch.uint8)

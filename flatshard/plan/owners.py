@@ -26,20 +26,20 @@ def choose_owners(
     size: int,
     known: Sequence[int | None] | None = None,
 ) -> list[int]:
-    """The owner of each parameter, of which rank r of ``size`` holds ``held[i].get(r)`` elements.
+    """The owner of each parameter. Of parameter i, rank r of ``size`` holds ``held[i].get(r)``.
 
     Pure, hence the same on all ranks. A parameter that has an owner in ``known`` keeps it, and one
     that one rank holds stays there. The others, the most work first, go to the rank that holds most
     of them, of those that do not get more than their share of work or elements by it; if all would,
-    to where these are fewest. Only holders and the rank that has least are looked at, or this would
-    take the product of parameters and ranks.
+    to where these are fewest. Candidates are the holders and the rank with the least share: looking
+    at all ranks for each parameter would take minutes in a large world.
     """
     works = [step_cost(shape) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]
     all_work, all_numel = max(sum(works), 1), max(sum(numels), 1)
     work, numel = [0] * size, [0] * size
     owners = [0] * len(shapes)
-    least = [(0.0, rank) for rank in range(size)]  # a heap of shares, some of them outdated
+    least = [(0.0, rank) for rank in range(size)]  # a heap; shares may be out of date
 
     def share(rank: int, index: int | None = None) -> float:
         """Of the work or of the elements, what is greater, with one parameter more."""

@@ -20,8 +20,8 @@ class BroadcastSource:
         # A shard group of one is no group, and does not know its rank.
         first = topology.shard.ranks[0] if topology.shard.size > 1 else world.global_rank
         everyone = world.gather_objects((topology.index, first), op_name="meeting")
-        # For each part, the place in the world of the rank that holds the part in the shard group
-        # of rank 0. In a simulated world all ranks answer as rank 0, so the first answer counts.
+        # Keys are parts, values are places in the world: the holders in the shard group of rank 0.
+        # In a simulated world all ranks answer as rank 0, so the first answer counts.
         self._places = {
             number: place
             for place, (number, theirs) in reversed([*enumerate(everyone)])
@@ -43,7 +43,7 @@ class BroadcastSource:
                 transfer(world, part, source=0, to=world.rank, op_name=span.name)
             return
         assert value is not None, "rank 0 has the values"
-        # One parameter at a time, as the ranks that receive parts ask for them.
+        # One parameter at a time: receivers ask for parts in the order of parameters.
         for number in layout.holders(index):
             theirs = part_of(value, span, layout.local_span(index, number))
             place = places.get(number)
