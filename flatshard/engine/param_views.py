@@ -26,6 +26,7 @@ from flatshard.plan.module_tree import unit_text
 from flatshard.plan.param_info import ParamInfo
 from flatshard.tensor import freed_parameter
 from flatshard.tensor.flat_parameter import FlatParameter, FlatParameterPart, view_of
+from flatshard.tensor.gathered import average_full_gradients
 from flatshard.tensor.param_swap import SwappableParam
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor
@@ -106,7 +107,9 @@ class ParamViews:
             for index, (owned, span) in enumerate(zip(self.owned, self.layout.spans, strict=True)):
                 asks = requires_grad[index]
                 if not self.is_whole:
-                    owned.swap_into(FlatShardTensor.parameter(shard, self.specs[index], asks))
+                    sharded = FlatShardTensor.parameter(shard, self.specs[index], asks)
+                    average_full_gradients(sharded)
+                    owned.swap_into(sharded)
                 elif owned.param.is_meta:
                     owned.swap_into(nn.Parameter(view_of(shard, span), asks))
                 else:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, is_collective
 from flatshard.tensor.untraced import untraced
 
@@ -59,7 +61,8 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
     def view(tensor: Tensor) -> Tensor:
         if tensor.is_sparse or tensor.untyped_storage()._cdata not in storages:
             return tensor
-        tensor = tensor.clone() if copies else tensor
+        with torch.inference_mode(False):  # whose own tensors have no version counter
+            tensor = tensor.clone() if copies else tensor
         # Autograd's own error guards what requires a gradient.
         if tensor.requires_grad:
             return tensor
@@ -79,16 +82,35 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, gradient: Tensor) -> FlatShardTensor:  # type: ignore[override]
-        spec = ctx.spec
-        spec.on_outside_grad()
-        # Each rank has the gradient of its own batch, and data parallelism wants the average.
-        part = gradient.contiguous().clone()
-        for comm in (spec.comm, spec.replicas):
-            comm.reduce_scalars(
-                part, "SUM", op_name=f"backward of the full tensor of {spec.name!r}"
-            )
-        part = spec.slice(part) / (spec.comm.size * spec.replicas.size)
-        return FlatShardTensor(part, spec)
+        return _averaged(ctx.spec, gradient)
+
+
+def _averaged(spec: ShardSpec, gradient: Tensor) -> FlatShardTensor:
+    """This rank's range of the average of the ranks' full gradients of a parameter.
+
+    Collective: all ranks that train the parameter.
+    """
+    if isinstance(gradient, FlatShardTensor):
+        return gradient
+    spec.on_outside_grad()
+    part = gradient.contiguous().clone()
+    for comm in (spec.comm, spec.replicas):
+        comm.reduce_scalars(part, "SUM", op_name=f"backward of the full tensor of {spec.name!r}")
+    return FlatShardTensor(spec.slice(part) / (spec.comm.size * spec.replicas.size), spec)
+
+
+def average_full_gradients(param: FlatShardTensor) -> None:
+    """Average over the ranks full gradients that autograd is about to add to ``param.grad``.
+
+    A ``torch.autograd.Function`` that gets the sharded parameter returns the gradient of this
+    rank's batch. Gradients of other operations are averaged ranges already.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if param.is_floating_point() or param.is_complex():
+            is_trained = param.requires_grad
+            param.requires_grad_(True)  # a frozen tensor refuses hooks, and may be unfrozen later
+            Tensor.register_hook(param, partial(_averaged, param.spec))
+            param.requires_grad_(is_trained)
 
 
 def gathered(tensor: FlatShardTensor) -> Tensor:

@@ -178,9 +178,18 @@ def _uses(rank: int, world: int, way: str, is_checkpointed: bool) -> None:
             raise
 
 
-def _kept(weight: Tensor) -> Tensor:
-    """Some elements; as XDropout of DeBERTa makes the mask."""
-    return weight * torch.empty_like(weight).bernoulli_(0.7)
+class XDropout(torch.autograd.Function):
+    """As older versions of DeBERTa have it: the gradient is a full tensor, of this rank's batch."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        mask = torch.empty_like(weight).bernoulli_(0.3).to(torch.bool)
+        ctx.save_for_backward(mask)
+        return weight.masked_fill(mask, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.masked_fill(*ctx.saved_tensors, 0)
 
 
 DRAWS: dict[str, Use] = {
@@ -189,7 +198,10 @@ DRAWS: dict[str, Use] = {
         F.linear(x, F.dropout(m.child.weight, 0.3)).tanh(), F.dropout(m.child.weight, 0.3)
     ),
     "noise": lambda m, x: F.linear(x, m.child.weight + torch.randn_like(m.child.weight)),
-    "mask": lambda m, x: F.linear(x, _kept(m.child.weight)),
+    "mask": lambda m, x: F.linear(
+        x, m.child.weight * torch.empty_like(m.child.weight).bernoulli_(0.7)
+    ),
+    "function": lambda m, x: F.linear(x, XDropout.apply(m.child.weight)),
     "computed": lambda m, x: F.linear(x, F.dropout(0.5 * m.child.weight, 0.3) / 2),
     "checkpointed": lambda m, x: checkpoint(
         lambda y: F.linear(y, F.dropout(m.child.weight, 0.3)), x, use_reentrant=False
