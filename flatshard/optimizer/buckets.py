@@ -61,8 +61,7 @@ class BucketView(Tensor):
     which copies each tensor by itself, would copy the bucket once for each member.
     """
 
-    # Results of operations are plain tensors.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are plain tensors
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.detach().clone())

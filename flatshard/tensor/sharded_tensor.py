@@ -221,9 +221,17 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         # One rank's range means nothing elsewhere.
+        if self.is_parameter:
+            raise RuntimeError(
+                f"parameter {self.spec.name!r} is sharded and cannot be pickled. torch.save takes "
+                "flatshard.checkpoint.full_state_dict(model); torch.distributed.checkpoint.save "
+                "this."
+            )
         raise RuntimeError(
-            f"parameter {self.spec.name!r} is sharded and cannot be pickled. torch.save takes "
-            "flatshard.checkpoint.full_state_dict(model); torch.distributed.checkpoint.save this."
+            f"a tensor of parameter {self.spec.name!r} (optimizer state, a gradient or an entry of "
+            "sharded_state_dict()) is sharded and cannot be pickled. torch.save takes "
+            "flatshard.checkpoint.full_optim_state_dict(model, optimizer) of an optimizer's state, "
+            "full_state_dict(model) of a model's, and full_tensor() of other tensors."
         )
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
