@@ -186,7 +186,7 @@ def _compression(rank: int, world_size: int) -> None:
     wider = fsdp_hooks.DefaultState(group)
     wider.gradient_predivide_factor = 8.0
     for state, hook, message in (
-        (half if rank == 0 else None, ddp_hooks.allreduce_hook, r"is for ranks \[0\]"),
+        (half if rank == 0 else None, ddp_hooks.allreduce_hook, r"is for ranks 0, the model"),
         (wider, fsdp_hooks.reduce_scatter_hook, "divides by 8.0 and"),
     ):
         model = MLP.wrap(MLP.model())

@@ -457,6 +457,10 @@ def _no_grid(rank: int, world_size: int) -> None:
     column = {0: 0, 2: 0, 1: 1, 3: 2}[rank]
     with pytest.raises(ValueError, match="groups of different sizes"):
         _model_with(process_group=(rows[rank // 2], columns[column]))
+    both = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    groups = (rows[rank // 2], both[rank % 2])
+    with pytest.raises(ValueError, match="share 2 ranks"):  # rank 2 itself sees nothing wrong
+        _model_with(process_group=groups[::-1] if rank == 1 else groups)
 
 
 def test_ranks_with_different_strategies() -> None:
