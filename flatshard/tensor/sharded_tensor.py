@@ -173,20 +173,17 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
     def full_tensor(self) -> Tensor:
         """A plain copy of the full tensor, with its shape and strides.
 
-        Of a flat parameter's gradient: all shards one after the other, ``(padded_numel,)``. Of a
-        gradient that was accumulated under ``no_sync``: from every rank what it has there.
+        Of a gradient that was accumulated under ``no_sync``: from every rank what it has there.
 
         Collective: all ranks of the shard group.
         """
         spec, local = self.spec, self.local.detach()
-        is_flat = spec.originals is not None
-        start = spec.number * spec.numel if is_flat else spec.offset
-        flat = local.new_zeros(spec.comm.size * spec.numel if is_flat else self.numel())
-        flat[start : start + spec.numel] = local
+        flat = local.new_zeros(self.numel())
+        flat[spec.offset : spec.offset + spec.numel] = local
         # Of each byte at most one rank's is not zero: the sum only puts ranges side by side.
         op_name = f"full tensor of {self.described}"
         spec.comm.reduce_scalars(as_bytes(flat), "SUM", op_name=op_name)
-        return flat if is_flat else flat.as_strided(spec.shape, spec.strides)
+        return flat.as_strided(spec.shape, spec.strides)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]

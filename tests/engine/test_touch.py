@@ -158,7 +158,7 @@ def test_uses_of_a_childs_parameters(way: str) -> None:
     run_ranks(_uses, 2, way, False)
 
 
-@pytest.mark.parametrize("way", ["full", "full-flat", "no_shard"])
+@pytest.mark.parametrize("way", ["full", "no_shard"])
 def test_uses_in_a_checkpoint(way: str) -> None:
     """In the first pass more, or less, was saved than when the checkpoint recomputed."""
     run_ranks(_uses, 2, way, True)
@@ -497,12 +497,10 @@ def test_uses_outside_of_forward_in_a_loss() -> None:
 
 
 def _penalties(rank: int, world: int) -> None:
-    """Also with flat parameters, whose parts once refused to have gradients."""
-
     def loss(model: Any, x: Tensor) -> Tensor:
         weight = model.child.weight
         apart = (weight @ weight.t() - torch.eye(D)).pow(2).sum() + weight[0].abs().sum()
         return model(x).pow(2).mean() + apart * x.mean() + model.other.weight.pow(2).sum()
 
-    for way in ("full", "full-flat", "grad_op", "no_shard"):
+    for way in ("full", "grad_op", "no_shard"):
         _compare(rank, world, way, lambda: Parent(_again), loss)
