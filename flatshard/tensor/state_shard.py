@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, Origin
 
 
 class StateShard(FlatShardTensor):
@@ -26,7 +27,8 @@ class StateShard(FlatShardTensor):
         self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, split.shape, strides=split.layout.stride, dtype=local.dtype, device=local.device
         )
-        self.local, self.spec, self.flat, self.is_alike = local, spec, None, False
+        self.local, self.spec, self.flat = local, spec, None
+        self.origin = Origin()
         return self  # type: ignore[no-any-return]
 
     def of_local_shape(self) -> FlatShardTensor:
@@ -50,6 +52,6 @@ def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:
 
     ``role``: relation of ``local`` to the parameter, as in ``FlatShardTensor``.
     """
-    if not spec.total_numel:  # no rank has a chunk of it to write
+    if not math.prod(spec.shape):  # no rank has a chunk of it to write
         return local.new_empty(spec.shape)
     return StateShard(local.detach(), spec.detached()).with_role(role)

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import CollectiveError, MixedPrecision, ShardedWrapper
+from flatshard import CollectiveError, ShardedWrapper
+from flatshard.collectives import record
 from flatshard.comm.deadlock import detector
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, run_ranks
+from tests.harness import allow_warnings, naming, run_ranks
 from tests.oracle import assert_same, assert_same_state, snapshot
 from tests.ways import BASIC, WAYS
 
@@ -156,7 +158,7 @@ def test_uses_of_a_childs_parameters(way: str) -> None:
     run_ranks(_uses, 2, way, False)
 
 
-@pytest.mark.parametrize("way", ["full", "full-flat", "no_shard"])
+@pytest.mark.parametrize("way", ["full", "no_shard"])
 def test_uses_in_a_checkpoint(way: str) -> None:
     """In the first pass more, or less, was saved than when the checkpoint recomputed."""
     run_ranks(_uses, 2, way, True)
@@ -176,6 +178,55 @@ def _uses(rank: int, world: int, way: str, is_checkpointed: bool) -> None:
         except BaseException as error:
             error.add_note(f"use: {name}")
             raise
+
+
+class XDropout(torch.autograd.Function):
+    """As older versions of DeBERTa have it: the gradient is a full tensor, of this rank's batch."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        mask = torch.empty_like(weight).bernoulli_(0.3).to(torch.bool)
+        ctx.save_for_backward(mask)
+        return weight.masked_fill(mask, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.masked_fill(*ctx.saved_tensors, 0)
+
+
+DRAWS: dict[str, Use] = {
+    # Every layer of DeBERTa reads, and drops entries of, one embedding.
+    "dropout": lambda m, x: F.linear(
+        F.linear(x, F.dropout(m.child.weight, 0.3)).tanh(), F.dropout(m.child.weight, 0.3)
+    ),
+    "noise": lambda m, x: F.linear(x, m.child.weight + torch.randn_like(m.child.weight)),
+    "mask": lambda m, x: F.linear(
+        x, m.child.weight * torch.empty_like(m.child.weight).bernoulli_(0.7)
+    ),
+    "function": lambda m, x: F.linear(x, XDropout.apply(m.child.weight)),
+    "computed": lambda m, x: F.linear(x, F.dropout(0.5 * m.child.weight, 0.3) / 2),
+    "checkpointed": lambda m, x: checkpoint(
+        lambda y: F.linear(y, F.dropout(m.child.weight, 0.3)), x, use_reentrant=False
+    ),
+    "own forward": lambda m, x: m.child(x) @ F.dropout(m.child.weight, 0.3),
+    "norm": lambda m, x: F.linear(x, m.child.weight / m.child.weight.norm()),
+}
+
+
+def test_draws() -> None:
+    """Each rank draws for its batch; once each drew for its own part of the parameter."""
+    run_ranks(_draws, 2)
+
+
+def _draws(rank: int, world: int) -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        torch.manual_seed(int(x[0, 0].item() * 1e6))  # other numbers on each rank
+        return model(x).pow(2).mean()
+
+    for name, use in DRAWS.items():
+        for way in BASIC if name == "dropout" else ["full"]:
+            with naming((way, name)):
+                _compare(rank, world, way, partial(Parent, use), loss)
 
 
 class Encoder(nn.Module):
@@ -312,6 +363,58 @@ def _warned(rank: int, world: int) -> None:
         assert f"'{name}.weight'" in message
 
 
+def test_an_average_that_was_copied_before_wrapping() -> None:
+    for world_size in (2, 3):
+        run_ranks(_average, world_size)
+
+
+def _lerp(mean: nn.Module, model: nn.Module) -> None:
+    for old, new in zip(mean.parameters(), model.parameters(), strict=True):
+        old.data.lerp_(new.data, 0.5)
+
+
+def _average(rank: int, world: int) -> None:
+    """Two collectives a unit, one warning; and what is kept of a unit is never stale."""
+    torch.manual_seed(0)
+    plain = Parent(USES["linear"]).double()
+    by_torch, by_hand = (
+        [AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for _ in range(2)],
+        [copy.deepcopy(plain) for _ in range(2)],
+    )
+    sharded = _wrap(copy.deepcopy(plain), "full")
+    loss: Step = lambda m, x: m(x).pow(2).mean()  # noqa: E731
+    for _ in range(2):
+        _train(plain, loss, list(range(world)), 1)
+        with _quiet():
+            _train(sharded, loss, [rank], 1)
+        for number, model in enumerate((plain, sharded)):
+            with warnings.catch_warnings(record=True) as caught, record() as events:
+                warnings.simplefilter("always")
+                by_torch[number].update_parameters(model)
+                by_torch[number].update_parameters(model)
+                _lerp(by_hand[number], model)
+        assert len(events) == 3 * 2 * 4  # the last model's: three updates of four units
+        assert len(caught) <= 1
+        for average in (by_torch, by_hand):
+            assert_same_state(snapshot(average[1]), snapshot(average[0]), 1e-12, 0.0)
+    chain, weights = sharded.chain, []
+    with torch.no_grad(), allow_warnings(UserWarning):
+        for number in (0, 2):
+            for name in ("weight", "bias"):
+                view = chain[number]._parameters[name].data.view(-1)
+                weights.append(view.clone())
+                with pytest.raises(RuntimeError, match="the edit would be lost"):
+                    view.zero_()  # what the next parameters are read from stays as it was
+            chain[2].weight.mul_(3)  # what was gathered with the others is stale
+        weights.append(chain[3].weight.data.view(-1))
+    full = snapshot(sharded)
+    names = ("0.weight", "0.bias", "2.weight", "2.bias", "3.weight")
+    for name, weight in zip(names, weights, strict=True):
+        factor = 3.0 if name == "2.weight" else 1.0
+        expected = full[f"chain.{name}"].view(-1)
+        torch.testing.assert_close(factor * weight, expected, check_stride=False)
+
+
 def test_on_one_rank_alone() -> None:
     run_ranks(_alone, 2)
 
@@ -389,32 +492,15 @@ def _steps_in_backward(rank: int, world: int) -> None:
         assert_same_state(snapshot(ours), snapshot(other), 0.0, 0.0)
 
 
-def test_replicated_parameters_are_not_cast() -> None:
-    run_ranks(_replicated_in_bf16, 2)
-
-
-def _replicated_in_bf16(rank: int, world: int) -> None:
-    """torch's error said nothing of where it came from; one of another cause stays alone."""
-    for use, count in (USES["linear"], 1), (lambda m, x: x[:, 1:] @ x, 0):
-        precision = MixedPrecision(torch.bfloat16)
-        sharded = _wrap(Parent(use), "no_shard", mixed_precision=precision)
-        with _quiet(), pytest.raises(RuntimeError, match=r"dtype|shapes") as caught:
-            sharded(_batch(0, rank))
-        notes = [note for note in getattr(caught.value, "__notes__", ()) if "NO_SHARD" in note]
-        assert len(notes) == count
-
-
 def test_uses_outside_of_forward_in_a_loss() -> None:
     run_ranks(_penalties, 2)
 
 
 def _penalties(rank: int, world: int) -> None:
-    """Also with flat parameters, whose parts once refused to have gradients."""
-
     def loss(model: Any, x: Tensor) -> Tensor:
         weight = model.child.weight
         apart = (weight @ weight.t() - torch.eye(D)).pow(2).sum() + weight[0].abs().sum()
         return model(x).pow(2).mean() + apart * x.mean() + model.other.weight.pow(2).sum()
 
-    for way in ("full", "full-flat", "grad_op", "no_shard"):
+    for way in ("full", "grad_op", "no_shard"):
         _compare(rank, world, way, lambda: Parent(_again), loss)

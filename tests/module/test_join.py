@@ -71,7 +71,7 @@ _FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "clips": ({"collectives": "sockets"}, {"clips": True}),
     "accumulates": ({"collectives": "native"}, {"accumulates": True}),
     "evaluates": ({"sharding_strategy": "SHARD_GRAD_OP"}, {"evaluates": True}),
-    "zeros": ({"use_orig_params": False}, {"set_to_none": False}),
+    "zeros": ({}, {"set_to_none": False}),
     "op": ({"sharding_strategy": "SHARD_OP"}, {"divide_by_initial_world_size": False}),
     "no_shard": ({"sharding_strategy": "NO_SHARD"}, {"clips": True}),
     "batch norm": ({}, {"case": "batch-norm"}),

@@ -15,9 +15,9 @@ publish anything where several threads communicate.
 
 [Note: traffic]
 The number of ranks in the job changes nothing in what one rank publishes or reads. A report names
-at most ``_ASKED`` of the ranks that a wait is for, and a rank asks so many. A rank with news (a
-deadlock, or its end) leaves its number under the name of each group that the news is for, so that
-the group's other ranks ask it, too.
+at most ``_ASKED`` of the ranks that a wait is for, and a rank reads the reports of so many. A rank
+that finds a deadlock publishes that under the name of each group concerned, where all ranks look
+that wait in a collective of this group.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _READ = 4 * _ASKED  # reports that a rank reads at once, at most
 _LEAVE_LOOKS = 2
 _WORDS = 400  # characters of a wait's description that are published
 
-PROGRAM = "the program's own"  # the kind of collectives that the program itself begins
+PROGRAM = "the program's own"  # kind of the collectives that the program itself begins
 
 # How many collectives a rank has begun, by group and kind, and the last of those in order.
 AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
@@ -72,18 +72,13 @@ class WaitCondition(NamedTuple):
 
     def missing(self, begun: AllBegun) -> int:
         """How many more of its kind a rank has to begin that has begun these."""
-        # Only a waiting rank of which one thread communicates says how many its program has begun.
+        # A rank publishes the program's numbers while it waits and has one communicating thread.
         unsaid = self.number if self.kind == PROGRAM else 0
         return self.number - begun.get(self.group, {}).get(str(self.kind), (unsaid,))[0]
 
     def is_for(self, rank: int) -> bool:
         """Whether the wait needs this rank."""
         return rank in self.ranks or (self.has_more and program.is_member(rank, self.group))
-
-    def published(self) -> WaitCondition:
-        """The same for other ranks, in a length that does not depend on the number of ranks."""
-        ranks, has_more = tuple(self.ranks[:_ASKED]), len(self.ranks) > _ASKED
-        return WaitCondition(self.group, str(self.kind), self.number, ranks, None, has_more)
 
 
 # Of a wait whose end nobody looks for.
@@ -147,7 +142,7 @@ class BlockedWait:
     thread: int = 0  # that waits
     verdict: str | None = None  # why it will not end; None: it may
     is_given_up: bool = False  # whether the waiting thread must leave
-    published: str = ""  # its text, as it was published last
+    published: str = ""  # the text in the last report
     was_logged: bool = False
     began: float = field(default_factory=time.monotonic)
 
@@ -157,20 +152,11 @@ class BlockedWait:
         return f"{words}, at {line}" if line else words
 
 
-class _Verdict(NamedTuple):
-    """The finding that waits will not end."""
+class _Finding(NamedTuple):
+    """Why waits will not end."""
 
     text: str
-    # A group, a kind, a number, and the rank that never begins so many of this kind.
-    never: list[tuple[str, str, int, int]]
-
-    def is_about(self, need: WaitCondition) -> bool:
-        return any(
-            (group, kind) == (need.group, str(need.kind))
-            and number <= need.number
-            and need.is_for(rank)
-            for group, kind, number, rank in self.never
-        )
+    waits: list[list[Any]]  # the group, kind and number of each
 
 
 class _Report(NamedTuple):
@@ -181,25 +167,21 @@ class _Report(NamedTuple):
     text: str  # the wait in words
     need: WaitCondition
     begun: AllBegun
-    verdict: _Verdict | None  # what the rank found out before it gave up waiting, or ended
-
-    @property
-    def waits(self) -> bool:
-        return self.wait > 0 and self.verdict is None
 
     def to_json(self) -> str:
-        return json.dumps(self._replace(need=self.need.published()))
+        need, has_more = self.need, len(self.need.ranks) > _ASKED
+        ranks = need.ranks[:_ASKED]
+        need = WaitCondition(need.group, str(need.kind), need.number, ranks, None, has_more)
+        return json.dumps(self._replace(need=need))
 
     @classmethod
     def from_json(cls, text: bytes) -> _Report:
         # Not pickled: whoever reaches the store could run code in every rank.
-        wait, now, words, need, begun, verdict = json.loads(text)
-        if verdict is not None:
-            verdict = _Verdict(*verdict)
-        return cls(wait, now, words, WaitCondition(*need), begun, verdict)
+        wait, now, words, need, begun = json.loads(text)
+        return cls(wait, now, words, WaitCondition(*need), begun)
 
 
-_NO_WAIT = _Report(0, 0, "", UNKNOWN, {}, None)
+_NO_WAIT = _Report(0, 0, "", UNKNOWN, {})
 _Reports = dict[int, _Report]  # by rank
 
 
@@ -209,12 +191,13 @@ class Deadlock:
     def __init__(self) -> None:
         self._wait: BlockedWait | None = None
         self._pause = self._next = 0.0
+        self._heard: _Reports = {}
         self._before: _Reports = {}
         self._store: Any = None
         self._world: Any = None  # whose store that is
 
     def look(self, wait: BlockedWait | None) -> None:
-        """Publish that ``wait``, this rank's, lasts; set its ``verdict`` if it never ends."""
+        """Publish that this rank's ``wait`` lasts; set its ``verdict`` if the wait never ends."""
         if not dist.is_initialized():
             return
         if wait is not self._wait:
@@ -236,31 +219,31 @@ class Deadlock:
             self._store, self._world = _own_store(), weakref.ref(dist.group.WORLD)
             wait.number = int.from_bytes(os.urandom(6), "big") + 1
         mine = self._publish(wait)
-        heard = _reports_for(wait.need, self._store)
-        stuck = self._stuck(mine, heard)
-        verdict = self._verdict(wait, heard, stuck)
-        if verdict is not None:
+        self._heard = _reports_for(wait.need, self._store)
+        stuck = self._stuck(mine)
+        finding = self._finding(wait, stuck)
+        if finding is not None:
             # Before the others notice that this rank leaves.
-            self._publish(wait, verdict)
-            self._note(wait, verdict)
-            # In a call of the program's own a rank has only the backend's error, and logs the
-            # reason if it knows it in time: launchers kill all ranks soon after one has ended.
-            is_soon = all(kind != PROGRAM for _, kind, *_ in verdict.never)
+            _tell(self._store, finding, mine.begun)
+            self._note(wait, finding)
+            # A collective of the program raises only the backend's error. Ranks in a collective of
+            # the program need time to log the reason: launchers kill all ranks after an error.
+            is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits)
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:
                 self._give_up(wait)
             return
         # The older reports stay, so that all ranks have time to publish again.
-        if _waits(stuck) != _waits(self._before):
+        if _ids(stuck) != _ids(self._before):
             self._before = stuck
         self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, LONGEST_LOOK_SECONDS)
         self._next = now + self._pause
 
     @staticmethod
-    def _note(wait: BlockedWait, verdict: _Verdict) -> None:
-        wait.verdict = verdict.text
-        if wait.need.kind == PROGRAM:  # it fails with the backend's error, which says no reason
-            _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, verdict.text)
+    def _note(wait: BlockedWait, finding: _Finding) -> None:
+        wait.verdict = finding.text
+        if wait.need.kind == PROGRAM:  # the call's own error is the backend's, without a reason
+            _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, finding.text)
 
     @staticmethod
     def _give_up(wait: BlockedWait) -> None:
@@ -277,88 +260,72 @@ class Deadlock:
                     continue
                 history.unchecked_since = 0.0
                 store, need = _own_store(), counter.needs(kind, counter.begun[kind])
-                _publish(store, _Report(0, now, "", UNKNOWN, _all_begun(), None))
+                _publish(store, _Report(0, now, "", UNKNOWN, _all_begun()))
                 counter.problem = _reason(need, _reports_for(need, store)) or ""
                 if counter.problem:
                     _logger.error("%s", counter.problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
         """Ranks that a published wait is for and that publish none of their own."""
-        with contextlib.suppress(Exception):  # the store may be gone; the log says the rest
-            if wait is self._wait and wait.number:
-                reports = _reports_for(wait.need, self._store)
-                waiting = [rank for rank, report in reports.items() if report.wait]
-                return [rank for rank in wait.need.ranks[:_ASKED] if rank not in waiting]
-        return []
+        if wait is not self._wait or not wait.number:
+            return []
+        waiting = [rank for rank, report in self._heard.items() if report.wait]
+        return [rank for rank in wait.need.ranks[:_ASKED] if rank not in waiting]
 
     def _withdraw(self) -> None:
-        """Publish that the last wait is over. A verdict stays, for ranks that come later."""
+        """Publish that the last wait is over."""
         wait, self._wait, self._before = self._wait, None, {}
-        if wait is None or not wait.number or wait.verdict:
+        if wait is None or not wait.number:
             return
         if self._world() is not dist.group.WORLD:  # the store of an older one is gone
             return
         with contextlib.suppress(Exception):  # the store may end before this process
             _publish(self._store, _NO_WAIT)
-            if wait.need.kind == PROGRAM:  # another rank may have ended it
-                reports = _reports_for(wait.need, self._store)
-                if verdict := _known_verdict(wait.need, reports):
-                    self._note(wait, verdict)
+            is_open = wait.need.kind == PROGRAM and wait.verdict is None
+            if is_open and (finding := _told(self._store, wait.need)):  # another rank ended it
+                self._note(wait, finding)
 
-    def _publish(self, wait: BlockedWait, verdict: _Verdict | None = None) -> _Report:
+    def _publish(self, wait: BlockedWait) -> _Report:
         begun = _all_begun()
         for group, number in program.begun(wait.thread).items():
             begun.setdefault(group, {})[PROGRAM] = number, []
         wait.published = wait.text()[:_WORDS]
-        now = time.monotonic()
-        report = _Report(wait.number, now, wait.published, wait.need, begun, verdict)
+        report = _Report(wait.number, time.monotonic(), wait.published, wait.need, begun)
         _publish(self._store, report)
-        for group in {wait.need.group, *(group for group, *_ in verdict.never)} if verdict else ():
-            self._store.set(_news_key(group), str(dist.get_rank()))
         return report
 
-    def _stuck(self, mine: _Report, heard: _Reports) -> _Reports:
-        """Reports of ranks that each wait for another of them; {} if this rank is none of them."""
-        me, asked = dist.get_rank(), set(heard)
+    def _stuck(self, mine: _Report) -> _Reports:
+        """Reports of ranks that seem to wait for one another, with this rank; {} if none do."""
+        me, asked = dist.get_rank(), set(self._heard)
         reports: _Reports = {}
-        new = {**heard, me: mine}
+        new = {**self._heard, me: mine}
         while new and len(reports) < _READ:
-            waiting = {rank: report for rank, report in new.items() if report.waits}
+            waiting = {rank: report for rank, report in new.items() if report.wait > 0}
             reports |= waiting
-            asked |= waiting.keys()
             to_ask = {rank for report in waiting.values() for rank in report.need.ranks[:_ASKED]}
-            new = _read(self._store, to_ask - asked)
+            new = _read(self._store, to_ask - asked - {me})
             asked |= to_ask
-        # Drop, until none is left to drop, each rank that waits for nobody in the set.
-        while True:
-            stuck = {
-                rank: report
-                for rank, report in reports.items()
-                if _waits_for(report.need, reports) is not None
-            }
-            if len(stuck) == len(reports):
-                return stuck if me in stuck else {}
-            reports = stuck
+        return _circle(reports)
 
-    def _verdict(self, wait: BlockedWait, heard: _Reports, stuck: _Reports) -> _Verdict | None:
+    def _finding(self, wait: BlockedWait, stuck: _Reports) -> _Finding | None:
         """Why the wait does not end, if this rank or one that it is for has found that out."""
-        if verdict := _known_verdict(wait.need, heard):
-            return verdict
-        if reason := _reason(wait.need, heard):
-            return _Verdict(reason, [])
-        # All have published the same before, and again since; see the note.
-        is_certain = _waits(stuck) == _waits(self._before) and all(
-            report.time > self._before[rank].time for rank, report in stuck.items()
-        )
-        if not stuck or not is_certain:
+        if told := _told(self._store, wait.need):
+            return told
+        if reason := _reason(wait.need, self._heard):
+            return _Finding(reason, [])
+        # The ranks that published the same wait before, and again since; see the note.
+        lasting = {
+            rank: report
+            for rank, report in stuck.items()
+            if (before := self._before.get(rank)) is not None
+            and before.wait == report.wait
+            and before.time < report.time
+        }
+        if not (stuck := _circle(lasting)):
             return None
         needs = [report.need for report in stuck.values()]
-        never = [
-            (need.group, str(need.kind), need.number, rank)
-            for need in needs
-            if (rank := _waits_for(need, stuck)) is not None
-        ]
-        return _Verdict(_in_words(stuck), never)
+        waits: list[list[Any]] = [[need.group, str(need.kind), need.number] for need in needs]
+        return _Finding(_in_words(stuck), waits)
 
 
 def explain(wait: BlockedWait) -> str | None:
@@ -369,52 +336,37 @@ def explain(wait: BlockedWait) -> str | None:
     if wait.verdict is not None or wait.need is UNKNOWN or not dist.is_initialized():
         return wait.verdict
     with contextlib.suppress(Exception):  # the store may be gone; the backend's error is not lost
-        reports = _reports_for(wait.need, _default_store())
-        if reason := _reason(wait.need, reports):
-            return reason
-        for report in reports.values():
-            # It would have begun this next, or has given up an earlier one of the same group.
-            if report.verdict is not None and (
-                report.verdict.is_about(wait.need)
-                or any(group == wait.need.group for group, *_ in report.verdict.never)
-            ):
-                return report.verdict.text
+        store = _default_store()
+        if finding := _told(store, wait.need, is_exact=False):
+            return finding.text
+        return _reason(wait.need, _reports_for(wait.need, store))
     return None
 
 
-def _waits_for(need: WaitCondition, reports: _Reports) -> int | None:
-    """A rank among these that a wait is for and that has not begun its part."""
-    for rank, report in reports.items():
-        if need.missing(report.begun) > 0 and need.is_for(rank):
-            return rank
-    return None
+def _waits_for(need: WaitCondition, reports: _Reports) -> bool:
+    """Whether a wait needs a rank among ``reports`` that has not begun its part."""
+    return any(
+        need.missing(report.begun) > 0 and need.is_for(rank) for rank, report in reports.items()
+    )
 
 
 def _reports_for(need: WaitCondition, store: Any) -> _Reports:
-    """The last reports of ranks that a wait is for: of some, and of the last rank with news."""
-    ranks = set(need.ranks[:_ASKED])
-    news = _news_key(need.group)
-    if store.check([news]):
-        ranks |= {rank for rank in [int(store.get(news))] if need.is_for(rank)}
-    return _read(store, ranks)
-
-
-def _known_verdict(need: WaitCondition, reports: _Reports) -> _Verdict | None:
-    verdicts = (report.verdict for report in reports.values() if report.verdict is not None)
-    return next((verdict for verdict in verdicts if verdict.is_about(need)), None)
+    """The last reports of at most `_ASKED` ranks that a wait needs."""
+    return _read(store, need.ranks[:_ASKED])
 
 
 def _reason(need: WaitCondition, reports: _Reports) -> str | None:
     """Why a wait never ends, whatever the other ranks do next; None if that is not known."""
     for report in reports.values():
-        if report.wait == _ENDED and report.verdict and need.missing(report.begun) > 0:
-            return report.verdict.text
+        if report.wait == _ENDED and need.missing(report.begun) > 0:
+            return report.text
     mine = _all_begun().get(need.group, {})
     for kind, rank in product(mine, reports):
         _, theirs = reports[rank].begun.get(need.group, {}).get(kind, (0, []))
         differ = first_difference({dist.get_rank(): mine[kind][1], rank: theirs})
         if differ is not None:
-            return f"ranks began different collectives, {differ}. {REMEDY}"
+            where = reports[rank].text and f" Now rank {rank} is in [{reports[rank].text}]."
+            return f"ranks began different collectives, {differ}.{where} {REMEDY}"
     return None
 
 
@@ -423,30 +375,36 @@ def _all_begun() -> AllBegun:
     return {one.name: one.all_begun() for one in _known_counters()}
 
 
-def tell_beginning() -> None:
-    """Publish that this rank does not wait: the store may still say so of an earlier group."""
-    _publish(_default_store(), _NO_WAIT)
-
-
 def tell_end(how: str) -> None:
     """Publish that this rank's program ends, and ``how``: who waits for it raises at once."""
-    store, rank = _default_store(), dist.get_rank()
-    last = _read(store, [rank]).get(rank)
-    if last is None or last.verdict is None:  # which says why, too
-        begun, verdict = _all_begun(), _Verdict(f"rank {rank} ended by {how}", [])
-        _publish(store, _Report(_ENDED, 0, "", UNKNOWN, begun, verdict))
-        for group in begun:
-            store.set(_news_key(group), str(rank))
+    text = f"rank {dist.get_rank()} ended by {how}"
+    _publish(_default_store(), _Report(_ENDED, 0, text, UNKNOWN, _all_begun()))
 
 
-def _waits(stuck: _Reports) -> dict[int, int]:
-    return {rank: report.wait for rank, report in stuck.items()}
+def _ids(reports: _Reports) -> dict[int, int]:
+    return {rank: report.wait for rank, report in reports.items()}
+
+
+def _circle(reports: _Reports) -> _Reports:
+    """Reports of ranks that each wait for another rank of this set; {} without this rank."""
+    # Drop, until none is left to drop, each rank that waits for nobody in the set.
+    while True:
+        stuck = {
+            rank: report for rank, report in reports.items() if _waits_for(report.need, reports)
+        }
+        if len(stuck) == len(reports):
+            return stuck if dist.get_rank() in stuck else {}
+        reports = stuck
 
 
 def _in_words(stuck: _Reports) -> str:
-    waits = "; ".join(f"rank {rank} in [{stuck[rank].text}]" for rank in sorted(stuck))
+    ranks_in: defaultdict[str, list[str]] = defaultdict(list)
+    for rank in sorted(stuck):
+        ranks_in[stuck[rank].text].append(str(rank))
+    waits = (f"rank {', '.join(ranks)} in [{text}]" for text, ranks in ranks_in.items())
     return (
-        f"the ranks wait for one another in different collectives, for ever: {waits}. {REMEDY} To "
+        "the ranks wait for one another in different collectives, for ever: "
+        f"{'; '.join(waits)}. {REMEDY} To "
         "save, call state_dict() on every rank and torch.save() only on rank 0, or call "
         "flatshard.checkpoint.save() on every rank. [FS-DEADLOCK]"
     )
@@ -471,14 +429,26 @@ def _key(rank: int) -> str:
     return f"flatshard/waits/{rank}"
 
 
-def _news_key(group: str) -> str:
-    return f"flatshard/news/{group}"
+def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> None:
+    """Publish a finding for the ranks of ``groups``, and of the groups that the finding names."""
+    for group in {*groups, *(group for group, *_ in finding.waits)}:
+        store.set(f"flatshard/deadlock/{group}", json.dumps(finding))
+
+
+def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding | None:
+    """The last finding that was published for the wait, or else for a wait in the same group."""
+    key = f"flatshard/deadlock/{need.group}"
+    if not store.check([key]):
+        return None
+    finding = _Finding(*json.loads(store.get(key)))
+    is_about = [need.group, str(need.kind), need.number] in finding.waits
+    return finding if is_about or not is_exact else None
 
 
 def _read(store: Any, ranks: Iterable[int]) -> _Reports:
     """The last reports of these ranks, without the ranks that never published any."""
     known = sorted(ranks)
-    if not store.check([_key(rank) for rank in known]):
+    if known and not store.check([_key(rank) for rank in known]):
         known = [rank for rank in known if store.check([_key(rank)])]
     texts = store.multi_get([_key(rank) for rank in known]) if known else []
     return {rank: _Report.from_json(text) for rank, text in zip(known, texts, strict=True)}
