@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils import hooks as torch_hooks
 
-from flatshard.optimizer import muon_error, offload
+from flatshard.optimizer import offload
 from flatshard.optimizer.buckets import (
     ONE_PER_PARAMETER,
     ParamBucket,
@@ -89,7 +89,6 @@ def install() -> None:
     # Global ones also serve optimizers that were built before the model was wrapped.
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-    muon_error.install()
 
 
 def restore_all() -> None:

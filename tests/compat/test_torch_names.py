@@ -142,6 +142,12 @@ def test_methods_of_fully_shard() -> None:
     assert known <= public, "torch has them no more"
 
 
+def test_devices_as_the_second_argument() -> None:
+    """It is DistributedDataParallel's ``device_ids``."""
+    with pytest.raises(TypeError, match=r"got the devices \[0\].* pass .* device_ids=\[0\]"):
+        ShardedWrapper(nn.Linear(2, 2), [0])  # type: ignore[arg-type]
+
+
 def test_other_names() -> None:
     names = {"device_ids": [1], "output_device": "cuda:1", "forward_sync_buffers": False}
     names["init_sync"] = False

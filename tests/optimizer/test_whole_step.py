@@ -299,26 +299,6 @@ class Failing(RowNorms):
             raise FloatingPointError("not finite")
 
 
-def test_muon_names_what_is_no_matrix() -> None:
-    run_ranks(_no_matrices, 2)
-
-
-def _no_matrices(rank: int, world_size: int) -> None:
-    run, _ = pair(rank, world_size, "full", "mlp")
-    names = [name for name, param in run.model.named_parameters() if param.ndim != 2]
-    with pytest.raises(ValueError, match="Muon only supports 2D parameters") as raised:
-        torch.optim.Muon(run.model.parameters())
-    (note,) = raised.value.__notes__
-    assert names
-    assert all(repr(name) in note for name in names), note
-    with pytest.raises(ValueError, match="Learning rate") as raised:
-        torch.optim.Muon(run.model.parameters(), lr=-1.0)
-    assert not hasattr(raised.value, "__notes__")
-    with pytest.raises(ValueError, match="2D parameters") as raised:  # of no wrapper's
-        torch.optim.Muon([nn.Parameter(torch.ones(3))])
-    assert not hasattr(raised.value, "__notes__")
-
-
 def test_a_step_that_fails_on_one_rank_fails_on_all() -> None:
     run_ranks(_fails, 2)
 

@@ -223,6 +223,10 @@ def _different(rank: int, _: int, path: Path) -> None:
     expected = r"extra\['loss'\] is 0 on rank 0, 1 on rank 1. Pass the same"
     with pytest.raises(ValueError, match=expected):
         checkpoint.save(path / "one", model, extra={"loss": rank})
+    with pytest.raises(TypeError, match=r"got a list. Each model has a folder of its own"):
+        checkpoint.save(path / "one", [model, model])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"expected one model and its optimizer, got a generator"):
+        checkpoint.load(path / "one", model, model.parameters())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"the path is .*one0.* on rank 0, .*one1"):
         checkpoint.save(path / f"one{rank}", model)
     with pytest.raises(TypeError, match=r"rank 1: extra\['x'\] holds <"):
