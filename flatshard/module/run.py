@@ -9,7 +9,6 @@ import torch
 
 from flatshard.diagnostics import late_modules
 from flatshard.diagnostics.forward_edits import ForwardEdits
-from flatshard.diagnostics.uncast_uses import UncastUses
 from flatshard.engine.buffer_sync import Buffers, BufferSync
 from flatshard.engine.context import RunContext
 from flatshard.engine.divergence import DivergentUnits
@@ -55,8 +54,6 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     if settings.broadcast_buffers:
         context.observers.add(BufferSync(context.state, checks.synced_buffers))
     context.observers.add(ForwardEdits())
-    if not settings.precision.changes_nothing and any(h.is_whole for h in handles_in(root.wrapper)):
-        context.observers.add(UncastUses())
     if divergent := [unit for unit in units if unit.may_diverge]:
         context.observers.add(DivergentUnits(context.state, divergent))
     writes = WriteThrough()

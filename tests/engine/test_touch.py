@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import CollectiveError, MixedPrecision, ShardedWrapper
+from flatshard import CollectiveError, ShardedWrapper
 from flatshard.collectives import record
 from flatshard.comm.deadlock import detector
 from flatshard.wrap import ModuleWrapPolicy
@@ -441,21 +441,6 @@ def _steps_in_backward(rank: int, world: int) -> None:
                 optimizer.step()
             _train(other, lambda m, x: m(x).pow(2).mean(), [rank])
         assert_same_state(snapshot(ours), snapshot(other), 0.0, 0.0)
-
-
-def test_replicated_parameters_are_not_cast() -> None:
-    run_ranks(_replicated_in_bf16, 2)
-
-
-def _replicated_in_bf16(rank: int, world: int) -> None:
-    """torch's error said nothing of where it came from; one of another cause stays alone."""
-    for use, count in (USES["linear"], 1), (lambda m, x: x[:, 1:] @ x, 0):
-        precision = MixedPrecision(torch.bfloat16)
-        sharded = _wrap(Parent(use), "no_shard", mixed_precision=precision)
-        with _quiet(), pytest.raises(RuntimeError, match=r"dtype|shapes") as caught:
-            sharded(_batch(0, rank))
-        notes = [note for note in getattr(caught.value, "__notes__", ()) if "NO_SHARD" in note]
-        assert len(notes) == count
 
 
 def test_uses_outside_of_forward_in_a_loss() -> None:
