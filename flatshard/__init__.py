@@ -8,9 +8,9 @@ from flatshard.options.precision import MixedPrecision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
 from flatshard.tensor import (
     elementwise_ops,  # noqa: F401  (they enter their operations)
+    own_collectives,  # noqa: F401  (they enter their operations)
     reduction_ops,  # noqa: F401  (they enter their operations)
 )
-from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
@@ -20,7 +20,6 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CollectiveError",
-    "FlatParameter",
     "FlatShardTensor",
     "MixedPrecision",
     "ShardedWrapper",

@@ -9,6 +9,7 @@ order, or of gradients narrower than fp32, is such a reduce-scatter and an all-g
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from functools import cached_property, partial
 from typing import Any
@@ -18,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
-from flatshard.comm.deadlock.history import check_same
 from flatshard.comm.event_log import note
-from flatshard.comm.flat_chunks import as_bytes
-from flatshard.comm.process_groups import Tags, backend_for, control_of, is_fake, new_group
+from flatshard.comm.flat_chunks import as_bytes, as_real
+from flatshard.comm.host_exchange import HostExchange, compared_name, digest_of
+from flatshard.comm.process_groups import Tags, backend_for, control_of, new_group, ranks_text
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
-from flatshard.comm.transports import TRANSPORTS, LocalTransport, Members, Transport, native
+from flatshard.comm.transports import TRANSPORTS, LocalTransport, Members, Transport
 from flatshard.comm.work import AsyncWork, named
 from flatshard.memory.buffers import BufferMemory
 from flatshard.options.collectives import Collectives, TransportOptions
@@ -31,6 +32,8 @@ from flatshard.plan.module_tree import unit_text
 
 AUTO = TransportOptions()
 HOST = torch.device("cpu")
+# Up to this many elements, a tensor is copied to a wider dtype to share a message with the marks.
+_FEW = 1 << 12
 
 
 class Communicator(Tags):
@@ -46,12 +49,14 @@ class Communicator(Tags):
         """
         super().__init__()
         self.group, self.options = group, mode
-        self.rank, self.global_rank, self.ranks = 0, 0, [0]  # `ranks`: in the default group
+        self.rank, self.global_rank = 0, 0
+        # In the default group. A tuple: recorded events and messages share it.
+        self.ranks: tuple[int, ...] = (0,)
         if group is not None:
             self.rank, self.global_rank = dist.get_rank(group), dist.get_rank()
-            self.ranks = dist.get_process_group_ranks(group)
+            self.ranks = tuple(dist.get_process_group_ranks(group))
         self.size = len(self.ranks)
-        self._rank_list = ", ".join(map(str, self.ranks))
+        self.ranks_text = ranks_text(self.ranks)  # in words, for messages
         self.meeting = f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"
         self.transports: list[Transport] = [LocalTransport()]  # in order of preference
         self.transport_reason = ""
@@ -83,16 +88,18 @@ class Communicator(Tags):
             # gloo ends the process where what two ranks send differs in size, so that all-gathers
             # which nobody announced share a group with nothing else.
             control = new_group(group) if is_gloo and not is_apart else gather_group
-            self._control_group, self.control_device = control_of(control)
+            control_group, self.control_device = control_of(control)
+        counter = CollectiveCounter(reduce_group.group_name, self.ranks, self.global_rank)
+        self.host = HostExchange(control_group, self.control_device, counter)
         self.members = Members(
             self.rank,
             self.ranks,
             gather_group,
             reduce_group,
-            CollectiveCounter(reduce_group.group_name, self.ranks, self.global_rank),
+            counter,
             self.options,
             is_gloo,
-            is_fake(group),
+            self.host.meet,
             partial(self.gather_objects, op_name="meeting on one host"),
         )
         # Every rank asks every class, in the same order: ``connect`` may communicate.
@@ -109,6 +116,8 @@ class Communicator(Tags):
         """
         if self.group is None or self.size == 1:
             return self
+        # `new_group` waits in the store, where nothing can end the wait. So ranks meet before.
+        self.host.meet("meeting for numbers in the middle of backward")
         with named(self.meeting):
             group = new_group(self.group, on_host=True)
         return Communicator(group, mode=TransportOptions(Collectives.NATIVE))
@@ -178,69 +187,124 @@ class Communicator(Tags):
 
     def _op_name(self, unit_fqn: str, action: str) -> str:
         unit = unit_text(unit_fqn)
-        return f"{unit}, rank {self.global_rank}: {action} over ranks {self._rank_list}"
+        return f"{unit}, rank {self.global_rank}: {action} over ranks {self.ranks_text}"
 
     # ------------------------------------------------------------ small things, at once
 
     def group_for(self, tensor: Tensor) -> dist.ProcessGroup:
-        on_host = tensor.device.type == "cpu"
-        return self._control_group if on_host else self.members.gather_group
+        """The process group whose backend sends ``tensor``."""
+        on_host = tensor.device.type == self.control_device.type
+        return self.host.group if on_host else self.members.gather_group
 
-    def begin(self, group: dist.ProcessGroup, op_name: str) -> WaitCondition | None:
-        # On a stream it is not the host that waits.
-        is_control = group is self._control_group and dist.is_gloo_available()
-        what = _alike(op_name) if self.transport_for().is_ordered else ""
-        return self.members.begin(group, what=what, on_host=self.members.is_gloo or is_control)
+    def begin(self, op_name: str) -> WaitCondition | None:
+        """Count a collective of the gather group, which is no all-gather of parameters."""
+        what = compared_name(op_name) if self.transport_for().is_ordered else ""
+        return self.members.begin(self.members.gather_group, what=what)
+
+    def maxima(self, values: bytes, *, op_name: str) -> bytes:
+        """For each byte, the maximum over the ranks.
+
+        Collective: all ranks of the group, in the same order of calls; otherwise all raise.
+        """
+        if self.size == 1:
+            return values
+        note("scalars", op_name, len(values), self.ranks)
+        return self.host.maxima(values, op_name)
+
+    def all_equal(self, value: bytes, *, op_name: str) -> bool:
+        """Whether ``value``, of equal length everywhere, is the same on all ranks.
+
+        Collective: all ranks of the group, in the same order of calls; otherwise all raise.
+        """
+        return self.size == 1 or self.host.all_equal(value, op_name)
 
     def reduce_scalars(self, values: Tensor, op: str, *, op_name: str) -> Tensor:
         """Combine a few numbers over the ranks, in place, and wait; ``op`` as in ``ReduceOp``.
 
-        Collective: all ranks of the group, in the same order of calls.
+        On the host, ranks in reductions of different names raise. On a stream, such ranks get NaN
+        (integers: -1), and their next backward raises.
+
+        Collective: all ranks of the group, in the same order of calls; otherwise all raise.
         """
         if self.size == 1:
             return values
         note("scalars", op_name, values.nbytes, self.ranks)
-        group = self.group_for(values)
-        action = f"combining values over ranks {self._rank_list}"
-        with named(f"{op_name!r}, rank {self.global_rank}: {action}", self.begin(group, op_name)):
-            dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=group)
+        if self._stream_waits(values):
+            self._reduce_on_stream(as_real(values), op, op_name)
+        else:
+            on_host = values.to(self.control_device)
+            self.host.reduce(on_host, op, op_name)
+            if on_host is not values:
+                values.copy_(on_host)
         return values
 
-    def broadcast(self, tensor: Tensor, *, op_name: str, source: int = 0) -> None:
-        """Overwrite ``tensor`` with that of rank ``source`` of the group, and wait.
+    def _stream_waits(self, tensor: Tensor) -> bool:
+        return self.transport_for(tensor.device).stream_waits(tensor.device)
 
-        Collective: all ranks of the group, in the same order of calls.
+    def _reduce_on_stream(self, values: Tensor, op: str, op_name: str) -> None:
+        # Comparing names on the host would make the host wait for the stream. So the reduction also
+        # carries marks of the name, and the device overwrites the result if the marks differ.
+        dtype = torch.float64 if values.is_floating_point() else torch.int64
+        numbers = _marks(op_name, op)
+        marks = torch.cat([values.new_full((1,), number, dtype=dtype) for number in numbers])
+        expected = marks * self.size if op == "SUM" else marks.clone()
+        # Large tensors are not copied: a reduction before theirs carries the marks.
+        are_few = values.numel() <= _FEW
+        sent = torch.cat([values.reshape(-1).to(dtype), marks]) if are_few else values
+        with self._named_on_stream(op_name):
+            for one in (sent,) if are_few else (marks, sent):
+                dist.all_reduce(one, getattr(dist.ReduceOp, op), self.members.gather_group)
+        if are_few:
+            sent, marks = sent[: values.numel()].view_as(values), sent[values.numel() :]
+        spoiled = math.nan if values.is_floating_point() else -1
+        values.copy_(sent.masked_fill((marks != expected).any(), spoiled))
+
+    def _named_on_stream(self, op_name: str) -> named:
+        words = f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"
+        return named(words, self.begin(op_name))
+
+    def broadcast(self, tensor: Tensor, *, op_name: str, source: int = 0) -> None:
+        """Overwrite ``tensor``, contiguous, with that of rank ``source`` of the group, and wait.
+
+        Collective: all ranks of the group, in the same order of calls; otherwise all raise.
         """
         if self.size == 1:
             return
         note("broadcast", op_name, tensor.nbytes, self.ranks)
-        src, group = self.ranks[source], self.group_for(tensor)
-        need = self.begin(group, op_name)
-        if need is not None:
-            # It needs not every rank: receivers need the source, and the source, in gloo's
-            # broadcast, the ranks a power of two behind.
-            powers = range((self.size - 1).bit_length())
-            receivers = [self.ranks[(source + (1 << power)) % self.size] for power in powers]
-            need = need._replace(ranks=receivers if self.rank == source else [src])
-        with named(f"{op_name!r}, rank {self.global_rank}: broadcasting from rank {src}", need):
-            dist.broadcast(as_bytes(tensor), src=src, group=group)
+        if self._stream_waits(tensor):
+            with self._named_on_stream(op_name):
+                group = self.members.gather_group
+                dist.broadcast(as_bytes(tensor), src=self.ranks[source], group=group)
+            return
+        on_host = tensor.to(self.control_device)
+        self.host.broadcast(on_host, source, op_name)
+        if on_host is not tensor:
+            tensor.copy_(on_host)
 
     def gather_objects(self, value: Any, *, op_name: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order, on every rank.
 
-        Collective: all ranks of the group, in the same order of calls; else all raise.
+        Collective: all ranks of the group, in the same order of calls; otherwise all raise.
         """
-        if self.size == 1:
-            return [value]
-        need, device = self.begin(self._control_group, op_name), self.control_device
-        with named(f"{op_name}, rank {self.global_rank}", need):
-            said = native.gather_objects((_alike(op_name), value), self._control_group, device)
-            check_same({rank: name for rank, (name, _) in zip(self.ranks, said, strict=True)})
-        return [value for _, value in said]
+        return [value] if self.size == 1 else self.host.gather(value, op_name)
+
+    def gather_unless_equal(self, value: Any, *, op_name: str) -> list[Any]:
+        """Every rank's ``value`` (picklable), in rank order; one value if all are equal.
+
+        Collective: all ranks of the group, in the same order of calls; otherwise all raise.
+        """
+        return [value] if self.size == 1 else self.host.gather_unless_equal(value, op_name)
 
 
-def _alike(op_name: str) -> str:
-    return op_name.partition(": ")[0]  # behind it may be what this rank alone has to say
+def _marks(op_name: str, op: str) -> list[int]:
+    """Four numbers whose reduction tells whether the name is the same on all ranks."""
+    # If n ranks sum equal numbers and their squares, the sums are n times a rank's own. If numbers
+    # differ, one of the two sums is not (Cauchy-Schwarz). float64 holds sums of 16 bits exactly.
+    digest = digest_of(f"{op} {compared_name(op_name)}")
+    first, second = (int.from_bytes(digest[start : start + 2], "big") for start in (0, 2))
+    if op == "SUM":
+        return [first, first**2, second, second**2]
+    return [first, -first, second, -second]
 
 
 # The group of one.

@@ -65,7 +65,8 @@ def raise_everywhere(error: Exception | None, comm: Communicator) -> None:
     Collective: all ranks of ``comm``.
     """
     mine = None if error is None else (type(error), str(error))
-    for rank, theirs in enumerate(comm.gather_objects(mine, op_name="comparing errors")):
+    everyone = comm.gather_unless_equal(mine, op_name="comparing errors")
+    for rank, theirs in enumerate(everyone):
         if theirs is not None:
             kind, message = theirs
             raise kind(f"{message} (rank {comm.ranks[rank]})") from error
@@ -94,19 +95,19 @@ def agreed(
         result, facts = prepare()
     except Exception as error:
         problem = error
-    # A digest first: the facts of a large model are megabytes, and almost always the same.
+    # Only digests: the facts of a large model are megabytes, and almost always the same.
     digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
     mine = None if problem is None else str(problem), digest
     problems: list[str] = []
     for comm in comms:
         # Also with a problem: a rank that raised before this would leave the others waiting.
-        answers = comm.gather_objects(mine, op_name=op_name)
+        answers = comm.gather_unless_equal(mine, op_name=op_name)
         problems += [
             f"{op_name}, rank {rank}: {text}"
-            for rank, (text, _) in zip(comm.ranks, answers, strict=True)
+            for rank, (text, _) in zip(comm.ranks, answers, strict=False)
             if text is not None
         ]
-        if not problems and len(set(answers)) > 1:
+        if not problems and len(answers) > 1:
             first = _first_difference(facts, comm, op_name)
             problems.append(f"{op_name}: {differ}: {first}. {remedy}")
     if problem is not None and not isinstance(problem, ValueError):

@@ -40,7 +40,7 @@ def record() -> Iterator[list[Event]]:
         _recorders[:] = [one for one in _recorders if one is not events]
 
 
-def note(kind: str, unit_fqn: str, nbytes: int, ranks: list[int]) -> None:
+def note(kind: str, unit_fqn: str, nbytes: int, ranks: tuple[int, ...]) -> None:
     if len(ranks) > 1:  # one rank alone only copies
         for events in _recorders:
-            events.append(Event(kind, unit_fqn, nbytes, tuple(ranks)))
+            events.append(Event(kind, unit_fqn, nbytes, ranks))

@@ -23,9 +23,12 @@ def exchange(
     note("all_to_all", op_name, sent.nbytes, comm.ranks)
     wire = sent.cpu() if comm.members.is_gloo else sent
     came = wire.new_empty(sum(expected))
-    group, action = comm.group_for(wire), f"exchanging over ranks {comm.ranks}"
-    name = f"{op_name!r}, rank {comm.global_rank}: {action}"
-    need = comm.begin(group, op_name)
+    group, need = comm.group_for(wire), None
+    name = f"{op_name}, rank {comm.global_rank}: exchanging values with the other ranks"
+    if group is comm.host.group:
+        comm.host.meet(op_name)
+    else:
+        need = comm.begin(op_name)
     with named(name, need):
         work = dist.all_to_all_single(came, wire, expected, lengths, group=group, async_op=True)
     return AsyncWork([work], name, [wire, came], need=need), came

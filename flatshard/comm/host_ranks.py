@@ -9,15 +9,14 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import is_fake, new_group
-from flatshard.comm.transports import native
 from flatshard.comm.work import named
 
 T = TypeVar("T")
 
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
+# By the group whose ranks they connect.
+_exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, HostExchange] = weakref.WeakKeyDictionary()
 # What an error is on ranks that did not meet it: one of these, or a RuntimeError.
 _KINDS = (
     *(FileNotFoundError, FileExistsError, PermissionError, OSError, ValueError, TypeError),
@@ -30,16 +29,22 @@ class HostRanks:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """Collective: all ranks of the group, at the first call for it."""
-        self.group: dist.ProcessGroup | None = None
+        self._exchange: HostExchange | None = None
         self.rank, self.global_rank, self.size = 0, 0, 1
         if group is not None and group.size() > 1 and not is_fake(group):
             self.rank, self.size = group.rank(), group.size()
             self.global_rank = dist.get_rank()
-            if group not in _groups:
+            if group not in _exchanges:
                 with named(f"flatshard.checkpoint, rank {self.global_rank}: meeting the ranks"):
-                    _groups[group] = new_group(group, on_host=True)
-            self.group = _groups[group]
+                    own = new_group(group, on_host=True)
+                _exchanges[group] = HostExchange(own, torch.device("cpu"))
+            self._exchange = _exchanges[group]
             self._global_ranks = dist.get_process_group_ranks(group)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, with an order of its own, for torch's collectives of objects."""
+        return None if self._exchange is None else self._exchange.group
 
     def gather(self, value: Any, op_name: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order.
@@ -49,10 +54,12 @@ class HostRanks:
         Raises:
             CollectiveError: another rank has ended, or did not come within the group's timeout.
         """
-        if self.group is None:
-            return [value]
-        with named(f"{op_name}, rank {self.global_rank}"):
-            return native.gather_objects(value, self.group, torch.device("cpu"))
+        return [value] if self._exchange is None else self._exchange.gather(value, op_name)
+
+    def gather_unless_equal(self, value: Any, op_name: str) -> list[Any]:
+        """As ``gather``; only one value if all ranks have the same."""
+        exchange = self._exchange
+        return [value] if exchange is None else exchange.gather_unless_equal(value, op_name)
 
     def agree(self, work: Callable[[], T], op_name: str) -> T:
         """What this rank's ``work`` returns; where it raises on one rank, all raise that error.
@@ -64,7 +71,7 @@ class HostRanks:
             result = work()
         except Exception as raised:
             error = raised
-        for rank, told in enumerate(self.gather(error and _told(error), op_name)):
+        for rank, told in enumerate(self.gather_unless_equal(error and _told(error), op_name)):
             if told is not None:
                 raise self._as_raised(rank, told, op_name) from error
         return cast(T, result)
@@ -78,7 +85,7 @@ class HostRanks:
         return kind(f"{op_name}, rank {self.global_rank_of(rank)}: {text}")
 
     def global_rank_of(self, rank: int) -> int:
-        return rank if self.group is None else self._global_ranks[rank]
+        return rank if self._exchange is None else self._global_ranks[rank]
 
 
 def _told(error: BaseException) -> tuple[type[Exception], str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 _NO_TAG = (1 << 31) - 1  # nothing is ever sent under it
+_LISTED = 16  # the most ranks listed in full in a message
 
 
 def abort(group: dist.ProcessGroup) -> None:
@@ -28,6 +29,15 @@ def abort(group: dist.ProcessGroup) -> None:
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
             group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in words, for messages: at most 16 ranks, otherwise some ranks and their number."""
+    listed = list(ranks)
+    if len(listed) <= _LISTED:
+        return ", ".join(map(str, listed))
+    first = ", ".join(map(str, listed[:4]))
+    return f"{first}, ..., {listed[-1]} ({len(listed)} ranks)"
 
 
 # Those that ``new_group`` made, and in which process: a fork has its parent's, without threads.

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from flatshard.comm.communicator import ALONE, AUTO, Communicator
 from flatshard.comm.end_of_program import come_to_rest
-from flatshard.comm.process_groups import control_of, made_here, new_group
+from flatshard.comm.host_exchange import HostExchange
+from flatshard.comm.process_groups import control_of, made_here, new_group, ranks_text
 from flatshard.comm.topology import Topology
-from flatshard.comm.transports import native
 from flatshard.comm.work import named
 from flatshard.options.collectives import TransportOptions
 from flatshard.options.strategy import Placement
@@ -148,13 +148,12 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
             raise ValueError("ShardedWrapper: pass either process_group or device_mesh, not both")
         process_group = _groups_of_mesh(device_mesh)
     groups = _as_groups(process_group)
-    claims = _compare(groups, mode)
+    rows = _compare(groups, mode)
     comms = [communicator(group, mode=mode) for group in groups]
     if len(comms) < 2:
         return Ranks(comms[0] if comms else ALONE, None, _ranks_per_node(), mode)
     shard, replicate = comms
-    ranks = sorted({rank for _, _, (row, _) in claims for rank in row})
-    return Ranks(_world_of(shard, replicate, ranks), (shard, replicate), _ranks_per_node(), mode)
+    return Ranks(_world_of(shard, replicate, rows), (shard, replicate), _ranks_per_node(), mode)
 
 
 def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
@@ -221,79 +220,101 @@ def _ranks_per_node() -> int | None:
     return count or None
 
 
-def _world_of(shard: Communicator, replicate: Communicator, ranks: list[int]) -> Communicator:
-    """The communicator of all ``ranks`` of a grid. Collective."""
+def _world_of(shard: Communicator, replicate: Communicator, rows: Iterable[_Group]) -> Communicator:
+    """The communicator of all ranks of a grid with these ``rows``. Collective."""
+    size = shard.size * replicate.size
     for group in (shard, replicate):
-        if group.ranks == ranks:
+        if group.size == size:
             return group
-    if dist.get_process_group_ranks(dist.group.WORLD) == ranks:
+    if size == dist.get_world_size():
         return communicator(dist.group.WORLD, mode=shard.options)
-    return subgroup(shard, ranks)
+    return subgroup(shard, sorted(chain.from_iterable(rows)))
 
 
 # ---------------------------------------------------------------- what other ranks were given
 
-# What a rank was given: its rank, how to move tensors, and the global ranks of each of its groups.
-_Claim = tuple[int, str, list[list[int]]]
+_Group = tuple[int, ...]  # the global ranks of a group
+
+_COMPARING = "ShardedWrapper: comparing process groups"
 
 
-def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> list[_Claim]:
-    """What all ranks were given, if that fits together. Collective: all that groups reach.
+class _Claim(NamedTuple):
+    """A rank's statement to the ranks of a group."""
+
+    mode: str  # the rank's transport options, in words
+    place: int  # of the group in the rank's pair: 0 for the shard group, 1 for the replicate group
+    crossing: _Group  # the second group of the rank's pair; empty if the rank has no pair
+
+
+def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set[_Group]:
+    """Check that groups and modes fit together on all ranks; returns the known shard groups.
+
+    A rank tells its replicate group to its shard group, and its shard group to its replicate group.
+    So each rank checks the groups that cross its own groups, and no rank needs all groups.
+
+    Collective: all ranks of the groups.
 
     Raises:
-        ValueError: on every rank that the groups reach, where it does not.
+        ValueError: on all these ranks, if groups or modes do not fit.
     """
-    if not groups:
-        return []
-    members = [dist.get_process_group_ranks(group) for group in groups]
     # Before a communicator is made: modes decide which groups ranks make for it, and one that
     # makes fewer than the others leaves them waiting.
-    claims: list[_Claim] = _through(groups, (dist.get_rank(), mode.describe(), members))
-    # What is wrong may show only on some ranks, and the others would wait for them.
-    problem = next(filter(None, _through(groups, _problem(claims))), None)
+    members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
+    known: tuple[set[_Group], set[_Group]] = (set(members[:1]), set(members[1:]))
+    exchanges: list[HostExchange] = []
+    problem: str | None = None
+    for place, group in enumerate(groups):
+        if group.size() == 1:
+            continue
+        crossing = members[1 - place] if len(members) == 2 else ()
+        exchanges.append(HostExchange(*control_of(group)))
+        claim = _Claim(mode.describe(), place, crossing)
+        claims = exchanges[-1].gather_unless_equal(claim, _COMPARING)
+        problem = problem or _mode_problem(members[place], claims)
+        for one in claims if crossing else ():
+            known[1 - one.place].add(one.crossing)
+            if one.place != place:
+                known[one.place].add(members[place])
+    problem = problem or _grid_problem(*known)
+    # Only some ranks may see a problem: without this exchange the rest would wait for these ranks.
+    for exchange in exchanges:
+        problem = next(filter(None, exchange.gather_unless_equal(problem, _COMPARING)), None)
     if problem is not None:
         raise ValueError(f"ShardedWrapper: {problem}")
-    return claims
+    return known[0]
 
 
-def _through(groups: Sequence[dist.ProcessGroup], value: Any) -> list[Any]:
-    """The values of all ranks in this rank's row and, through them, in their columns."""
-    values = [value]
-    # Of a grid that is everybody: what a column's ranks have gathered in their rows is all.
-    for group in groups:
-        if group.size() > 1:
-            with named(f"ShardedWrapper: comparing process groups, rank {dist.get_rank()}"):
-                gathered = native.gather_objects(values, *control_of(group))
-            values = list(chain.from_iterable(gathered))
-    return values
-
-
-def _problem(claims: list[_Claim]) -> str | None:
-    first, expected, _ = claims[0]
-    for rank, mode, _ in claims:
-        if mode != expected:
+def _mode_problem(ranks: _Group, claims: Sequence[_Claim]) -> str | None:
+    for rank, claim in zip(ranks, claims, strict=False):
+        if claim.mode != claims[0].mode:
             return (
-                f"rank {first} has {expected}; rank {rank} has {mode}. Pass the same collectives "
-                "and wire_dtype on every rank."
+                f"rank {ranks[0]} has {claims[0].mode}; rank {rank} has {claim.mode}. Pass the "
+                "same collectives and wire_dtype on every rank."
             )
-    problem = _grid_problem([groups for _, _, groups in claims if len(groups) == 2])
+    return None
+
+
+def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
+    problem = None
+    for kind, groups in (("shard", rows), ("replicate", columns)):
+        by_size = {len(group): group for group in groups}
+        if len(by_size) > 1:
+            first, second, *_ = (f"({ranks_text(by_size[size])})" for size in sorted(by_size))
+            problem = f"groups of different sizes: {kind} groups {first} and {second}"
+    # Sets, once per group: an intersection of sets takes only the time of the smaller set.
+    pairs = product(map(frozenset, sorted(rows)), map(frozenset, sorted(columns)))
+    for row, column in pairs if problem is None else ():
+        if len(row & column) != 1:
+            problem = (
+                f"shard group ({ranks_text(sorted(row))}) and replicate group "
+                f"({ranks_text(sorted(column))}) share {len(row & column)} ranks"
+            )
+            break
     return problem and (
         f"process_group=(shard_group, replicate_group): {problem}. Every rank must be in one shard "
         "group and one replicate group, all shard groups equally large, each replicate group with "
         "one rank of every shard group."
     )
-
-
-def _grid_problem(pairs: list[list[list[int]]]) -> str | None:
-    rows = sorted({tuple(row) for row, _ in pairs})
-    columns = sorted({tuple(column) for _, column in pairs})
-    if any(len(set(map(len, groups))) > 1 for groups in (rows, columns)):
-        return f"groups of different sizes: shard groups {rows}, replicate groups {columns}"
-    for row, column in product(rows, columns):
-        num_shared = len(set(row) & set(column))
-        if num_shared != 1:
-            return f"shard group {row} and replicate group {column} share {num_shared} ranks"
-    return None
 
 
 # ---------------------------------------------------------------- communicators of groups
@@ -341,12 +362,12 @@ def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
     """
     if len(ranks) == 1:
         return ALONE
-    if list(ranks) == parent.ranks:
+    if tuple(ranks) == parent.ranks:
         return parent
     known = parent.subgroups
     if tuple(ranks) not in known:
         assert parent.group is not None, "a group of several ranks"
-        with named(f"ShardedWrapper, rank {parent.global_rank}: meeting ranks {list(ranks)}"):
+        with named(f"ShardedWrapper, rank {parent.global_rank}: meeting {ranks_text(ranks)}"):
             group = new_group(parent.group, ranks)
         known[tuple(ranks)] = communicator(group, mode=parent.options)
     return known[tuple(ranks)]

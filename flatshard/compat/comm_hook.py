@@ -15,6 +15,7 @@ from torch import Tensor
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import agreed, raise_everywhere
 from flatshard.comm.deadlock.watchdog import watched
+from flatshard.comm.process_groups import ranks_text
 from flatshard.engine.grad_reduce import CommHook
 from flatshard.engine.unit import Unit
 from flatshard.options.precision import MixedPrecision, ReduceMode
@@ -154,8 +155,8 @@ def _check_averages_over(world: Communicator, state: Any, hook: Any) -> None:
         ranks = sorted(dist.get_process_group_ranks(group))
         if ranks != sorted(world.ranks):
             raise ValueError(
-                f"the state of {_name(hook)} is for ranks {ranks}, the model trains on ranks "
-                f"{sorted(world.ranks)}. Pass its process group."
+                f"the state of {_name(hook)} is for ranks {ranks_text(ranks)}, the model trains on "
+                f"ranks {world.ranks_text}. Pass its process group."
             )
     # torch's states may divide twice, to keep sums of float16 small; here the sum is divided once.
     before = getattr(state, "gradient_predivide_factor", 1)

@@ -5,9 +5,11 @@ that data was assigned to ``p.data``. Nothing counts what is written into ``p.da
 (``p.data.mul_(0.9)``), so after some forwards parameters are compared with what they were before.
 
 [Note: which forwards]
-To compare reads the unsharded buffer twice, some percent of a step's time. So it is done in the
-1st, 2nd, 10th, 100th, ... forward, in training and in evaluation each: the first update of a
-momentum encoder may change nothing.
+To compare reads the unsharded buffer twice, some percent of a step's time. So most units are
+compared in the 1st, 2nd, 10th, 100th, ... forward, in training and in evaluation each: the first
+update of a momentum encoder may change nothing. Every forward is compared once an edit was seen,
+and for units of frozen parameters that were written since their first forward: a program that
+updates a momentum encoder may do that in forward from any step on.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from flatshard.comm.consistency import Checksum, checksum
 from flatshard.engine.events import StepObserver
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
+from flatshard.plan.layout import view_of
 from flatshard.plan.module_tree import unit_text
-from flatshard.tensor.flat_parameter import view_of
 
 # A module, an attribute, the parameter's number, and at which element of the unsharded buffer it
 # begins; None if it is empty.
@@ -38,18 +40,26 @@ class ForwardEdits(StepObserver):
         self._checksums: dict[FlatParamHandle, Checksum | None] = {}
         # Forwards of a unit so far, by whether gradients were enabled.
         self._forwards: dict[tuple[Unit, bool], int] = {}
+        # Version counters of frozen shards at their unit's first forward.
+        self._frozen: dict[FlatParamHandle, int] = {}
+        self._was_edited = False
         # Of a handle's places, those inside of a module.
         self._places: dict[tuple[FlatParamHandle, nn.Module], list[Place]] = {}
 
     def unsharded(self, unit: Unit) -> None:
         kind = unit, torch.is_grad_enabled()
         number = self._forwards[kind] = self._forwards.get(kind, 0) + 1
-        compares = number <= 2 or (number % 10 == 0 and f"{number}".rstrip("0") == "1")
+        is_power = number % 10 == 0 and f"{number}".rstrip("0") == "1"
+        compares = self._was_edited or number <= 2 or is_power
         for handle in unit.handles:
             # The memory of parameters that are always full is the shard: edits of it stay.
             if not handle.params.are_full:
                 self._versions[handle] = handle.buffer._version
-                self._checksums[handle] = checksum(handle.buffer) if compares else None
+                is_written = not unit.num_trainable[handle] and (
+                    self._frozen.setdefault(handle, handle.version) != handle.version
+                )
+                is_compared = compares or is_written
+                self._checksums[handle] = checksum(handle.buffer) if is_compared else None
 
     def check_forward(self, unit: Unit, module: nn.Module) -> None:
         for handle in unit.handles:
@@ -59,6 +69,7 @@ class ForwardEdits(StepObserver):
             before = self._checksums[handle]
             is_same = before is None or before == checksum(handle.buffer)
             if handle.buffer._version != version or not is_same:
+                self._was_edited = True
                 raise _edited(handle)
             self._check_installed(handle, module)
 
@@ -99,7 +110,9 @@ def _edited(handle: FlatParamHandle) -> RuntimeError:
         f"{unit_text(handle.unit_name)}: its forward edited parameters in place ({names}"
         f"{', or others' if len(specs) > 3 else ''}), which are "
         "unsharded copies there: the edit would be lost. nn.Embedding(max_norm=...) does "
-        "that, too. Compute with the changed value instead (w = self.weight.clamp(...)), "
-        "edit parameters between steps (a momentum encoder before the model's forward: "
-        "k.mul_(m).add_(q, alpha=1 - m) works on sharded ones), or use NO_SHARD. [FS-EDIT]"
+        "that, too. Compute with the changed value instead (w = self.weight.clamp(...)), or use "
+        "NO_SHARD. Update a momentum encoder (MoCo, BYOL) between steps: under torch.no_grad(), "
+        "k.mul_(m).add_(q, alpha=1 - m) for each pair of parameters, or any code under "
+        "ShardedWrapper.summon_full_params(model). See 'A momentum encoder' in docs/recipes.md. "
+        "[FS-EDIT]"
     )

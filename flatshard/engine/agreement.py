@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from itertools import chain, compress, islice
 from zlib import crc32
 
-import torch
-
+from flatshard.comm.host_exchange import differ, with_complements
 from flatshard.engine.events import Kind
 from flatshard.engine.grad_buffer import Sync
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.order_check import differ, with_complements
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Unit
 from flatshard.plan.module_tree import unit_text
@@ -52,7 +50,7 @@ def agree(
     voters, handles = state.observers.voters, state.handles
     # First, since some say something to the other ranks here.
     theirs = [one.votes() for one in voters]
-    own: list[list[int]] = [
+    own: list[Sequence[int]] = [
         _program(state),
         state.order_check.votes(state.device),
         # Two votes on what is uneven, one for each kind of rank.
@@ -88,34 +86,29 @@ def agree(
 def _used_within(unit: Unit, handle: FlatParamHandle) -> list[bool]:
     """Which parameters any rank of the unit's own used. Collective: these ranks."""
     world, used = unit.topology.world, handle.grad_buffer.used_by_rank
-    flags = [index in used for index in range(len(handle.params.full))]
-    marks = torch.tensor(flags, dtype=torch.uint8, device=world.control_device)
-    world.reduce_scalars(marks, "MAX", op_name=f"used parameters of {unit_text(unit.name)}")
-    return [bool(mark) for mark in marks.tolist()]
+    flags = bytes(index in used for index in range(len(handle.params.full)))
+    op_name = f"used parameters of {unit_text(unit.name)}"
+    return [bool(flag) for flag in world.maxima(flags, op_name=op_name)]
 
 
-def _maxima(state: StepState, ballots: list[list[int]]) -> list[list[int]]:
+def _maxima(state: StepState, ballots: Sequence[Sequence[int]]) -> list[bytes]:
     """Of each number, the largest of all ranks. Collective."""
     # Small, and once per backward: one message costs what its latency costs.
-    combined = torch.tensor(
-        list(chain.from_iterable(ballots)), dtype=torch.uint8, device=state.world.control_device
-    )
     with state.observers.waiting(Kind.RANKS_WAIT):
         op_name = "used parameters of all units, backward"
-        state.world.reduce_scalars(combined, "MAX", op_name=op_name)
-    # Waits for the device, if the numbers are there: what follows differs by their values.
-    numbers = iter(combined.tolist())
-    return [list(islice(numbers, len(ballot))) for ballot in ballots]
+        found = state.world.maxima(bytes(chain.from_iterable(ballots)), op_name=op_name)
+    numbers = iter(found)
+    return [bytes(islice(numbers, len(ballot))) for ballot in ballots]
 
 
-def _program(state: StepState) -> list[int]:
+def _program(state: StepState) -> bytes:
     """What is the same on all ranks that run the same program; each with its complement."""
     num_loads = sum(unit.num_loads for unit in state.units)
     reduced = bytes(_SYNCS.index(u.sync) * bool(u.num_trainable[h]) for u, h in state.handles)
     return with_complements([state.number, num_loads % 256, *crc32(reduced).to_bytes(4, "big")])
 
 
-def _check_program(where: str, maxima: Sequence[int]) -> None:
+def _check_program(where: str, maxima: bytes) -> None:
     model, loads, *reduced = differ(maxima)
     if model:
         raise RuntimeError(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.comm.communicator import Communicator
+from flatshard.comm.host_exchange import differ, with_complements
 from flatshard.engine.events import Kind, StepObserver
-from flatshard.engine.order_check import differ, with_complements
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Unit
 
@@ -57,15 +57,14 @@ class BufferSync(StepObserver):
         world, present = self._state.world, self._buffers()
         if not self._has_run and _kinds(present) != self._voted_kinds:
             # Replaced by the program between steps, which all ranks do alike.
-            votes = torch.tensor(self.votes(), dtype=torch.uint8, device=world.control_device)
-            self.tally(world.reduce_scalars(votes, "MAX", op_name=op_name).tolist())
+            self.tally(world.maxima(self.votes(), op_name=op_name))
         sent = []
         for place, before in self._alike.items():
             buffer = present.get(place)
             sent.append(before if buffer is None or _kind(buffer) != _kind(before) else buffer)
         broadcast_buffers(sent, world, op_name, self.source)
 
-    def votes(self) -> list[int]:
+    def votes(self) -> bytes:
         """What tells whether the buffers are of the same kinds on all ranks."""
         self._voted = self._buffers()
         kinds = _kinds(self._voted)
@@ -73,7 +72,7 @@ class BufferSync(StepObserver):
             self._voted_kinds, self._digest = kinds, zlib.crc32(repr(kinds).encode()).to_bytes(4)
         return with_complements(self._digest)
 
-    def tally(self, maxima: list[int]) -> None:
+    def tally(self, maxima: bytes) -> None:
         if not any(differ(maxima)):
             self._alike = self._voted
         self._has_run = False

@@ -81,7 +81,7 @@ class StepObserver:
     def between_units(self) -> None: ...
     # Of each of this observer's `votes`, the largest of any rank. Must not raise: `reduced_late`
     # may.
-    def tally(self, maxima: list[int]) -> None: ...
+    def tally(self, maxima: bytes) -> None: ...
     # These got gradients after their reduction; nothing is under way. May raise, on all ranks.
     def reduced_late(self, units: Sequence[Unit]) -> None: ...
     # `.grad` is complete; `has_gradients`: this backward brought some, on any rank.
@@ -91,9 +91,9 @@ class StepObserver:
     # A backward failed; what is left of it is dropped.
     def drop_backward(self) -> None: ...
 
-    def votes(self) -> list[int]:
-        """Numbers below 256 to compare with other ranks' at the end of backward; as many on all."""
-        return []
+    def votes(self) -> bytes:
+        """Bytes to compare with other ranks' at the end of backward; as many on all ranks."""
+        return b""
 
     def span(
         self, kind: Kind, unit: Unit | None, purpose: str, ends: bool

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.deadlock.history import REMEDY, first_difference
+from flatshard.comm.deadlock.history import REMEDY, Begun, first_difference
+from flatshard.comm.host_exchange import differ, with_complements
 from flatshard.engine.unit import Unit
 
-
-def with_complements(numbers: Iterable[int]) -> list[int]:
-    """Votes of bytes that are to be equal; see ``differ``."""
-    return [value for number in numbers for value in (number, 255 - number)]
-
-
-def differ(maxima: Sequence[int]) -> list[bool]:
-    """Which numbers of ``with_complements`` differ between the ranks that have them."""
-    # Numbers and complements that are equal add up to 255, and to 0 where no rank has any.
-    return [sum(pair) not in (0, 255) for pair in zip(maxima[::2], maxima[1::2], strict=True)]
+_COMPARING = "comparing the order of all-gathers"
 
 
 class OrderCheck:
@@ -28,21 +20,18 @@ class OrderCheck:
 
     def __init__(self, units: Sequence[Unit], world: Communicator) -> None:
         self._units, self._world = units, world
-        # The ranks of all groups over which any rank all-gathers; known after the first backward.
-        self._places: list[list[int]] = []
 
-    def votes(self, device: torch.device | None) -> list[int]:
-        """Digests, each in the place of its group. Collective at the first call."""
+    def votes(self, device: torch.device | None) -> bytes:
+        """Votes for the world's exchange. Collective in each group over which units all-gather."""
         world = self._world
         if world.size == 1 or device is None or not world.transport_for(device).is_ordered:
-            return []
-        groups = self._groups()
-        if not self._places:
-            everyone = world.gather_objects([g.ranks for g in groups], op_name="groups")
-            self._places = sorted({str(ranks): ranks for one in everyone for ranks in one}.values())
-        digests = {str(group.ranks): group.members.history.to_compare() for group in groups}
-        found = (digests.get(str(ranks)) for ranks in self._places)
-        return [vote for one in found for vote in (with_complements(one) if one else [0] * 8)]
+            return b""
+        # Each smaller group compares its own digest. In the world's exchange every group would need
+        # a place, so the message would grow with the number of ranks.
+        digests = {group: group.members.history.to_compare() for group in self._groups()}
+        own = digests.pop(world)
+        differs = [not one.all_equal(digest, op_name=_COMPARING) for one, digest in digests.items()]
+        return bytes([any(differs)]) + with_complements(own)
 
     @contextlib.contextmanager
     def unannounced(self) -> Iterator[None]:
@@ -62,14 +51,17 @@ class OrderCheck:
             found += topology.intra_group, topology.inter_group, topology.regather or self._world
         return [group for group in dict.fromkeys(found) if group.size > 1]
 
-    def check(self, where: str, maxima: Sequence[int]) -> None:
+    def check(self, where: str, maxima: bytes) -> None:
         """Raise if what ranks voted differs. Collective then."""
-        if not any(differ(maxima)):
+        if not (any(maxima[:1]) or any(differ(maxima[1:]))):
             return
-        recent = {str(group.ranks): group.members.history.recent() for group in self._groups()}
-        said = self._world.gather_objects(recent, op_name="what was all-gathered")
-        of_rank = dict(zip(self._world.ranks, said, strict=True))
-        known = (first_difference({r: of_rank[r][str(one)] for r in one}) for one in self._places)
+        mine = {one.members.counter.name: one.members.history.recent() for one in self._groups()}
+        of_group: dict[str, dict[int, list[Begun]]] = {}
+        said = self._world.gather_objects(mine, op_name="what was all-gathered")
+        for rank, groups in zip(self._world.ranks, said, strict=True):
+            for name, recent in groups.items():
+                of_group.setdefault(name, {})[rank] = recent
+        known = map(first_difference, of_group.values())
         raise RuntimeError(
             f"{where}: ranks have all-gathered different units, or asked for different norms and "
             "sums, and what they got may be of other parameters; "

@@ -30,8 +30,8 @@ from flatshard.engine.forward import Forward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Phase, Unit
+from flatshard.plan.layout import view_of
 from flatshard.plan.module_tree import unit_text
-from flatshard.tensor.flat_parameter import view_of
 from flatshard.tensor.gathered import as_views, gathered
 from flatshard.tensor.recomputation import is_counted
 from flatshard.tensor.shard_spec import ShardSpec

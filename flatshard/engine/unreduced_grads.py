@@ -12,10 +12,10 @@ from torch import Tensor
 
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.param_views import ParamViews
+from flatshard.plan.layout import view_of
 from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import set_grad
-from flatshard.tensor.flat_parameter import view_of
-from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
+from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_range
 from flatshard.tensor.tensor_notes import UNREDUCED
 
 
@@ -37,9 +37,9 @@ class UnreducedGrads:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             # Slots hold full gradients; of what was reduced within a group this rank has a part.
-            in_parts = buffer.intra_reduced is not None or not params.use_orig_params
+            in_parts = buffer.intra_reduced is not None
             part = buffer.shard_part().to(params.sharded[0].device) if in_parts else None
-            for index in waiting if params.use_orig_params else [0]:
+            for index in waiting:
                 param = params.sharded[index]
                 is_view = param.grad is None
                 if is_view:
@@ -57,7 +57,8 @@ class UnreducedGrads:
         if params.is_whole:
             return slot.to(param.device, param.dtype).view(slot.shape)
         # Cut first: a view of a full cast would keep all of that alive.
-        return FlatShardTensor(spec.slice(slot).to(param.device, param.dtype), spec)
+        part = spec.slice(slot).to(param.device, param.dtype)
+        return FlatShardTensor(part, spec).with_role(GRADIENT)
 
     def is_shown(self) -> bool:
         """Whether any ``.grad`` lacks, or is nothing but, local gradients that are not reduced."""
@@ -95,19 +96,16 @@ class UnreducedGrads:
                 if is_view and not is_replaced:
                     param.grad = None
                 if is_dropped:
-                    for one in [index] if params.use_orig_params else range(len(params.specs)):
-                        self._buffer.forget(one)
+                    self._buffer.forget(index)
         self._shown.clear()
         self.was_edited &= bool(self._buffer.accumulated)
 
 
 def shown_in(params: ParamViews, index: int, flat: Tensor) -> Tensor:
     """What sharded parameter ``index`` shows of ``flat``, ``(shard_numel,)``: a view."""
-    if not params.use_orig_params:
-        return FlatShardTensor(flat, params.flat_spec)
     if params.is_whole:
         return view_of(flat, params.layout.spans[index])
-    return FlatShardTensor.in_flat(flat, params.specs[index])
+    return FlatShardTensor.in_flat(flat, params.specs[index]).with_role(GRADIENT)
 
 
 def edited(unit_name: str) -> RuntimeError:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.ranks import communicator
 from flatshard.module.inspection import UnwrappedModel
 from flatshard.module.model_plan import PlannedUnit
@@ -31,7 +32,7 @@ def local_parts(model: UnwrappedModel, settings: Settings) -> Iterator[None]:
     Raises:
         ValueError: a mesh that shares ranks with those over which the parameters are to be sharded.
         NotImplementedError: placements other than Shard and Replicate; a DTensor on the meta
-            device; one with hooks or a gradient; flat parameters (``use_orig_params=False``).
+            device; one with hooks or a gradient.
     """
     infos = find_params(model.module, model.left_alone)
     found: dict[str, tuple[ParamInfo, Any]] = {
@@ -74,13 +75,13 @@ def _local_part(param: Any) -> nn.Parameter:
 
 def _check(name: str, param: Any, settings: Settings) -> None:
     where, mesh = f"ShardedWrapper: parameter {name!r} is a DTensor", param._spec.mesh
-    ranks = settings.ranks.world.ranks if settings.ranks.world.size > 1 else [dist.get_rank()]
-    shared = set(ranks).intersection(mesh.mesh.flatten().tolist()) - {dist.get_rank()}
-    if shared:
+    world, split = settings.ranks.world, mesh.mesh.flatten().tolist()
+    ranks = world.ranks if world.size > 1 else [dist.get_rank()]
+    if set(ranks).intersection(split) - {dist.get_rank()}:
         raise ValueError(
-            f"{where} over ranks {mesh.mesh.flatten().tolist()}, and would be sharded over ranks "
-            f"{ranks}, which hold other parts of it. Pass the dimension of the mesh over which "
-            'data are split: device_mesh=mesh["dp"].'
+            f"{where} over ranks {ranks_text(split)}, and would be sharded over ranks "
+            f"{ranks_text(ranks)}, which hold other parts of it. Pass the dimension of the mesh "
+            'over which data are split: device_mesh=mesh["dp"].'
         )
     kinds = {type(placement).__name__ for placement in param._spec.placements}
     reasons = {
@@ -88,7 +89,6 @@ def _check(name: str, param: Any, settings: Settings) -> None:
         "on the meta device": param.is_meta,
         "with hooks": param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None),
         "with a gradient": param.grad is not None,
-        "and use_orig_params=False joins it with others": not settings.use_orig_params,
     }
     for reason, applies in reasons.items():
         if applies:

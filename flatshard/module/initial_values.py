@@ -6,13 +6,14 @@ values count, rank 0 sends every rank just that part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
+from flatshard.comm.host_exchange import differ, digest_of, with_complements
 from flatshard.comm.topology import Topology
 from flatshard.tensor.broadcast_source import BroadcastSource
 
@@ -70,21 +71,24 @@ def compare_values(
         None if tensor.is_meta else (0, 0) if sync is True else checksum(tensor.detach())
         for _, tensor in named
     ]
-    everyone = world.gather_objects(mine, op_name="comparing weights")
-    different = names_of_different([name for name, _ in named], everyone)
+    different = names_of_different([name for name, _ in named], mine, world)
     sends = world.size > 1 and (sync is True or (sync is None and bool(different)))
-    source = everyone[0] if sends else mine
-    missing = {
-        id(tensor) for (_, tensor), value in zip(named, source, strict=True) if value is None
-    }
-    any_missing = any(None in values for values in ([source] if sends else everyone))
+    marks = bytes(value is None for value in mine)
+    # If rank 0's values count, so do rank 0's marks: the remaining ranks send zeros.
+    counted = bytes(len(marks)) if sends and world.rank != 0 else marks
+    everywhere = world.maxima(counted, op_name="comparing weights")
+    marks = everywhere if sends else marks
+    missing = {id(tensor) for (_, tensor), mark in zip(named, marks, strict=True) if mark}
     different = [] if sync is True else different
-    return InitialValues(world, sync, sends, missing, any_missing, different)
+    return InitialValues(world, sync, sends, missing, any(everywhere), different)
 
 
 def names_of_different(
-    names: Sequence[str], everyone: Sequence[Sequence[Checksum | None]]
+    names: Sequence[str], sums: Iterable[Checksum | None], world: Communicator
 ) -> list[str]:
-    """The names whose checksums are not the same on every rank."""
-    columns = zip(*everyone, strict=True)
-    return [n for n, values in zip(names, columns, strict=True) if len(set(values)) > 1]
+    """The names whose checksums are not the same on every rank. Collective."""
+    # One message, of the same size for any number of ranks.
+    digests = b"".join(digest_of(repr(one)) for one in sums)
+    flags = differ(world.maxima(with_complements(digests), op_name="comparing weights"))
+    size = len(digests) // max(len(names), 1)
+    return [name for n, name in enumerate(names) if any(flags[n * size : (n + 1) * size])]

@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from flatshard.comm.process_groups import ranks_text
 from flatshard.engine.buffer_sync import BufferSync
 from flatshard.engine.events import Kind, StepObserver
 from flatshard.engine.grad_buffer import Sync
@@ -129,7 +130,8 @@ class Join(StepObserver):
         Collective: all ranks. Raises RuntimeError, on all of them, if they differ or one failed.
         """
         name = "join(): no input left, and waiting for what other ranks do" if mine is None else ""
-        heard = self._comm.gather_objects(mine, op_name=name or f"join(): about to {mine}")
+        heard = self._comm.gather_unless_equal(mine, op_name=name or f"join(): about to {mine}")
+        heard *= self._comm.size // len(heard)
         doing: dict[int, Doing] = {rank: one for rank, one in enumerate(heard) if one is not None}
         for rank, one in doing.items():
             if one.kind == _FAILED:
@@ -147,7 +149,8 @@ class Join(StepObserver):
                 )
         if self._throws and len(self._active) < self._comm.size:
             missing = sorted({*range(self._comm.size)} - doing.keys())
-            raise RuntimeError(f"join(): throw_on_early_termination: no input on ranks {missing}.")
+            ranks = ranks_text(missing)
+            raise RuntimeError(f"join(): throw_on_early_termination: no input on ranks {ranks}.")
         return first
 
     def _fail(self, message: str) -> None:
@@ -206,10 +209,10 @@ class Join(StepObserver):
         if self._leads:
             self._grads = self._look()
 
-    def votes(self) -> list[int]:
+    def votes(self) -> bytes:
         if self._leads:  # the exchange at the end of backward comes next
             self._exchange(Doing("backward", (self._grads,)))
-        return []
+        return b""
 
     def end_backward(self) -> None:
         self._note_grads(reduced_only=True)

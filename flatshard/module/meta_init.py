@@ -170,14 +170,10 @@ class _Slot:
         if not tensor.is_meta:
             _write_pattern(tensor)
         if self.handle is not None:
-            params = self.handle.params
             with torch._C.DisableTorchFunctionSubclass():
-                sharded = params.sharded[self.number if params.use_orig_params else 0]
+                sharded = self.handle.sharded[self.number]
                 tensor = nn.Parameter(tensor, requires_grad=sharded.requires_grad)
-                if params.use_orig_params:
-                    tensor.__dict__.update(attributes_of(sharded))
-            # With `use_orig_params=False`: what is found before the parameter, and explains it.
-            self.module.__dict__.pop(self.attribute, None)
+                tensor.__dict__.update(attributes_of(sharded))
         self._holder[self.attribute] = tensor
 
 
@@ -313,8 +309,7 @@ class MetaInit:
         cuda_state = torch.cuda.get_rng_state(self._device) if on_cuda else None
         sums = self._make_all()
         if not start.sends and world.size > 1:
-            everyone = world.gather_objects(list(sums.values()), op_name="comparing weights")
-            start.different = names_of_different(list(sums), everyone)
+            start.different = names_of_different(list(sums), sums.values(), world)
             start.sends = bool(start.different) and start.sync is None
             if start.sends:
                 # Rank 0 has only its shards by now. From the same random state it makes the same
@@ -326,7 +321,7 @@ class MetaInit:
         _tie(self._buffers)
         raise_everywhere(self._forgotten(), world)
         left = any(module.__dict__.pop(_LEFT_EMPTY, False) for module in self._names)
-        return any(world.gather_objects(left, op_name="comparing weights"))
+        return any(world.maxima(bytes([left]), op_name="comparing weights"))
 
     def _make_all(self) -> dict[str, Checksum]:
         """Initialise every group once; returns checksums by name if every rank does it itself."""

@@ -171,26 +171,27 @@ class _ForwardChecks(StepObserver):
 
 def _check_ranks(units: Sequence[Unit]) -> None:
     """Raise if units train on ranks without the root, or shard over them the other way round."""
-    expected = units[-1].topology.world.ranks
+    expected = units[-1].topology.world
     grids = []
     for unit in units:
-        topology = unit.topology
-        if not set(topology.world.ranks) <= set(expected):
+        topology, world = unit.topology, unit.topology.world
+        if world is not expected and not set(world.ranks) <= set(expected.ranks):
             raise ValueError(
-                f"ShardedWrapper: {unit_text(unit.name)} trains on ranks {topology.world.ranks}, "
-                f"the module around it on {expected}. Pass both the same ranks, or the unit some "
-                "of them."
+                f"ShardedWrapper: {unit_text(unit.name)} trains on ranks {world.ranks_text}, the "
+                f"module around it on {expected.ranks_text}. Pass both the same ranks, or the unit "
+                "some of them."
             )
         if topology.intra_group.size > 1 and topology.across.size > 1:
-            grids.append((unit, topology.intra_group.ranks, topology.across.ranks))
+            grids.append((unit, topology.intra_group, topology.across))
     # All ranks find the same: a rank's shard and replicate groups share no other rank.
     for unit, shard, replicate in grids:
         outermost, *its = grids[-1]
-        if its == [replicate, shard]:
+        if [group.ranks for group in its] == [replicate.ranks, shard.ranks]:
             raise ValueError(
-                f"ShardedWrapper: {unit_text(unit.name)} shards over ranks {shard} and replicates "
-                f"over {replicate}, {outermost.name or 'the module around it'!r} the other way "
-                "round. Pass both the same pair of groups (shard group, replicate group)."
+                f"ShardedWrapper: {unit_text(unit.name)} shards over ranks {shard.ranks_text} and "
+                f"replicates over {replicate.ranks_text}, "
+                f"{outermost.name or 'the module around it'!r} the other way round. Pass both the "
+                "same pair of groups (shard group, replicate group)."
             )
 
 

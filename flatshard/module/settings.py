@@ -40,7 +40,6 @@ class Settings:
     offload: CPUOffload
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool
-    use_orig_params: bool
     coalesce_bytes: int
     broadcast_buffers: bool
     device: torch.device
@@ -57,7 +56,7 @@ class Settings:
         return (
             f"{self.strategy}, {self.placement}, {groups}{self.precision.describe()}, "
             f"{self.offload.describe()}, "
-            f"use_orig_params={self.use_orig_params}, coalesce_bytes={self.coalesce_bytes}, "
+            f"coalesce_bytes={self.coalesce_bytes}, "
             f"broadcast_buffers={self.broadcast_buffers}, boundary={self.boundary!r}"
         )
 

@@ -19,8 +19,8 @@ def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None
         if handle.topology.world.size < world.size:
             raise RuntimeError(
                 f"{unit_text(handle.unit_name)}: clip_grad_norm_() where a unit trains on ranks "
-                f"{handle.topology.world.ranks} alone: the norm would differ between ranks. Clip "
-                "with a norm that you compute, or call clip_grad_norm_() of the units."
+                f"{handle.topology.world.ranks_text} alone: the norm would differ between ranks. "
+                "Clip with a norm that you compute, or call clip_grad_norm_() of the units."
             )
 
 
@@ -36,7 +36,7 @@ def check_reduced(
     found = {world.rank: mine}
     if not is_reducing:
         # Ranks may have used different parameters since, and tell each other.
-        found = dict(enumerate(world.gather_objects(mine, op_name="clip_grad_norm_")))
+        found = dict(enumerate(world.gather_unless_equal(mine, op_name="clip_grad_norm_")))
     for rank, unit in found.items():
         if unit is not None:
             raise RuntimeError(

@@ -30,7 +30,6 @@ from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.consumed_grad import ConsumedGrad, drop_consumed
 from flatshard.optimizer.offload import StepPart
 from flatshard.plan.module_tree import unit_text
-from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.reduction_ops import OutsideUses
 
 
@@ -64,7 +63,7 @@ class SteppedInBackward(StepObserver):
         self._owned: dict[int, tuple[Unit, str]] = {}
         self._parts: dict[int, list[StepPart]] = {}
         self._stepped: set[int] = set()
-        self._stepped_anywhere: list[int] = []  # per unit, whether any rank did
+        self._stepped_anywhere = b""  # per unit, whether any rank did
         self._reduced: list[Unit] = []  # and not stepped yet
         self._waits_for_end = False
         self._problem: Exception | None = None
@@ -121,7 +120,7 @@ class SteppedInBackward(StepObserver):
         """Look at the optimizers' groups. The gradients of this backward are still to come."""
         self.recover()
         self._parts, self._reduced, self._stepped, self._problem = {}, [], set(), None
-        self._stepped_anywhere = []
+        self._stepped_anywhere = b""
         if not self.optimizers:
             return
         if self._state.accumulates:
@@ -196,11 +195,12 @@ class SteppedInBackward(StepObserver):
             for handle in unit.handles
         )
 
-    def votes(self) -> list[int]:
+    def votes(self) -> bytes:
         """Per unit, whether it was stepped here."""
-        return [unit.index in self._stepped for unit in self._units] if self.optimizers else []
+        units = self._units if self.optimizers else ()
+        return bytes(unit.index in self._stepped for unit in units)
 
-    def tally(self, maxima: list[int]) -> None:
+    def tally(self, maxima: bytes) -> None:
         self._stepped_anywhere = maxima
 
     def reduced_late(self, units: Sequence[Unit]) -> None:
@@ -313,18 +313,13 @@ def _got_more(what: str) -> RuntimeError:
 
 def _find_owned(units: Sequence[Unit]) -> dict[int, tuple[Unit, str]]:
     """By id, the unit and the name of each parameter that optimizers can have."""
-    owned = {}
-    for unit in units:
-        for handle in unit.handles:
-            params, is_flat = handle.params, isinstance(handle.sharded[0], FlatParameter)
-            specs = [params.flat_spec] if is_flat else params.specs
-            for param, spec in zip(handle.sharded, specs, strict=True):
-                owned[id(param)] = unit, spec.name
-    return owned
+    return {
+        id(param): (unit, spec.name)
+        for unit in units
+        for handle in unit.handles
+        for param, spec in zip(handle.sharded, handle.params.specs, strict=True)
+    }
 
 
 def _has_hooks(handle: FlatParamHandle) -> bool:
-    flat = handle.sharded[0]
-    if isinstance(flat, FlatParameter):
-        return bool(flat.post_accumulate_hooks)
     return any(spec.post_accumulate_hooks for spec in handle.params.specs)

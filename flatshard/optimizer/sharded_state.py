@@ -12,7 +12,6 @@ from torch import Tensor
 from flatshard.optimizer.buckets import ONE_PER_PARAMETER, all_params
 from flatshard.options.torch_request import TorchRequest
 from flatshard.plan.module_tree import unit_text
-from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 from flatshard.tensor.state_shard import state_shard
@@ -39,7 +38,7 @@ def to_torch(
                 if param not in alike:
                     _check_one_value(param, key, value)
                 continue
-            result = state_shard(local_range(value), param.spec)
+            result = state_shard(local_range(value), param.spec, f"{key} of")
             if asked.full and isinstance(result, FlatShardTensor):
                 result = result.full_tensor()
                 if asked.rank0_only and param.spec.comm.global_rank > 0:
@@ -57,10 +56,11 @@ def from_torch(
         asked.check_order(spec.name, spec.order)
         for key, value in state.items():
             if isinstance(value, FlatShardTensor):
-                state[key] = FlatShardTensor(own_part(spec, value), spec)
+                state[key] = FlatShardTensor(own_part(spec, value), spec).with_role(f"{key} of")
             elif _is_per_element(value, key) and tuple(value.shape) == spec.shape:
                 # An element-wise optimizer takes the 1-D part of it in the next step.
-                state[key] = FlatShardTensor(own_part(spec, value).clone(), spec)
+                part = own_part(spec, value).clone()
+                state[key] = FlatShardTensor(part, spec).with_role(f"{key} of")
     return state_dict
 
 
@@ -107,11 +107,5 @@ def _sharded_params(
 ) -> Iterator[tuple[FlatShardTensor, StateDict]]:
     """The sharded parameters that have state in a state dict, and that state."""
     for key, param in params_by_key(optimizer, state_dict).items():
-        if isinstance(param, FlatParameter):
-            raise RuntimeError(
-                "torch.distributed.checkpoint.state_dict needs a parameter for each name, and "
-                f"{param!r} holds several. Wrap with use_orig_params=True, or call "
-                "ShardedWrapper.optim_state_dict(model, optimizer)."
-            )
         if isinstance(param, FlatShardTensor) and key in state_dict["state"]:
             yield param, state_dict["state"][key]

@@ -168,15 +168,14 @@ class WholeStep:
             by_comm.setdefault(param.spec.comm, []).append(param)
         self.comms = list(by_comm)
         for comm, params in by_comm.items():
-            mine = [HeldRange(param.spec.offset, param.spec.numel) for param in params]
-            held = list(zip(*comm.gather_objects(mine, op_name=f"{_OP}: owners"), strict=True))
+            held = _held_ranges(params, comm)
             shapes = [param.spec.shape for param in params]
             owners: Sequence[int | None] = [None] * len(params)
             if mode is not StepMode.ON_EVERY_RANK:
                 # Owners stay, as they alone have the state.
                 known = [self._owners.get(param) for param in params]
-                numels = [[one.numel for one in parts] for parts in held]
-                chosen = owners = choose_owners(shapes, numels, known)
+                numels = [{rank: one.numel for rank, one in parts.items()} for parts in held]
+                chosen = owners = choose_owners(shapes, numels, comm.size, known)
                 self._owners.update(zip(params, chosen, strict=True))
             for param, parts, owner in zip(params, held, owners, strict=True):
                 self.owned[param] = OwnedParam(param.spec, parts, owner)
@@ -360,6 +359,19 @@ class WholeStep:
         wrote(params)
 
 
+def _held_ranges(
+    params: Sequence[FlatShardTensor], comm: Communicator
+) -> list[dict[int, HeldRange]]:
+    """For each parameter, the holders and their ranges. Collective."""
+    specs = enumerate(param.spec for param in params)
+    mine = {number: HeldRange(one.offset, one.numel) for number, one in specs if one.numel}
+    held: list[dict[int, HeldRange]] = [{} for _ in params]
+    for rank, ranges in enumerate(comm.gather_objects(mine, op_name=f"{_OP}: owners")):
+        for number, one in ranges.items():
+            held[number][rank] = one
+    return held
+
+
 def _gathered_bytes(param: FlatShardTensor) -> int:
     """Bytes of a parameter and its gradient, which its owner gathers."""
     return param.nbytes + (0 if param.grad is None else param.grad.nbytes)
@@ -386,7 +398,11 @@ def shared_state(
     shared: dict[FlatShardTensor, dict[str, Any]] = {}
     for comm in step.comms:
         params = [param for param in step.owned if param.spec.comm is comm]
-        mine = [_described(param, optimizer.state.get(param, {})) for param in params]
+        mine = {
+            number: _described(param, optimizer.state.get(param, {}))
+            for number, param in enumerate(params)
+            if step.owned[param].is_full_here
+        }
         everyone = comm.gather_objects(mine, op_name="optimizer state")
         pieces: list[Piece] = []
         parts: list[Tensor] = []
@@ -396,14 +412,14 @@ def shared_state(
             if _sharded_state(optimizer.state.get(param)):
                 continue
             assert owned.owner is not None
-            state = everyone[owned.owner][number]
+            state = everyone[owned.owner].get(number, {})
             for key, value in state.items():
                 if not isinstance(value, _PerElement):
                     continue
                 like = param.local.detach().new_empty(0, dtype=value.dtype)
                 pieces.append((owned, optimizer.state[param][key] if owned.is_full_here else like))
                 parts.append(like.new_empty(param.spec.numel))
-                state[key] = FlatShardTensor(parts[-1], param.spec)
+                state[key] = FlatShardTensor(parts[-1], param.spec).with_role(f"{key} of")
             shared[param] = state
         if pieces:
             scatter_to_shards(comm, pieces, parts, "optimizer state: to the shards")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -29,18 +29,23 @@ class OwnedParam:
 
     Attributes:
         spec: this rank's part of it.
-        held: each rank's part, by its rank in the group.
+        held: the parts that are not empty; keys are the holders' ranks in the group.
         owner: a rank in the group; None: every rank.
     """
 
     spec: ShardSpec
-    held: Sequence[HeldRange]
+    held: Mapping[int, HeldRange]
     owner: int | None
 
     @property
     def is_full_here(self) -> bool:
         """Whether this rank gets the full parameter."""
         return self.owner in (None, self.spec.comm.rank)
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether elements go from one rank to another; the same on all ranks."""
+        return self.spec.comm.size > 1 and any(rank != self.owner for rank in self.held)
 
     def shaped(self, flat: Tensor) -> Tensor:
         """The parameter's shape and strides for all its elements, ``(numel,)``."""
@@ -53,15 +58,8 @@ class OwnedParam:
 
 Piece = tuple[OwnedParam, Tensor]
 """A parameter, and values of it: this rank's part, ``(spec.numel,)``, or the full tensor."""
-
-
-class Route(NamedTuple):
-    """Elements that go from one rank to another."""
-
-    number: int  # of the piece
-    source: int
-    to: int
-    range: HeldRange
+_Elements = tuple[int, Tensor]
+"""A rank of the group, and elements to send to the rank or to receive from the rank."""
 
 
 def gather_to_owners(
@@ -73,26 +71,21 @@ def gather_to_owners(
 
     Collective: all ranks of the group, with pieces of the same parameters and dtypes.
     """
-    full = {
-        number: local.new_empty(sum(held.numel for held in param.held))
-        for number, (param, local) in enumerate(pieces)
-        if param.is_full_here
-    }
-    routes = []
+    full: dict[int, Tensor] = {}
+    sends: list[_Elements] = []
+    receives: list[_Elements] = []
     for number, (param, local) in enumerate(pieces):
-        for source, held in enumerate(param.held):
+        if comm.rank in param.held:
             owners = range(comm.size) if param.owner is None else [param.owner]
-            routes += [Route(number, source, to, held) for to in owners if to != source]
+            sends += [(to, local) for to in owners if to != comm.rank]
         if param.is_full_here:
-            _range(full[number], param.held[comm.rank]).copy_(local)
-    wait = _exchange(
-        comm,
-        routes,
-        pieces[0][1],
-        lambda route: pieces[route.number][1],
-        lambda route: _range(full[route.number], route.range),
-        op_name,
-    )
+            flat = full[number] = local.new_empty(sum(one.numel for one in param.held.values()))
+            for rank, held in param.held.items():
+                if rank == comm.rank:
+                    _range(flat, held).copy_(local)
+                else:
+                    receives.append((rank, _range(flat, held)))
+    wait = _exchange(comm, pieces, sends, receives, op_name)
 
     def finish() -> list[Tensor]:
         wait()
@@ -110,24 +103,22 @@ def scatter_to_shards(
 
     Collective: all ranks of the group.
     """
-    full = {n: param.flat(value) for n, (param, value) in enumerate(pieces) if param.is_full_here}
-    routes = [
-        Route(number, param.owner, to, held)
-        for number, (param, _) in enumerate(pieces)
-        if param.owner is not None
-        for to, held in enumerate(param.held)
-        if to != param.owner
-    ]
-    for number, flat in full.items():
-        parts[number].copy_(_range(flat, pieces[number][0].held[comm.rank]))
-    _exchange(
-        comm,
-        routes,
-        pieces[0][1],
-        lambda route: _range(full[route.number], route.range),
-        lambda route: parts[route.number],
-        op_name,
-    )()
+    sends: list[_Elements] = []
+    receives: list[_Elements] = []
+    for (param, value), part in zip(pieces, parts, strict=True):
+        if not param.is_full_here:
+            if comm.rank in param.held and param.owner is not None:
+                receives.append((param.owner, part))
+            continue
+        flat = param.flat(value)
+        for rank, held in param.held.items():
+            if rank == comm.rank:
+                part.copy_(_range(flat, held))
+            elif param.owner is not None:
+                sends.append((rank, _range(flat, held)))
+    # Parameters without an owner are full on every rank: nothing is sent.
+    owned = [piece for piece in pieces if piece[0].owner is not None]
+    _exchange(comm, owned, sends, receives, op_name)()
 
 
 def _range(flat: Tensor, held: HeldRange) -> Tensor:
@@ -136,37 +127,28 @@ def _range(flat: Tensor, held: HeldRange) -> Tensor:
 
 def _exchange(
     comm: Communicator,
-    routes: Sequence[Route],
-    like: Tensor,
-    source_of: Callable[[Route], Tensor],
-    target_of: Callable[[Route], Tensor],
+    pieces: Sequence[Piece],
+    sends: list[_Elements],
+    receives: list[_Elements],
     op_name: str,
 ) -> Callable[[], None]:
-    """Start to move elements along routes, which all ranks know; the function returned waits."""
-    routes = [route for route in routes if route.range.numel]
-    if not routes:
+    """Start to exchange elements; the function returned waits. Collective."""
+    # All ranks must decide the same, so a rank's own sends and receives do not count.
+    if not any(param.is_moved for param, _ in pieces):
         return lambda: None
-    # By the other rank, as the bytes lie in what is sent and in what is received.
-    sources: list[list[Tensor]] = [[] for _ in range(comm.size)]
-    targets: list[list[Tensor]] = [[] for _ in range(comm.size)]
-    for route in routes:
-        if route.source == comm.rank:
-            sources[route.to].append(as_bytes(source_of(route)))
-        elif route.to == comm.rank:
-            targets[route.source].append(target_of(route))
-    work, received = exchange(
-        comm,
-        torch.cat([*chain(*sources)] or [like.new_empty(0, dtype=torch.uint8)]),
-        [sum(one.nbytes for one in some) for some in sources],
-        [sum(one.nbytes for one in some) for some in targets],
-        op_name=op_name,
-    )
+    lengths, expected = [0] * comm.size, [0] * comm.size
+    for elements, counts in ((sends, lengths), (receives, expected)):
+        elements.sort(key=itemgetter(0))  # stable: the elements of a rank keep the order of pieces
+        for rank, tensor in elements:
+            counts[rank] += tensor.nbytes
+    nothing = pieces[0][1].new_empty(0, dtype=torch.uint8)
+    sent = torch.cat([nothing, *(as_bytes(tensor) for _, tensor in sends)])
+    work, received = exchange(comm, sent, lengths, expected, op_name=op_name)
 
     def wait() -> None:
         work.finish()
-        in_order = [*chain(*targets)]
-        pieces = received.split([target.nbytes for target in in_order])
-        for target, piece in zip(in_order, pieces, strict=True):
-            as_bytes(target).copy_(piece)
+        parts = received.split([tensor.nbytes for _, tensor in receives])
+        for (_, tensor), part in zip(receives, parts, strict=True):
+            as_bytes(tensor).copy_(part)
 
     return wait

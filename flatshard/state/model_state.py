@@ -133,16 +133,10 @@ class UnitStateDict:
             self._depth = 0
         self.writes.check()
         self._depth += 1
-        for handle in self._unit.handles:
-            handle.params.list_placeholders(shown=True)
 
     def _leave(self) -> bool:
         self._depth -= 1
-        if self._depth > 0:
-            return False
-        for handle in self._unit.handles:
-            handle.params.list_placeholders(shown=False)
-        return True
+        return self._depth <= 0
 
 
 def _replace_by_full(
@@ -188,7 +182,7 @@ def _keep_sharded(
         # Where one rank holds everything, the shard itself may be what modules hold.
         if isinstance(value, FlatShardTensor):
             local = value.local.cpu() if options.offload_to_cpu else value.local
-            state_dict[key] = state_shard(local, value.spec)
+            state_dict[key] = state_shard(local, value.spec, value.role)
         elif value.untyped_storage()._cdata != handle.shard.untyped_storage()._cdata:
             raise RuntimeError(
                 f"{unit_text(handle.unit_name)}: a sharded state dict was asked for in the forward "

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
-from flatshard.tensor.sharded_tensor import HANDLERS, FlatShardTensor, first_sharded, wrote
+from flatshard.tensor.sharded_tensor import (
+    HANDLERS,
+    FlatShardTensor,
+    digest_of,
+    first_sharded,
+    wrote,
+)
 
 aten = torch.ops.aten
 
@@ -23,6 +29,8 @@ _POINTWISE = frozenset(
     xlogy masked_fill copysign conj_physical zeros_like ones_like empty_like full_like _to_copy
     copy tanh_backward sigmoid_backward threshold_backward""".split()
 )
+
+_ROLE_LENGTH = 80
 
 
 def _local(value: Any, spec: ShardSpec) -> Any:
@@ -47,36 +55,58 @@ def _local(value: Any, spec: ShardSpec) -> Any:
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like = first_sharded(args, kwargs)
     spec = like.spec
-    if "out" in kwargs:
-        spec.refuse(f"{func._schema.name} with out=")
     in_place = func._schema.is_mutable
     if in_place and not isinstance(args[0], FlatShardTensor):
         spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
-    is_alike = all(map(_is_alike, (*args, *kwargs.values())))
+    digest = digest_of(func._schema.name, (*args, *kwargs.values()))
     if like.is_alike and not in_place and spec.in_forward():
         # Each rank has a batch of its own, so the ranges of the result would not belong together.
-        # And where the unit computes in another dtype, this does, too.
-        if not is_alike or (spec.full is not None and spec.full.dtype is not like.dtype):
+        # And where the unit computes in another dtype, this does, too. A tensor made by
+        # ``empty_like`` may be for random numbers, which each rank draws for its own batch.
+        is_cast = spec.full is not None and spec.full.dtype is not like.dtype
+        if digest is None or is_cast or func._schema.name.endswith("_like"):
             spec.refuse(f"{func._schema.name} in forward")
     _check_memory_format(func, like, kwargs.get("memory_format"))
+    if in_place and like.is_alike:
+        args = (like, *(_whole_if_cut_elsewhere(value, spec) for value in args[1:]))
     # The local range is 1-D: formats of more dimensions mean nothing to it.
     kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}
     result = func(*(_local(value, spec) for value in args), **kwargs)
     if in_place:
         wrote(args[:1])
-        args[0].is_alike &= is_alike or args[0].is_parameter
+        args[0].origin.write(digest)
         return args[0]
     storage = spec.state_disk
     if storage is not None and func._schema.name.endswith("_like"):
         # ``zeros_like`` and the like: what optimizers make their state with.
         result = storage.take_in(result) if result.device == like.local.device else result
-    computed = FlatShardTensor(result, spec)
-    computed.is_alike = is_alike
+    computed = FlatShardTensor(result, spec).with_role(_role_of(func, args))
+    computed.origin.digest = digest
     return computed
 
 
-def _is_alike(value: Any) -> bool:
-    return value.is_alike if isinstance(value, FlatShardTensor) else not isinstance(value, Tensor)
+def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
+    """The full tensor of another parameter of the same shape, if ranks hold other ranges of it.
+
+    A momentum encoder follows an encoder that lies in a flat parameter of another length.
+
+    Collective: the ranks that hold ``value``, if they hold other ranges.
+    """
+    is_other = isinstance(value, FlatShardTensor) and value.spec.place != spec.place
+    if is_other and value.is_alike and value.spec.shape == spec.shape and len(value.spec.comms) < 2:
+        return value.full_tensor()
+    return value
+
+
+def _role_of(func: Any, args: tuple[Any, ...]) -> str:
+    """Role of a computed tensor: the operation, its numbers, and the roles of its operands."""
+    operands = (
+        value.role if isinstance(value, FlatShardTensor) else repr(value)
+        for value in args
+        if isinstance(value, FlatShardTensor | int | float)
+    )
+    # Cut short: an average that is computed anew in each step would get longer and longer.
+    return f"{func._schema.name.removeprefix('aten::')} of {', '.join(operands)}"[:_ROLE_LENGTH]
 
 
 def _check_memory_format(func: Any, tensor: FlatShardTensor, memory_format: Any) -> None:
@@ -115,14 +145,24 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             spec.refuse(f"writing it into a plain tensor with {func._schema.name}")
     result = func(*(local(value) for value in args), **{key: local(v) for key, v in kwargs.items()})
     if not is_mutable:
+        role = f"{func._schema.name.removeprefix('aten::')} of {first_sharded(args, kwargs).role}"
         return [
-            value if spec is None else FlatShardTensor(value, spec)
+            value if spec is None else FlatShardTensor(value, spec).with_role(role)
             for value, spec in zip(result, specs, strict=True)
         ]
     for argument, values in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             wrote((values,))
+            for position, value in enumerate(values):
+                if isinstance(value, FlatShardTensor) and value.is_alike:
+                    operands = (_at(operand, position) for operand in (*args, *kwargs.values()))
+                    value.origin.write(digest_of(func._schema.name, operands))
     return None
+
+
+def _at(value: Any, position: int) -> Any:
+    """The entry of a list that belongs to the tensors at ``position``; other values as they are."""
+    return value[position] if isinstance(value, list | tuple) and position < len(value) else value
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
@@ -130,30 +170,34 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatSha
     tensor: FlatShardTensor = args[0]
     spec, local = tensor.spec, tensor.local
     if func is aten.bernoulli.default:
-        spec.refuse("bernoulli() with its elements as probabilities")
+        tensor.refuse("bernoulli() with its elements as probabilities")
+    if tensor.is_alike and spec.in_forward():
+        # The ranks' generators differ there, as each rank draws for its own batch.
+        spec.refuse(f"{func._schema.name} in forward")
     _check_memory_format(func, tensor, kwargs.get("memory_format"))
     spec.refuse_part(func._schema.name)  # whose draws would repeat those of the other parts
     # All, so that generators stay alike on all ranks and values do not depend on their number.
     part = spec.slice(func(spec.empty(local), *args[1:], **kwargs))
     if not func._schema.is_mutable:
         # A clone, as the range alone would keep the full tensor alive.
-        return FlatShardTensor(part.clone(), spec)
+        return FlatShardTensor(part.clone(), spec).with_role(_role_of(func, args))
     local.copy_(part)
     wrote((tensor,))
+    tensor.origin.write(None)
     return tensor
 
 
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
     tensor, *rest = args
     if rest and (func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape):
-        tensor.spec.refuse(f"{func._schema.name} to another shape or dtype")
+        tensor.refuse(f"{func._schema.name} to another shape or dtype")
     if rest:
         tensor.spec.refuse_part("view_as()")  # orthogonal_() writes what it made for a part by it
     # Not a view made here: its version counter would be another. A tensor of inference mode has
     # none, and autograd, which adds this one's, would raise.
     with torch.inference_mode(False):
-        twin = FlatShardTensor(tensor.local, tensor.spec)
-    twin.is_alike = tensor.is_alike
+        twin = FlatShardTensor(tensor.local, tensor.spec).with_role(tensor.role)
+    twin.origin = tensor.origin
     tensor.spec.aliases[id(twin)] = twin
     return twin
 

@@ -5,17 +5,11 @@ shared-memory transport it would see some shards before the optimizer's step and
 the parameter changes its class when the unit is resharded, and back when it is unsharded; in
 between, an operation on it raises and says what to do instead. Views that were made in forward
 cannot be reached: ``forbid`` lets torch raise for what reads their memory, also within C++. Where
-torch cannot, that ends the process, and ``show_crashes`` says in which line.
+torch cannot, the read ends the process, and ``python -X faulthandler`` prints the line.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import faulthandler
-import os
-import signal
-import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -106,28 +100,3 @@ def allow(buffer: Tensor) -> None:
     """Undo ``forbid``: the buffer gets memory."""
     if _allow is not None:
         _allow(buffer.untyped_storage()._cdata)
-
-
-def show_crashes() -> None:
-    """Let a process that ends by SIGSEGV say in which line, unless FLATSHARD_FAULTHANDLER=0."""
-    if os.environ.get("FLATSHARD_FAULTHANDLER") == "0" or sys.__stderr__ is None:
-        return
-    # Nor where something else handles one of the signals: an embedded JVM, say, needs its own.
-    fatal = "SIGSEGV", "SIGFPE", "SIGABRT", "SIGBUS", "SIGILL"
-    if not faulthandler.is_enabled() and not any(map(_has_handler, fatal)):
-        with contextlib.suppress(OSError, RuntimeError, ValueError):  # that is no file, or closed
-            # Ranks write all at once: each no more than what ended it.
-            faulthandler.enable(sys.__stderr__, all_threads=False)
-
-
-# ``signal.getsignal`` knows only what Python set, or found when it started.
-_sigaction = None if sys.platform == "win32" else ctypes.CDLL(None).sigaction
-
-
-def _has_handler(name: str) -> bool:
-    """Whether somebody, perhaps in C, handles a signal; True also where that cannot be told."""
-    number = getattr(signal, name, None)
-    if number is None or _sigaction is None:
-        return False
-    action = (ctypes.c_void_p * 64)()  # any system's ``struct sigaction``, the handler first
-    return _sigaction(number, None, action) != 0 or bool(action[0])

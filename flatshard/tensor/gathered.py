@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.tensor.sharded_tensor import FlatShardTensor, is_collective
 from flatshard.tensor.untraced import untraced
 
 
@@ -31,15 +33,22 @@ class GatheredView(Tensor):
             views = [t for t in leaves if isinstance(t, GatheredView)]
             plain = {id(t): t.as_subclass(Tensor) for t in views}
         before = [tensor._version for tensor in plain.values()]
+        if is_collective(func):  # it moves no version counter
+            raise _lost(func, views[0])
         args, kwargs = pytree.tree_unflatten([plain.get(id(t), t) for t in leaves], tree)
         result = func(*args, **kwargs)
         if before != [tensor._version for tensor in plain.values()]:
-            raise RuntimeError(
-                f"parameter {views[0].parameter!r}: {torch.overrides.resolve_name(func)} writes to "
-                "a part of it that was read outside of forward, which is a copy: the edit would be "
-                "lost. Edit under ShardedWrapper.summon_full_params(model)."
-            )
+            raise _lost(func, views[0])
         return as_views(result, plain.values(), views[0].parameter)
+
+
+def _lost(func: Any, view: GatheredView) -> RuntimeError:
+    """The error for a function that writes, or may write, to a view."""
+    return RuntimeError(
+        f"parameter {view.parameter!r}: {torch.overrides.resolve_name(func) or func.__name__} "
+        "writes to a part of it that was read outside of forward, which is a copy: the edit would "
+        "be lost. Edit under ShardedWrapper.summon_full_params(model), or pass a clone()."
+    )
 
 
 def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = False) -> Any:
@@ -75,14 +84,35 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, gradient: Tensor) -> FlatShardTensor:  # type: ignore[override]
-        spec = ctx.spec
-        spec.on_outside_grad()
-        # Each rank has the gradient of its own batch, and data parallelism wants the average.
-        part = gradient.contiguous().clone()
-        for comm in (spec.comm, spec.replicas):
-            comm.reduce_scalars(part, "SUM", op_name=f"the gradient of {spec.name}")
-        part = spec.slice(part) / (spec.comm.size * spec.replicas.size)
-        return FlatShardTensor(part, spec)
+        return _averaged(ctx.spec, gradient)
+
+
+def _averaged(spec: ShardSpec, gradient: Tensor) -> FlatShardTensor:
+    """This rank's range of the average of the ranks' full gradients of a parameter.
+
+    Collective: all ranks that train the parameter.
+    """
+    if isinstance(gradient, FlatShardTensor):
+        return gradient
+    spec.on_outside_grad()
+    part = gradient.contiguous().clone()
+    for comm in (spec.comm, spec.replicas):
+        comm.reduce_scalars(part, "SUM", op_name=f"backward of the full tensor of {spec.name!r}")
+    return FlatShardTensor(spec.slice(part) / (spec.comm.size * spec.replicas.size), spec)
+
+
+def average_full_gradients(param: FlatShardTensor) -> None:
+    """Average over the ranks full gradients that autograd is about to add to ``param.grad``.
+
+    A ``torch.autograd.Function`` that gets the sharded parameter returns the gradient of this
+    rank's batch. Gradients of other operations are averaged ranges already.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if param.is_floating_point() or param.is_complex():
+            is_trained = param.requires_grad
+            param.requires_grad_(True)  # a frozen tensor refuses hooks, and may be unfrozen later
+            Tensor.register_hook(param, partial(_averaged, param.spec))
+            param.requires_grad_(is_trained)
 
 
 def gathered(tensor: FlatShardTensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
 from flatshard.plan.module_tree import unit_text
-from flatshard.tensor.flat_parameter import FlatParameterPart
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import (
     ABOVE_AUTOGRAD,
@@ -37,8 +37,8 @@ def _reduced(values: Tensor, comms: Comms, op: str, op_name: str) -> Tensor:
     return values
 
 
-def _part(tensor: FlatShardTensor, *, with_padding: bool) -> Tensor:
-    """This rank's part; a copy if there is padding to leave out."""
+def _part(tensor: FlatShardTensor) -> Tensor:
+    """This rank's part. Raises RuntimeError for a gradient that is not reduced."""
     spec = tensor.spec
     unit = UNREDUCED.get(tensor)
     if unit is not None:
@@ -47,10 +47,7 @@ def _part(tensor: FlatShardTensor, *, with_padding: bool) -> Tensor:
             "that was accumulated under no_sync and not reduced. Ask for it after a backward "
             "outside of no_sync."
         )
-    # Only a flat parameter's gradient has padding: zeros between the originals and behind them.
-    if with_padding or spec.originals is None:
-        return tensor.local
-    return torch.cat([tensor.local[span.start : span.end] for span in spec.originals])
+    return tensor.local
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype | None:
@@ -101,20 +98,30 @@ def _sharded_norms(
     tensors: list[FlatShardTensor], order: float, dtype: torch.dtype | None, comms: Comms
 ) -> Tensor:
     """Norms of tensors that the same communicators share, float64, ``(len(tensors),)``."""
-    # Padding is zeros: nothing to a positive order, but a negative one would divide by them.
-    parts = [_part(tensor, with_padding=order >= 0) for tensor in tensors]
+    parts = [_part(tensor) for tensor in tensors]
     if dtype is not None:
         parts = [part.to(dtype) for part in parts]
     # Of complex numbers only the sizes matter; torch warns when it counts those that are not zero.
     parts = [part.abs() if part.is_complex() else part for part in parts]
     device = parts[0].device if parts[0].device.type != "cpu" else comms[0].control_device
     local = _local_norms(parts, order, device)
-    op_name = tensors[0].spec.name if len(tensors) == 1 else "norms"
+    op_name = _name_of_norms(tensors, order)
     if math.isinf(order):
         return _extremes(local, comms, largest=order > 0, op_name=op_name)
     if order == 0:
         return _reduced(local, comms, "SUM", op_name)
     return _reduced(local.pow(order), comms, "SUM", op_name).pow(1 / order)
+
+
+def _name_of_norms(tensors: list[FlatShardTensor], order: float) -> str:
+    first = tensors[0].described
+    if len(tensors) == 1:
+        return f"norm of order {order:g} of {first}"
+    roles = ", ".join(sorted({tensor.role for tensor in tensors}))
+    # A hash of integers, unlike a hash of texts, is the same in all processes.
+    which = hash((zlib.crc32(roles.encode()), *[tensor.spec.name_crc for tensor in tensors]))
+    number = f"set {which & 0xFFFFFFFF:08x}"
+    return f"norms of order {order:g} of {len(tensors)} tensors from {first} on, {number}"
 
 
 def _local_norms(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
@@ -145,12 +152,13 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """``sum`` and ``mean`` of everything."""
     given = _bind(func, args, kwargs)
     tensor, dtype = given["self"], given.get("dtype")
-    spec, part = tensor.spec, _part(tensor, with_padding=True)
+    spec, part = tensor.spec, _part(tensor)
     if dtype is not None:
         part = part.to(dtype)
     # Narrow dtypes are rounded once, after the ranks' sums are added.
     total = part.sum(dtype=_sum_dtype(part.dtype))
-    _reduced(total, spec.comms, "SUM", spec.name)
+    name = func._schema.name.removeprefix("aten::")
+    _reduced(total, spec.comms, "SUM", f"{name} of {tensor.described}")
     if func._schema.name == "aten::mean":
         total = total / spec.unsharded_numel
     return total if _sum_dtype(part.dtype) is None else total.to(part.dtype)
@@ -158,7 +166,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor, name = _bind(func, args, kwargs)["self"], func._schema.name.removeprefix("aten::")
-    part = _part(tensor, with_padding=False)
+    part = _part(tensor)
     is_logical = name in ("any", "all") or part.dtype is torch.bool
     if is_logical:
         part = (part != 0).to(torch.uint8)
@@ -171,8 +179,8 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
         if not part.is_floating_point():
             least, greatest = torch.iinfo(part.dtype).min, torch.iinfo(part.dtype).max
         value = part.new_full((), least if largest else greatest)
-    comms, op_name = tensor.spec.comms, tensor.spec.name
-    value = _extremes(value.view(1), comms, largest=largest, op_name=op_name)[0]
+    op_name = f"{name} of {tensor.described}"
+    value = _extremes(value.view(1), tensor.spec.comms, largest=largest, op_name=op_name)[0]
     return value.to(torch.bool) if is_logical else value
 
 
@@ -198,7 +206,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # Not a set: all ranks must meet the communicators in one order.
     specs = [g.spec for g in gradients if isinstance(g, FlatShardTensor)]
     for comm in dict.fromkeys(comm for spec in specs for comm in spec.comms):
-        comm.reduce_scalars(found_inf, "MAX", op_name="found_inf")
+        comm.reduce_scalars(found_inf, "MAX", op_name="GradScaler's check for inf and NaN")
 
 
 HANDLERS.update(
@@ -240,8 +248,8 @@ class _Reduction(torch.autograd.Function):
         spec.on_outside_grad()
         # The loss may be scaled differently on each rank, and data parallelism wants the average.
         # A clone: the reduction is in place, and autograd may hand the tensor to others too.
-        average = spec.comm.reduce_scalars(gradient.clone(), "SUM", op_name=spec.name)
-        average = spec.replicas.reduce_scalars(average, "SUM", op_name=spec.name)
+        op_name = f"backward of a {'sum' if ctx.order is None else 'norm'} of {spec.name!r}"
+        average = _reduced(gradient.clone(), (spec.comm, spec.replicas), "SUM", op_name)
         average = average / (spec.comm.size * spec.replicas.size)
         local, *norms = ctx.saved_tensors
         if ctx.order is None:
@@ -258,8 +266,6 @@ def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
     source, *rest = args if key is None else (kwargs.pop(key), *args)
     if not (isinstance(source, FlatShardTensor) and source.requires_grad):
         return NotImplemented
-    if isinstance(source, FlatParameterPart):
-        source.spec.refuse(f"the gradient of a {kind}")
     order: Any = None
     if kind == "norm":
         order = rest.pop(0) if rest else kwargs.pop("p", kwargs.pop("ord", 2))

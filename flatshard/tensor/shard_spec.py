@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import ALONE, Communicator
 from flatshard.memory.disk import DiskMemory
-from flatshard.plan.layout import LocalSpan, strides_of
+from flatshard.plan.layout import strides_of
 from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
 from flatshard.tensor.tensor_parallel import TensorParallel
@@ -52,11 +53,6 @@ class ShardSpec:
     replicas: Communicator = ALONE  # the ranks that hold the same
     tensor_parallel: TensorParallel | None = None  # of a part of what a DTensor held
     order: tuple[int, ...] = ()  # dimensions as they lie in memory, outermost first
-    # Of a flat parameter, whose shape is that of one shard: which ranges of the shard are not
-    # padding, the shard's place in the concatenation, and the elements of all without padding.
-    originals: Sequence[LocalSpan] | None = None
-    number: int = 0
-    total_numel: int = -1
     # Before autograd adds to the parameter's gradient what came of its use outside of forward.
     on_outside_grad: Callable[[], object] = _no
     # When ``full`` is read while it has no memory; returns whether it has memory again.
@@ -75,13 +71,13 @@ class ShardSpec:
         default_factory=weakref.WeakValueDictionary
     )
     strides: tuple[int, ...] = field(init=False)
+    name_crc: int = field(init=False)  # a number for the name, the same on all ranks
 
     def __post_init__(self) -> None:
         self.shape = tuple(self.shape)
         self.order = tuple(self.order or range(len(self.shape)))
         self.strides = strides_of(self.shape, self.order)
-        if self.total_numel < 0:
-            self.total_numel = math.prod(self.shape)
+        self.name_crc = zlib.crc32(self.name.encode())
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
@@ -112,7 +108,7 @@ class ShardSpec:
     def unsharded_numel(self) -> int:
         """Elements of the parameter without any parallelism."""
         split = self.tensor_parallel
-        return self.total_numel if split is None else math.prod(split.shape)
+        return math.prod(self.shape if split is None else split.shape)
 
     def unsplit(self, local: Tensor) -> Tensor:
         """What tensor-parallel ranks hold together, if ``local`` is a part of it, of ``shape``.
@@ -160,15 +156,26 @@ class ShardSpec:
                 "p.copy_(...)."
             )
 
-    def refuse(self, operation: object) -> NoReturn:
-        """Raise for an operation that this rank's part cannot do alone."""
+    def where(self, described: str | None = None) -> str:
+        """A tensor of this spec, by default the parameter, in words with its unit and this rank."""
+        what = described or f"parameter {self.name!r}"
+        return f"{what} ({unit_text(self.unit)}, rank {self.comm.global_rank})"
+
+    def refuse(self, operation: object, described: str | None = None) -> NoReturn:
+        """Raise for an operation for which this rank's part is not enough.
+
+        ``described``: the tensor in words, if the tensor is no parameter.
+        """
         refuse_foreign_wrapper()
-        raise NeedsFullTensor(
-            f"parameter {self.name!r} ({unit_text(self.unit)}, rank {self.comm.global_rank}) is "
-            f"sharded: {operation} needs the full tensor. Use it inside the forward of the module "
-            "that owns it, under ShardedWrapper.summon_full_params(model), or on p.full_tensor().",
-            self,
+        remedy = (
+            "Use it inside the forward of the module that owns it, under "
+            "ShardedWrapper.summon_full_params(model), or on p.full_tensor()."
+            if described is None
+            else "Norms, sums and element-wise operations work on the sharded tensor; its "
+            "full_tensor(), called on all ranks, gives the full one."
         )
+        message = f"{self.where(described)} is sharded: {operation} needs the full tensor. {remedy}"
+        raise NeedsFullTensor(message, self)
 
 
 def first_of_dtensor(specs: Iterable[ShardSpec]) -> str | None:

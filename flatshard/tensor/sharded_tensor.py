@@ -9,8 +9,11 @@ backward none of this is in the way: modules hold plain parameters there.
 from __future__ import annotations
 
 import importlib
+import zlib
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from functools import partialmethod
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +27,55 @@ from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 from flatshard.tensor.untraced import untraced
 
 # By operation name; called with the operation, its arguments and its keywords. ``elementwise_ops``
-# enters what each rank can do alone, ``reduction_ops`` what takes a collective.
+# enters what each rank can do alone, ``reduction_ops`` what takes a collective, and
+# ``own_collectives`` under "collective" the rule for collectives that a program calls itself.
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 # What stands for functions that autograd would differentiate wrongly, unless it returns
 # NotImplemented; ``reduction_ops`` enters it.
 ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
 # The attributes of a ``FlatShardTensor`` that are no user's.
-OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "is_alike"})
+OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role"})
+GRADIENT = "gradient of"  # the role of a parameter's gradient
+# Where torch defines its collectives. A namespace, not a list of names: their schemas do not say
+# what they write, and a collective of a newer torch must raise too.
+_COLLECTIVE_MODULES = (
+    *("torch.distributed", "torch._ops.c10d", "torch._ops._c10d"),
+    *("torch._ops.symm_mem", "torch._ops._dtensor"),
+)
+
+
+@dataclass(eq=False, slots=True)
+class Origin:
+    """What the values of a sharded tensor were computed from; its aliases share the object.
+
+    Attributes:
+        digest: checksum of the operations and the numbers, if the values were computed from
+            parameters and numbers only; otherwise None. Ranks that compute the same have equal
+            digests.
+        is_parameter: whether the values are a parameter's. All ranks write the same tensors into a
+            parameter, so that its ranges belong together whatever was written.
+    """
+
+    digest: int | None = None
+    is_parameter: bool = False
+
+    def write(self, digest: int | None) -> None:
+        """Take the digest of values that were written in place."""
+        if digest is not None or not self.is_parameter:
+            self.digest = digest
+
+
+def digest_of(name: str, operands: Iterable[Any]) -> int | None:
+    """The digest of the result of operation ``name``; None if an operand is a rank's own."""
+    parts: list[Any] = [name]
+    for operand in operands:
+        if isinstance(operand, Tensor):
+            if not isinstance(operand, FlatShardTensor) or operand.origin.digest is None:
+                return None
+            operand = operand.origin.digest
+        if isinstance(operand, int | float | complex):  # a device may differ by rank
+            parts.append(operand)
+    return zlib.crc32(repr(parts).encode())
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
@@ -59,7 +104,9 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
         flat: the shard, or its gradient, of which ``local`` is the range from ``spec.start`` on;
             None: ``local`` has memory of its own.
         is_parameter: whether it is a unit's parameter.
-        is_alike: whether it was computed from parameters and numbers alone, alike on all ranks.
+        origin: what its values were computed from.
+        role: the tensor's relation to the parameter, in words, the same on all ranks. Collectives
+            compare it between ranks, so that values of different tensors are never mixed.
     """
 
     # Attributes of the object, not properties: reading them costs no dispatch.
@@ -67,7 +114,8 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
     spec: ShardSpec
     flat: Tensor | None
     is_parameter: bool = False
-    is_alike: bool
+    origin: Origin
+    role: str = "tensor like"
 
     @staticmethod
     def __new__(
@@ -82,7 +130,8 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
             device=local.device,
             requires_grad=requires_grad,
         )
-        self.local, self.spec, self.flat, self.is_alike = local, spec, flat, self.is_parameter
+        self.local, self.spec, self.flat = local, spec, flat
+        self.origin = Origin(0, is_parameter=True) if self.is_parameter else Origin()
         return self  # type: ignore[no-any-return]
 
     @classmethod
@@ -94,8 +143,28 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
     def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
         """The same, counted as an ``nn.Parameter``."""
         self = cls.in_flat(flat, spec, requires_grad)
-        self._is_param = self.is_parameter = self.is_alike = True
+        self._is_param = self.is_parameter = True
+        self.origin, self.role = Origin(0, is_parameter=True), "parameter"
         return self
+
+    def with_role(self, role: str) -> Self:
+        """The same tensor with another ``role``."""
+        self.role = role
+        return self
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether the ranks hold ranges of one tensor, made of parameters and numbers only."""
+        return self.origin.digest is not None
+
+    @property
+    def described(self) -> str:
+        """The tensor in words, such as ``gradient of 'fc1.weight'``; the same on all ranks."""
+        return f"{self.role} {self.spec.name!r}"
+
+    def refuse(self, operation: object, *_: Any, **__: Any) -> NoReturn:
+        """Raise NeedsFullTensor for an operation for which this rank's range is not enough."""
+        self.spec.refuse(operation, None if self.is_alike else self.described)
 
     def to_local(self) -> Tensor:
         """This rank's range in memory order, ``(numel held here,)``; shares memory."""
@@ -104,19 +173,17 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
     def full_tensor(self) -> Tensor:
         """A plain copy of the full tensor, with its shape and strides.
 
-        Of a flat parameter's gradient: all shards one after the other, ``(padded_numel,)``. Of a
-        gradient that was accumulated under ``no_sync``: from every rank what it has there.
+        Of a gradient that was accumulated under ``no_sync``: from every rank what it has there.
 
         Collective: all ranks of the shard group.
         """
         spec, local = self.spec, self.local.detach()
-        is_flat = spec.originals is not None
-        start = spec.number * spec.numel if is_flat else spec.offset
-        flat = local.new_zeros(spec.comm.size * spec.numel if is_flat else self.numel())
-        flat[start : start + spec.numel] = local
+        flat = local.new_zeros(self.numel())
+        flat[spec.offset : spec.offset + spec.numel] = local
         # Of each byte at most one rank's is not zero: the sum only puts ranges side by side.
-        spec.comm.reduce_scalars(as_bytes(flat), "SUM", op_name=spec.name)
-        return flat if is_flat else flat.as_strided(spec.shape, spec.strides)
+        op_name = f"full tensor of {self.described}"
+        spec.comm.reduce_scalars(as_bytes(flat), "SUM", op_name=op_name)
+        return flat.as_strided(spec.shape, spec.strides)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -132,7 +199,7 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
             storage = self.local.untyped_storage()._cdata
             for alias in list(self.spec.aliases.values()):
                 if alias.local.untyped_storage()._cdata == storage:
-                    alias.local = alias.local.clone()
+                    alias.local, alias.origin = alias.local.clone(), Origin(alias.origin.digest)
             self.copy_(value)
 
     def data_ptr(self) -> int:
@@ -144,7 +211,7 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
             spec, local = self.spec.detached(), self.local.detach()
             storage = spec.state_disk
             copied = storage.copy(local) if storage and is_on_disk(local) else local.clone()
-            twin = type(self)(copied, spec, self.requires_grad)
+            twin = type(self)(copied, spec, self.requires_grad).with_role(self.role)
             twin.__dict__.update(attributes_of(self))
             memo[id(self)] = twin
         return memo[id(self)]  # type: ignore[return-value]
@@ -163,10 +230,6 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
             "flatshard.checkpoint.full_optim_state_dict(model, optimizer) of an optimizer's state, "
             "full_state_dict(model) of a model's, and full_tensor() of other tensors."
         )
-
-    def share_memory_(self) -> NoReturn:  # type: ignore[override]
-        """Raises: the storage is part of a flat one."""
-        self.spec.refuse("share_memory_()")
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call ``hook`` with this rank's full gradient, before it is reduced."""
@@ -204,6 +267,8 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_collective(func):
+            return HANDLERS["collective"](func, args, kwargs)
         try:
             if func.__name__ not in ATTRIBUTES and torch.is_grad_enabled() and is_counted():
                 refuse_counted(func, first_sharded(args, kwargs).spec)
@@ -231,9 +296,21 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
         # Fused and foreach operations are far too many, and too new, to be listed by name.
         if handler is None and name.startswith(("_foreach_", "_fused_")):
             handler = HANDLERS["_foreach"]
-        if handler is None:
-            first_sharded(args, kwargs).spec.refuse(func._schema.name)
+        if handler is None and is_collective(func):
+            handler = HANDLERS["collective"]
+        if handler is None or (kwargs and func._schema.is_mutable and _has_out(kwargs)):
+            first_sharded(args, kwargs).refuse(func._schema.name)
         return handler(func, args, kwargs)
+
+
+def _has_out(given: dict[str, Any]) -> bool:
+    """Whether the keywords of an operator that writes name a tensor for its result."""
+    return "out" in given or any(isinstance(t, FlatShardTensor) for t in tensors_in(given.values()))
+
+
+def is_collective(func: Any) -> bool:
+    """Whether a function, or an operator, is one of torch.distributed's."""
+    return (getattr(func, "__module__", None) or "").startswith(_COLLECTIVE_MODULES)
 
 
 def wrote(values: Iterable[Any]) -> None:
@@ -263,6 +340,10 @@ def first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTen
     everything = (*args, *kwargs.values())
     return next(t for t in tensors_in(everything) if isinstance(t, FlatShardTensor))
 
+
+# Methods that torch runs without a dispatch, on memory that is not there: ``apply_`` would crash.
+for _name in ("numpy", "__array__", "__dlpack__", "tolist", "apply_", "map_", "share_memory_"):
+    setattr(FlatShardTensor, _name, partialmethod(FlatShardTensor.refuse, f"{_name}()"))
 
 # Only with types in these lists do torch's clipping and optimizers run one kernel for many tensors.
 for _module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, Origin
 
 
 class StateShard(FlatShardTensor):
@@ -26,12 +27,13 @@ class StateShard(FlatShardTensor):
         self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, split.shape, strides=split.layout.stride, dtype=local.dtype, device=local.device
         )
-        self.local, self.spec, self.flat, self.is_alike = local, spec, None, False
+        self.local, self.spec, self.flat = local, spec, None
+        self.origin = Origin()
         return self  # type: ignore[no-any-return]
 
     def of_local_shape(self) -> FlatShardTensor:
         """The same with the shape that the parameter has on this rank."""
-        return FlatShardTensor(self.local, self.spec)
+        return FlatShardTensor(self.local, self.spec).with_role(self.role)
 
     def data_ptr(self) -> int:
         """None: the range that it holds is an attribute."""
@@ -41,11 +43,15 @@ class StateShard(FlatShardTensor):
         """Unwritten memory: sharded alike if ``size`` is the full tensor's."""
         if tuple(size) != tuple(self.shape):
             return self.local.new_empty(size, **kwargs)
-        return type(self)(self.local.new_empty(self.local.shape, **kwargs), self.spec)
+        local = self.local.new_empty(self.local.shape, **kwargs)
+        return type(self)(local, self.spec).with_role(self.role)
 
 
-def state_shard(local: Tensor, spec: ShardSpec) -> Tensor:
-    """What a state dict holds for ``local``, ``(spec.numel,)``; shares memory with it."""
-    if not spec.total_numel:  # no rank has a chunk of it to write
+def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:
+    """Entry of a state dict that shares the memory of ``local``, ``(spec.numel,)``.
+
+    ``role``: relation of ``local`` to the parameter, as in ``FlatShardTensor``.
+    """
+    if not math.prod(spec.shape):  # no rank has a chunk of it to write
         return local.new_empty(spec.shape)
-    return StateShard(local.detach(), spec.detached())
+    return StateShard(local.detach(), spec.detached()).with_role(role)

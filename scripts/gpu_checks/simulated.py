@@ -135,7 +135,7 @@ class SimulatedCollectives:
         inside = flatshard.comm.transports.native
         with contextlib.ExitStack() as stack:
             for owner, name, function in (
-                (inside, "_all_gather_single", self.all_gather),
+                (inside, "all_gather_single", self.all_gather),
                 (inside, "_reduce_scatter_single", self.reduce_scatter),
                 (dist, "all_reduce", self.all_reduce),
                 (dist, "all_to_all_single", self.exchange),
@@ -154,7 +154,7 @@ class SingleRankCollectives(SimulatedCollectives):
         group = dist.new_group([0], backend=backend)
         assert isinstance(group, dist.ProcessGroup)
         self.alone, self.device = group, device
-        self.gather = flatshard.comm.transports.native._all_gather_single
+        self.gather = flatshard.comm.transports.native.all_gather_single
         self.reduce = flatshard.comm.transports.native._reduce_scatter_single
         # Of one rank both are the same, and gloo has no average.
         self.op = dist.ReduceOp.AVG if device.type == "cuda" else dist.ReduceOp.SUM

@@ -27,7 +27,7 @@ BAD_RANK = 1
 NAMED = (
     r"unit 'fc\d', rank \d: "
     r"(all-gathering parameters for \w+|(reduce-scatter|all-reduc)ing gradients)"
-    r"|'used parameters of all units, backward', rank \d: combining"
+    r"|used parameters of all units, backward, rank \d: exchanging values"
 )
 """The unit, the rank and the collective; one at the end of backward is for all units."""
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.diagnostics import late_modules
+from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 
@@ -20,6 +21,7 @@ class _Renormed(nn.Linear):
     """Edits its weight in every forward."""
 
     kind = "no_grad"
+    first = 1  # how many forwards "later" edits nothing
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "no_grad":
@@ -31,7 +33,7 @@ class _Renormed(nn.Linear):
             self.weight.data.mul_(0.5).add_(0.1)
         elif self.kind == "later":  # as a momentum encoder, which starts as a copy
             self.calls = getattr(self, "calls", 0) + 1
-            self.weight.data.mul_(0.5 if self.calls > 1 else 1.0)
+            self.weight.data.mul_(0.5 if self.calls > self.first else 1.0)
         else:
             self.weight = nn.Parameter(self.weight.detach().clamp(-0.1, 0.1))
         return super().forward(x)
@@ -84,16 +86,8 @@ def _assigned(keywords: dict[str, Any]) -> None:
     setattr(model, "0", nn.Linear(4, 6))
 
 
-def _optimizer_before(keywords: dict[str, Any]) -> None:
-    module = nn.Linear(4, 6)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    model = ShardedWrapper(module, use_orig_params=False, **keywords)
-    model(torch.randn(2, 4)).sum().backward()
-    optimizer.step()
-
-
 def _functional(keywords: dict[str, Any]) -> None:
-    model = ShardedWrapper(nn.Linear(4, 6), use_orig_params=False, **keywords)
+    model = ShardedWrapper(nn.Linear(4, 6), **keywords)
     values = {name: value.detach() * 2 for name, value in model.named_parameters()}
     torch.func.functional_call(model, values, (torch.randn(2, 4),))
 
@@ -112,8 +106,7 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "parameter '0.1.weight' was added after wrapping": _added_later,
     "parameter '1.weight' was added after wrapping: it": _replaced_later,
     "assigned to '0' of a sharded module": _assigned,
-    "the optimizer was made before wrapping": _optimizer_before,
-    "the flat parameter of the root unit was replaced": _functional,
+    "parameter 'weight' of a unit .Linear. was replaced by a tensor": _functional,
 }
 
 
@@ -126,6 +119,35 @@ def _named(rank: int, world_size: int) -> None:
         for keywords in ({}, {"collectives": "sockets", "sharding_strategy": "SHARD_GRAD_OP"}):
             with naming(message), pytest.raises((RuntimeError, ValueError), match=message):
                 run(keywords)
+
+
+def test_looked_for_in_every_forward() -> None:
+    run_ranks(_edited_late, 2)
+
+
+def _edited_late(rank: int, world_size: int) -> None:
+    """Once, forwards 3 to 9 and 11 to 99 were not looked at."""
+    for was_written, failures in ((True, {4, 5}), (False, {2, 3, 5})):
+        module = nn.Sequential(nn.Linear(4, 4), _Renormed(4, 6), nn.Tanh(), nn.Linear(6, 6))
+        module[1].requires_grad_(False)
+        module[1].kind, module[1].first = "later", 3 if was_written else 1
+        policy = ModuleWrapPolicy({_Renormed})
+        model = ShardedWrapper(module, auto_wrap_policy=policy, coalesce_bytes=0)
+        found = {}
+        for step in range(1, 6):
+            if was_written and step == 3:  # a momentum encoder, written between steps
+                with torch.no_grad():
+                    model[1].weight.mul_(0.9)
+            if step == 4 and not was_written:
+                module[1].module.first = 9
+            elif step == 5 and not was_written:
+                module[1].module.first = 1
+            try:
+                model(torch.randn(2, 4))
+            except RuntimeError as error:
+                found[step] = str(error)
+        assert found.keys() == failures
+        assert all("momentum encoder (MoCo, BYOL) between steps" in m for m in found.values())
 
 
 def test_a_copy_on_one_rank_alone() -> None:
@@ -150,7 +172,6 @@ def _registers(rank: int, world_size: int) -> None:
     """Else every step would look at all modules."""
     for keywords in (
         {},
-        {"use_orig_params": False},
         {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
     ):
         case = CASES["transformer"]

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
@@ -12,7 +13,6 @@ from tests.harness import allow_warnings, run_ranks
 WAYS: tuple[dict[str, Any], ...] = (
     {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "coalesce_bytes": 0},
     {"sharding_strategy": "NO_SHARD"},
-    {"use_orig_params": False},
 )
 
 
@@ -24,9 +24,14 @@ class _Net(nn.Module):
         with allow_warnings(FutureWarning):  # deprecated, and in many models
             self.first = nn.utils.weight_norm(nn.Linear(6, 6))
             self.second = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 6), dim=None), nn.Tanh())
+            # DINO's last layer: no bias comes first, whose swap would drop the weight's graph.
+            self.third = nn.utils.weight_norm(nn.Linear(6, 6, bias=False))
+        self.fourth = parametrizations.weight_norm(nn.Linear(6, 6, bias=False))
+        self.fifth = parametrizations.spectral_norm(nn.Linear(6, 6, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))[:, self.columns]
+        x = self.third(self.second(torch.tanh(self.first(x))))
+        return self.fifth(self.fourth(x))[:, self.columns]
 
 
 def _train(model: nn.Module) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from flatshard import CollectiveError, ShardedWrapper
 from flatshard.collectives import record
 from flatshard.comm.deadlock import detector
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, run_ranks
+from tests.harness import allow_warnings, naming, run_ranks
 from tests.oracle import assert_same, assert_same_state, snapshot
 from tests.ways import BASIC, WAYS
 
@@ -158,7 +158,7 @@ def test_uses_of_a_childs_parameters(way: str) -> None:
     run_ranks(_uses, 2, way, False)
 
 
-@pytest.mark.parametrize("way", ["full", "full-flat", "no_shard"])
+@pytest.mark.parametrize("way", ["full", "no_shard"])
 def test_uses_in_a_checkpoint(way: str) -> None:
     """In the first pass more, or less, was saved than when the checkpoint recomputed."""
     run_ranks(_uses, 2, way, True)
@@ -178,6 +178,55 @@ def _uses(rank: int, world: int, way: str, is_checkpointed: bool) -> None:
         except BaseException as error:
             error.add_note(f"use: {name}")
             raise
+
+
+class XDropout(torch.autograd.Function):
+    """As older versions of DeBERTa have it: the gradient is a full tensor, of this rank's batch."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        mask = torch.empty_like(weight).bernoulli_(0.3).to(torch.bool)
+        ctx.save_for_backward(mask)
+        return weight.masked_fill(mask, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.masked_fill(*ctx.saved_tensors, 0)
+
+
+DRAWS: dict[str, Use] = {
+    # Every layer of DeBERTa reads, and drops entries of, one embedding.
+    "dropout": lambda m, x: F.linear(
+        F.linear(x, F.dropout(m.child.weight, 0.3)).tanh(), F.dropout(m.child.weight, 0.3)
+    ),
+    "noise": lambda m, x: F.linear(x, m.child.weight + torch.randn_like(m.child.weight)),
+    "mask": lambda m, x: F.linear(
+        x, m.child.weight * torch.empty_like(m.child.weight).bernoulli_(0.7)
+    ),
+    "function": lambda m, x: F.linear(x, XDropout.apply(m.child.weight)),
+    "computed": lambda m, x: F.linear(x, F.dropout(0.5 * m.child.weight, 0.3) / 2),
+    "checkpointed": lambda m, x: checkpoint(
+        lambda y: F.linear(y, F.dropout(m.child.weight, 0.3)), x, use_reentrant=False
+    ),
+    "own forward": lambda m, x: m.child(x) @ F.dropout(m.child.weight, 0.3),
+    "norm": lambda m, x: F.linear(x, m.child.weight / m.child.weight.norm()),
+}
+
+
+def test_draws() -> None:
+    """Each rank draws for its batch; once each drew for its own part of the parameter."""
+    run_ranks(_draws, 2)
+
+
+def _draws(rank: int, world: int) -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        torch.manual_seed(int(x[0, 0].item() * 1e6))  # other numbers on each rank
+        return model(x).pow(2).mean()
+
+    for name, use in DRAWS.items():
+        for way in BASIC if name == "dropout" else ["full"]:
+            with naming((way, name)):
+                _compare(rank, world, way, partial(Parent, use), loss)
 
 
 class Encoder(nn.Module):
@@ -448,12 +497,10 @@ def test_uses_outside_of_forward_in_a_loss() -> None:
 
 
 def _penalties(rank: int, world: int) -> None:
-    """Also with flat parameters, whose parts once refused to have gradients."""
-
     def loss(model: Any, x: Tensor) -> Tensor:
         weight = model.child.weight
         apart = (weight @ weight.t() - torch.eye(D)).pow(2).sum() + weight[0].abs().sum()
         return model(x).pow(2).mean() + apart * x.mean() + model.other.weight.pow(2).sum()
 
-    for way in ("full", "full-flat", "grad_op", "no_shard"):
+    for way in ("full", "grad_op", "no_shard"):
         _compare(rank, world, way, lambda: Parent(_again), loss)

@@ -4,14 +4,12 @@ import errno
 import os
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from flatshard.memory import mapped_files
 from tests.harness import ROOT
-from tests.scripts import run_script
 
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -99,36 +97,3 @@ def test_files_that_nobody_may_execute(kernel: str) -> None:
     assert number is not None
     os.close(number)
     assert made == [os.MFD_CLOEXEC | (0 if kernel == "old" else 8)]
-
-
-HANDLER = """
-import ctypes, faulthandler, signal
-from flatshard.tensor import freed_parameter
-
-handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
-if {handles}:
-    library = ctypes.CDLL(None)
-    library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    library.signal(signal.SIGSEGV, ctypes.cast(handler, ctypes.c_void_p))
-freed_parameter.show_crashes()
-print(faulthandler.is_enabled())
-"""
-
-
-@pytest.mark.parametrize(
-    ("handles", "switch", "is_enabled"),
-    [(False, "", True), (True, "", False), (False, "0", False), (False, "1", True)],
-)
-def test_a_handler_of_sigsegv_stays(
-    handles: bool,
-    switch: str,
-    is_enabled: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`faulthandler` took the place of one that an embedded JVM, say, cannot do without."""
-    script = tmp_path / "script.py"
-    script.write_text(HANDLER.format(handles=handles))
-    monkeypatch.setenv("FLATSHARD_FAULTHANDLER", switch)
-    status, out, err = run_script(script, cwd=tmp_path)
-    assert (status, out) == (0, f"{is_enabled}\n"), err

@@ -124,7 +124,7 @@ def _collectives(late: bool) -> Iterator[None]:
         return AsyncWork([work], op_name, kept, **more)
 
     with (
-        mock.patch.object(native, "_all_gather_single", gather),
+        mock.patch.object(native, "all_gather_single", gather),
         mock.patch.object(native, "_reduce_scatter_single", reduce),
         mock.patch.object(dist, "all_reduce", all_reduce),
         mock.patch.object(dist, "all_to_all_single", exchange),
@@ -241,7 +241,7 @@ def _reductions_are_connected_at_construction() -> None:
         stack.enter_context(waits)
         for owner, name in (
             (native, "_reduce_scatter_single"),
-            (native, "_all_gather_single"),
+            (native, "all_gather_single"),
             (dist, "all_reduce"),
             (dist, "all_to_all_single"),
         ):

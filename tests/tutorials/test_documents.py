@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import linecache
 import os
 import re
 import shutil
@@ -92,7 +93,9 @@ def test_every_piece_runs_on_two_ranks(tmp_path: Path) -> None:
 
 def _deadlock(rank: int, world_size: int, program: str, message: str) -> None:
     names = surroundings(program, rank)
-    exec(program, names)
+    lines = program.splitlines(keepends=True)
+    linecache.cache["train.py"] = len(program), None, lines, "train.py"
+    exec(compile(program, "train.py", "exec"), names)
     parts = message.partition("failed:")
     said = parts[2] if rank else message  # rank 1 says first where it is itself
     assert said.partition("...")[0].strip() in names["message"]
@@ -158,6 +161,23 @@ def _check_average(names: dict[str, Any], rank: int) -> None:
             expected[name] = expected[name].lerp(value, 0.01) if steps > 1 else value
     if rank == 0:
         assert_close(dict(names["weights"]), expected, rtol=1e-4, atol=1e-5)
+
+
+def _check_momentum_encoder(names: dict[str, Any], rank: int) -> None:
+    if "byol" not in names:  # the block that edits full parameters
+        state = names["model"].state_dict()
+        assert all((v[0] == 0).all() and v[1:].any() for n, v in state.items() if "blocks" in n)
+        return
+    torch.manual_seed(0)
+    plain = names["Byol"]()
+    trained = [param for param in plain.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    for (inputs, _), (others, _) in zip(data(0), data(1), strict=True):
+        optimizer.zero_grad()
+        plain(torch.cat([inputs, others])).backward()
+        optimizer.step()
+        names["update_target"](plain)
+    assert_close(names["byol"].state_dict(), dict(plain.state_dict()), rtol=1e-4, atol=1e-6)
 
 
 def _check_frozen(names: dict[str, Any], rank: int) -> None:
@@ -252,6 +272,7 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
     ("recipes.md", "Experts of one rank"): _check_experts,
     ("recipes.md", "Units that some ranks skip"): _check_skipped,
     ("recipes.md", "An average of the weights"): _check_average,
+    ("recipes.md", "A momentum encoder"): _check_momentum_encoder,
     ("recipes.md", "Fine-tuning with frozen weights"): _check_frozen,
     ("recipes.md", "A ResNet with BatchNorm"): _check_batch_norm,
     ("guide.md", "Save"): _check_saved,

@@ -7,6 +7,8 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping
 
+from flatshard.comm.process_groups import ranks_text
+
 REMEDY = (
     "All ranks must call what is collective, in the same order: forward (in evaluation too), "
     "backward, state_dict(), optim_state_dict(), summon_full_params(), clip_grad_norm_(), and "
@@ -60,16 +62,16 @@ def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
     """Where ranks first began different collectives, in words; None: nowhere that is known."""
     begun = {rank: dict(recent[rank]) for rank in sorted(recent)}
     for number in sorted(set.intersection(*map(set, begun.values()))):
-        ranks_of: dict[str, list[str]] = {}
+        ranks_of: dict[str, list[int]] = {}
         for rank, mine in begun.items():
-            ranks_of.setdefault(mine[number], []).append(str(rank))
+            ranks_of.setdefault(mine[number], []).append(rank)
         if len(ranks_of) > 1:
-            alike = [f"rank {', '.join(ranks)} began [{what}]" for what, ranks in ranks_of.items()]
+            alike = [f"rank {ranks_text(some)} began [{what}]" for what, some in ranks_of.items()]
             return f"the first difference: {'; '.join(alike)}"
     return None
 
 
-def check_same(what: Mapping[int, str]) -> None:
-    """Raise RuntimeError where the words of some ranks differ."""
-    if differ := first_difference({rank: [(0, words)] for rank, words in what.items()}):
-        raise RuntimeError(f"the ranks are in different collectives, {differ}. {REMEDY}")
+def describe_difference(names: Mapping[int, str]) -> str:
+    """Text of an error: the ranks in each collective, and the remedy."""
+    differ = first_difference({rank: [(0, name)] for rank, name in names.items()})
+    return f"the ranks are in different collectives, {differ}. {REMEDY} [FS-DEADLOCK]"

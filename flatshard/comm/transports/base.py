@@ -16,7 +16,7 @@ from flatshard.comm.deadlock import watchdog
 from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
 from flatshard.comm.deadlock.history import History
 from flatshard.comm.flat_chunks import sum_dtype
-from flatshard.comm.process_groups import abort
+from flatshard.comm.process_groups import abort, is_fake
 from flatshard.comm.requests import BufferRequest, Gather, ReduceScatter
 from flatshard.comm.work import AsyncWork
 from flatshard.memory.buffers import BufferMemory
@@ -29,15 +29,16 @@ class Members:
     """The ranks of one group, as a transport needs to know them."""
 
     rank: int  # this one's, within the group
-    ranks: list[int]  # the members by their ranks in the default group
+    ranks: tuple[int, ...]  # the members by their ranks in the default group
     gather_group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup  # the same ranks; reductions have an order of their own
     counter: CollectiveCounter  # of what this rank began, for deadlock detection
     options: TransportOptions
     is_gloo: bool  # the backend for tensors in host memory
-    is_fake: bool  # there are no other ranks (torch's "fake" backend)
-    # Every rank's picklable value, once all are at ``op_name``. Collective.
-    gather_objects: Callable[..., list[Any]]
+    # Waits until all ranks are at an operation of this name. Collective.
+    meet: Callable[[str], None]
+    # Every rank's picklable value. Collective.
+    gather_objects: Callable[[Any], list[Any]]
 
     def __post_init__(self) -> None:
         watchdog.tell_of_end()  # from now on others wait for this rank
@@ -50,6 +51,11 @@ class Members:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @cached_property
+    def is_fake(self) -> bool:
+        """Whether there are no other ranks (torch's "fake" backend)."""
+        return is_fake(self.gather_group)
 
     @cached_property
     def peers(self) -> list[int]:
@@ -80,7 +86,7 @@ class Members:
         # leaves the usual order waits here, the others in the usual: deadlock detection ends both.
         is_safe = not self.is_gloo or not self.counter.announces or self.history.is_usual(what)
         if what and not is_safe:
-            self.gather_objects(None, op_name=what)
+            self.meet(what)
             self.history.learn(what)
 
 

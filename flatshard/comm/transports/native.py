@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import pickle
 from functools import partial
 from typing import Any
 
@@ -18,7 +16,7 @@ from flatshard.comm.transports.base import Members, Transport
 from flatshard.comm.work import AsyncWork
 
 # Newer names of the same collectives; some versions warn of the older ones.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Elements of a reduction for which no backend uses its algorithm for small ones.
@@ -56,7 +54,7 @@ class NativeTransport(Transport):
             self._members.announce(request.what)
         need = self._members.begin(group, what=request.what)
         # As bytes: not every backend knows every dtype.
-        work = _all_gather_single(as_bytes(out), as_bytes(shard), group=group, async_op=True)
+        work = all_gather_single(as_bytes(out), as_bytes(shard), group=group, async_op=True)
         reports_end = not (request.reduced and self._is_gloo(shard.device))
         return self._under_way(work, op_name, shard, out, need=need, reports_end=reports_end)
 
@@ -108,28 +106,6 @@ class NativeTransport(Transport):
             elif not replicas:
                 _reduce_scatter_single(part, full, op=op, group=group)
             if fixed_order and replicas:
-                _all_gather_single(full, part, group=group)
+                all_gather_single(full, part, group=group)
             elif replicas:
                 dist.all_reduce(full, op=op, group=group)
-
-
-def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """Every rank's ``value`` (picklable), in rank order; the backend moves tensors on ``device``.
-
-    Collective: all ranks of ``group``.
-    """
-    # Not torch's: that needs numpy. Two collectives: all ranks must send equally many bytes, and do
-    # not know the longest.
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    _all_gather_single(lengths, torch.tensor([data.numel()], device=device), group=group)
-    longest = int(lengths.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: data.numel()] = data
-    everything = torch.zeros(group.size() * longest, dtype=torch.uint8, device=device)
-    _all_gather_single(everything, padded, group=group)
-    rows = everything.cpu().view(group.size(), longest)
-    return [
-        pickle.loads(ctypes.string_at(row.data_ptr(), length))
-        for row, length in zip(rows, lengths.tolist(), strict=True)
-    ]

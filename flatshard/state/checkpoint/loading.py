@@ -77,7 +77,7 @@ def load(path: Path, take: Callable[[], Wanted], ranks: HostRanks, *, verify: bo
 
     # Errors of one rank are raised on all, before anything is overwritten.
     marker, found, wanted, targets = ranks.agree(prepare, op_name)
-    if len(set(ranks.gather(marker.saved_at, op_name))) > 1:
+    if len(ranks.gather_unless_equal(marker.saved_at, op_name)) > 1:
         raise ValueError(f"{op_name}: ranks see different checkpoints. Share the file system.")
     num_bytes = marker.bytes * (1 + verify) // ranks.size
     progress = Progress("loading", num_bytes, is_shown=ranks.rank == 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import io
 import logging
 import os
@@ -213,11 +212,7 @@ class Save:
         mine = {f"extra[{key!r}]": repr(value) for key, value in snapshot.extra.items()}
         mine |= {"the path": str(self.path.absolute()), "keep": str(self.keep)}
         mine |= snapshot.sharded()
-        # A digest first: the names of a large model's tensors are megabytes.
-        digest = hashlib.sha256(repr(sorted(mine.items())).encode()).digest()
-        if len(set(self.ranks.gather(digest, self.op_name))) == 1:
-            return
-        first, *others = self.ranks.gather(mine, self.op_name)
+        first, *others = self.ranks.gather_unless_equal(mine, self.op_name)
         for rank, theirs in enumerate(others, 1):
             for key in {**first, **theirs}:
                 here, there = first.get(key, "nothing"), theirs.get(key, "nothing")

@@ -1,0 +1,219 @@
+"""``HostExchange``: small values that ranks exchange in host memory, each exchange under a name.
+
+[Note: frames]
+gloo matches collectives only by their order. Two ranks that begin different collectives would get
+each other's values, wait for ever, or end by SIGABRT if the sizes differ. Therefore every exchange
+begins with the same collective: an all-reduce (MAX) of a frame of ``FRAME_BYTES``. A frame holds
+the digest of the exchange's name and the complement of each digest byte. If all names are equal,
+the maximum of a digest byte and the maximum of its complement add up to 255. If names differ, some
+pair adds up to more, on every rank: then all ranks tell each other their names, and all raise,
+before any rank has used a value. The next exchange starts in step again.
+
+Short values travel in the frame itself. Longer values follow in a second collective, whose kind and
+size are part of the compared name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import re
+import threading
+from collections.abc import Iterable
+from functools import partial
+from hashlib import blake2b
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatshard.comm.deadlock import program
+from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
+from flatshard.comm.deadlock.history import describe_difference
+from flatshard.comm.flat_chunks import as_bytes
+from flatshard.comm.process_groups import abort, backend_for
+from flatshard.comm.transports.native import all_gather_single
+from flatshard.comm.work import CollectiveError, named
+
+FRAME_BYTES = 1024
+_DIGEST_BYTES = 8
+_ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES  # bytes of a value that fit into the frame
+_NAME_BYTES = 512  # of a name, in the error about different names
+_LENGTH_BYTES = 8
+_DETAIL = re.compile(r"\(|: ")
+
+
+def with_complements(data: Iterable[int]) -> bytes:
+    """Each byte of ``data`` and its complement, to be compared by ``differ`` after a maximum."""
+    return bytes(value for number in data for value in (number, 255 - number))
+
+
+def differ(maxima: bytes) -> list[bool]:
+    """For each byte given to ``with_complements``, whether two ranks gave different bytes.
+
+    A rank that sends zeros for a byte and for the byte's complement abstains.
+    """
+    # A byte and its complement add up to 255 if all ranks agree, and to 0 if all ranks abstain.
+    return [sum(pair) not in (0, 255) for pair in zip(maxima[::2], maxima[1::2], strict=True)]
+
+
+def compared_name(op_name: str) -> str:
+    """The start of a name, up to ``(`` or ``: ``, which must be equal on all ranks."""
+    # The rest of a name may be a path, which ranks may spell differently, or one rank's details.
+    return _DETAIL.split(op_name, maxsplit=1)[0]
+
+
+def digest_of(name: str) -> bytes:
+    """Eight bytes that identify a name; two names collide with a probability of 2**-64."""
+    return blake2b(name.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+class HostExchange:
+    """The exchanges of one process group. All ranks call the same methods in the same order.
+
+    Every method is **Collective**: all ranks of the group. Every method raises CollectiveError, on
+    all ranks, if ranks call it under different names, or if they call different methods.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        counter: CollectiveCounter | None = None,
+    ) -> None:
+        """Exchange over ``group``, which nothing else may use for collectives.
+
+        Args:
+            group: the ranks.
+            device: where the group's backend can send from; host memory if it can.
+            counter: counts this rank's collectives for deadlock detection; None: a new counter.
+        """
+        self.group, self._device = group, device
+        self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
+        self._counter = counter or CollectiveCounter(group.group_name, self._ranks, self._rank)
+        # Only the host waits here, but only gloo's waits can be ended from another thread.
+        self._abort = partial(abort, group) if backend_for(group, "cpu") == "gloo" else None
+
+    def meet(self, op_name: str) -> None:
+        """Wait until all ranks are at ``op_name``."""
+        self._frame("meeting", op_name, b"")
+
+    def maxima(self, values: bytes, op_name: str) -> bytes:
+        """For each byte, the maximum over the ranks."""
+        found = self._frame(f"{len(values)} maxima", op_name, values[:_ROOM])
+        if len(values) > _ROOM:
+            found += self._all_reduce_bytes(values[_ROOM:], op_name)
+        return found
+
+    def all_equal(self, value: bytes, op_name: str) -> bool:
+        """Whether ``value`` is the same on all ranks."""
+        return not any(differ(self.maxima(with_complements(value), op_name)))
+
+    def reduce(self, values: Tensor, op: str, op_name: str) -> None:
+        """Combine ``values`` over the ranks, in place; ``op`` as in ``torch.distributed.ReduceOp``.
+
+        ``values`` are on this exchange's device, with the same dtype and size on all ranks.
+        """
+        self._frame(f"{op} of {values.numel()} {values.dtype}", op_name, b"")
+        with self._waiting(op_name):
+            dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self.group)
+
+    def broadcast(self, tensor: Tensor, source: int, op_name: str) -> None:
+        """Overwrite ``tensor``, of equal size everywhere, by that of rank ``source`` of the group.
+
+        ``tensor`` is contiguous and on this exchange's device.
+        """
+        data, kind = as_bytes(tensor), f"{tensor.nbytes} bytes of rank {source}"
+        sends = self.group.rank() == source
+        if data.numel() > _ROOM:
+            self._frame(kind, op_name, b"")
+            with self._waiting(op_name):
+                dist.broadcast(data, src=self._ranks[source], group=self.group)
+            return
+        # The maximum of one rank's bytes and of zeros: the broadcast costs no second message.
+        mine = data.cpu()
+        sent = ctypes.string_at(mine.data_ptr(), mine.numel()) if sends else bytes(mine.numel())
+        found = self._frame(kind, op_name, sent)
+        if not sends and found:
+            data.copy_(torch.frombuffer(bytearray(found), dtype=torch.uint8))
+
+    def gather(self, value: Any, op_name: str) -> list[Any]:
+        """Every rank's ``value`` (picklable), in the group's order."""
+        row = pickle.dumps(value)
+        # All rows are padded to a power of two, whose exponent fits into one byte.
+        exponent = (len(row) + _LENGTH_BYTES).bit_length()
+        (exponent,) = self._frame("objects", op_name, bytes([exponent]))
+        row = len(row).to_bytes(_LENGTH_BYTES, "big") + row
+        rows = self._all_gather_bytes(row.ljust(1 << exponent, b"\0"), op_name)
+        return [_unpacked(row) for row in rows]
+
+    def gather_unless_equal(self, value: Any, op_name: str) -> list[Any]:
+        """Every rank's ``value`` (picklable), in the group's order; one value if all are equal.
+
+        Equal values cost one message of constant size. Values count as equal if their ``repr`` is.
+        """
+        if self.all_equal(digest_of(repr(value)), op_name):
+            return [value]
+        return self.gather(value, op_name)
+
+    # ------------------------------------------------------------ messages
+
+    def _frame(self, kind: str, op_name: str, value: bytes) -> bytes:
+        """Compare names, and return the maximum of each byte of ``value``; see the note."""
+        name = compared_name(op_name)
+        start = with_complements(digest_of(f"{kind}, {len(value)}, {name}"))
+        frame = self._all_reduce_bytes((start + value).ljust(FRAME_BYTES, b"\0"), op_name)
+        if frame[: len(start)] != start:
+            self._refuse(f"{name} ({kind})")
+        return frame[len(start) : len(start) + len(value)]
+
+    def _refuse(self, name: str) -> NoReturn:
+        """Raise on all ranks: which rank is in which exchange, at which line of the program."""
+        line = program.line_of(threading.get_ident())
+        place = f"{name}, at {line}" if line else name
+        row = place.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        rows = self._all_gather_bytes(row, "comparing the names of different collectives")
+        names = {
+            rank: row.rstrip(b"\0").decode(errors="replace")
+            for rank, row in zip(self._ranks, rows, strict=True)
+        }
+        raise CollectiveError(f"{name}, rank {self._rank} failed: {describe_difference(names)}")
+
+    def _all_reduce_bytes(self, data: bytes, op_name: str) -> bytes:
+        """The maximum of each byte, for ``data`` of the same length on all ranks."""
+        wire = self._on_wire(data)
+        with self._waiting(op_name):
+            dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=self.group)
+        return _to_bytes(wire)
+
+    def _all_gather_bytes(self, row: bytes, op_name: str) -> list[bytes]:
+        """Each rank's ``row``, of the same length on all ranks."""
+        mine = self._on_wire(row)
+        everything = mine.new_zeros(len(self._ranks) * len(row))
+        with self._waiting(op_name):
+            all_gather_single(everything, mine, group=self.group)
+        data = _to_bytes(everything)
+        return [data[start : start + len(row)] for start in range(0, len(data), len(row))]
+
+    def _on_wire(self, data: bytes) -> Tensor:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+
+    def _waiting(self, op_name: str) -> named:
+        return named(partial(self._words, op_name), self._begin())
+
+    def _words(self, op_name: str) -> str:
+        return f"{op_name}, rank {self._rank}: exchanging values with the other ranks"
+
+    def _begin(self) -> WaitCondition:
+        return self._counter.begin(self.group.group_name, "", self._abort)
+
+
+def _to_bytes(wire: Tensor) -> bytes:
+    data = wire.cpu()
+    return ctypes.string_at(data.data_ptr(), data.numel())
+
+
+def _unpacked(row: bytes) -> Any:
+    length = int.from_bytes(row[:_LENGTH_BYTES], "big")
+    return pickle.loads(row[_LENGTH_BYTES : _LENGTH_BYTES + length])

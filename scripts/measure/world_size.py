@@ -1,0 +1,195 @@
+"""Measures what grows with the number of ranks: rank 0 of a world that is only claimed.
+
+    python scripts/measure/world_size.py --world-sizes 64,1024,4096,16384 --impl flatshard,fsdp2
+
+The process group is torch's "fake" one: its collectives move nothing to anybody, so one process
+does all that one rank of so many does, and waits for nobody. Each row is a fresh process, which
+wraps a decoder of transformer blocks, a unit per block, and trains it with SGD. Prints CPU seconds
+to wrap the model, of the first step and of a later step (the median), and the peak RSS. The columns
+"torch" are torch's own part: the seconds in which torch makes as many process groups, and runs the
+collectives of a later step, whose fake form copies a chunk for each rank. "before" is the RSS
+before the model is wrapped.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import measuring  # first: it may end this
+import torch
+import torch.distributed as dist
+from benchmark import Block
+from measuring import mib, resident_bytes
+from offload import Decoder
+from rich import print as rich_print
+from torch import nn
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 (it registers the backend)
+from training_job import at_least, spawn
+
+from flatshard import ShardedWrapper, ShardingStrategy, collectives
+from flatshard.wrap import ModuleWrapPolicy
+
+TOKENS = 16  # a step of little arithmetic: the rest is what this measures
+RANKS_PER_NODE = 8
+
+
+def wrap_flatshard(model: Decoder, strategy: str) -> nn.Module:
+    return ShardedWrapper(
+        model,
+        dist.group.WORLD,
+        sharding_strategy=ShardingStrategy[strategy],
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+    )
+
+
+def wrap_fsdp2(model: Decoder, strategy: str) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    size = dist.get_world_size()
+    shape = (size // RANKS_PER_NODE, RANKS_PER_NODE) if "HYBRID" in strategy else (size,)
+    mesh = init_device_mesh("cpu", shape)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+WAYS: dict[str, Callable[[Decoder, str], nn.Module]] = {
+    "flatshard": wrap_flatshard,
+    "fsdp2": wrap_fsdp2,
+}
+
+# ------------------------------------------------------------------------------------- one process
+
+
+def measure_rank(way: str, world_size: int, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of rank 0 of so many, with a decoder wrapped in one way."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of names that are older than others
+    torch.manual_seed(0)
+    os.environ["LOCAL_WORLD_SIZE"] = str(RANKS_PER_NODE)  # for HYBRID strategies
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+    model = Decoder(args.layers, args.width, args.vocabulary)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    tokens = torch.randint(args.vocabulary, (1, TOKENS))
+    # What torch imports and allocates once is not counted.
+    warm_up = Decoder(1, args.width, args.vocabulary)
+    step(warm_up, tokens, torch.optim.SGD(warm_up.parameters(), lr=1e-3, momentum=0.9))
+    before = resident_bytes("VmRSS")
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+        wrapped, wrap_seconds = timed(WAYS[way], model, args.strategy)
+    calls = list(new_group.call_args_list)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3, momentum=0.9)
+    first, *later = (timed(step, wrapped, tokens, optimizer)[1] for _ in range(1 + args.steps))
+    peak = resident_bytes("VmHWM")
+    with collectives.record() as events:
+        step(wrapped, tokens, optimizer)
+    return {
+        "way": way,
+        "world_size": world_size,
+        "numel": numel,
+        "wrap": wrap_seconds,
+        "torch_wrap": sum(timed(dist.new_group, *one.args, **one.kwargs)[1] for one in calls),
+        "first": first,
+        "step": statistics.median(later),
+        "torch_step": replay(events) if events else None,
+        "before": before,
+        "peak": peak,
+    }
+
+
+def step(model: nn.Module, tokens: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    model(tokens).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def timed(work: Callable[..., Any], *given: Any, **keywords: Any) -> tuple[Any, float]:
+    begin = time.process_time()
+    result = work(*given, **keywords)
+    return result, time.process_time() - begin
+
+
+def replay(events: list[collectives.Event]) -> float:
+    """Seconds in which torch alone runs such collectives."""
+    groups = {
+        ranks: dist.new_group(list(ranks), use_local_synchronization=True)
+        for ranks in {event.ranks for event in events}
+    }
+    full = {event.nbytes: torch.empty(event.nbytes, dtype=torch.uint8) for event in events}
+    begin = time.process_time()
+    for event in events:
+        whole, group = full[event.nbytes], groups[event.ranks]
+        part = whole[: event.nbytes // len(event.ranks)]
+        if event.kind == "gather":
+            dist.all_gather_into_tensor(whole, part, group=group)
+        elif event.kind == "reduce":
+            dist.reduce_scatter_tensor(part, whole, group=group)
+        else:
+            dist.all_reduce(whole, group=group)
+    return time.process_time() - begin
+
+
+def write_figures(_: int, file: str, *arguments: Any) -> None:
+    Path(file).write_text(json.dumps(measure_rank(*arguments)))
+
+
+# ------------------------------------------------------------------------------------- the table
+
+
+def measure(way: str, world_size: int, args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/figures.json"
+        spawn(write_figures, (file, way, world_size, args), 1)
+        return dict(json.loads(Path(file).read_text()))
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    made = measuring.table(
+        f"rank 0 of N, {rows[0]['numel']:,} parameters; seconds, MiB",
+        *("", "N", "wrap", "torch", "first step", "later step", "torch", "peak RSS", "before"),
+    )
+    for row in rows:
+        names = ("wrap", "torch_wrap", "first", "step", "torch_step")
+        seconds = [f"{row[name]:.3f}" if row[name] is not None else "" for name in names]
+        memory = [mib(row[name]) for name in ("peak", "before")]
+        made.add_row(row["way"], f"{row['world_size']:,}", *seconds, *memory)
+    rich_print(made)
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; exits with 2 on a bad one."""
+    parser = measuring.Parser(__doc__)
+    add = parser.add_argument
+    add("--world-sizes", default="64,1024,4096", help="with commas between (64,1024,4096)")
+    add("--impl", default=",".join(WAYS), help=f"which, with commas between ({','.join(WAYS)})")
+    strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_OP")
+    add("--strategy", choices=strategies, default="FULL_SHARD", help="of flatshard (FULL_SHARD)")
+    add("--layers", type=at_least(1), default=24, help="blocks (24)")
+    add("--width", type=at_least(8), default=256, help="of the model (256)")
+    add("--vocabulary", type=at_least(1), default=256, help="tokens (256)")
+    add("--steps", type=at_least(1), default=10, help="after the first one (10)")
+    add("--json", type=measuring.output_file, metavar="PATH", help="write all figures")
+    args = parser.parse_args(arguments)
+    args.impl = measuring.choose(parser, "--impl", args.impl, WAYS)
+    try:
+        args.world_sizes = [at_least(2)(text) for text in args.world_sizes.split(",")]
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        parser.error(f"--world-sizes: {error}")
+    measuring.require_proc(parser)
+    return args
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    rows = [measure(way, size, args) for size in args.world_sizes for way in args.impl]
+    show(rows)
+    measuring.write_json(args.json, rows)

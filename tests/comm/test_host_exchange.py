@@ -1,0 +1,177 @@
+"""Small exchanges carry their name: ranks in different ones all raise, and nobody uses a value."""
+
+import contextlib
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flatshard import CollectiveError, ShardedWrapper
+from flatshard.comm import communicator
+from flatshard.comm.communicator import Communicator
+from flatshard.comm.host_exchange import FRAME_BYTES, HostExchange
+from flatshard.tensor import reduction_ops
+from flatshard.tensor.sharded_tensor import FlatShardTensor
+from tests.harness import ROOT, run_ranks
+
+LARGE = 3 * FRAME_BYTES
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_exchanges(world_size: int) -> None:
+    run_ranks(_exchanges, world_size, group_timeout=60)
+
+
+def _exchanges(rank: int, world_size: int) -> None:
+    group = dist.new_group()
+    host = HostExchange(group, torch.device("cpu"))
+    host.meet("meeting")
+    for size in (0, 5, LARGE):
+        values = bytes((rank + index) % 7 for index in range(size))
+        expected = bytes(
+            max((other + index) % 7 for other in range(world_size)) for index in range(size)
+        )
+        assert host.maxima(values, "maxima") == expected
+        assert host.all_equal(b"x" * size, "equal bytes")
+        assert host.all_equal(values, "bytes") == (size == 0)
+        assert host.gather("x" * size * rank, "texts") == [
+            "x" * size * r for r in range(world_size)
+        ]
+        for source in range(world_size):
+            tensor = torch.full((size,), rank, dtype=torch.int64)
+            host.broadcast(tensor, source, "a tensor")
+            assert tensor.eq(source).all()
+    for op, expected in (("SUM", sum(range(world_size))), ("MAX", world_size - 1), ("MIN", 0)):
+        number = torch.tensor([float(rank)], dtype=torch.float64)
+        host.reduce(number, op, "a number")
+        assert number.item() == expected
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("a norm", lambda: host.reduce(torch.ones(1), "SUM", "a norm")),
+        ("another norm", lambda: host.reduce(torch.ones(1), "SUM", "another norm")),
+        ("a norm", lambda: host.reduce(torch.ones(3), "SUM", "a norm")),
+        ("a norm", lambda: host.reduce(torch.ones(1), "MAX", "a norm")),
+        ("the buffers", lambda: host.broadcast(torch.ones(1), 0, "the buffers")),
+        ("the buffers", lambda: host.broadcast(torch.ones(LARGE), 0, "the buffers")),
+        ("votes", lambda: host.maxima(bytes(LARGE), "votes")),
+        ("objects", lambda: host.gather("x" * LARGE, "objects: of one rank")),
+    ]
+    # The ranks stay in step: each mismatch is followed by the next.
+    for name, call in calls:
+        for other_name, other_call in calls:
+            if call is other_call:
+                call()
+                continue
+            with pytest.raises(CollectiveError, match=r"different collectives.*FS-DEADLOCK") as got:
+                (call if rank == 0 else other_call)()
+            got.match(rf"rank 0 (in|began) \[{name}")
+            got.match(rf"\[{other_name}")
+            got.match(r", at \S*test_host_exchange.py:\d+: ")
+
+
+def test_swapped_norms_raise() -> None:
+    """Each rank got the other parameter's norm, and no error; or SIGABRT between other sizes."""
+    run_ranks(_swapped, 2, group_timeout=60)
+
+
+def _wrapped(collectives: str = "auto") -> ShardedWrapper:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    return ShardedWrapper(model, collectives=collectives, process_group=dist.new_group())
+
+
+def _swapped(rank: int, world_size: int) -> None:
+    model = _wrapped()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    weight, other, *_ = model.parameters()
+    assert isinstance(weight, FlatShardTensor)
+    grad = weight.grad
+    assert isinstance(grad, FlatShardTensor)
+    state = ShardedWrapper.optim_state_dict  # only element-wise state has two tensors of one shape
+    with ShardedWrapper.state_dict_type(model, "SHARDED_STATE_DICT"):
+        adam = state(model, optimizer)["state"]["0.weight"]
+    pair = [weight, other]
+    pairs: list[tuple[Callable[[], object], Callable[[], object]]] = [
+        (weight.norm, other.norm),
+        (weight.norm, grad.norm),
+        (weight.norm, lambda: weight.norm(1)),
+        (weight.sum, weight.mean),
+        (weight.max, weight.min),
+        (weight.full_tensor, grad.full_tensor),
+        ((weight * 2).norm, (weight * 3).norm),
+        (adam["exp_avg"].full_tensor, adam["exp_avg_sq"].full_tensor),
+        (partial(torch._foreach_norm, pair), partial(torch._foreach_norm, pair[::-1])),
+    ]
+    with torch.no_grad():
+        for one, two in pairs:
+            for call in (one, two) if rank == 0 else (two, one):
+                with pytest.raises(CollectiveError, match="different collectives"):
+                    call()
+        # Afterwards the ranks are in step, and values are right.
+        expected = torch.linalg.vector_norm(weight.full_tensor())
+        torch.testing.assert_close(weight.norm(), expected)
+        assert weight.detach().norm() == weight.data.norm() == weight.norm()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_on_a_stream_different_reductions_give_nan(world_size: int) -> None:
+    """There the host does not wait, so names are compared on the device."""
+    run_ranks(_on_a_stream, world_size, group_timeout=60)
+
+
+def _on_a_stream(rank: int, world_size: int) -> None:
+    model = _wrapped("native")
+    model(torch.ones(4, 8)).sum().backward()
+    weight, bias, *_ = model.parameters()
+    assert isinstance(weight, FlatShardTensor)
+    expected = [weight.norm(), weight.abs().max(), weight.full_tensor(), weight.sum()]
+    streams = mock.patch.object(Communicator, "_stream_waits", return_value=True)
+    with torch.no_grad(), streams:
+        for few in (communicator._FEW, 0):
+            with mock.patch.object(communicator, "_FEW", few):
+                found = [weight.norm(), weight.abs().max(), weight.full_tensor(), weight.sum()]
+                for one, two in zip(found, expected, strict=True):
+                    torch.testing.assert_close(one, two)
+                is_last = rank == world_size - 1
+                assert (weight if is_last else bias).norm().isnan()
+                assert (weight if is_last else bias).sum().isnan()
+                swapped = weight.full_tensor() if is_last else (weight * 2).full_tensor()
+                assert swapped.isnan().all()
+        with contextlib.suppress(CollectiveError):
+            model.clip_grad_norm_(math.inf)
+    error = r"backward.*the first difference: rank 0.*norm of order 2 of parameter '0.bias'"
+    with pytest.raises(RuntimeError, match=error):
+        model(torch.ones(4, 8)).sum().backward()
+
+
+def test_norms_of_the_same_tensors_have_the_same_name() -> None:
+    """Ours and torch's clipping compute the same norms, and may meet."""
+    assert run_ranks(_both_clippings, 2) == [True, True]
+
+
+def _both_clippings(rank: int, world_size: int) -> bool:
+    model = _wrapped()
+    model(torch.ones(4, 8)).sum().backward()
+    clip = model.clip_grad_norm_
+    if rank == 0:
+        clip = lambda most: nn.utils.clip_grad_norm_(model.parameters(), most, foreach=True)  # noqa: E731
+    with mock.patch.object(
+        reduction_ops, "_name_of_norms", wraps=reduction_ops._name_of_norms
+    ) as named:
+        clip(1.0)
+    return named.called
+
+
+def test_one_rank_alone() -> None:
+    """A call on one rank, then anything else on all: right, or an error that names both."""
+    script = [sys.executable, "scripts/lone_calls.py", "--sample", "--quick", "--at-once", "4"]
+    run = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]

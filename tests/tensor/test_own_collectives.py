@@ -1,0 +1,500 @@
+"""Collectives of a program on sharded tensors: right, or refused before they communicate."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed._symmetric_memory  # defines its operators
+import torch.distributed.nn.functional as differentiable
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+from flatshard import ShardedWrapper
+from flatshard.comm.communicator import ALONE
+from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.tensor.sharded_tensor import FlatShardTensor, is_collective
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import allow_warnings, naming, run_ranks
+from tests.models import CASES
+from tests.oracle import assert_same, snapshot
+from tests.ways import WAYS
+
+SUM, AVG, MAX, MIN = (getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "MAX", "MIN"))
+
+
+def _like(tensor: Tensor, times: int = 1) -> Tensor:
+    return torch.ones(times * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype)
+
+
+def _likes(tensor: Tensor) -> list[Tensor]:
+    return [_like(tensor) for _ in range(dist.get_world_size())]
+
+
+# How each function that takes tensors is called with a sharded one, by module and name.
+CALLS: dict[ModuleType, dict[str, list[Callable[[Any], object]]]] = {
+    dist: {
+        "all_reduce": [
+            lambda t: dist.all_reduce(t, async_op=True),
+            lambda t: dist.all_reduce(t, dist.ReduceOp.PRODUCT),
+        ],
+        "all_reduce_coalesced": [lambda t: dist.all_reduce_coalesced([t])],
+        "all_gather": [lambda t: dist.all_gather(_likes(t), t)],
+        "all_gather_coalesced": [lambda t: dist.all_gather_coalesced([_likes(t)], [t])],
+        "all_gather_into_tensor": [lambda t: dist.all_gather_into_tensor(_like(t, 2), t)],
+        "all_gather_single": [lambda t: dist.all_gather_single(_like(t, 2), t)],
+        "_all_gather_base": [lambda t: dist._all_gather_base(_like(t, 2), t)],
+        "all_to_all": [lambda t: dist.all_to_all([t, t], _likes(t))],
+        "all_to_all_single": [
+            lambda t: dist.all_to_all_single(t, _like(t)),
+            lambda t: dist.all_to_all_single(_like(t), t),
+        ],
+        "broadcast": [lambda t: dist.broadcast(t, 0)],
+        "gather": [lambda t: dist.gather(t, _likes(t), 0)],
+        "gather_into_tensor": [lambda t: dist.gather_into_tensor(_like(t, 2), t, 0)],
+        "gather_single": [lambda t: dist.gather_single(_like(t, 2), t, 0)],
+        "isend": [lambda t: dist.isend(t, 1)],
+        "irecv": [lambda t: dist.irecv(t, 1)],
+        "send": [lambda t: dist.send(t, 1)],
+        "recv": [lambda t: dist.recv(t, 1), lambda t: dist.recv(t)],
+        "batch_isend_irecv": [
+            lambda t: dist.batch_isend_irecv([dist.P2POp(dist.isend, t, 1)]),
+        ],
+        "reduce": [lambda t: dist.reduce(t, 0)],
+        "reduce_scatter": [lambda t: dist.reduce_scatter(t, _likes(t))],
+        "reduce_scatter_tensor": [
+            lambda t: dist.reduce_scatter_tensor(t, _like(t, 2)),
+            lambda t: dist.reduce_scatter_tensor(_like(t), t),
+        ],
+        "reduce_scatter_single": [lambda t: dist.reduce_scatter_single(t, _like(t, 2))],
+        "_reduce_scatter_base": [lambda t: dist._reduce_scatter_base(t, _like(t, 2))],
+        "scatter": [lambda t: dist.scatter(t, _likes(t), 0)],
+        "_broadcast_coalesced": [lambda t: dist._broadcast_coalesced(dist.group.WORLD, [t], 9, 0)],
+        "all_gather_object": [lambda t: dist.all_gather_object([None, None], t)],
+        "gather_object": [lambda t: dist.gather_object(t, [None, None])],
+        "broadcast_object_list": [lambda t: dist.broadcast_object_list([t])],
+        "send_object_list": [lambda t: dist.send_object_list([t], 1)],
+        "scatter_object_list": [lambda t: dist.scatter_object_list([None], [t, t])],
+    },
+    functional: {
+        "all_reduce": [lambda t: functional.all_reduce(t, "sum", dist.group.WORLD)],
+        "all_reduce_coalesced": [
+            lambda t: functional.all_reduce_coalesced([t], "sum", dist.group.WORLD)
+        ],
+        "broadcast": [lambda t: functional.broadcast(t, 0, dist.group.WORLD)],
+        "wait_tensor": [lambda t: functional.wait_tensor(t)],
+        **{
+            name: [lambda t, name=name: getattr(functional, name)(t, 0, dist.group.WORLD)]
+            for name in (
+                "all_gather_single",
+                "all_gather_single_autograd",
+                "all_gather_tensor",
+                "all_gather_tensor_autograd",
+            )
+        },
+        **{
+            name: [lambda t, name=name: getattr(functional, name)(t, "sum", 0, dist.group.WORLD)]
+            for name in (
+                "reduce_scatter_single",
+                "reduce_scatter_single_autograd",
+                "reduce_scatter_tensor",
+                "reduce_scatter_tensor_autograd",
+            )
+        },
+        **{
+            name: [lambda t, name=name: getattr(functional, name)(t, None, None, dist.group.WORLD)]
+            for name in ("all_to_all_single", "all_to_all_single_autograd")
+        },
+        **{
+            name: [lambda t, name=name: getattr(functional, name)([t], dist.group.WORLD)]
+            for name in ("all_gather_single_coalesced", "all_gather_into_tensor_coalesced")
+        },
+        **{
+            name: [
+                lambda t, name=name: getattr(functional, name)([t], "sum", [0], dist.group.WORLD)
+            ]
+            for name in ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+        },
+        "permute_tensor": [lambda t: functional.permute_tensor(t, [1, 0], dist.group.WORLD)],
+    },
+    differentiable: {
+        "all_gather": [lambda t: differentiable.all_gather(t)],
+        "_all_gather_base": [lambda t: differentiable._all_gather_base(_like(t, 2), t)],
+        "all_reduce": [lambda t: differentiable.all_reduce(t, dist.ReduceOp.PRODUCT)],
+        "all_to_all": [lambda t: differentiable.all_to_all([t, t], _likes(t))],
+        "all_to_all_single": [lambda t: differentiable.all_to_all_single(_like(t), t)],
+        "broadcast": [lambda t: differentiable.broadcast(t, 0)],
+        "gather": [lambda t: differentiable.gather(t)],
+        "reduce": [lambda t: differentiable.reduce(t, 0)],
+        "reduce_scatter": [lambda t: differentiable.reduce_scatter(t, _likes(t))],
+        "scatter": [lambda t: differentiable.scatter([t, t])],
+    },
+}
+# They take tensors, and are none of a program's collectives on a tensor that may be sharded.
+OTHERS = {
+    dist: {
+        "recv_object_list",  # of Python objects, which it makes
+        "_new_window",  # of a backend that gloo and NCCL are not
+        "_compute_bucket_assignment_by_size",
+        "_register_builtin_comm_hook",
+        "_register_comm_hook",
+        "_verify_params_across_processes",
+        "monitored_barrier",
+        "barrier",
+    },
+    functional: {
+        name
+        for name in dir(functional)
+        if name.endswith(("_meta", "_backward", "_setup_context", "_inplace"))
+        or name.startswith(("_", "legacy_", "backend_impl"))
+    },
+    differentiable: set(),
+}
+NAMES_OF_TENSORS = ("tensor", "input", "output", "self", "shard", "obj", "op_list")
+
+
+def _takes_tensors(function: Any) -> bool:
+    try:
+        names = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return any(part in name for name in names for part in NAMES_OF_TENSORS)
+
+
+@pytest.mark.parametrize("module", CALLS, ids=lambda module: module.__name__)
+def test_every_function_of_torch_is_tried(module: ModuleType) -> None:
+    """A collective that a newer torch adds fails here until somebody says what it does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        functions = {
+            name: getattr(module, name)
+            for name in dir(module)
+            if not inspect.isclass(getattr(module, name)) and callable(getattr(module, name))
+        }
+    taking = {
+        name
+        for name, function in functions.items()
+        if function.__module__.startswith("torch.distributed") and _takes_tensors(function)
+    }
+    assert taking - OTHERS[module] - {*CALLS[module]} == set()
+
+
+def _model(way: str = "full", **keywords: Any) -> ShardedWrapper:
+    case = CASES["mlp"]
+    keywords = {**WAYS[way].keywords, **keywords}
+    policy = ModuleWrapPolicy({nn.Linear})
+    return ShardedWrapper(case.model(), auto_wrap_policy=policy, coalesce_bytes=0, **keywords)
+
+
+def test_refused_before_they_communicate() -> None:
+    run_ranks(_refused, 2)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    """Only rank 0 calls them: whatever communicates would wait for rank 1, and time out."""
+    model = _model()
+    before = snapshot(model)
+    param = model.fc2.weight
+    model(torch.ones(2, 7).double()).sum().backward()
+    computed = torch.zeros_like(param).copy_(torch.ones(param.shape))
+    tensors = [param, param.data.clone() * 2, param.grad, computed]
+    for module, calls in CALLS.items() if rank == 0 else ():
+        for name, some in calls.items():
+            if not hasattr(module, name):
+                continue
+            for number, call in enumerate(some):
+                for tensor in tensors:
+                    with (
+                        naming((module.__name__, name, number)),
+                        allow_warnings(),
+                        pytest.raises(RuntimeError, match=r"'fc2\.weight'.* is sharded"),
+                    ):
+                        call(tensor)
+    with allow_warnings(UserWarning), torch.no_grad():
+        with pytest.raises(RuntimeError, match=r"all_reduce writes to a part .*clone\(\)"):
+            dist.all_reduce(param[0])
+        with pytest.raises(RuntimeError, match=r"all_reduce writes to a part .*summon_full"):
+            dist.all_reduce(_flatten_dense_tensors([param.data]))
+    subgroup = dist.new_group([rank], use_local_synchronization=True)
+    with pytest.raises(RuntimeError, match=r"over all ranks that train it.*summon_full"):
+        dist.all_reduce(param, group=subgroup)
+    with pytest.raises(RuntimeError, match=r"^gradient of .* average over all ranks already"):
+        dist.all_reduce(param.grad)
+    with pytest.raises(RuntimeError, match=r"^gradient of .*called on all ranks, gives"):
+        _flatten_dense_tensors([param.grad.data])
+    for tensor, start in ((param, "parameter"), (param.grad, "gradient of")):
+        for name in ("numpy", "tolist", "share_memory_", "__dlpack__"):
+            with pytest.raises(RuntimeError, match=rf"^{start} 'fc2\.weight'.*full_tensor"):
+                getattr(tensor, name)()
+        with pytest.raises(RuntimeError, match=r"apply_\(\) needs the full"):
+            tensor.apply_(abs)
+    # Ranks that compute with different numbers have no tensor that is the same on both.
+    with torch.no_grad():
+        different = [torch.zeros_like(param), param * (rank + 1), param.detach().clone()]
+        torch._foreach_add_(different[:1], [torch.full(param.shape, 1.0 + rank)])
+        different[2].mul_(rank)
+        for tensor in different:
+            with pytest.raises(RuntimeError, match=r"'fc2\.weight'.*sharded"):
+                dist.all_reduce(tensor)
+        assert_same(model, before, 0.0, 0.0)
+        param.mul_(rank + 1.0)
+        with pytest.raises(RuntimeError, match=r"the ranks computed different numbers"):
+            dist.all_reduce(param.data)
+
+
+def test_right_ones() -> None:
+    run_ranks(_right, 3)
+
+
+def _averaged(model: nn.Module, n: int) -> None:
+    for p in model.parameters():
+        dist.all_reduce(p.data)
+        p.data /= n
+
+
+def _summed(model: nn.Module, n: int) -> None:
+    for p in model.parameters():
+        dist.all_reduce(p)
+
+
+def _others(model: nn.Module, n: int) -> None:
+    for p, op in zip(model.parameters(), (AVG, MAX, MIN, SUM, AVG, MAX), strict=True):
+        dist.all_reduce(p.data, op=op, group=dist.group.WORLD)
+
+
+def _copies(model: nn.Module, n: int) -> None:
+    for p in model.parameters():
+        copy = (p.data.clone() * 3 - 1).abs().clamp(max=100)
+        dist.all_reduce(copy)
+        p.data.copy_(differentiable.all_reduce(copy / n))
+
+
+def _coalesced(model: nn.Module, n: int) -> None:
+    with dist._coalescing_manager():
+        for p in model.parameters():
+            dist.all_reduce(p.data)
+
+
+def _flattened(model: nn.Module, n: int) -> None:
+    params = [p.data for p in model.parameters()]
+    flat = _flatten_dense_tensors(params)
+    dist.all_reduce(flat)
+    for p, part in zip(params, _unflatten_dense_tensors(flat / n, params), strict=True):
+        p.copy_(part)
+
+
+def _in_summon(model: nn.Module, n: int) -> None:
+    """What the errors name: also what differs between the ranks is then right."""
+    with ShardedWrapper.summon_full_params(model), torch.no_grad():
+        for p in model.parameters():
+            p.mul_(dist.get_rank() + 1)
+            dist.all_reduce(p)
+            p[0].fill_(dist.get_rank())
+            dist.broadcast(p.data, 1)
+
+
+RIGHT = {
+    _averaged: lambda p, n: p,
+    _summed: lambda p, n: n * p,
+    _copies: lambda p, n: n * (3 * p - 1).abs(),
+    _coalesced: lambda p, n: n * p,
+    _flattened: lambda p, n: p,
+    lambda model, n: average_parameters(iter(list(model.parameters())), None): lambda p, n: p,
+}
+
+
+def _right(rank: int, world_size: int) -> None:
+    for way in ("full", "grad_op"):
+        model = _model(way)
+        for change, expected in RIGHT.items():
+            before = snapshot(model)
+            with naming((way, change.__name__)), allow_warnings(UserWarning), torch.no_grad():
+                with allow_warnings(FutureWarning):
+                    change(model, world_size)
+            wanted = {name: expected(value, world_size) for name, value in before.items()}
+            assert_same(model, wanted, 1e-14, 0.0)
+        # The unit is gathered anew.
+        before = snapshot(model)
+        model(torch.ones(2, 7).double()).sum().backward()
+        _others(model, world_size)
+        expected = CASES["mlp"].model()
+        scales = (1, 1, 1, world_size, 1, 1)
+        wanted = {n: k * v for (n, v), k in zip(before.items(), scales, strict=True)}
+        assert_same(model, wanted, 1e-14, 0.0)
+        expected.load_state_dict(wanted)
+        inputs = torch.ones(2, 7).double()
+        torch.testing.assert_close(model(inputs), expected(inputs), rtol=1e-12, atol=0)
+        _in_summon(model, world_size)
+        for name, value in model.state_dict().items():
+            total = sum(range(1, world_size + 1)) * wanted[name]
+            total[0] = 1
+            torch.testing.assert_close(value, total, rtol=1e-12, atol=0)
+    _local_sgd(rank, world_size)
+
+
+def _local_sgd(rank: int, world_size: int) -> None:
+    """torch's averager of models, which flattens the parameters, finds nothing to average."""
+    with allow_warnings(DeprecationWarning):  # of torch 2.11, which compiles optimizers here
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+    averager, plain = PeriodicModelAverager(period=2), CASES["mlp"].model()
+    model = _model()
+    ours = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), 0.1, 0.9), averager)
+    theirs = torch.optim.SGD(plain.parameters(), 0.1, 0.9)
+    for step in range(4):
+        batch = torch.randn(6, 7, generator=torch.Generator().manual_seed(step)).double()
+        for side, optimizer, rows in (
+            (model, ours, batch.chunk(world_size)[rank]),
+            (plain, theirs, batch),
+        ):
+            optimizer.zero_grad()
+            side(rows).square().mean().backward()
+            with allow_warnings(UserWarning):
+                optimizer.step()
+    assert_same(model, plain, 1e-12)
+
+
+def test_over_a_grid_of_ranks() -> None:
+    run_ranks(_hybrid, 4)
+
+
+def _hybrid(rank: int, world_size: int) -> None:
+    """All replicas count, and neither a node nor a column of the grid is enough."""
+    WAYS["hybrid"].set_nodes()
+    model = _model("hybrid")
+    before = snapshot(model)
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    for group in (one for one in groups if one != dist.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises(RuntimeError, match="over all ranks that train it"):
+            dist.all_reduce(model.fc1.weight, group=group)
+    _summed(model, world_size)
+    assert_same(model, {name: 4 * value for name, value in before.items()}, 0.0, 0.0)
+
+
+# ---------------------------------------------------------------- operators, one by one
+
+
+def _shard() -> FlatShardTensor:
+    """A range in the middle of a parameter of two by three."""
+    spec = ShardSpec("w", "unit", (2, 3), offset=1, numel=3, comm=ALONE)
+    return FlatShardTensor.parameter(torch.tensor([0.2, 0.4, 0.6]), spec, False)
+
+
+def _full() -> Tensor:
+    return torch.tensor([[0.1, 0.2, 0.4], [0.6, 0.8, 0.9]])
+
+
+def _operators(is_wanted: Callable[[Any], bool]) -> list[Any]:
+    found = []
+    for schema in torch._C._jit_get_all_schemas():
+        if is_wanted(schema):
+            namespace, _, name = schema.name.partition("::")
+            packet = getattr(getattr(torch.ops, namespace), name, None)
+            overload = getattr(packet, schema.overload_name or "default", None)
+            if overload is not None:
+                found.append(overload)
+    return found
+
+
+def _communicates(schema: Any) -> bool:
+    return any(
+        argument.name == "group_name" or "c10d.ProcessGroup" in str(argument.type)
+        for argument in schema.arguments
+    )
+
+
+def test_operators_of_collectives() -> None:
+    """Also those that no Python function passes a sharded tensor to."""
+    operators = _operators(_communicates)
+    assert len(operators) > 60
+    for operator in operators:
+        with naming(operator):
+            assert is_collective(operator)
+            with pytest.raises(RuntimeError, match=r"'w'.*FS-COLLECTIVE"):
+                FlatShardTensor.__torch_dispatch__(operator, (), (_shard(),))
+
+
+VALUES = {
+    "number": 0.5,
+    "float": 0.5,
+    "int": 0,
+    "SymInt": 0,
+    "bool": False,
+    "str": "mean",
+    "List[int]": [0],
+    "List[SymInt]": [0],
+    "List[float]": [0.5],
+}
+
+
+def _arguments(operator: Any, written: Callable[[], Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """Values for each argument; the tensors that the operator writes come from ``written``."""
+    args: list[Any] = []
+    kwargs = {}
+    for argument in operator._schema.arguments:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        kind = str(argument.type)
+        value: Any = None
+        if "Tensor" in kind and (is_written or not kind.startswith("Optional")):
+            value = written() if is_written else _full()
+            value = [value] if kind.startswith("List") else value
+        elif argument.has_default_value():
+            value = argument.default_value
+        elif not kind.startswith("Optional"):
+            value = VALUES.get(kind.partition("[")[0] if "SymInt" not in kind else kind)
+            value = VALUES.get(kind, value)
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+def _writes(schema: Any) -> bool:
+    return schema.name.startswith("aten::") and any(
+        argument.alias_info is not None
+        and argument.alias_info.is_write
+        and "Tensor" in str(argument.type)
+        for argument in schema.arguments
+    )
+
+
+def test_operators_that_write() -> None:
+    """In place or with ``out=``: what the plain tensor then has, or a named error."""
+    operators, num_right = _operators(_writes), 0
+    assert len(operators) > 1000
+    for operator in operators:
+        shards: list[FlatShardTensor] = []
+
+        def written(shards: list[FlatShardTensor] = shards) -> Tensor:
+            shards.append(_shard())
+            return shards[-1]
+
+        args, kwargs = _arguments(operator, written)
+        with naming(operator):
+            before = [shard.local._version for shard in shards]
+            torch.manual_seed(0)
+            try:
+                FlatShardTensor.__torch_dispatch__(operator, (), tuple(args), kwargs)
+            except Exception as error:
+                # Torch's own error: of arguments that make no sense, before anything is written.
+                is_named = "'w'" in str(error)
+                assert is_named or [shard.local._version for shard in shards] == before
+                assert is_named or all(torch.equal(s.local, _shard().local) for s in shards)
+                continue
+            plains: list[Tensor] = []
+            args, kwargs = _arguments(operator, lambda p=plains: p.append(_full()) or p[-1])
+            torch.manual_seed(0)
+            operator(*args, **kwargs)
+            for shard, plain, version in zip(shards, plains, before, strict=True):
+                torch.testing.assert_close(shard.local, plain.flatten()[1:4], equal_nan=True)
+                assert shard.local._version > version or torch.equal(plain, _full())
+            num_right += 1
+    assert num_right > 100
