@@ -16,10 +16,10 @@ class Keyword(NamedTuple):
     """Why a keyword has no effect here, or raises."""
 
     reason: str
-    default: Any = None  # may be passed without a warning; torch's, where it has no effect there
+    default: Any = None  # this value, mostly torch's default, gives no warning
 
 
-# Keywords of both that warn when they are set.
+# Keywords of DistributedDataParallel and FSDP1 that warn when they are set.
 IGNORED = {
     "use_orig_params": Keyword("parameters keep their names and shapes", True),  # FSDP1's: False
     "bucket_cap_mb": Keyword("there are no buckets; auto_wrap_policy makes units"),
