@@ -16,7 +16,7 @@ class Keyword(NamedTuple):
     """Why a keyword has no effect here, or raises."""
 
     reason: str
-    default: Any = None  # may be passed without a warning; torch's, where it has no effect there
+    default: Any = None  # this value, mostly torch's default, gives no warning
 
 
 # Keywords of torch's wrappers without an effect here: rank 0 warns if one is set.
