@@ -50,7 +50,7 @@ class Communicator(Tags):
         super().__init__()
         self.group, self.options = group, mode
         self.rank, self.global_rank = 0, 0
-        # In the default group. A tuple: recorded events and messages share it.
+        # Ranks of the members in the default group. Recorded events keep this tuple.
         self.ranks: tuple[int, ...] = (0,)
         if group is not None:
             self.rank, self.global_rank = dist.get_rank(group), dist.get_rank()
@@ -298,8 +298,10 @@ class Communicator(Tags):
 
 def _marks(op_name: str, op: str) -> list[int]:
     """Four numbers whose reduction tells whether the name is the same on all ranks."""
-    # If n ranks sum equal numbers and their squares, the sums are n times a rank's own. If numbers
-    # differ, one of the two sums is not (Cauchy-Schwarz). float64 holds sums of 16 bits exactly.
+    # SUM: if n ranks send the same x and x**2, the sums are n * x and n * x**2 on every rank. If
+    # numbers differ, every rank sees a sum that is not n times its own number (Cauchy-Schwarz). x
+    # has 16 bits, so that float64 holds the sums exactly. MAX, MIN: the results for x and -x are
+    # every rank's own x and -x only if all ranks send the same x.
     digest = digest_of(f"{op} {compared_name(op_name)}")
     first, second = (int.from_bytes(digest[start : start + 2], "big") for start in (0, 2))
     if op == "SUM":

@@ -92,7 +92,7 @@ class HostExchange:
         self.group, self._device = group, device
         self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
         self._counter = counter or CollectiveCounter(group.group_name, self._ranks, self._rank)
-        # Only the host waits here, but only gloo's waits can be ended from another thread.
+        # The host waits in these collectives. Another thread can end the wait only on gloo.
         self._abort = partial(abort, group) if backend_for(group, "cpu") == "gloo" else None
 
     def meet(self, op_name: str) -> None:

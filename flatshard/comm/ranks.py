@@ -243,14 +243,15 @@ class _Claim(NamedTuple):
 
     mode: str  # the rank's transport options, in words
     place: int  # of the group in the rank's pair: 0 for the shard group, 1 for the replicate group
-    crossing: _Group  # the second group of the rank's pair; empty if the rank has no pair
+    crossing: _Group  # the other group of the rank's pair; empty if the rank has only one group
 
 
 def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set[_Group]:
-    """Check that groups and modes fit together on all ranks; returns the known shard groups.
+    """Check that groups and modes fit together on all ranks; returns the shard groups seen here.
 
-    A rank tells its replicate group to its shard group, and its shard group to its replicate group.
-    So each rank checks the groups that cross its own groups, and no rank needs all groups.
+    A rank sends the members of its replicate group to the ranks of its shard group, and the other
+    way round. So each rank checks the groups that share a rank with its own groups, and no rank
+    needs to know all groups.
 
     Collective: all ranks of the groups.
 

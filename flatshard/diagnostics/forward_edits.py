@@ -1,15 +1,16 @@
 """``ForwardEdits``: raises if a module's forward writes to its unsharded parameters.
 
-The edit would be lost when the unit reshards. Autograd's version counter shows it, and the address
-that data was assigned to ``p.data``. Nothing counts what is written into ``p.data``
-(``p.data.mul_(0.9)``), so after some forwards parameters are compared with what they were before.
+The edit would be lost when the unit reshards. Autograd's version counter shows an edit in place,
+and a new address shows that data was assigned to ``p.data``. A write into ``p.data``
+(``p.data.mul_(0.9)``) changes neither, so after some forwards the parameters are compared with
+their values before the forward.
 
 [Note: which forwards]
-To compare reads the unsharded buffer twice, some percent of a step's time. So most units are
-compared in the 1st, 2nd, 10th, 100th, ... forward, in training and in evaluation each: the first
-update of a momentum encoder may change nothing. Every forward is compared once an edit was seen,
-and for units of frozen parameters that were written since their first forward: a program that
-updates a momentum encoder may do that in forward from any step on.
+A comparison reads the unsharded buffer twice, which takes some percent of a step's time. So most
+units are compared in the 1st, 2nd, 10th, 100th, ... forward, in training and in evaluation each:
+the first update of a momentum encoder may change nothing. Units are compared in every forward after
+an edit was found, and if frozen parameters of the unit were written after its first forward: a
+program that updates a momentum encoder may begin to do so in forward at any step.
 """
 
 from __future__ import annotations

@@ -22,7 +22,10 @@ class OrderCheck:
         self._units, self._world = units, world
 
     def votes(self, device: torch.device | None) -> bytes:
-        """Votes for the world's exchange. Collective in each group over which units all-gather."""
+        """Bytes that tell the world whether ranks all-gathered the same units in the same order.
+
+        Collective: in each group over which units all-gather.
+        """
         world = self._world
         if world.size == 1 or device is None or not world.transport_for(device).is_ordered:
             return b""

@@ -51,7 +51,8 @@ class Touch(StepObserver):
         # the index of the last parameter.
         self._flat: tuple[FlatParamHandle, int, Tensor] | None = None
         self._last: tuple[FlatParamHandle, int] | None = None
-        self._warned: set[Unit | None] = set()  # None: an average of weights
+        # Units for which a warning was given; None: for a copy of the model that averages weights.
+        self._warned: set[Unit | None] = set()
         for unit, handle in state.handles:
             self._connect(unit, handle)
 

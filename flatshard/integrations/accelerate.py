@@ -181,10 +181,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return location
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """As accelerate does; the number of ranks may be another one. Collective.
+        """Load as accelerate does, with any number of ranks. Collective.
 
         Raises:
-            FileNotFoundError: another Accelerator has saved the folder; before anything is loaded.
+            FileNotFoundError: accelerate's own Accelerator saved the folder. Nothing is loaded.
         """
         found: list[str] = []
 

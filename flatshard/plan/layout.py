@@ -85,12 +85,15 @@ class LocalSpan:
 
 
 def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
-    """The part of ``flat``, ``(padded_numel,)``, in the original's shape and strides."""
+    """View of the flat parameter ``flat``, ``(padded_numel,)``, at ``span``.
+
+    The view has the shape and strides of the original parameter.
+    """
     return flat.as_strided(span.shape, span.strides, flat.storage_offset() + span.start)
 
 
 def part_of(tensor: Tensor, span: ParamSpan, local: LocalSpan) -> Tensor:
-    """The range ``local`` of an original, of any strides, 1-D in memory order; a view if it can."""
+    """Range ``local`` of an original parameter in memory order, 1-D; a view if strides allow it."""
     return tensor.permute(span.order).reshape(-1)[local.offset : local.offset + local.numel]
 
 

@@ -263,7 +263,7 @@ class Summoned:
         present = [grad is not None for grad in _grads(handle)]
         if request.with_grads and any(present):
             full = gather_full(handle, _grad_shard(handle), device, is_kept=self.is_held)
-            # A rank that keeps no copies has none.
+            # ``full`` is empty on a rank that keeps no copies, hence no strict ``zip``.
             grads = [g if is_there else None for g, is_there in zip(full, present, strict=False)]
         if self.is_held:
             self._show(values, grads)
@@ -355,7 +355,8 @@ class Summoned:
             handle.reshard()  # what it holds is about to become stale
         with torch._C.DisableTorchFunctionSubclass():
             for index, param in enumerate(self.params):
-                # Not the shard under it: plain originals have version counters of their own.
+                # Written through the parameter: a write to the shard would leave the version
+                # counters of plain parameters unchanged.
                 sharded = handle.sharded[index]
                 if edited[index]:
                     sharded.copy_(param)

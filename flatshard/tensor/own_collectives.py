@@ -33,9 +33,11 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 def _all_reduce(
     tensor: FlatShardTensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> None:
-    """Multiply by the number of ranks, or change nothing, as ``op`` says.
+    """Give ``tensor`` the values of an all-reduce of equal full tensors, without communication.
 
-    Collective: the ranks that train the parameter, which compare what each of them asks for.
+    SUM multiplies the tensor by the number of ranks; AVG, MAX and MIN change nothing.
+
+    Collective: the ranks that train the parameter. They compare operation and tensor before.
     """
     name = next((name for name in _REDUCTIONS if op == getattr(dist.ReduceOp, name)), None)
     if name is None or async_op or not tensor.is_alike or not _trains(tensor.spec, group):

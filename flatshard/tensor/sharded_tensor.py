@@ -26,9 +26,9 @@ from flatshard.tensor.recomputation import ATTRIBUTES, is_counted, refuse_counte
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 from flatshard.tensor.untraced import untraced
 
-# By operation name; called with the operation, its arguments and its keywords. ``elementwise_ops``
-# enters what each rank can do alone, ``reduction_ops`` what takes a collective, and
-# ``own_collectives`` under "collective" the rule for collectives that a program calls itself.
+# Handlers, by operation name; a handler is called as ``handler(operation, args, kwargs)``.
+# ``elementwise_ops`` adds operations without communication, and ``reduction_ops`` operations with a
+# collective. ``own_collectives`` adds "collective", for collectives that the program itself calls.
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 # What stands for functions that autograd would differentiate wrongly, unless it returns
 # NotImplemented; ``reduction_ops`` enters it.
@@ -73,7 +73,8 @@ def digest_of(name: str, operands: Iterable[Any]) -> int | None:
             if not isinstance(operand, FlatShardTensor) or operand.origin.digest is None:
                 return None
             operand = operand.origin.digest
-        if isinstance(operand, int | float | complex):  # a device may differ by rank
+        # Not a device, which may differ between ranks.
+        if isinstance(operand, int | float | complex):
             parts.append(operand)
     return zlib.crc32(repr(parts).encode())
 
@@ -154,7 +155,10 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
 
     @property
     def is_alike(self) -> bool:
-        """Whether the ranks hold ranges of one tensor, made of parameters and numbers only."""
+        """Whether all ranks certainly hold ranges of the same full tensor.
+
+        The tensor is a parameter, or was computed from parameters and Python numbers only.
+        """
         return self.origin.digest is not None
 
     @property

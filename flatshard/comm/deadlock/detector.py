@@ -313,7 +313,8 @@ class Deadlock:
             return told
         if reason := _reason(wait.need, self._heard):
             return _Finding(reason, [])
-        # The ranks that published the same wait before, and again since; see the note.
+        # Ranks that had published the same wait at the last look, and have published the wait again
+        # since the last look; see [Note: proof].
         lasting = {
             rank: report
             for rank, report in stuck.items()
@@ -386,8 +387,11 @@ def _ids(reports: _Reports) -> dict[int, int]:
 
 
 def _circle(reports: _Reports) -> _Reports:
-    """Reports of ranks that each wait for another rank of this set; {} without this rank."""
-    # Drop, until none is left to drop, each rank that waits for nobody in the set.
+    """Largest subset of ``reports`` in which each rank waits for another rank of the subset.
+
+    {} if this rank is not in the subset.
+    """
+    # Drop ranks that wait for no rank of the set, until every rank of the set waits for another.
     while True:
         stuck = {
             rank: report for rank, report in reports.items() if _waits_for(report.need, reports)

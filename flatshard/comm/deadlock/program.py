@@ -121,7 +121,10 @@ def line_of(thread: int) -> str:
 
 
 def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
-    """Whether no other thread may begin a collective: none did, or is in the program or torch."""
+    """Whether no other thread can begin a collective.
+
+    No other thread has begun one so far, and none runs code of the program or of torch.
+    """
     began = {int(one.get("thread_id", thread)) for one in records}
     ours = {one.ident for one in threading.enumerate() if one.name.startswith(OUR_THREADS)}
     for other, frame in sys._current_frames().items():
