@@ -31,7 +31,9 @@ class named(watched):
         super().__exit__(*raised)
         error = raised[1]
         # No other rank has to do with a lack of memory, and who catches that knows it by its class.
-        if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        # A collective within this one has said why it failed.
+        is_other = isinstance(error, torch.OutOfMemoryError | CollectiveError)
+        if not isinstance(error, RuntimeError) or is_other:
             return
         # Of a rank that found a deadlock and left, the backend sees a closed connection only.
         failed, reason = f"{self.wait.describe()} failed", explain(self.wait)

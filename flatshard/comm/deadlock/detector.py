@@ -1,16 +1,23 @@
 """``Deadlock``: finds out that ranks wait for one another in different collectives.
 
-A rank that waits publishes in what, and how far it got, in the process group's store, where the
-others look once they have waited for some seconds themselves. Before that nothing is published or
-read.
+A rank that has waited for some seconds publishes, in the process group's store, where it waits and
+how far it got, and reads the reports of some other ranks. Before that nothing is published or read.
 
 [Note: proof]
-A collective needs every rank to begin it. Ranks of which each waits for one of the others that has
-not begun what it waits for will wait for ever, if they all wait at the same time. That is certain
-where a rank sees each of them publish the same wait before and after one moment: a rank publishes
-its wait again, with a later time, as long as the wait lasts, and what waits begins nothing. A rank
-that computes, or waits in a barrier of the program itself, publishes nothing, and ranks that wait
-for it alone are in no deadlock. Nor does a process of which several threads communicate.
+A collective needs every rank to begin it. Ranks of which each waits for another one of them, and
+the other rank has not begun the collective that the first rank waits for, will wait for ever, if
+they all wait at the same time. That is certain where a rank sees each of them publish the same wait
+before and after one moment: a rank publishes its wait again, with a later time, as long as the wait
+lasts, and a waiting rank begins nothing. A wait is a wait in a collective of flatshard, or in a
+collective of the program itself; for the second kind see the note in ``program``. A rank that
+computes publishes nothing, and ranks that wait only for it are in no deadlock. Nor does a process
+publish anything where several threads communicate.
+
+[Note: traffic]
+The number of ranks in the job changes nothing in what one rank publishes or reads. A report names
+at most ``_ASKED`` of the ranks that a wait is for, and a rank reads the reports of so many. A rank
+that finds a deadlock publishes that under the name of each group concerned, where all ranks look
+that wait in a collective of this group.
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from flatshard.comm.deadlock import program
 from flatshard.comm.deadlock.history import REMEDY, Begun, History, first_difference
 
 _logger = logging.getLogger("flatshard")
@@ -38,8 +46,14 @@ _ENDED = -1  # the number of a wait that is the end of a program
 # How long a rank has waited before it publishes that.
 FIRST_LOOK_SECONDS = 3.0
 
-LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 8.0
-_ASKED = 16  # peers asked per wait, at most: one in a deadlock is enough
+LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 3.0
+_ASKED = 16  # ranks asked per wait, at most: one in a deadlock is enough
+_READ = 4 * _ASKED  # reports that a rank reads at once, at most
+# Looks between a finding that concerns the program's own collectives and the end of the wait.
+_LEAVE_LOOKS = 2
+_WORDS = 400  # characters of a wait's description that are published
+
+PROGRAM = "the program's own"  # the kind of collectives that the program itself begins
 
 # How many collectives a rank has begun, by group and kind, and the last of those in order.
 AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
@@ -48,16 +62,23 @@ AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
 class WaitCondition(NamedTuple):
     """What ends a wait: ``ranks`` (global) begin their ``number``th collective of a kind."""
 
-    group: str  # the name of a `CollectiveCounter`
+    group: str  # the name of a process group, of which a `CollectiveCounter` may have the same
     kind: Hashable
     number: int
     ranks: Sequence[int]
     # Makes the wait fail, where it does not call `watchdog.check` itself.
     abort: Callable[[], None] | None = None
+    has_more: bool = False  # `ranks` are only the first: the wait is for the whole group
 
     def missing(self, begun: AllBegun) -> int:
         """How many more of its kind a rank has to begin that has begun these."""
-        return self.number - begun.get(self.group, {}).get(str(self.kind), (0,))[0]
+        # Only a waiting rank of which one thread communicates says how many its program has begun.
+        unsaid = self.number if self.kind == PROGRAM else 0
+        return self.number - begun.get(self.group, {}).get(str(self.kind), (unsaid,))[0]
+
+    def is_for(self, rank: int) -> bool:
+        """Whether the wait needs this rank."""
+        return rank in self.ranks or (self.has_more and program.is_member(rank, self.group))
 
 
 # Of a wait whose end nobody looks for.
@@ -120,15 +141,25 @@ class BlockedWait:
     number: int = 0  # identifies it to other ranks; 0: not published yet
     thread: int = 0  # that waits
     verdict: str | None = None  # why it will not end; None: it may
+    is_given_up: bool = False  # whether the waiting thread must leave
+    published: str = ""  # its text, as it was published last
     was_logged: bool = False
     began: float = field(default_factory=time.monotonic)
 
+    def text(self) -> str:
+        """The wait in words, with the program's line."""
+        line, words = program.line_of(self.thread), self.describe()
+        return f"{words}, at {line}" if line else words
 
-class _Verdict(NamedTuple):
-    """The finding that waits will not end."""
+
+class _Finding(NamedTuple):
+    """Why waits will not end."""
 
     text: str
-    waits: dict[int, int]  # their numbers, by rank
+    waits: list[list[Any]]  # the group, kind and number of each
+
+    def is_about(self, need: WaitCondition) -> bool:
+        return [need.group, str(need.kind), need.number] in self.waits
 
 
 class _Report(NamedTuple):
@@ -136,24 +167,24 @@ class _Report(NamedTuple):
 
     wait: int  # identifies the wait; 0: it is over
     time: float  # of the publication, by `time.monotonic`
-    text: str  # what is waited for, in words
+    text: str  # the wait in words
     need: WaitCondition
     begun: AllBegun
-    verdict: _Verdict | None  # what the rank found out before it gave up waiting, or ended
 
     def to_json(self) -> str:
-        need = self.need._replace(kind=str(self.need.kind), abort=None)
+        need, has_more = self.need, len(self.need.ranks) > _ASKED
+        ranks = need.ranks[:_ASKED]
+        need = WaitCondition(need.group, str(need.kind), need.number, ranks, None, has_more)
         return json.dumps(self._replace(need=need))
 
     @classmethod
     def from_json(cls, text: bytes) -> _Report:
         # Not pickled: whoever reaches the store could run code in every rank.
-        wait, count, words, need, begun, verdict = json.loads(text)
-        if verdict is not None:
-            verdict = _Verdict(verdict[0], {int(rank): one for rank, one in verdict[1].items()})
-        return cls(wait, count, words, WaitCondition(*need), begun, verdict)
+        wait, now, words, need, begun = json.loads(text)
+        return cls(wait, now, words, WaitCondition(*need), begun)
 
 
+_NO_WAIT = _Report(0, 0, "", UNKNOWN, {})
 _Reports = dict[int, _Report]  # by rank
 
 
@@ -163,12 +194,13 @@ class Deadlock:
     def __init__(self) -> None:
         self._wait: BlockedWait | None = None
         self._pause = self._next = 0.0
+        self._heard: _Reports = {}
         self._before: _Reports = {}
         self._store: Any = None
         self._world: Any = None  # whose store that is
 
     def look(self, wait: BlockedWait | None) -> None:
-        """Publish that ``wait``, this rank's, goes on; set its ``verdict`` if it never ends."""
+        """Publish that ``wait``, this rank's, lasts; set its ``verdict`` if it never ends."""
         if not dist.is_initialized():
             return
         if wait is not self._wait:
@@ -179,28 +211,48 @@ class Deadlock:
         now = time.monotonic()
         if wait is None:
             self._compare(now)
-        if wait is None or wait.need is UNKNOWN or wait.verdict or now < self._next:
+        if wait is None or wait.need is UNKNOWN or wait.is_given_up or now < self._next:
+            return
+        if wait.verdict is not None:
+            self._give_up(wait)
             return
         self._next = now + LONGEST_LOOK_SECONDS  # if the store fails
         if not wait.number:
             # A connection of its own: another thread may hold up the default group's.
             self._store, self._world = _own_store(), weakref.ref(dist.group.WORLD)
             wait.number = int.from_bytes(os.urandom(6), "big") + 1
-        self._publish(wait)
-        stuck = self._stuck(dist.get_rank())
-        verdict = self._verdict(wait, stuck)
-        if verdict is not None:
+        mine = self._publish(wait)
+        self._heard = _reports_for(wait.need, self._store)
+        stuck = self._stuck(mine)
+        finding = self._finding(wait, stuck)
+        if finding is not None:
             # Before the others notice that this rank leaves.
-            self._publish(wait, verdict)
-            wait.verdict = verdict.text
-            if wait.need.abort is not None:
-                wait.need.abort()
+            _tell(self._store, finding, mine.begun)
+            self._note(wait, finding)
+            # In a call of the program's own a rank has only the backend's error, and logs the
+            # reason if it knows it in time: launchers kill all ranks soon after one has ended.
+            is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits)
+            self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
+            if is_soon:
+                self._give_up(wait)
             return
         # The older reports stay, so that all ranks have time to publish again.
         if _waits(stuck) != _waits(self._before):
             self._before = stuck
         self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, LONGEST_LOOK_SECONDS)
         self._next = now + self._pause
+
+    @staticmethod
+    def _note(wait: BlockedWait, finding: _Finding) -> None:
+        wait.verdict = finding.text
+        if wait.need.kind == PROGRAM:  # it fails with the backend's error, which says no reason
+            _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, finding.text)
+
+    @staticmethod
+    def _give_up(wait: BlockedWait) -> None:
+        wait.is_given_up = True
+        if wait.need.abort is not None:
+            wait.need.abort()
 
     @staticmethod
     def _compare(now: float) -> None:
@@ -211,66 +263,77 @@ class Deadlock:
                     continue
                 history.unchecked_since = 0.0
                 store, need = _own_store(), counter.needs(kind, counter.begun[kind])
-                _publish(store, _Report(0, now, "", UNKNOWN, _all_begun(), None))
+                _publish(store, _Report(0, now, "", UNKNOWN, _all_begun()))
                 counter.problem = _reason(need, _reports_for(need, store)) or ""
                 if counter.problem:
                     _logger.error("%s", counter.problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
         """Ranks that a published wait is for and that publish none of their own."""
-        with contextlib.suppress(Exception):  # the store may be gone; the log says the rest
-            if wait is self._wait and wait.number:
-                reports = _reports_for(wait.need, self._store)
-                waiting = [rank for rank, report in reports.items() if report.wait]
-                return [rank for rank in wait.need.ranks[:_ASKED] if rank not in waiting]
-        return []
+        if wait is not self._wait or not wait.number:
+            return []
+        waiting = [rank for rank, report in self._heard.items() if report.wait]
+        return [rank for rank in wait.need.ranks[:_ASKED] if rank not in waiting]
 
     def _withdraw(self) -> None:
-        """Publish that the last wait is over. A verdict stays, for ranks that come later."""
+        """Publish that the last wait is over."""
         wait, self._wait, self._before = self._wait, None, {}
-        if wait is None or not wait.number or wait.verdict:
+        if wait is None or not wait.number:
             return
-        if self._world() is dist.group.WORLD:  # the store of an older one is not there any more
-            with contextlib.suppress(Exception):  # the store may end before this process
-                _publish(self._store, _Report(0, 0, "", UNKNOWN, {}, None))
+        if self._world() is not dist.group.WORLD:  # the store of an older one is gone
+            return
+        with contextlib.suppress(Exception):  # the store may end before this process
+            _publish(self._store, _NO_WAIT)
+            finding = _told(self._store, wait.need)
+            if wait.need.kind == PROGRAM and wait.verdict is None and finding is not None:
+                if finding.is_about(wait.need):  # another rank has ended it
+                    self._note(wait, finding)
 
-    def _publish(self, wait: BlockedWait, verdict: _Verdict | None = None) -> None:
-        now = time.monotonic()
-        report = _Report(wait.number, now, wait.describe(), wait.need, _all_begun(), verdict)
+    def _publish(self, wait: BlockedWait) -> _Report:
+        begun = _all_begun()
+        for group, number in program.begun(wait.thread).items():
+            begun.setdefault(group, {})[PROGRAM] = number, []
+        wait.published = wait.text()[:_WORDS]
+        report = _Report(wait.number, time.monotonic(), wait.published, wait.need, begun)
         _publish(self._store, report)
+        return report
 
-    def _stuck(self, rank: int) -> _Reports:
-        """Reports of ranks that each wait for another of them; {} if ``rank`` is none of them."""
+    def _stuck(self, mine: _Report) -> _Reports:
+        """Reports of ranks that each wait for another of them; {} if this rank is none of them."""
+        me, asked = dist.get_rank(), set(self._heard)
         reports: _Reports = {}
-        to_ask = [rank]
-        while to_ask:
-            asked = to_ask.pop()
-            report = None if asked in reports else _read(self._store, asked)
-            if report is not None and report.wait and report.verdict is None:
-                reports[asked] = report
-                to_ask += report.need.ranks[:_ASKED]
+        new = {**self._heard, me: mine}
+        while new and len(reports) < _READ:
+            waiting = {rank: report for rank, report in new.items() if report.wait > 0}
+            reports |= waiting
+            to_ask = {rank for report in waiting.values() for rank in report.need.ranks[:_ASKED]}
+            new = _read(self._store, to_ask - asked - {me})
+            asked |= to_ask
         # Drop, until none is left to drop, each rank that waits for nobody in the set.
         while True:
             stuck = {
-                one: report for one, report in reports.items() if _waits_for(report.need, reports)
+                rank: report for rank, report in reports.items() if _waits_for(report.need, reports)
             }
             if len(stuck) == len(reports):
-                return stuck if rank in stuck else {}
+                return stuck if me in stuck else {}
             reports = stuck
 
-    def _verdict(self, wait: BlockedWait, stuck: _Reports) -> _Verdict | None:
+    def _finding(self, wait: BlockedWait, stuck: _Reports) -> _Finding | None:
         """Why the wait does not end, if this rank or one that it is for has found that out."""
-        reports = _reports_for(wait.need, self._store)
-        for report in reports.values():
-            if report.verdict is not None and _is_about(wait, report.verdict):
-                return report.verdict
-        if reason := _reason(wait.need, reports):
-            return _Verdict(reason, {dist.get_rank(): wait.number})
+        told = _told(self._store, wait.need)
+        if told is not None and told.is_about(wait.need):
+            return told
+        if reason := _reason(wait.need, self._heard):
+            return _Finding(reason, [])
         # All have published the same before, and again since; see the note.
         is_certain = _waits(stuck) == _waits(self._before) and all(
             report.time > self._before[rank].time for rank, report in stuck.items()
         )
-        return _Verdict(_in_words(stuck), _waits(stuck)) if stuck and is_certain else None
+        if not stuck or not is_certain:
+            return None
+        needs = [report.need for report in stuck.values()]
+        waits: list[list[Any]] = [[need.group, str(need.kind), need.number] for need in needs]
+        return _Finding(_in_words(stuck), waits)
 
 
 def explain(wait: BlockedWait) -> str | None:
@@ -281,35 +344,30 @@ def explain(wait: BlockedWait) -> str | None:
     if wait.verdict is not None or wait.need is UNKNOWN or not dist.is_initialized():
         return wait.verdict
     with contextlib.suppress(Exception):  # the store may be gone; the backend's error is not lost
-        reports = _reports_for(wait.need, _default_store())
-        if reason := _reason(wait.need, reports):
-            return reason
-        for verdict in [report.verdict for report in reports.values() if report.verdict]:
-            if _is_about(wait, verdict) or any(
-                rank in reports
-                and reports[rank].wait == number
-                and wait.need.missing(reports[rank].begun) == 1  # it would have begun it next
-                for rank, number in verdict.waits.items()
-            ):
-                return verdict.text
+        store = _default_store()
+        if (finding := _told(store, wait.need)) is not None:
+            return finding.text
+        return _reason(wait.need, _reports_for(wait.need, store))
     return None
 
 
 def _waits_for(need: WaitCondition, reports: _Reports) -> bool:
-    return any(rank in reports and need.missing(reports[rank].begun) > 0 for rank in need.ranks)
+    """Whether a wait is for one of these ranks, which has not begun its part."""
+    return any(
+        need.missing(report.begun) > 0 and need.is_for(rank) for rank, report in reports.items()
+    )
 
 
 def _reports_for(need: WaitCondition, store: Any) -> _Reports:
-    """What the ranks that a wait is for have published last."""
-    reports = {rank: _read(store, rank) for rank in need.ranks[:_ASKED]}
-    return {rank: one for rank, one in reports.items() if one is not None}
+    """The last reports of some of the ranks that a wait is for."""
+    return _read(store, need.ranks[:_ASKED])
 
 
 def _reason(need: WaitCondition, reports: _Reports) -> str | None:
     """Why a wait never ends, whatever the other ranks do next; None if that is not known."""
     for report in reports.values():
-        if report.wait == _ENDED and report.verdict and need.missing(report.begun) > 0:
-            return report.verdict.text
+        if report.wait == _ENDED and need.missing(report.begun) > 0:
+            return report.text
     mine = _all_begun().get(need.group, {})
     for kind, rank in product(mine, reports):
         _, theirs = reports[rank].begun.get(need.group, {}).get(kind, (0, []))
@@ -326,15 +384,8 @@ def _all_begun() -> AllBegun:
 
 def tell_end(how: str) -> None:
     """Publish that this rank's program ends, and ``how``: who waits for it raises at once."""
-    store, rank = _default_store(), dist.get_rank()
-    last = _read(store, rank)
-    if last is None or last.verdict is None:  # which says why, too
-        verdict = _Verdict(f"rank {rank} ended by {how}", {})
-        _publish(store, _Report(_ENDED, 0, "", UNKNOWN, _all_begun(), verdict))
-
-
-def _is_about(wait: BlockedWait, verdict: _Verdict) -> bool:
-    return wait.number > 0 and verdict.waits.get(dist.get_rank()) == wait.number
+    text = f"rank {dist.get_rank()} ended by {how}"
+    _publish(_default_store(), _Report(_ENDED, 0, text, UNKNOWN, _all_begun()))
 
 
 def _waits(stuck: _Reports) -> dict[int, int]:
@@ -345,7 +396,8 @@ def _in_words(stuck: _Reports) -> str:
     waits = "; ".join(f"rank {rank} in [{stuck[rank].text}]" for rank in sorted(stuck))
     return (
         f"the ranks wait for one another in different collectives, for ever: {waits}. {REMEDY} To "
-        "save, call state_dict() on every rank, and torch.save() on rank 0 alone. [FS-DEADLOCK]"
+        "save, call state_dict() on every rank and torch.save() only on rank 0, or call "
+        "flatshard.checkpoint.save() on every rank. [FS-DEADLOCK]"
     )
 
 
@@ -368,7 +420,22 @@ def _key(rank: int) -> str:
     return f"flatshard/waits/{rank}"
 
 
-def _read(store: Any, rank: int) -> _Report | None:
-    """What a rank published last; None if it never did."""
-    key = _key(rank)
-    return _Report.from_json(store.get(key)) if store.check([key]) else None
+def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> None:
+    """Publish a finding for ranks that wait in the groups concerned, or in these."""
+    for group in {*groups, *(group for group, *_ in finding.waits)}:
+        store.set(f"flatshard/deadlock/{group}", json.dumps(finding))
+
+
+def _told(store: Any, need: WaitCondition) -> _Finding | None:
+    """The last finding that was published for the group of a wait."""
+    key = f"flatshard/deadlock/{need.group}"
+    return _Finding(*json.loads(store.get(key))) if store.check([key]) else None
+
+
+def _read(store: Any, ranks: Iterable[int]) -> _Reports:
+    """The last reports of these ranks, without the ranks that never published any."""
+    known = sorted(ranks)
+    if not store.check([_key(rank) for rank in known]):
+        known = [rank for rank in known if store.check([_key(rank)])]
+    texts = store.multi_get([_key(rank) for rank in known]) if known else []
+    return {rank: _Report.from_json(text) for rank, text in zip(known, texts, strict=True)}

@@ -1,8 +1,8 @@
 """Logs who waits for whom when a collective is slow, well before it times out.
 
-One thread per process looks now and then at what the process waits for, and logs it (logger
-``flatshard``, level WARNING) once per wait, with the ranks that are in no collective of flatshard.
-It ends a wait only where it is certain that it would last for ever (``detector``).
+One thread per process looks each second at what the process waits for, and logs a long wait (logger
+``flatshard``, level WARNING) once, with the program's line and the ranks that are in no collective.
+The thread ends a wait only where the wait would certainly last for ever (``detector``).
 """
 
 from __future__ import annotations
@@ -14,22 +14,32 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from flatshard.comm.deadlock import detector
-from flatshard.comm.deadlock.detector import UNKNOWN, BlockedWait, Deadlock, WaitCondition
+from flatshard.comm.deadlock import detector, program
+from flatshard.comm.deadlock.detector import (
+    PROGRAM,
+    UNKNOWN,
+    BlockedWait,
+    Deadlock,
+    WaitCondition,
+)
+from flatshard.comm.deadlock.program import OwnCollective
+from flatshard.comm.process_groups import abort
 
 # How long a wait may take before it is logged.
 PATIENCE_SECONDS = 60.0
 
 _REMEDY = (
-    "A rank that is slow ends this when it comes. Ranks that are past this place, in a barrier or "
-    "a collective of the program itself, say, never will: call forward, backward, state_dict() "
-    "and whatever else is collective on every rank, not under `if rank == 0:`"
+    "If another rank is only slow, this wait ends by itself. If another rank is past this call, it "
+    "never ends: call forward, backward, state_dict() and every other collective on every rank, "
+    "not under `if rank == 0:`"
 )
 
 _END_SECONDS = 5.0  # how long the end of the program waits for the thread
@@ -47,6 +57,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._looking = threading.Lock()  # held where the thread is in a backend's code
         self._deadlock = Deadlock()
+        self._own: _OwnWait | None = None  # in a collective of the program itself
         self._failure = ""
 
     def add(self, wait: BlockedWait) -> None:
@@ -88,12 +99,16 @@ class Watchdog:
         while True:
             time.sleep(min(PATIENCE_SECONDS / 4, detector.LOOK_SECONDS))
             try:
-                with self._looking:
-                    self._look()
+                self.look()
             except Exception as error:  # the store's, mostly: it may come back
                 if str(error) != self._failure:
                     self._failure = str(error)
                     _logger.warning("looking for deadlocks failed, and goes on: %s", error)
+
+    def look(self) -> None:
+        """Look at the waits once."""
+        with self._looking:
+            self._look()
 
     def _look(self) -> None:
         waits = list(self._waits)
@@ -106,10 +121,23 @@ class Watchdog:
                 _logger.warning("waiting for %d seconds: %s", now - wait.began, self._about(wait))
         # Of several threads one may begin what other ranks wait for.
         if len(self._users) == 1:
-            self._deadlock.look(waits[-1] if waits else None)
+            self._deadlock.look(self._wait_of(next(iter(self._users)), waits))
+
+    def _wait_of(self, user: threading.Thread, waits: list[BlockedWait]) -> BlockedWait | None:
+        """The wait that the only thread is in: of flatshard, or in a collective of the program."""
+        wait = waits[-1] if waits else None
+        found = None
+        if user.ident and (wait is None or wait.need is UNKNOWN):
+            found = program.own_collective(user.ident)
+        if found is None:
+            self._own = None
+            return wait
+        if self._own is None or self._own.work() is not found.work:
+            self._own = _OwnWait(found, user.ident or 0, wait)
+        return self._own if self._own.is_known(found) else wait
 
     def _about(self, wait: BlockedWait) -> str:
-        lines = [wait.describe()]
+        lines = [wait.text()]
         if len(self._users) > 1:
             lines.append(
                 f"{len(self._users)} threads of this process communicate, so that it is not "
@@ -118,10 +146,38 @@ class Watchdog:
         elsewhere = ", ".join(map(str, self._deadlock.ranks_elsewhere(wait)))
         if elsewhere:
             lines.append(
-                f"No wait in a collective of flatshard is known of rank {elsewhere}, which "
-                "computes, has ended, or is in a barrier or a collective of the program itself"
+                f"No wait is known of rank {elsewhere}, which computes, has ended, or waits for a "
+                "message or an asynchronous work of the program itself"
             )
         return ". ".join([*lines, _REMEDY])
+
+
+class _OwnWait(BlockedWait):
+    """A wait in a collective that the program itself began, maybe within a wait of flatshard."""
+
+    def __init__(self, found: OwnCollective, thread: int, outer: BlockedWait | None) -> None:
+        name = found.name
+        super().__init__(lambda: name, UNKNOWN, thread=thread)
+        self.work = weakref.ref(found.work)  # not kept alive: a work keeps its tensors
+        self._outer = outer
+        self._was_asked = False
+
+    def is_known(self, found: OwnCollective) -> bool:
+        """Whether the condition of its end is known; nobody asks before it lasts some seconds."""
+        is_long = time.monotonic() - self.began >= detector.FIRST_LOOK_SECONDS
+        if is_long and not self._was_asked:
+            self._was_asked = True
+            if (number := found.number()) is not None:
+                group, ranks = found.group, dist.get_process_group_ranks(found.group)
+                others = tuple(rank for rank in ranks if rank != dist.get_rank())
+                end = partial(self._end, group)
+                self.need = WaitCondition(group.group_name, PROGRAM, number, others, end)
+        return self.need is not UNKNOWN
+
+    def _end(self, group: dist.ProcessGroup) -> None:
+        if self._outer is not None:
+            self._outer.verdict, self._outer.is_given_up = self.verdict, True
+        abort(group)
 
 
 def tell_of_end() -> None:
@@ -144,6 +200,7 @@ def _tell(how: str) -> None:
     if _watchdog._pid != os.getpid():  # a fork, say, is no rank
         return
     with contextlib.suppress(Exception):  # the store may have ended: they see that, too
+        _watchdog.look()  # why a collective of the program failed
         detector.tell_end(how)
 
 
@@ -178,5 +235,5 @@ def check() -> None:
         RuntimeError: other ranks wait for this one in another collective.
     """
     wait = _watchdog.current()
-    if wait is not None and wait.verdict is not None:
+    if wait is not None and wait.is_given_up:
         raise RuntimeError(wait.verdict)

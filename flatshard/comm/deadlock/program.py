@@ -1,0 +1,158 @@
+"""The program's own part in a wait: its lines, its own collectives and its other threads.
+
+[Note: collectives of the program]
+Nothing here is patched. A thread that waits in ``dist.barrier()`` sits in a Python frame of
+``torch.distributed``, whose local variables are the group and the work. torch's flight recorder
+numbers the collectives of each gloo group in the same way on all ranks. (The group's public
+sequence number does not do: it also counts sends and receives, and so differs between ranks.) Where
+a collective is not recorded, nothing is said about it. A process group without a recorded
+collective has its public number instead, which is never smaller, so that a rank may seem to have
+begun more than it has, and never less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
+
+OUR_THREADS = "flatshard"  # how the names of flatshard's own threads begin
+
+_C10D = distributed_c10d.__file__
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+# Threads of torch with only these frames begin no collective: they read data or compile.
+_HARMLESS = tuple(_TORCH + part + os.sep for part in ("utils/data", "_inductor"))
+_LIBRARIES = (
+    f"{Path(__file__).parents[2]}{os.sep}",
+    f"{sysconfig.get_path('stdlib')}{os.sep}",
+    _TORCH,
+    "<frozen",
+)
+_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_LINE_LENGTH = 80  # characters of a source line that are quoted
+
+
+class OwnCollective(NamedTuple):
+    """A synchronous collective of ``torch.distributed`` that a thread waits in."""
+
+    name: str
+    work: Any
+    group: dist.ProcessGroup
+
+    def number(self) -> int | None:
+        """The collective's number in its group, the same on all ranks; None if unknown."""
+        last = _last_of(_recorded(), self.group.group_name)
+        with contextlib.suppress(RuntimeError):  # not every work has a number
+            # A receive has a number, too, and is no collective.
+            if last is not None and last["op_id"] == self.work._get_sequence_number():
+                return int(last["collective_seq_id"])
+        return None
+
+
+def own_collective(thread: int) -> OwnCollective | None:
+    """The collective in whose frame the thread is now, if any."""
+    frame = sys._current_frames().get(thread)
+    if frame is None or frame.f_code.co_filename != _C10D:
+        return None
+    local_variables = frame.f_locals
+    work = local_variables.get("work")
+    group = local_variables.get("group") or dist.group.WORLD
+    if work is None or not isinstance(group, dist.ProcessGroup):
+        return None
+    # Collectives of objects call collectives of tensors.
+    in_torch = takewhile(lambda one: one.f_code.co_filename.startswith(_TORCH), _outwards(frame))
+    names = [one.f_code.co_name for one in in_torch if one.f_code.co_filename == _C10D]
+    return OwnCollective(f"torch.distributed.{names[-1]}()", work, group)
+
+
+def begun(thread: int) -> dict[str, int]:
+    """How many collectives this rank has begun, by process group.
+
+    {} where a thread other than ``thread`` may begin more.
+    """
+    records = _recorded()
+    found: dict[str, int] = {}
+    if not _is_alone(thread, records):
+        return {}
+    for group, name in tuple(distributed_c10d._world.pg_names.items()):
+        with contextlib.suppress(RuntimeError):  # the group has no backend for host memory
+            backend: Any = group._get_backend(torch.device("cpu"))
+            at_most = backend._get_sequence_number_for_group()
+            last = _last_of(records, name)
+            found[name] = at_most if last is None else int(last["collective_seq_id"])
+    return found
+
+
+def is_member(rank: int, group: str) -> bool:
+    """Whether a rank is in a process group; False where this rank does not know the group."""
+    with contextlib.suppress(RuntimeError, ValueError, KeyError):
+        resolve: Any = _distributed_c10d._resolve_process_group
+        dist.get_group_rank(resolve(group), rank)
+        return True
+    return False
+
+
+def line_of(thread: int) -> str:
+    """The program's line that the thread is in, with its text; "" if it is in none."""
+    # An accelerator's backward runs in autograd's thread, while the main thread waits for it.
+    for one in (thread, threading.main_thread().ident):
+        for frame in _outwards(sys._current_frames().get(one or 0)):
+            path, number = frame.f_code.co_filename, frame.f_lineno
+            if _is_program(path):
+                with contextlib.suppress(ValueError):
+                    path = str(Path(path).relative_to(Path.cwd()))
+                line = linecache.getline(frame.f_code.co_filename, number).strip()
+                return f"{path}:{number}" + (f": {line[:_LINE_LENGTH]}" if line else "")
+    return ""
+
+
+def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
+    """Whether no other thread may begin a collective: none did, or is in the program or torch."""
+    began = {int(one.get("thread_id", thread)) for one in records}
+    ours = {one.ident for one in threading.enumerate() if one.name.startswith(OUR_THREADS)}
+    for other, frame in sys._current_frames().items():
+        if other == thread or other in ours:
+            continue
+        paths = [one.f_code.co_filename for one in _outwards(frame)]
+        may_begin = (_is_program(p) or p.startswith(_TORCH) for p in paths)
+        is_harmless = any(path.startswith(_HARMLESS) for path in paths)
+        if other in began or (any(may_begin) and not is_harmless):
+            return False
+    return True
+
+
+def _is_program(path: str) -> bool:
+    return not path.startswith(_LIBRARIES) and not any(part in path for part in _PACKAGES)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _recorded() -> list[dict[str, Any]]:
+    """The last collectives on gloo in this process, oldest first; takes some 70 ms."""
+    with contextlib.suppress(AttributeError, RuntimeError, ValueError):
+        dump: Any = _distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]
+        records: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])
+        return records
+    return []
+
+
+def _last_of(records: list[dict[str, Any]], group: str) -> dict[str, Any] | None:
+    return next((one for one in reversed(records) if one["process_group"][0] == group), None)
