@@ -382,11 +382,11 @@ def test_overlapping_waits_of_two_threads() -> None:
         with two:
             one.__exit__()
             assert dog.current() is two.wait
-        dog._look()
+        dog.look()
         assert not lines.lines
         with two:
-            dog._look()
-            dog._look()
+            dog.look()
+            dog.look()
     logging.getLogger("flatshard").removeHandler(lines)
     (line,) = lines.lines
     assert line.startswith("waiting for 0 seconds: two, at tests/comm/test_watchdog.py:")
@@ -401,6 +401,65 @@ def test_reports_are_not_pickled() -> None:
     assert need.missing(heard.begun) == heard.need.missing(heard.begun) == 1
     with pytest.raises(ValueError, match=r"decode|Expecting"):
         detector._Report.from_json(pickle.dumps(report.text))
+
+
+class Counting:
+    """A store that counts bytes."""
+
+    def __init__(self) -> None:
+        self.store, self.bytes = dist.HashStore(), 0
+
+    def set(self, key: str, value: str) -> None:
+        self.bytes += len(value)
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self.multi_get([key])[0])
+
+    def multi_get(self, keys: list[str]) -> list[Any]:
+        values: list[Any] = self.store.multi_get(keys)
+        self.bytes += sum(map(len, values))
+        return values
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self.store.check(keys))
+
+
+def _looks(num_ranks: int, odd: int) -> int:
+    """Have one rank wait in the model, and the others in a barrier; the most bytes of a look."""
+    store, traffic = Counting(), []
+    dogs = [detector.Deadlock() for _ in range(num_ranks)]
+    everybody = ", ".join(map(str, range(num_ranks)))
+    waits = []
+    for rank in range(num_ranks):
+        group, kind = ("7", "gather") if rank == odd else ("0", detector.PROGRAM)
+        others = tuple(other for other in range(num_ranks) if other != rank)
+        need = detector.WaitCondition(group, kind, 3, others)
+        text = f"the {kind} over {everybody}"
+        waits.append(detector.BlockedWait(functools.partial(str, text), need))
+    for rank in [*range(num_ranks)] * 6:
+        before, world = store.bytes, mock.Mock(**{"get_rank.return_value": rank})
+        begun = {"0": 2 if rank == odd else 3}
+        with (
+            mock.patch.object(detector, "dist", world),
+            mock.patch.multiple(detector, FIRST_LOOK_SECONDS=-9, LOOK_SECONDS=0),
+            mock.patch.object(detector, "_own_store", return_value=store),
+            mock.patch.object(detector.program, "begun", return_value=begun),
+            mock.patch.object(detector.program, "is_member", return_value=True),
+        ):
+            dogs[rank].look(waits[rank])
+        traffic.append(store.bytes - before)
+    for wait in waits:
+        assert wait.is_given_up
+        assert re.search(rf"{ENDLESS}.* rank {odd} in \[the gather over 0, 1, ", wait.verdict or "")
+    return max(traffic)
+
+
+@pytest.mark.parametrize("odd", [0, 40])
+def test_one_of_many_ranks_is_found_with_traffic_that_does_not_grow(odd: int) -> None:
+    """Reports named all ranks, and only the first ones were asked."""
+    few, many = (_looks(num_ranks, odd) for num_ranks in (120, 160))
+    assert many == pytest.approx(few, rel=0.1)
 
 
 LOOKS_AT_THE_END = """

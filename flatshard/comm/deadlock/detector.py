@@ -158,9 +158,6 @@ class _Finding(NamedTuple):
     text: str
     waits: list[list[Any]]  # the group, kind and number of each
 
-    def is_about(self, need: WaitCondition) -> bool:
-        return [need.group, str(need.kind), need.number] in self.waits
-
 
 class _Report(NamedTuple):
     """What a rank publishes while it waits."""
@@ -284,10 +281,9 @@ class Deadlock:
             return
         with contextlib.suppress(Exception):  # the store may end before this process
             _publish(self._store, _NO_WAIT)
-            finding = _told(self._store, wait.need)
-            if wait.need.kind == PROGRAM and wait.verdict is None and finding is not None:
-                if finding.is_about(wait.need):  # another rank has ended it
-                    self._note(wait, finding)
+            is_open = wait.need.kind == PROGRAM and wait.verdict is None
+            if is_open and (finding := _told(self._store, wait.need)):  # another rank ended it
+                self._note(wait, finding)
 
     def _publish(self, wait: BlockedWait) -> _Report:
         begun = _all_begun()
@@ -320,8 +316,7 @@ class Deadlock:
 
     def _finding(self, wait: BlockedWait, stuck: _Reports) -> _Finding | None:
         """Why the wait does not end, if this rank or one that it is for has found that out."""
-        told = _told(self._store, wait.need)
-        if told is not None and told.is_about(wait.need):
+        if told := _told(self._store, wait.need):
             return told
         if reason := _reason(wait.need, self._heard):
             return _Finding(reason, [])
@@ -345,7 +340,7 @@ def explain(wait: BlockedWait) -> str | None:
         return wait.verdict
     with contextlib.suppress(Exception):  # the store may be gone; the backend's error is not lost
         store = _default_store()
-        if (finding := _told(store, wait.need)) is not None:
+        if finding := _told(store, wait.need, is_exact=False):
             return finding.text
         return _reason(wait.need, _reports_for(wait.need, store))
     return None
@@ -373,7 +368,8 @@ def _reason(need: WaitCondition, reports: _Reports) -> str | None:
         _, theirs = reports[rank].begun.get(need.group, {}).get(kind, (0, []))
         differ = first_difference({dist.get_rank(): mine[kind][1], rank: theirs})
         if differ is not None:
-            return f"ranks began different collectives, {differ}. {REMEDY}"
+            where = reports[rank].text and f" Now rank {rank} is in [{reports[rank].text}]."
+            return f"ranks began different collectives, {differ}.{where} {REMEDY}"
     return None
 
 
@@ -393,9 +389,13 @@ def _waits(stuck: _Reports) -> dict[int, int]:
 
 
 def _in_words(stuck: _Reports) -> str:
-    waits = "; ".join(f"rank {rank} in [{stuck[rank].text}]" for rank in sorted(stuck))
+    ranks_in: defaultdict[str, list[str]] = defaultdict(list)
+    for rank in sorted(stuck):
+        ranks_in[stuck[rank].text].append(str(rank))
+    waits = (f"rank {', '.join(ranks)} in [{text}]" for text, ranks in ranks_in.items())
     return (
-        f"the ranks wait for one another in different collectives, for ever: {waits}. {REMEDY} To "
+        "the ranks wait for one another in different collectives, for ever: "
+        f"{'; '.join(waits)}. {REMEDY} To "
         "save, call state_dict() on every rank and torch.save() only on rank 0, or call "
         "flatshard.checkpoint.save() on every rank. [FS-DEADLOCK]"
     )
@@ -426,16 +426,20 @@ def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> None:
         store.set(f"flatshard/deadlock/{group}", json.dumps(finding))
 
 
-def _told(store: Any, need: WaitCondition) -> _Finding | None:
-    """The last finding that was published for the group of a wait."""
+def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding | None:
+    """The last finding that was published for the wait, or else for a wait in the same group."""
     key = f"flatshard/deadlock/{need.group}"
-    return _Finding(*json.loads(store.get(key))) if store.check([key]) else None
+    if not store.check([key]):
+        return None
+    finding = _Finding(*json.loads(store.get(key)))
+    is_about = [need.group, str(need.kind), need.number] in finding.waits
+    return finding if is_about or not is_exact else None
 
 
 def _read(store: Any, ranks: Iterable[int]) -> _Reports:
     """The last reports of these ranks, without the ranks that never published any."""
     known = sorted(ranks)
-    if not store.check([_key(rank) for rank in known]):
+    if known and not store.check([_key(rank) for rank in known]):
         known = [rank for rank in known if store.check([_key(rank)])]
     texts = store.multi_get([_key(rank) for rank in known]) if known else []
     return {rank: _Report.from_json(text) for rank, text in zip(known, texts, strict=True)}

@@ -23,13 +23,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard.comm.deadlock import detector, program
-from flatshard.comm.deadlock.detector import (
-    PROGRAM,
-    UNKNOWN,
-    BlockedWait,
-    Deadlock,
-    WaitCondition,
-)
+from flatshard.comm.deadlock.detector import UNKNOWN, BlockedWait, Deadlock, WaitCondition
 from flatshard.comm.deadlock.program import OwnCollective
 from flatshard.comm.process_groups import abort
 
@@ -106,12 +100,11 @@ class Watchdog:
                     _logger.warning("looking for deadlocks failed, and goes on: %s", error)
 
     def look(self) -> None:
-        """Look at the waits once."""
+        """Look once at all waits."""
         with self._looking:
-            self._look()
+            self._look(list(self._waits))
 
-    def _look(self) -> None:
-        waits = list(self._waits)
+    def _look(self, waits: list[BlockedWait]) -> None:
         # What has ended begins nothing that other ranks could wait for.
         self._users -= {thread for thread in tuple(self._users) if not thread.is_alive()}
         now = time.monotonic()
@@ -171,7 +164,7 @@ class _OwnWait(BlockedWait):
                 group, ranks = found.group, dist.get_process_group_ranks(found.group)
                 others = tuple(rank for rank in ranks if rank != dist.get_rank())
                 end = partial(self._end, group)
-                self.need = WaitCondition(group.group_name, PROGRAM, number, others, end)
+                self.need = WaitCondition(group.group_name, detector.PROGRAM, number, others, end)
         return self.need is not UNKNOWN
 
     def _end(self, group: dist.ProcessGroup) -> None:
