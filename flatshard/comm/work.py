@@ -30,10 +30,10 @@ class named(watched):
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
         error = raised[1]
-        # No other rank has to do with a lack of memory, and who catches that knows it by its class.
-        # A collective within this one has said why it failed.
-        is_other = isinstance(error, torch.OutOfMemoryError | CollectiveError)
-        if not isinstance(error, RuntimeError) or is_other:
+        # A lack of memory concerns no other rank, and callers recognise it by its class. A
+        # collective inside this block has named its own failure.
+        is_named = isinstance(error, torch.OutOfMemoryError | CollectiveError)
+        if not isinstance(error, RuntimeError) or is_named:
             return
         # Of a rank that found a deadlock and left, the backend sees a closed connection only.
         failed, reason = f"{self.wait.describe()} failed", explain(self.wait)

@@ -53,7 +53,7 @@ _READ = 4 * _ASKED  # reports that a rank reads at once, at most
 _LEAVE_LOOKS = 2
 _WORDS = 400  # characters of a wait's description that are published
 
-PROGRAM = "the program's own"  # the kind of collectives that the program itself begins
+PROGRAM = "the program's own"  # kind of the collectives that the program itself begins
 
 # How many collectives a rank has begun, by group and kind, and the last of those in order.
 AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
@@ -72,7 +72,7 @@ class WaitCondition(NamedTuple):
 
     def missing(self, begun: AllBegun) -> int:
         """How many more of its kind a rank has to begin that has begun these."""
-        # Only a waiting rank of which one thread communicates says how many its program has begun.
+        # A rank publishes the program's numbers while it waits and has one communicating thread.
         unsaid = self.number if self.kind == PROGRAM else 0
         return self.number - begun.get(self.group, {}).get(str(self.kind), (unsaid,))[0]
 
@@ -142,7 +142,7 @@ class BlockedWait:
     thread: int = 0  # that waits
     verdict: str | None = None  # why it will not end; None: it may
     is_given_up: bool = False  # whether the waiting thread must leave
-    published: str = ""  # its text, as it was published last
+    published: str = ""  # the text in the last report
     was_logged: bool = False
     began: float = field(default_factory=time.monotonic)
 
@@ -197,7 +197,7 @@ class Deadlock:
         self._world: Any = None  # whose store that is
 
     def look(self, wait: BlockedWait | None) -> None:
-        """Publish that ``wait``, this rank's, lasts; set its ``verdict`` if it never ends."""
+        """Publish that this rank's ``wait`` lasts; set its ``verdict`` if the wait never ends."""
         if not dist.is_initialized():
             return
         if wait is not self._wait:
@@ -226,8 +226,8 @@ class Deadlock:
             # Before the others notice that this rank leaves.
             _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
-            # In a call of the program's own a rank has only the backend's error, and logs the
-            # reason if it knows it in time: launchers kill all ranks soon after one has ended.
+            # A collective of the program raises only the backend's error. Ranks in a collective of
+            # the program need time to log the reason: launchers kill all ranks after an error.
             is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits)
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:
@@ -242,7 +242,7 @@ class Deadlock:
     @staticmethod
     def _note(wait: BlockedWait, finding: _Finding) -> None:
         wait.verdict = finding.text
-        if wait.need.kind == PROGRAM:  # it fails with the backend's error, which says no reason
+        if wait.need.kind == PROGRAM:  # the call's own error is the backend's, without a reason
             _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, finding.text)
 
     @staticmethod
@@ -295,7 +295,7 @@ class Deadlock:
         return report
 
     def _stuck(self, mine: _Report) -> _Reports:
-        """Reports of ranks that each wait for another of them; {} if this rank is none of them."""
+        """Reports of ranks that each wait for another rank of this set; {} without this rank."""
         me, asked = dist.get_rank(), set(self._heard)
         reports: _Reports = {}
         new = {**self._heard, me: mine}
@@ -347,14 +347,14 @@ def explain(wait: BlockedWait) -> str | None:
 
 
 def _waits_for(need: WaitCondition, reports: _Reports) -> bool:
-    """Whether a wait is for one of these ranks, which has not begun its part."""
+    """Whether a wait needs a rank among ``reports`` that has not begun its part."""
     return any(
         need.missing(report.begun) > 0 and need.is_for(rank) for rank, report in reports.items()
     )
 
 
 def _reports_for(need: WaitCondition, store: Any) -> _Reports:
-    """The last reports of some of the ranks that a wait is for."""
+    """The last reports of at most `_ASKED` ranks that a wait needs."""
     return _read(store, need.ranks[:_ASKED])
 
 
@@ -421,7 +421,7 @@ def _key(rank: int) -> str:
 
 
 def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> None:
-    """Publish a finding for ranks that wait in the groups concerned, or in these."""
+    """Publish a finding for the ranks of ``groups``, and of the groups that the finding names."""
     for group in {*groups, *(group for group, *_ in finding.waits)}:
         store.set(f"flatshard/deadlock/{group}", json.dumps(finding))
 

@@ -1,13 +1,13 @@
-"""The program's own part in a wait: its lines, its own collectives and its other threads.
+"""The program's part in a wait: the program's lines, collectives and other threads.
 
 [Note: collectives of the program]
-Nothing here is patched. A thread that waits in ``dist.barrier()`` sits in a Python frame of
-``torch.distributed``, whose local variables are the group and the work. torch's flight recorder
-numbers the collectives of each gloo group in the same way on all ranks. (The group's public
-sequence number does not do: it also counts sends and receives, and so differs between ranks.) Where
-a collective is not recorded, nothing is said about it. A process group without a recorded
-collective has its public number instead, which is never smaller, so that a rank may seem to have
-begun more than it has, and never less.
+A thread that waits in ``dist.barrier()`` sits in a Python frame of ``torch.distributed``. The
+frame's local variables hold the group and the work, so torch needs no patch. torch's flight
+recorder numbers the collectives of each gloo group in the same way on all ranks. A group's sequence
+number does not: sends and receives raise it too, differently on each rank. A collective that is not
+recorded takes part in no deadlock. For a group without records this rank publishes the sequence
+number. The sequence number is never smaller than the recorder's number, so this rank may seem to
+have begun more collectives than it has, and never fewer: no deadlock is found that is none.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def is_member(rank: int, group: str) -> bool:
 
 
 def line_of(thread: int) -> str:
-    """The program's line that the thread is in, with its text; "" if it is in none."""
+    """The innermost line of the program in a thread's stack, with its text; "" without a line."""
     # An accelerator's backward runs in autograd's thread, while the main thread waits for it.
     for one in (thread, threading.main_thread().ident):
         for frame in _outwards(sys._current_frames().get(one or 0)):

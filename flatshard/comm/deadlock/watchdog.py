@@ -68,6 +68,11 @@ class Watchdog:
         if wait in self._waits:  # not where the process was forked inside of it
             self._waits.remove(wait)
 
+    @property
+    def is_in_program(self) -> bool:
+        """Whether the last look saw a collective of the program."""
+        return self._own is not None
+
     def current(self) -> BlockedWait | None:
         """The innermost wait of this thread."""
         thread = threading.get_ident()
@@ -101,8 +106,11 @@ class Watchdog:
 
     def look(self) -> None:
         """Look once at all waits."""
-        with self._looking:
-            self._look(list(self._waits))
+        if self._looking.acquire(timeout=_END_SECONDS):
+            try:
+                self._look(list(self._waits))
+            finally:
+                self._looking.release()
 
     def _look(self, waits: list[BlockedWait]) -> None:
         # What has ended begins nothing that other ranks could wait for.
@@ -117,7 +125,7 @@ class Watchdog:
             self._deadlock.look(self._wait_of(next(iter(self._users)), waits))
 
     def _wait_of(self, user: threading.Thread, waits: list[BlockedWait]) -> BlockedWait | None:
-        """The wait that the only thread is in: of flatshard, or in a collective of the program."""
+        """The wait of the only thread: in flatshard, or in a collective of the program."""
         wait = waits[-1] if waits else None
         found = None
         if user.ident and (wait is None or wait.need is UNKNOWN):
@@ -146,7 +154,7 @@ class Watchdog:
 
 
 class _OwnWait(BlockedWait):
-    """A wait in a collective that the program itself began, maybe within a wait of flatshard."""
+    """A wait in a collective of the program, perhaps inside a wait of flatshard."""
 
     def __init__(self, found: OwnCollective, thread: int, outer: BlockedWait | None) -> None:
         name = found.name
@@ -156,7 +164,7 @@ class _OwnWait(BlockedWait):
         self._was_asked = False
 
     def is_known(self, found: OwnCollective) -> bool:
-        """Whether the condition of its end is known; nobody asks before it lasts some seconds."""
+        """Whether ``need`` is known; looked up once, after the wait has lasted some seconds."""
         is_long = time.monotonic() - self.began >= detector.FIRST_LOOK_SECONDS
         if is_long and not self._was_asked:
             self._was_asked = True
@@ -193,7 +201,8 @@ def _tell(how: str) -> None:
     if _watchdog._pid != os.getpid():  # a fork, say, is no rank
         return
     with contextlib.suppress(Exception):  # the store may have ended: they see that, too
-        _watchdog.look()  # why a collective of the program failed
+        if _watchdog.is_in_program:
+            _watchdog.look()  # logs why a collective of the program failed
         detector.tell_end(how)
 
 
