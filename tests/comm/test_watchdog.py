@@ -226,9 +226,9 @@ def _no_alarm(rank: int, world_size: int) -> None:
         dist.barrier()
         # A rank in a barrier, one in a forward, and both wait for the third.
         if rank == 0:
-            dist.barrier(async_op=True)
-        if rank == 1:
             dist.barrier()
+        if rank == 1:
+            dist.barrier(async_op=True)
         if rank == 2:
             slow()
             dist.barrier()
