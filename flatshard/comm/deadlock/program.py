@@ -1,13 +1,13 @@
 """The program's part in a wait: the program's lines, collectives and other threads.
 
 [Note: collectives of the program]
-A thread that waits in ``dist.barrier()`` sits in a Python frame of ``torch.distributed``. The
-frame's local variables hold the group and the work, so torch needs no patch. torch's flight
-recorder numbers the collectives of each gloo group in the same way on all ranks. A group's sequence
-number does not: sends and receives raise it too, differently on each rank. A collective that is not
-recorded takes part in no deadlock. For a group without records this rank publishes the sequence
-number. The sequence number is never smaller than the recorder's number, so this rank may seem to
-have begun more collectives than it has, and never fewer: no deadlock is found that is none.
+A thread in ``dist.barrier()`` waits in a Python frame of ``torch.distributed``. The frame's local
+variables hold the group and the work, so torch needs no patch. torch's flight recorder numbers the
+collectives of each gloo group in the same way on all ranks. The sequence number of a group differs
+between ranks, because sends and receives raise the number too. A collective without a record takes
+part in no deadlock. For a group without records a rank publishes the sequence number, which is
+never smaller than the recorder's number. Such a rank seems to have begun more collectives than it
+has, so a deadlock may be missed, and no healthy wait is taken for a deadlock.
 """
 
 from __future__ import annotations
