@@ -1,23 +1,23 @@
-"""``Deadlock``: finds out that ranks wait for one another in different collectives.
+"""``Deadlock``: finds ranks in different collectives, which wait for one another for ever.
 
-A rank that has waited for some seconds publishes, in the process group's store, where it waits and
-how far it got, and reads the reports of some other ranks. Before that nothing is published or read.
+A rank publishes a wait of some seconds in the process group's store: where the rank waits, and how
+many collectives the rank has begun. Then the rank reads the reports of some other ranks. Before
+that, nothing is published or read.
 
 [Note: proof]
-A collective needs every rank to begin it. Ranks of which each waits for another one of them, and
-the other rank has not begun the collective that the first rank waits for, will wait for ever, if
-they all wait at the same time. That is certain where a rank sees each of them publish the same wait
-before and after one moment: a rank publishes its wait again, with a later time, as long as the wait
-lasts, and a waiting rank begins nothing. A wait is a wait in a collective of flatshard, or in a
-collective of the program itself; for the second kind see the note in ``program``. A rank that
-computes publishes nothing, and ranks that wait only for it are in no deadlock. Nor does a process
-publish anything where several threads communicate.
+A collective needs every rank to begin it. Take ranks that all wait at the same moment. Each rank
+needs another rank of the set, and the needed rank has not begun its part. Then no rank of the set
+continues, because a waiting rank begins nothing. The moment is certain if each rank published the
+same wait before and after the moment: a rank publishes a wait again, with a later time, as long as
+the wait lasts. A wait is a wait in a collective of flatshard, or in a collective of the program
+(see the note in ``program``). A rank that computes publishes nothing, so ranks that wait only for a
+slow rank are in no deadlock. A process with several communicating threads publishes nothing.
 
 [Note: traffic]
-The number of ranks in the job changes nothing in what one rank publishes or reads. A report names
-at most ``_ASKED`` of the ranks that a wait is for, and a rank reads the reports of so many. A rank
-that finds a deadlock publishes that under the name of each group concerned, where all ranks look
-that wait in a collective of this group.
+The number of ranks in the job does not change the bytes that a rank publishes or reads. A report
+names at most ``_ASKED`` of the needed ranks, and a rank reads at most ``_READ`` reports. A rank
+publishes a deadlock under the names of the groups concerned. All ranks that wait in a collective of
+these groups look there.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ FIRST_LOOK_SECONDS = 3.0
 
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 3.0
 _ASKED = 16  # ranks asked per wait, at most: one in a deadlock is enough
-_READ = 4 * _ASKED  # reports that a rank reads at once, at most
-# Looks between a finding that concerns the program's own collectives and the end of the wait.
+_READ = 4 * _ASKED  # reports per look, at most
+# Looks between a finding about collectives of the program and the end of the wait.
 _LEAVE_LOOKS = 2
 _WORDS = 400  # characters of a wait's description that are published
 
-PROGRAM = "the program's own"  # kind of the collectives that the program itself begins
+PROGRAM = "the program's own"  # kind of collectives begun by the program
 
 # How many collectives a rank has begun, by group and kind, and the last of those in order.
 AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
@@ -72,7 +72,7 @@ class WaitCondition(NamedTuple):
 
     def missing(self, begun: AllBegun) -> int:
         """How many more of its kind a rank has to begin that has begun these."""
-        # A rank publishes the program's numbers while it waits and has one communicating thread.
+        # Only a waiting rank with a single communicating thread publishes the program's numbers.
         unsaid = self.number if self.kind == PROGRAM else 0
         return self.number - begun.get(self.group, {}).get(str(self.kind), (unsaid,))[0]
 
@@ -197,7 +197,7 @@ class Deadlock:
         self._world: Any = None  # whose store that is
 
     def look(self, wait: BlockedWait | None) -> None:
-        """Publish that this rank's ``wait`` lasts; set its ``verdict`` if the wait never ends."""
+        """Publish this rank's ``wait`` again; set the wait's ``verdict`` if the wait never ends."""
         if not dist.is_initialized():
             return
         if wait is not self._wait:
@@ -295,7 +295,7 @@ class Deadlock:
         return report
 
     def _stuck(self, mine: _Report) -> _Reports:
-        """Reports of ranks that seem to wait for one another, with this rank; {} if none do."""
+        """Reports of ranks, with this rank, in a possible deadlock; {} without a deadlock."""
         me, asked = dist.get_rank(), set(self._heard)
         reports: _Reports = {}
         new = {**self._heard, me: mine}
@@ -345,14 +345,14 @@ def explain(wait: BlockedWait) -> str | None:
 
 
 def _waits_for(need: WaitCondition, reports: _Reports) -> bool:
-    """Whether a wait needs a rank among ``reports`` that has not begun its part."""
+    """Whether a wait needs a rank of ``reports``, and the rank has not begun its part."""
     return any(
         need.missing(report.begun) > 0 and need.is_for(rank) for rank, report in reports.items()
     )
 
 
 def _reports_for(need: WaitCondition, store: Any) -> _Reports:
-    """The last reports of at most `_ASKED` ranks that a wait needs."""
+    """The last reports of the ranks that a wait needs, at most `_ASKED`."""
     return _read(store, need.ranks[:_ASKED])
 
 

@@ -1,13 +1,13 @@
 """The program's part in a wait: the program's lines, collectives and other threads.
 
 [Note: collectives of the program]
-A thread that waits in ``dist.barrier()`` sits in a Python frame of ``torch.distributed``. The
-frame's local variables hold the group and the work, so torch needs no patch. torch's flight
-recorder numbers the collectives of each gloo group in the same way on all ranks. A group's sequence
-number does not: sends and receives raise it too, differently on each rank. A collective that is not
-recorded takes part in no deadlock. For a group without records this rank publishes the sequence
-number. The sequence number is never smaller than the recorder's number, so this rank may seem to
-have begun more collectives than it has, and never fewer: no deadlock is found that is none.
+A thread in ``dist.barrier()`` waits in a Python frame of ``torch.distributed``. The frame's local
+variables hold the group and the work, so torch needs no patch. torch's flight recorder numbers the
+collectives of each gloo group in the same way on all ranks. The sequence number of a group differs
+between ranks, because sends and receives raise the number too. A collective without a record takes
+part in no deadlock. For a group without records a rank publishes the sequence number, which is
+never smaller than the recorder's number. Such a rank seems to have begun more collectives than it
+has, so a deadlock may be missed, and no healthy wait is taken for a deadlock.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class OwnCollective(NamedTuple):
     def number(self) -> int | None:
         """The collective's number in its group, the same on all ranks; None if unknown."""
         last = _last_of(_recorded(), self.group.group_name)
-        with contextlib.suppress(RuntimeError):  # not every work has a number
-            # A receive has a number, too, and is no collective.
-            if last is not None and last["op_id"] == self.work._get_sequence_number():
+        with contextlib.suppress(RuntimeError):  # the group has no backend for host memory
+            # A receive raises the sequence number, too, and is no collective.
+            if last is not None and last["op_id"] == _sequence_number(self.group):
                 return int(last["collective_seq_id"])
         return None
 
@@ -90,9 +90,7 @@ def begun(thread: int) -> dict[str, int]:
         return {}
     for group, name in tuple(distributed_c10d._world.pg_names.items()):
         with contextlib.suppress(RuntimeError):  # the group has no backend for host memory
-            backend: Any = group._get_backend(torch.device("cpu"))
-            at_most = backend._get_sequence_number_for_group()
-            last = _last_of(records, name)
+            at_most, last = _sequence_number(group), _last_of(records, name)
             found[name] = at_most if last is None else int(last["collective_seq_id"])
     return found
 
@@ -146,6 +144,11 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def _sequence_number(group: dist.ProcessGroup) -> int:
+    backend: Any = group._get_backend(torch.device("cpu"))
+    return int(backend._get_sequence_number_for_group())
 
 
 def _recorded() -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Logs who waits for whom when a collective is slow, well before it times out.
 
-One thread per process looks each second at what the process waits for, and logs a long wait (logger
-``flatshard``, level WARNING) once, with the program's line and the ranks that are in no collective.
-The thread ends a wait only where the wait would certainly last for ever (``detector``).
+One thread per process looks at the process's waits each second. The thread logs a long wait once
+(logger ``flatshard``, level WARNING), with the program's line and the ranks in no collective. The
+thread ends a wait only if the wait would certainly last for ever (``detector``).
 """
 
 from __future__ import annotations
