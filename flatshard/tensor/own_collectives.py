@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import GRADIENT, HANDLERS, FlatShardTensor, first_sharded
 
@@ -64,6 +65,7 @@ def _trains(spec: ShardSpec, group: Any) -> bool:
 
 
 def _refuse(tensor: FlatShardTensor, name: str) -> NoReturn:
+    refuse_foreign_wrapper()
     remedy = (
         "The gradient is the average over all ranks already: leave the collective out."
         if tensor.role == GRADIENT
