@@ -94,7 +94,7 @@ def save(
         states = None if scheduler is None else scheduler.state_dict()
         return Snapshot(tensors, rng.streams(_device_of(model)), states, dict(extra or {}))
 
-    ranks = _ranks_of(model, "checkpoint.save()")
+    ranks = _ranks_of(model, optimizer, "checkpoint.save()")
     return Save(Path(path), ranks, keep).run(take, async_=async_)
 
 
@@ -134,7 +134,7 @@ def load(
         optim = None if optimizer is None else _optim_state(model, optimizer)
         return loading.Wanted(states, optim, scheduler is not None)
 
-    ranks = _ranks_of(model, "checkpoint.load()")
+    ranks = _ranks_of(model, optimizer, "checkpoint.load()")
     loaded = loading.load(Path(path), take, ranks, verify=verify)
     _unwrapped(model).load_state_dict(loaded.model)
     if optimizer is not None:
@@ -259,8 +259,15 @@ def _optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         return ShardedWrapper.optim_state_dict(_unwrapped(model), optimizer, offload_to_cpu=False)
 
 
-def _ranks_of(model: nn.Module, caller: str) -> HostRanks:
-    """The ranks that train it together, once all of them call this."""
+def _ranks_of(model: nn.Module, optimizer: object, caller: str) -> HostRanks:
+    """The ranks that train ``model`` together, once all of them call this. Checks the types."""
+    given = (model, nn.Module), (optimizer, torch.optim.Optimizer | None)
+    for value, kind in given:
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"{caller}: expected one model and its optimizer, got a {type(value).__name__}. "
+                "Each model has a folder of its own: call it once for each, with its optimizer."
+            )
     units = [one.unit for one in shardings_in(model)]
     _refuse_dtensors(units, caller)
     if units:

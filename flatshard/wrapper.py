@@ -50,7 +50,6 @@ from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy, as_ba
 from flatshard.options.torch_request import is_getting_shards
 from flatshard.plan.divergence import Divergence
 from flatshard.plan.module_proxy import ModuleProxy
-from flatshard.plan.module_tree import unit_text
 from flatshard.plan.wrap import Policy
 from flatshard.state import model_state, optim_state
 from flatshard.state.full_params import Request
@@ -107,12 +106,9 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         forward_prefetch: start the next unit's all-gather before this unit computes, in the order
             of the last forward. None: yes.
         limit_all_gathers: accepted; buffers in flight are always bounded.
-        use_orig_params: True: ``parameters()`` are the original objects, in their true shapes.
-            False: one 1-D ``FlatParameter`` per unit (and dtype, and ``requires_grad``), which
-            is frozen or trained in one piece.
         coalesce_bytes: coalesce neighbours among a policy's units while their parameters together
-            have at most this many bytes: small collectives are latency-bound. 0: never, as always
-            with ``use_orig_params=False``. None: 4 MiB.
+            have at most this many bytes: small collectives are latency-bound. 0: never. None:
+            4 MiB.
         broadcast_buffers: give all ranks rank 0's buffers before a forward, as
             DistributedDataParallel does: before the first one, and before every one that follows
             a forward with gradients outside of ``no_sync``. Buffers whose shapes differ between
@@ -176,7 +172,6 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         sync_module_states: bool | None = None,
         forward_prefetch: bool | None = None,
         limit_all_gathers: bool = True,
-        use_orig_params: bool = True,
         coalesce_bytes: int | None = None,
         broadcast_buffers: bool | None = None,
         collectives: str = "auto",
@@ -208,7 +203,6 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             broadcast_buffers=given["broadcast_buffers"],
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
         )
         model = UnwrappedModel.read(
             module, auto_wrap_policy, ignored_modules, given["ignored_states"], allow_divergence
@@ -224,7 +218,6 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             offload=as_cpu_offload(given["cpu_offload"]),
             backward_prefetch=as_backward_prefetch(backward_prefetch),
             forward_prefetch=flags["forward_prefetch"] is not False,
-            use_orig_params=flags["use_orig_params"] is not False,
             coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
             broadcast_buffers=flags["broadcast_buffers"] is not False,
             device=model.find_device(given["device_id"], ranks.world.group),
@@ -235,11 +228,6 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
             construction = Construction(model, settings, param_init_fn)
             construction.wrap(self, ShardedWrapper, flags["sync_module_states"], notes)
         self._sharding.context.observers.add(FrameworkPrecision(self._sharding))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module; RuntimeError if a flat parameter was replaced. Collective."""
-        self._sharding.check_flat_parameters()
-        return super().forward(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module's call, with the arguments of ``torch.compile``.
@@ -541,7 +529,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         write the same on all ranks: seed them alike before it draws random numbers. A unit and
         those around it are unsharded at one time; units further in are resharded when ``fn`` is
         called on the module that contains them, and edits of them through ``parameters()`` are
-        right or raise. With ``use_orig_params=False``, all units below are unsharded until the end.
+        right or raise.
 
         Collective: all ranks.
 
@@ -550,8 +538,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         """
         if self._sharding.is_initialising:
             return self
-        has_flat = any(one.wrapper._parameters for one in shardings_in(self))
-        with summon(self, Request(), recurse=has_flat):
+        with summon(self, Request(), recurse=False):
             self.module.apply(fn)
         return self
 
@@ -622,8 +609,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: tensors with one
         value per element of a parameter have its shape, strides and the state's dtype; ``step``,
         options and other entries are kept. A tied parameter has its first name. The result does
-        not depend on ranks, units or ``use_orig_params``, so it loads into any of them, and into
-        an optimizer of the unwrapped model: see ``optim_state_dict_to_load``.
+        not depend on ranks or units, so it loads into any of them, and into an optimizer of the
+        unwrapped model: see ``optim_state_dict_to_load``.
 
         Collective: all ranks, unless ``model`` contains no wrapper. All-gathers unit by unit.
 
@@ -669,8 +656,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
         ``optim_state_dict`` is from ``optim_state_dict()``, or the ``state_dict()`` of an optimizer
         of the unwrapped model, whose positions count the parameters in the order of ``optim``'s
         groups. ``optim.load_state_dict`` casts dtypes as usual. If ``model`` contains no wrapper,
-        names only become positions. With ``use_orig_params=False``, an original parameter without
-        state gets zeros if others in its flat parameter have state; those must agree on ``step``.
+        names only become positions.
 
         Collective: all ranks, unless ``model`` contains no wrapper; compares what they load.
 
@@ -687,8 +673,8 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
         Raises:
             ValueError: on all ranks: parameters are missing or unexpected, a shape is another, an
-                ``optim.state_dict()`` of one rank was passed, parts of one flat parameter have
-                states or options that cannot be joined, or ranks passed different state.
+                ``optim.state_dict()`` of one rank was passed, parameters of one group have
+                different options, or ranks passed different state.
             RuntimeError: a forward or backward of the model is running.
         """
         units = units_between_steps(model, "optim_state_dict_to_load()")
@@ -836,18 +822,7 @@ class ShardedWrapper(ModuleProxy, metaclass=torch_names.NamesMissing):
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tells ``torch.distributed.checkpoint.state_dict`` to omit the child's name from FQNs."""
-        # torch would take a flat parameter for one of the model's, and some ranks would fail while
-        # others wait for them; it asks here first, on all ranks.
-        if self._parameters:
-            name = self._sharding.unit.name
-            raise RuntimeError(
-                f"{unit_text(name)} was wrapped with "
-                "use_orig_params=False, which the functions of "
-                "torch.distributed.checkpoint.state_dict do not know. Call model.state_dict(), "
-                "model.load_state_dict(), ShardedWrapper.optim_state_dict() and "
-                "optim_state_dict_to_load(), or wrap with use_orig_params=True."
-            )
-        if is_getting_shards():
+        if is_getting_shards():  # torch asks here first, on all ranks
             self._sharding.state_dict.check_names()  # optimizers do not know
         return {"": "module"}
 

@@ -34,7 +34,7 @@ import prerequisites  # noqa: F401  (first: it may end this)
 import torch
 import torch.distributed as dist
 from command_line import Parser
-from fuzz_models import BOXES, BUFFERED, LEAVES, SKIPPING, WIDTH, Box, Json, Leaf, build, kinds_in
+from fuzz_models import BOXES, BUFFERED, LEAVES, WIDTH, Box, Json, Leaf, build, kinds_in
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
@@ -93,7 +93,6 @@ def cases(worlds: list[int], without: set[str]) -> st.SearchStrategy[Json]:
             ),
             "per_node": st.integers(1, 4),
             "regather": st.sampled_from([None, None, True, False, 2]),
-            "orig": st.sampled_from([True, True, False]),
             "coalesce": st.sampled_from([0, None, 300]),
             "boundary": st.sampled_from(["element", "element", "row", "tensor", 3, 8]),
             "backward_prefetch": st.sampled_from(["AUTO", "BACKWARD_PRE", "BACKWARD_POST", None]),
@@ -133,12 +132,6 @@ def _sound(case: Json) -> Json:
         case["accumulate"], case["regather"] = 1, None
         if case["strategy"] == "HYBRID_SHARD_OP":
             case["strategy"] = "HYBRID_SHARD"
-    if SKIPPING & kinds_in(case["tree"]):
-        case["orig"] = True  # a flat parameter is stepped in one piece, without gradients too
-    if "reader" in kinds_in(case["tree"]):
-        case["orig"] = True  # the parameters of a unit are a flat one
-    if not case["orig"]:
-        case["in_backward"] = False
     if case["in_backward"]:
         case["clip"], case["accumulate"] = False, 1
     return case
@@ -247,7 +240,6 @@ def wrap(case: Json, model: nn.Module) -> nn.Module:
         auto_wrap_policy=policy,
         sharding_strategy=case["strategy"],
         reshard_after_forward=case["regather"],
-        use_orig_params=case["orig"],
         coalesce_bytes=case["coalesce"],
         boundary=case["boundary"],
         backward_prefetch=case["backward_prefetch"],

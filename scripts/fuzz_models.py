@@ -96,8 +96,6 @@ LEAVES = ("linear", "biasless", "low_rank", "scalar", "empty", "odd", "norm", "b
 LEAVES += ("lookup", "recurrent", "attention", "running", "reassigned", "lora")
 BUFFERED = {"batch_norm", "running", "reassigned"}
 """Kinds of leaves whose buffers change in forward."""
-SKIPPING = {"no_grad", "sometimes", "unused", "reentrant", "by_rank"}
-"""Kinds of boxes in which a parameter may have no gradient."""
 
 
 class Box(nn.Module):

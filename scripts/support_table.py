@@ -249,7 +249,6 @@ FLOAT8 = MixedPrecision(gather_dtype=torch.float8_e4m3fn)
 # What is tried: how the model is made, the wrapper's keywords, the loop, the tolerance.
 FEATURES: dict[str, tuple[Callable[[], Model], dict[str, Any], Loop, float]] = {
     "training": (build, {}, plain_loop, EXACT),
-    "`use_orig_params=False`": (build, {"use_orig_params": False}, plain_loop, EXACT),
     "built on the meta device": (on_meta, {}, plain_loop, EXACT),
     "bf16": (build, {"mixed_precision": BF16}, plain_loop, ROUNDED),
     "float8 all-gathers": (build, {"mixed_precision": FLOAT8}, plain_loop, 5 * ROUNDED),
@@ -288,7 +287,6 @@ FEATURES: dict[str, tuple[Callable[[], Model], dict[str, Any], Loop, float]] = {
 # Where the tests show more of it, in `tests/`.
 TESTS = {
     "training": "parity/test_parity.py",
-    "`use_orig_params=False`": "parity/test_parity.py",
     "built on the meta device": "module/test_meta_init.py",
     "bf16": "precision/test_precision.py",
     "float8 all-gathers": "precision/test_float8.py",

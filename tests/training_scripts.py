@@ -1,6 +1,6 @@
 """Ways to train, as scripts of a `Run`: accumulation, edits, penalties, hooks, closures.
 
-`EVERYWHERE` and `TRUE_SHAPES` list each with the name of the case that it trains.
+`SCRIPTS` lists each with the name of the case that it trains.
 """
 
 from collections.abc import Callable
@@ -289,7 +289,7 @@ def learning_rate_schedule(run: Run) -> None:
 
 
 # Script, the case it trains (which must have an `fc1` or `fc2` where the script names them).
-EVERYWHERE: list[tuple[Script, str]] = [
+SCRIPTS: list[tuple[Script, str]] = [
     (accumulation, "mlp"),
     (accumulation, "tied-in-unit"),
     (accumulation_without_sync, "mlp"),
@@ -326,9 +326,6 @@ EVERYWHERE: list[tuple[Script, str]] = [
     (weight_penalty, "mlp"),
     (closure, "mlp"),
     (learning_rate_schedule, "mlp"),
-]
-# These look at single parameters.
-TRUE_SHAPES: list[tuple[Script, str]] = [
     (copied_from_full, "mlp"),
     (copied_from_full, "tied-in-unit"),
     (frozen_and_thawed, "mlp"),

@@ -1,7 +1,6 @@
 """`WAYS`: the named ways to wrap a model that tests are crossed with."""
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +25,6 @@ class Way:
     def strategy(self) -> str:
         return self.keywords.get("sharding_strategy", "FULL_SHARD")
 
-    @property
-    def is_true_shape(self) -> bool:
-        return self.keywords.get("use_orig_params", True)
-
     def set_nodes(self) -> None:
         """Make this process one of a node's ranks."""
         os.environ["LOCAL_WORLD_SIZE"] = str(self.ranks_per_node or self.world_size)
@@ -43,12 +38,9 @@ def _way(
 
 WAYS = {
     "full": _way("FULL_SHARD"),
-    "full-flat": _way("FULL_SHARD", use_orig_params=False),
     "full-3": _way("FULL_SHARD", 3),
     "grad_op": _way("SHARD_GRAD_OP"),
-    "grad_op-flat": _way("SHARD_GRAD_OP", use_orig_params=False),
     "no_shard": _way("NO_SHARD"),
-    "no_shard-flat": _way("NO_SHARD", use_orig_params=False),
     "no_shard-3": _way("NO_SHARD", 3),
     "op": _way("SHARD_OP", 3),
     "hybrid": _way("HYBRID_SHARD", 4, 2),
@@ -67,19 +59,10 @@ def select(*names: str) -> dict[str, Way]:
     return {name: WAYS[name] for name in names}
 
 
-def true_shapes(ways: Iterable[str]) -> list[str]:
-    """Those of the ways that keep parameters in their true shapes."""
-    return [name for name in ways if WAYS[name].is_true_shape]
-
-
-BASIC = select("full", "full-flat", "grad_op", "grad_op-flat", "no_shard")
+BASIC = select("full", "grad_op", "no_shard")
 """What is told apart on any two ranks."""
 
-TRUE_SHAPE = true_shapes(BASIC)
-
 TOPOLOGIES = {
-    name: way
-    for name, way in WAYS.items()
-    if name not in (*BASIC, "no_shard-flat", "full-3", "no_shard-3")
+    name: way for name, way in WAYS.items() if name not in (*BASIC, "full-3", "no_shard-3")
 }
 """What else there is: other world sizes, nodes, and units that stay unsharded in other ways."""

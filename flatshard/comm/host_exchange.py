@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import re
+import threading
 from collections.abc import Iterable
 from functools import partial
 from hashlib import blake2b
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatshard.comm.deadlock import program
 from flatshard.comm.deadlock.detector import CollectiveCounter, WaitCondition
 from flatshard.comm.deadlock.history import describe_difference
 from flatshard.comm.flat_chunks import as_bytes
@@ -167,7 +169,10 @@ class HostExchange:
         return frame[len(start) : len(start) + len(value)]
 
     def _refuse(self, name: str) -> NoReturn:
-        row = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        """Raise on all ranks: which rank is in which exchange, at which line of the program."""
+        line = program.line_of(threading.get_ident())
+        place = f"{name}, at {line}" if line else name
+        row = place.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
         rows = self._all_gather_bytes(row, "comparing the names of different collectives")
         names = {
             rank: row.rstrip(b"\0").decode(errors="replace")

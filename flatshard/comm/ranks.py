@@ -302,7 +302,7 @@ def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
             first, second, *_ = (f"({ranks_text(by_size[size])})" for size in sorted(by_size))
             problem = f"groups of different sizes: {kind} groups {first} and {second}"
     # Sets, once per group: an intersection of sets takes only the time of the smaller set.
-    pairs = product(map(frozenset, rows), map(frozenset, columns))
+    pairs = product(map(frozenset, sorted(rows)), map(frozenset, sorted(columns)))
     for row, column in pairs if problem is None else ():
         if len(row & column) != 1:
             problem = (

@@ -16,11 +16,12 @@ class Keyword(NamedTuple):
     """Why a keyword has no effect here, or raises."""
 
     reason: str
-    default: Any = None  # torch's, which may be passed without a warning
+    default: Any = None  # may be passed without a warning; torch's, where it has no effect there
 
 
 # Keywords of torch's wrappers that warn when they are set.
 IGNORED = {
+    "use_orig_params": Keyword("parameters keep their names and shapes", True),  # FSDP1's: False
     "bucket_cap_mb": Keyword("there are no buckets; auto_wrap_policy makes units"),
     "bucket_cap_mb_list": Keyword("there are no buckets; auto_wrap_policy makes units"),
     "find_unused_parameters": Keyword("unused parameters are always found", False),

@@ -23,8 +23,8 @@ from flatshard.comm.consistency import Checksum, checksum
 from flatshard.engine.events import StepObserver
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
+from flatshard.plan.layout import view_of
 from flatshard.plan.module_tree import unit_text
-from flatshard.tensor.flat_parameter import view_of
 
 # A module, an attribute, the parameter's number, and at which element of the unsharded buffer it
 # begins; None if it is empty.

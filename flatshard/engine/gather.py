@@ -35,7 +35,6 @@ class HandleOptions:
     topology: Topology
     targets: OffloadTargets
     precision: ParamPrecision
-    use_orig_params: bool  # users see original parameters, not one ``FlatParameter``
     reduces_alone: bool  # its gradients do not wait for the rest of the unit's
 
 

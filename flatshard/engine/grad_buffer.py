@@ -16,8 +16,7 @@ from torch import Tensor
 from flatshard.comm.flat_chunks import ChunkPlan, FlatChunks
 from flatshard.memory.buffers import storage_bytes
 from flatshard.options.precision import GradDtypes
-from flatshard.plan.layout import FlatLayout
-from flatshard.tensor.flat_parameter import part_of, view_of
+from flatshard.plan.layout import FlatLayout, part_of, view_of
 
 # To begin the copy of a gradient below this takes longer than the copy: one kernel copies all of
 # them when the last has arrived. Flat parameters below are not read in place either: peers read one

@@ -13,8 +13,7 @@ from flatshard.engine.param_views import ParamViews
 from flatshard.engine.unreduced_grads import UnreducedGrads, edited, shown_in
 from flatshard.memory.buffers import storage_bytes
 from flatshard.precision.casts import set_grad
-from flatshard.tensor.flat_parameter import FlatParameter, view_of
-from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_range
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
 
 class GradPublish:
@@ -88,10 +87,8 @@ class GradPublish:
             return
         if self.scale != 1.0:
             reduced.mul_(self.scale)
-        # One parameter holds the gradients of all, or each its own.
-        shown = used if self._params.use_orig_params else [any(used)]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for index, (param, is_used) in enumerate(zip(self._params.sharded, shown, strict=True)):
+            for index, (param, is_used) in enumerate(zip(self._params.sharded, used, strict=True)):
                 if is_used:
                     self._add_grad(param, shown_in(self._params, index, reduced))
 
@@ -116,32 +113,16 @@ class GradPublish:
         set_grad(param, grad)
 
     def published(self, wanted: Collection[int]) -> list[Tensor]:
-        """Of the ``wanted`` ids, the gradients in ``.grad``, one per original parameter with one.
-
-        With ``use_orig_params=False`` they are views of the flat parameter's gradient.
-        """
-        params = self._params
+        """The gradients in ``.grad`` of parameters whose ids are ``wanted``."""
         with torch._C.DisableTorchFunctionSubclass():
-            grads = [param.grad for param in params.sharded if id(param) in wanted]
-            there = [grad for grad in grads if grad is not None]
-            if params.use_orig_params or not there:
-                return there
-            local = local_range(there[0])
-            if params.is_whole:
-                return [view_of(local, span) for span in params.layout.spans]
-            views = (FlatShardTensor.in_flat(local, spec) for spec in params.specs)
-            return [view.with_role(GRADIENT) for view in views]
+            grads = [param.grad for param in self._params.sharded if id(param) in wanted]
+        return [grad for grad in grads if grad is not None]
 
     def run_post_accumulate_hooks(self, used: list[bool]) -> None:
         params = self._params
-        hooks = [spec.post_accumulate_hooks for spec in params.specs]
-        if not params.use_orig_params:
-            flat = params.sharded[0]
-            assert isinstance(flat, FlatParameter)
-            hooks, used = [flat.post_accumulate_hooks], [any(used)]
-        for param, own, was_used in zip(params.sharded, hooks, used, strict=True):
+        for param, spec, was_used in zip(params.sharded, params.specs, used, strict=True):
             if was_used:
-                for hook in list(own.values()):
+                for hook in list(spec.post_accumulate_hooks.values()):
                     hook(param)
 
     def give_hooks_back(self) -> None:
@@ -184,8 +165,8 @@ class GradPublish:
         params = self._params
         for index, (param, grad) in enumerate(zip(params.sharded, grads, strict=True)):
             if isinstance(grad, FlatShardTensor):
-                spec = params.specs[index] if params.use_orig_params else params.flat_spec
-                set_grad(param, FlatShardTensor(fn(grad.local), spec).with_role(grad.role))
+                twin = FlatShardTensor(fn(grad.local), params.specs[index])
+                set_grad(param, twin.with_role(grad.role))
             elif grad is not None:
                 set_grad(param, fn(grad))
 

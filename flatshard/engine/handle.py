@@ -28,8 +28,8 @@ from flatshard.memory import disk
 from flatshard.memory.buffer_cache import BufferCache, num_uses
 from flatshard.memory.buffers import BufferMemory, ShardItself
 from flatshard.options.precision import GradDtypes
+from flatshard.plan.layout import view_of
 from flatshard.tensor import freed_parameter
-from flatshard.tensor.flat_parameter import view_of
 
 
 class ShardState(enum.Enum):
@@ -215,7 +215,7 @@ class FlatParamHandle:
 
     def absorb_replaced(self) -> None:
         """Where plain originals stand over the shard, take over data assigned to ``p.data``."""
-        if not self.params.are_originals:
+        if not self.is_whole:
             return
         places = [view_of(self.shard, span) for span in self.layout.spans]
         if all(
@@ -237,7 +237,7 @@ class FlatParamHandle:
     @property
     def version(self) -> int:
         """Grows whenever the shard is written."""
-        if self.params.are_originals:
+        if self.is_whole:
             # Each has a counter of its own: they are views made through `.data`.
             return sum(param._version for param in self.sharded)
         return self.shard._version

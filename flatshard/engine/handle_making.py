@@ -13,11 +13,10 @@ from flatshard.engine.gather import HandleOptions
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.param_views import ParamViews
 from flatshard.engine.run_link import RunLink
-from flatshard.plan.layout import FlatLayout, memory_order, strides_of
+from flatshard.plan.layout import FlatLayout, memory_order, part_of, strides_of
 from flatshard.plan.module_tree import unit_text
 from flatshard.plan.param_info import ParamInfo
 from flatshard.tensor.broadcast_source import BroadcastSource
-from flatshard.tensor.flat_parameter import part_of
 from flatshard.tensor.tensor_parallel import tensor_parallel_of
 
 
@@ -48,7 +47,7 @@ def make_handle(
         for index, one in enumerate(owned):
             if index not in handle.unfilled:
                 fill(handle, index, one.param, source)
-        handle.shard = handle.params.show_shard(handle.shard)
+        handle.params.show_shard(handle.shard)
     handle.make_buffer()
     return handle
 
@@ -80,7 +79,7 @@ def copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
     twin.unfilled = set(handle.unfilled)
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         twin.adopt(handle.shard.detach().clone())
-        twin.shard = params.show_shard(twin.shard)
+        params.show_shard(twin.shard)
     twin.make_buffer()
     return twin
 
@@ -106,7 +105,7 @@ def convert(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
         handle.gather.move_to(handle.device)
         grads = handle.grad_publish.take_off()
         handle.adopt(converted)
-        handle.shard = handle.params.show_shard(handle.shard)
+        handle.params.show_shard(handle.shard)
         take_in = handle.options.targets.gradient.take_in
         handle.grad_publish.put_back(grads, lambda grad: take_in(fn(grad)))
     handle.make_buffer()

@@ -30,8 +30,8 @@ from flatshard.engine.forward import Forward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.step_state import StepState
 from flatshard.engine.unit import Phase, Unit
+from flatshard.plan.layout import view_of
 from flatshard.plan.module_tree import unit_text
-from flatshard.tensor.flat_parameter import view_of
 from flatshard.tensor.gathered import as_views, gathered
 from flatshard.tensor.recomputation import is_counted
 from flatshard.tensor.shard_spec import ShardSpec
@@ -51,7 +51,7 @@ class Touch(StepObserver):
         # parameter that the last operation read.
         self._flat: tuple[FlatParamHandle, int, Tensor] | None = None
         self._last: tuple[FlatParamHandle, int] | None = None
-        self._warned: set[Unit] = set()
+        self._warned: set[Unit | None] = set()  # None: an average of weights
         for unit, handle in state.handles:
             self._connect(unit, handle)
 
@@ -111,7 +111,8 @@ class Touch(StepObserver):
                 sharded[0].spec.refuse(f"{name}, which writes to it,")
             return result
 
-        is_alone = not (torch.is_grad_enabled() or self._is_in_forward)
+        records = torch.is_grad_enabled() and any(t.requires_grad for t in sharded)
+        is_alone = not (records or self._is_in_forward)
         result = (self._run_alone if is_alone else self._run_unsharded)(call, sharded)
         # Last: where warnings are errors, the other ranks have nothing to wait for.
         for tensor in sharded:
@@ -229,15 +230,24 @@ class Touch(StepObserver):
 
     def _warn(self, spec: ShardSpec, name: str) -> None:
         unit = self._units[spec]
-        if unit in self._warned or unit.topology.world.rank != 0:
+        # Writes a tensor that is not sharded: an average of weights, in a loop over all units.
+        is_average = name.endswith("_")
+        what = None if is_average else unit
+        if what in self._warned or unit.topology.world.rank != 0:
             return
-        self._warned.add(unit)
+        self._warned.add(what)
+        remedy = (
+            "An average of weights made by copy.deepcopy(model) after wrapping needs no "
+            "communication. Said once."
+            if is_average
+            else "This is right, but takes time, and all ranks must do it. Let the module that "
+            "uses it be the unit (auto_wrap_policy), or call the unit's module; for calls of parts "
+            "of a model, such as generate(), use summon_full_params(model, writeback=False). Said "
+            "once for this unit."
+        )
         warnings.warn(
             f"{unit_text(unit.name)}: {name} uses parameter {spec.name!r} outside of the unit's "
-            "forward, and all-gathers it for that. This is right, but takes time, and all ranks "
-            "must do it. Let the module that uses it be the unit (auto_wrap_policy), or call the "
-            "unit's module; for calls of parts of a model, such as generate(), use "
-            "summon_full_params(model, writeback=False). Said once for this unit.",
+            f"forward, and all-gathers it for that. {remedy}",
             stacklevel=7,
         )
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flatshard.engine.grad_buffer import GradientBuffer
 from flatshard.engine.param_views import ParamViews
+from flatshard.plan.layout import view_of
 from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import set_grad
-from flatshard.tensor.flat_parameter import view_of
 from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_range
 from flatshard.tensor.tensor_notes import UNREDUCED
 
@@ -37,9 +37,9 @@ class UnreducedGrads:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             # Slots hold full gradients; of what was reduced within a group this rank has a part.
-            in_parts = buffer.intra_reduced is not None or not params.use_orig_params
+            in_parts = buffer.intra_reduced is not None
             part = buffer.shard_part().to(params.sharded[0].device) if in_parts else None
-            for index in waiting if params.use_orig_params else [0]:
+            for index in waiting:
                 param = params.sharded[index]
                 is_view = param.grad is None
                 if is_view:
@@ -96,16 +96,13 @@ class UnreducedGrads:
                 if is_view and not is_replaced:
                     param.grad = None
                 if is_dropped:
-                    for one in [index] if params.use_orig_params else range(len(params.specs)):
-                        self._buffer.forget(one)
+                    self._buffer.forget(index)
         self._shown.clear()
         self.was_edited &= bool(self._buffer.accumulated)
 
 
 def shown_in(params: ParamViews, index: int, flat: Tensor) -> Tensor:
     """What sharded parameter ``index`` shows of ``flat``, ``(shard_numel,)``: a view."""
-    if not params.use_orig_params:
-        return FlatShardTensor(flat, params.flat_spec).with_role(GRADIENT)
     if params.is_whole:
         return view_of(flat, params.layout.spans[index])
     return FlatShardTensor.in_flat(flat, params.specs[index]).with_role(GRADIENT)

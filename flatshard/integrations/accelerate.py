@@ -181,9 +181,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return location
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """As accelerate does; the number of ranks may be another one. Collective."""
+        """As accelerate does; the number of ranks may be another one. Collective.
+
+        Raises:
+            FileNotFoundError: another Accelerator has saved the folder; before anything is loaded.
+        """
         found: list[str] = []
-        hook = self.register_load_state_pre_hook(lambda _, folder: found.append(folder))
+
+        def check(_: Any, folder: str) -> None:
+            found.append(folder)
+            if trained and not (Path(folder) / f"{_FOLDER}_0").is_dir():
+                raise FileNotFoundError(
+                    f"load_state: {folder} has no folder {_FOLDER}_0: another Accelerator saved "
+                    "it, such as accelerate's own under DistributedDataParallel. After prepare(), "
+                    "load its model.safetensors by flatshard.checkpoint.load_safetensors(model, "
+                    "path), and its optimizer.bin by ShardedWrapper.optim_state_dict_to_load("
+                    "model, optimizer.optimizer, torch.load(path), load_directly=True)."
+                )
+
+        hook = self.register_load_state_pre_hook(check)
         try:
             with self._without_models() as trained:
                 super().load_state(input_dir, *args, **kwargs)

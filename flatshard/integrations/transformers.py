@@ -84,6 +84,9 @@ class ShardedTrainerMixin:
                     f"TrainingArguments({setting}=...) asks Trainer for what flatshard does, or "
                     "would undo it. Leave it out; compile blocks before: block.compile()."
                 )
+        if self.args.ddp_find_unused_parameters is None and self.accelerator.ddp_handler:
+            # Trainer's own choice, of which ShardedWrapper would warn the user.
+            self.accelerator.ddp_handler.find_unused_parameters = False
         Accelerator.adopt(self.accelerator, self._sharding)
 
     def _move_model_to_device(self: Any, model: nn.Module, device: Any) -> None:

@@ -233,7 +233,6 @@ class Construction:
                     topology,
                     self._offload,
                     kind.precision,
-                    use_orig_params=settings.use_orig_params,
                     reduces_alone=kind.apart != 0,
                 ),
                 layout=planned.layouts[kind],
@@ -244,7 +243,6 @@ class Construction:
             for kind, params in planned.flat_params.items()
         )
         state_dict = UnitStateDict(unit)
-        flat = [] if settings.use_orig_params else [h.sharded[0] for h in unit.handles]
         for plan in planned.members:
             module, wrapper = plan.module, wrappers[plan.module]
             put_in_place(wrapper, module)
@@ -253,9 +251,6 @@ class Construction:
             wrapper.__dict__["_sharding"] = Sharding(
                 wrapper, unit, hooks, state_dict, settings, ignored, plan.reason
             )
-            # Not by assignment, which `ModuleProxy` refuses for parameters.
-            for number, param in enumerate(flat):
-                wrapper.register_parameter(f"_flat_param_{number}", param)
         return unit
 
     def _make_values(

@@ -46,7 +46,7 @@ def convert(
         handle_making.check_keeps_order(handle, fn)
     context.is_converting = True
     try:
-        with hidden(shardings_in(root.wrapper), handles):
+        with _hidden(handles):
             apply_to_module()
             convert_buffers(root.wrapper.modules(), fn)
     finally:
@@ -94,24 +94,17 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
 
 
 @contextlib.contextmanager
-def hidden(
-    shardings: Iterable[Sharding], handles: Iterable[FlatParamHandle] = ()
-) -> Iterator[None]:
-    """Hide flat parameters from wrappers, and what ``handles`` own from the modules inside."""
-    flat = [(one.wrapper._parameters, dict(one.wrapper._parameters)) for one in shardings]
+def _hidden(handles: Iterable[FlatParamHandle]) -> Iterator[None]:
+    """Hide the parameters of ``handles`` from their modules."""
     places = [
         (module._parameters, attribute, module._parameters[attribute])
         for handle in handles
         for module, attribute, _ in handle.params.places
     ]
-    for held, _ in flat:
-        held.clear()
     for module_params, attribute, _ in places:
         module_params[attribute] = None
     try:
         yield
     finally:
-        for held, params in flat:
-            held.update(params)
         for module_params, attribute, param in places:
             module_params[attribute] = param

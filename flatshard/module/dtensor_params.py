@@ -32,7 +32,7 @@ def local_parts(model: UnwrappedModel, settings: Settings) -> Iterator[None]:
     Raises:
         ValueError: a mesh that shares ranks with those over which the parameters are to be sharded.
         NotImplementedError: placements other than Shard and Replicate; a DTensor on the meta
-            device; one with hooks or a gradient; flat parameters (``use_orig_params=False``).
+            device; one with hooks or a gradient.
     """
     infos = find_params(model.module, model.left_alone)
     found: dict[str, tuple[ParamInfo, Any]] = {
@@ -89,7 +89,6 @@ def _check(name: str, param: Any, settings: Settings) -> None:
         "on the meta device": param.is_meta,
         "with hooks": param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None),
         "with a gradient": param.grad is not None,
-        "and use_orig_params=False joins it with others": not settings.use_orig_params,
     }
     for reason, applies in reasons.items():
         if applies:

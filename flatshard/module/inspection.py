@@ -15,7 +15,6 @@ from flatshard.optimizer import in_backward
 from flatshard.plan.divergence import Divergence, find_divergent
 from flatshard.plan.ignored import NOTHING, Ignored, find_ignored
 from flatshard.plan.wrap import Policy, check_policy
-from flatshard.tensor.flat_parameter import FlatParameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,11 +116,7 @@ class UnwrappedModel:
         if device_id is not None:
             return _read_device(device_id)
         skipped = self.ignored.ids()
-        present = [
-            param
-            for param in self.module.parameters()
-            if not isinstance(param, FlatParameter) and id(param) not in skipped
-        ]
+        present = [param for param in self.module.parameters() if id(param) not in skipped]
         # Ranks with and without values must agree, so tensors on the meta device do not count.
         devices = [param.device for param in present if not param.is_meta]
         first = devices[0] if devices else torch.device("cpu")

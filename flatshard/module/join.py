@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from flatshard.comm.process_groups import ranks_text
 from flatshard.engine.buffer_sync import BufferSync
 from flatshard.engine.events import Kind, StepObserver
 from flatshard.engine.grad_buffer import Sync
@@ -148,7 +149,8 @@ class Join(StepObserver):
                 )
         if self._throws and len(self._active) < self._comm.size:
             missing = sorted({*range(self._comm.size)} - doing.keys())
-            raise RuntimeError(f"join(): throw_on_early_termination: no input on ranks {missing}.")
+            ranks = ranks_text(missing)
+            raise RuntimeError(f"join(): throw_on_early_termination: no input on ranks {ranks}.")
         return first
 
     def _fail(self, message: str) -> None:

@@ -229,7 +229,6 @@ def predict(
         offload=CPUOffload(),
         backward_prefetch=BackwardPrefetch.AUTO,
         forward_prefetch=True,
-        use_orig_params=True,
         coalesce_bytes=as_coalesce_bytes(coalesce_bytes),
         broadcast_buffers=True,
         device=torch.device("meta"),

@@ -170,14 +170,10 @@ class _Slot:
         if not tensor.is_meta:
             _write_pattern(tensor)
         if self.handle is not None:
-            params = self.handle.params
             with torch._C.DisableTorchFunctionSubclass():
-                sharded = params.sharded[self.number if params.use_orig_params else 0]
+                sharded = self.handle.sharded[self.number]
                 tensor = nn.Parameter(tensor, requires_grad=sharded.requires_grad)
-                if params.use_orig_params:
-                    tensor.__dict__.update(attributes_of(sharded))
-            # With `use_orig_params=False`: what is found before the parameter, and explains it.
-            self.module.__dict__.pop(self.attribute, None)
+                tensor.__dict__.update(attributes_of(sharded))
         self._holder[self.attribute] = tensor
 
 

@@ -85,17 +85,14 @@ class ModelPlan:
         self.precision = PrecisionPlan(module, policies, left_alone)
         # They become no unit.
         self.without_params = [plan for plan in self.chosen if not owners[plan.module]]
-        # A flat parameter that users see belongs to one module, so nothing is coalesced.
-        max_bytes = settings.coalesce_bytes if settings.use_orig_params else 0
-        groups = coalesce(self.chosen, owners, max_bytes, self.settings_of)
+        groups = coalesce(self.chosen, owners, settings.coalesce_bytes, self.settings_of)
         # In registration order, the root last.
         self.units: list[PlannedUnit] = []
         for members in groups:
             self._plan_unit(members, [one for plan in members for one in owners[plan.module]])
         # A large parameter of the root is reduced by itself, while units inside compute: the rest
         # of the root is complete only at the end of backward.
-        splits = bool(groups) and settings.use_orig_params
-        self._plan_unit([root], owners[module], splits=splits)
+        self._plan_unit([root], owners[module], splits=bool(groups))
 
     def _plan_unit(
         self, members: list[UnitPlan], owned: list[ParamInfo], *, splits: bool = False

@@ -40,7 +40,6 @@ class Settings:
     offload: CPUOffload
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool
-    use_orig_params: bool
     coalesce_bytes: int
     broadcast_buffers: bool
     device: torch.device
@@ -57,7 +56,7 @@ class Settings:
         return (
             f"{self.strategy}, {self.placement}, {groups}{self.precision.describe()}, "
             f"{self.offload.describe()}, "
-            f"use_orig_params={self.use_orig_params}, coalesce_bytes={self.coalesce_bytes}, "
+            f"coalesce_bytes={self.coalesce_bytes}, "
             f"broadcast_buffers={self.broadcast_buffers}, boundary={self.boundary!r}"
         )
 
@@ -122,6 +121,13 @@ def ranks_or_alone(
     process_group: ProcessGroups, device_mesh: DeviceMesh | None, *, mode: TransportOptions
 ) -> Ranks:
     """The ranks that train the model; without a process group this one alone, with a warning."""
+    given = process_group if isinstance(process_group, list | tuple) else ()
+    if any(isinstance(one, int | str | torch.device) for one in given):
+        raise TypeError(
+            f"process_group: expected ranks, got the devices {process_group!r}. "
+            "DistributedDataParallel's second argument is device_ids: pass it by its name, "
+            f"device_ids={process_group!r}."
+        )
     if process_group is None and device_mesh is None:
         if dist.is_available() and dist.is_initialized():
             process_group = dist.group.WORLD

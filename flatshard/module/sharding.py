@@ -61,17 +61,6 @@ class Sharding:
             )
         return context
 
-    def check_flat_parameters(self) -> None:
-        """Raise if the user replaced a flat parameter: the shards are in the original one."""
-        shown = self.wrapper._parameters.values()
-        for handle, flat in zip(self.unit.handles, shown, strict=False):
-            if flat is not handle.sharded[0]:
-                raise RuntimeError(
-                    f"the flat parameter of {unit_text(self.unit.name)} was replaced, by "
-                    "torch.func.functional_call(), say: its values would not be used. Assign "
-                    "values with p.copy_(...), or wrap with use_orig_params=True."
-                )
-
     def check_not_summoned(self, action: str) -> None:
         """Raise inside ``summon_full_params``."""
         for unit in units_in(self.wrapper):

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from flatshard.engine.unit import Unit
-from flatshard.module.conversion import hidden
 from flatshard.module.sharding import handles_in, outermost_shardings, shardings_in
 from flatshard.options.flags import as_flags
 from flatshard.plan.module_tree import unit_text
@@ -32,15 +31,8 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
     _check_owns_parameters(module)
     units = dict.fromkeys(one.unit for one in shardings)
     handles = [handle for unit in units for handle in unit.handles]
-    with full_params.summoned(handles, request):
-        showing = [
-            one
-            for one in shardings
-            if any(handle.summoned.params for handle in one.unit.handles if handle.summoned)
-        ]
-        # Modules now list the original parameters; flat ones beside them would count twice.
-        with hidden(showing), _inert(units):
-            yield
+    with full_params.summoned(handles, request), _inert(units):
+        yield
 
 
 @contextlib.contextmanager

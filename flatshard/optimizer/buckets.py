@@ -18,10 +18,8 @@ from torch import Tensor, nn
 
 from flatshard.plan.layout import ALIGNMENT_BYTES
 from flatshard.precision.casts import set_grad
-from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 
-Sharded = FlatShardTensor | FlatParameter
 State = dict[str, Any]
 
 # State of one number per parameter, not per element: also where the parameter is 0-d itself.
@@ -61,8 +59,7 @@ class BucketView(Tensor):
     which copies each tensor by itself, would copy the bucket once for each member.
     """
 
-    # Results of operations are plain tensors.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are plain tensors
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.detach().clone())
@@ -88,9 +85,9 @@ def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def is_sharded(param: object) -> TypeGuard[Sharded]:
+def is_sharded(param: object) -> TypeGuard[FlatShardTensor]:
     """Whether optimizers see something else in the parameter's place."""
-    return isinstance(param, FlatShardTensor | FlatParameter)
+    return isinstance(param, FlatShardTensor)
 
 
 def find_buckets(
@@ -148,18 +145,18 @@ def _flat_grad(param: Any) -> Tensor | None:
 class ParamBucket:
     """Some neighbours, one at least, as one optimizer steps them: as ``param``, which is 1-D."""
 
-    def __init__(self, members: Sequence[Sharded]) -> None:
+    def __init__(self, members: Sequence[FlatShardTensor]) -> None:
         self.members = list(members)
         self._flat = members[0].flat
         local = local_range(members[0]).detach()
         self._ranges = [slice(0, local.numel())]
         if len(members) > 1:
             assert self._flat is not None, "neighbours share a shard"
-            specs = [member.spec for member in members if isinstance(member, FlatShardTensor)]
-            self._start = specs[0].start
-            starts = [spec.start - self._start for spec in specs]
+            self._start = members[0].spec.start
+            starts = [member.spec.start - self._start for member in members]
             self._ranges = [
-                slice(start, start + spec.numel) for start, spec in zip(starts, specs, strict=True)
+                slice(start, start + member.spec.numel)
+                for start, member in zip(starts, members, strict=True)
             ]
             local = self._flat.detach()[self._start : self._start + self._ranges[-1].stop]
         self.param = nn.Parameter(local, members[0].requires_grad)
@@ -197,8 +194,7 @@ class ParamBucket:
         grad = first.grad
         if isinstance(grad, FlatShardTensor):
             return grad.local
-        # The user assigned it: a full tensor, or one as long as the flat parameter.
-        return first.spec.slice(grad.detach()) if isinstance(first, FlatShardTensor) else grad
+        return first.spec.slice(grad.detach())  # the user assigned it: a full tensor
 
     def drop_grad(self) -> None:
         """Take the gradient back; the members lose theirs if the optimizer dropped it."""

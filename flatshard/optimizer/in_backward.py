@@ -30,7 +30,6 @@ from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.consumed_grad import ConsumedGrad, drop_consumed
 from flatshard.optimizer.offload import StepPart
 from flatshard.plan.module_tree import unit_text
-from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.reduction_ops import OutsideUses
 
 
@@ -314,18 +313,13 @@ def _got_more(what: str) -> RuntimeError:
 
 def _find_owned(units: Sequence[Unit]) -> dict[int, tuple[Unit, str]]:
     """By id, the unit and the name of each parameter that optimizers can have."""
-    owned = {}
-    for unit in units:
-        for handle in unit.handles:
-            params, is_flat = handle.params, isinstance(handle.sharded[0], FlatParameter)
-            specs = [params.flat_spec] if is_flat else params.specs
-            for param, spec in zip(handle.sharded, specs, strict=True):
-                owned[id(param)] = unit, spec.name
-    return owned
+    return {
+        id(param): (unit, spec.name)
+        for unit in units
+        for handle in unit.handles
+        for param, spec in zip(handle.sharded, handle.params.specs, strict=True)
+    }
 
 
 def _has_hooks(handle: FlatParamHandle) -> bool:
-    flat = handle.sharded[0]
-    if isinstance(flat, FlatParameter):
-        return bool(flat.post_accumulate_hooks)
     return any(spec.post_accumulate_hooks for spec in handle.params.specs)

@@ -16,7 +16,6 @@ import torch
 from flatshard.optimizer import sharded_state, whole_step
 from flatshard.optimizer.buckets import all_params, shown
 from flatshard.options.torch_request import torch_request
-from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 # A key of the first group. Not at the top, because torch keeps the keys of groups that it loads: if
@@ -113,11 +112,6 @@ def _stamp(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         if isinstance(param, FlatShardTensor):
             rank, size = param.spec.comm.rank, param.spec.comm.size
             places.append(param.spec.place)
-        elif isinstance(param, FlatParameter):
-            layout = param.flat_layout
-            rank, size = param.rank, layout.world_size
-            spans = [(span.shape, span.start, span.order) for span in layout.spans]
-            places.append((spans, layout.shard_range(rank)))
     if rank is None:
         return None
     digest = hashlib.sha256(repr(places).encode()).hexdigest()

@@ -12,7 +12,6 @@ from torch import Tensor
 from flatshard.optimizer.buckets import ONE_PER_PARAMETER, all_params
 from flatshard.options.torch_request import TorchRequest
 from flatshard.plan.module_tree import unit_text
-from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 from flatshard.tensor.state_shard import state_shard
@@ -108,11 +107,5 @@ def _sharded_params(
 ) -> Iterator[tuple[FlatShardTensor, StateDict]]:
     """The sharded parameters that have state in a state dict, and that state."""
     for key, param in params_by_key(optimizer, state_dict).items():
-        if isinstance(param, FlatParameter):
-            raise RuntimeError(
-                "torch.distributed.checkpoint.state_dict needs a parameter for each name, and "
-                f"{param!r} holds several. Wrap with use_orig_params=True, or call "
-                "ShardedWrapper.optim_state_dict(model, optimizer)."
-            )
         if isinstance(param, FlatShardTensor) and key in state_dict["state"]:
             yield param, state_dict["state"][key]

@@ -28,7 +28,6 @@ from flatshard.optimizer import offload
 from flatshard.optimizer.buckets import (
     ONE_PER_PARAMETER,
     ParamBucket,
-    Sharded,
     State,
     all_params,
     find_buckets,
@@ -41,8 +40,6 @@ from flatshard.optimizer.trial import StepMode, without_params
 from flatshard.optimizer.whole_step import Closure, EveryRankSwap, step_for, step_mode
 from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import check_dtype
-from flatshard.tensor.flat_parameter import FlatParameter
-from flatshard.tensor.param_swap import FlattenedParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range
 from flatshard.tensor.tensor_notes import UNREDUCED
 from flatshard.tensor.untraced import untraced
@@ -158,13 +155,6 @@ def _check_params(optimizer: torch.optim.Optimizer, *, has_grads: bool = True) -
                         "SparseAdam: gradients of sharded parameters are dense, also those of "
                         "nn.Embedding(sparse=True). Use one that takes them: Adam, SGD, Adagrad."
                     )
-                if isinstance(param, FlattenedParameter):
-                    raise RuntimeError(
-                        f"step(): the optimizer was made before wrapping, and its parameters "
-                        f"became a part of the flat parameter of {unit_text(param.unit_name)}. "
-                        "Make it from model.parameters() after wrapping, or wrap with "
-                        "use_orig_params=True."
-                    )
                 if "flattened_as" in param.__dict__:
                     raise RuntimeError(
                         "step(): the optimizer was made before wrapping, and its parameter "
@@ -215,7 +205,6 @@ def _begin_other(
         return None
     closure = _closure_in(args, kwargs)
     loss, again = None, closure
-    _check_in_true_shape(optimizer)
     if closure is not None:
         # First, as every optimizer does: the mode depends on which parameters have gradients.
         with torch.enable_grad():
@@ -238,18 +227,6 @@ def _begin_other(
     if again is None:
         return args, kwargs
     return _with_closure(Closure(again, loss), args, kwargs)
-
-
-def _check_in_true_shape(optimizer: torch.optim.Optimizer) -> None:
-    """Raise for parameters whose full tensors nobody can show the optimizer."""
-    for param in all_params(optimizer):
-        if isinstance(param, FlatParameter) and param.flat_layout.world_size > 1:
-            raise NotImplementedError(
-                f"{type(optimizer).__name__} may look at more than one element at a time, and "
-                f"{param!r} is this rank's part of several parameters. Wrap with "
-                "use_orig_params=True; if it treats every element alike, call "
-                f"flatshard.declare_elementwise({type(optimizer).__name__})."
-            )
 
 
 def _evaluate(
@@ -449,7 +426,7 @@ def _swap_out(optimizer: torch.optim.Optimizer) -> None:
             swap.undo()
 
 
-def _local_state(param: Sharded, state: State) -> State:
+def _local_state(param: FlatShardTensor, state: State) -> State:
     """State of before wrapping, or of an unwrapped model, with this rank's part of each tensor."""
     held = local_range(param)
     for key, value in state.items():
@@ -459,11 +436,11 @@ def _local_state(param: Sharded, state: State) -> State:
             continue
         if not isinstance(value, Tensor) or value.shape == held.shape or key in ONE_PER_PARAMETER:
             continue
-        if isinstance(param, FlatShardTensor) and value.shape == param.shape:
+        if value.shape == param.shape:
             state[key] = param.spec.slice(value).clone()
         elif value.numel() > 1:
             raise RuntimeError(
-                f"optimizer state {key!r} of parameter {_name_of(param) or repr(param)!r}: "
+                f"optimizer state {key!r} of parameter {param.spec.name!r}: "
                 f"expected shape {tuple(held.shape)} (this rank's part) or {tuple(param.shape)} "
                 f"(full), got {tuple(value.shape)}. A plain optimizer.state_dict() holds one "
                 "rank's part: save ShardedWrapper.optim_state_dict(model, optimizer) instead."

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from torch import Tensor
+
 # Every original parameter, and every rank's shard, starts at a multiple of this many bytes.
 ALIGNMENT_BYTES = 16
 # Large shards fill whole pages, so that memory and files can be mapped to them. 64 KiB on some ARM
@@ -80,6 +82,16 @@ class LocalSpan:
     @property
     def numel(self) -> int:
         return self.end - self.start
+
+
+def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
+    """The part of ``flat``, ``(padded_numel,)``, in the original's shape and strides."""
+    return flat.as_strided(span.shape, span.strides, flat.storage_offset() + span.start)
+
+
+def part_of(tensor: Tensor, span: ParamSpan, local: LocalSpan) -> Tensor:
+    """The range ``local`` of an original, of any strides, 1-D in memory order; a view if it can."""
+    return tensor.permute(span.order).reshape(-1)[local.offset : local.offset + local.numel]
 
 
 @dataclass(frozen=True)

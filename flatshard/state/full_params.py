@@ -15,11 +15,11 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed, checksum
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
+from flatshard.plan.layout import view_of
 from flatshard.plan.module_tree import unit_text
 from flatshard.precision.casts import set_grad
-from flatshard.tensor.flat_parameter import view_of
 from flatshard.tensor.shard_spec import first_of_dtensor
-from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_range
+from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor
 
 
 def gather_full(
@@ -86,21 +86,17 @@ class Request:
 
 
 def _grads(handle: FlatParamHandle) -> list[Tensor | None]:
-    """What users see in ``.grad``: one per original parameter, or the flat parameter's."""
+    """What users see in ``.grad``, one per original parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         return [param.grad for param in handle.sharded]
 
 
 def _grad_shard(handle: FlatParamHandle) -> Tensor:
     """This rank's part of the gradients, ``(shard_numel,)``; zero where there is none."""
-    grads = _grads(handle)
-    if not handle.params.use_orig_params:
-        assert grads[0] is not None, "only asked for where there is one"
-        return local_range(grads[0]).to(handle.shard)
     parts = (
         # A plain one is full: the user's own.
         (i, grad.local if isinstance(grad, FlatShardTensor) else handle.params.specs[i].slice(grad))
-        for i, grad in enumerate(grads)
+        for i, grad in enumerate(_grads(handle))
         if grad is not None
     )
     return join(handle, parts, handle.shard.dtype)
@@ -143,10 +139,9 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
         facts: Facts = {}
         for handle in handles:
             unreduced = handle.grad_publish.unreduced.is_shown()
-            specs, grads = handle.params.specs, _grads(handle)
-            for index, spec in enumerate(specs):
+            for spec, grad in zip(handle.params.specs, _grads(handle), strict=True):
                 where = f"parameter {spec.name!r} ({unit_text(handle.unit_name)})"
-                is_there = grads[index % len(grads)] is not None
+                is_there = grad is not None
                 facts[f"the gradient of {where}"] = "there" if is_there else "nothing"
                 if is_there and unreduced:
                     raise ValueError(
@@ -268,7 +263,7 @@ class Summoned:
         present = [grad is not None for grad in _grads(handle)]
         if request.with_grads and any(present):
             full = gather_full(handle, _grad_shard(handle), device, is_kept=self.is_held)
-            grads = [g if present[i % len(present)] else None for i, g in enumerate(full)]
+            grads = [g if is_there else None for g, is_there in zip(full, present, strict=True)]
         if self.is_held:
             self._show(values, grads)
 
@@ -338,9 +333,7 @@ class Summoned:
         """Errors for full parameters that do not fit the shard."""
         problems = []
         handle, params = self._handle, self._handle.params
-        for spec, param, trained in zip(
-            params.specs, self.params, params.requires_grad(), strict=True
-        ):
+        for spec, param in zip(params.specs, self.params, strict=True):
             where = f"parameter {spec.name!r} ({unit_text(handle.unit_name)})"
             if tuple(param.shape) != spec.shape or param.dtype != handle.shard.dtype:
                 problems.append(
@@ -350,11 +343,6 @@ class Summoned:
             if param.grad is not None and not self.request.with_grads:
                 problems.append(
                     f"{where}: its .grad was set, which is kept only with with_grads=True"
-                )
-            if not params.use_orig_params and param.requires_grad is not trained:
-                problems.append(
-                    f"{where}: requires_grad was changed, which a flat parameter cannot do for a "
-                    "part of it. Wrap with use_orig_params=True"
                 )
         return problems
 
@@ -366,15 +354,12 @@ class Summoned:
             handle.reshard()  # what it holds is about to become stale
         with torch._C.DisableTorchFunctionSubclass():
             for index, param in enumerate(self.params):
-                if handle.params.use_orig_params:
-                    # Not the shard under it: plain originals have version counters of their own.
-                    sharded = handle.sharded[index]
-                    if edited[index]:
-                        sharded.copy_(param)
-                    if sharded.requires_grad is not param.requires_grad:
-                        sharded.requires_grad_(param.requires_grad)
-                elif edited[index]:
-                    handle.part(index).copy_(handle.params.specs[index].slice(param))
+                # Not the shard under it: plain originals have version counters of their own.
+                sharded = handle.sharded[index]
+                if edited[index]:
+                    sharded.copy_(param)
+                if sharded.requires_grad is not param.requires_grad:
+                    sharded.requires_grad_(param.requires_grad)
             if self.request.with_grads:
                 self._write_grads()
         handle.page_out()
@@ -384,13 +369,6 @@ class Summoned:
         grads = {i: param.grad for i, param in enumerate(self.params) if param.grad is not None}
         for sharded in handle.sharded:
             sharded.grad = None
-        if not handle.params.use_orig_params:
-            if grads:
-                parts = ((index, specs[index].slice(grad)) for index, grad in grads.items())
-                merged = join(handle, parts, handle.shard.dtype)
-                flat = FlatShardTensor(merged, handle.params.flat_spec)
-                handle.sharded[0].grad = flat.with_role(GRADIENT)
-            return
         for index, grad in grads.items():
             part = grad if handle.is_whole else specs[index].slice(grad)
             part = part.to(handle.shard.device, copy=True)

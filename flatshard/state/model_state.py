@@ -133,16 +133,10 @@ class UnitStateDict:
             self._depth = 0
         self.writes.check()
         self._depth += 1
-        for handle in self._unit.handles:
-            handle.params.list_placeholders(shown=True)
 
     def _leave(self) -> bool:
         self._depth -= 1
-        if self._depth > 0:
-            return False
-        for handle in self._unit.handles:
-            handle.params.list_placeholders(shown=False)
-        return True
+        return self._depth <= 0
 
 
 def _replace_by_full(

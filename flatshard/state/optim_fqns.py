@@ -12,7 +12,6 @@ from torch import nn
 
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 
 # What torch's ``checkpoint_wrapper`` adds to names, but not to those in state dicts.
@@ -23,14 +22,9 @@ _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 class OptimParam:
     """A parameter of an optimizer, in terms of the unwrapped model."""
 
-    # Which originals are in it, by name: their numbers in the handle; None: nothing is sharded.
-    indices: dict[str, int]
-    handle: FlatParamHandle | None = None
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether the optimizer sees the flat parameter itself."""
-        return self.handle is not None and not self.handle.params.use_orig_params
+    fqn: str
+    index: int = 0  # among the parameters of `handle`
+    handle: FlatParamHandle | None = None  # None: the parameter is not sharded
 
 
 class OptimParams:
@@ -42,27 +36,20 @@ class OptimParams:
         prefixes = {
             module: unwrapped(f"{name}.") if name else "" for name, module in model.named_modules()
         }
-        # Of every place, also of tied parameters: which of them names it, the units decide.
-        self._order: dict[str, int] = {}
-        for module, prefix in prefixes.items():
-            for attribute in module._parameters:
-                self._order.setdefault(prefix + attribute, len(self._order))
         found = dict(_params_of_units(prefixes, units))
         for name, param in model.named_parameters():
             # No unit owns it: it is ignored, or the model is not wrapped.
-            found.setdefault(id(param), OptimParam({unwrapped(name): 0}))
+            found.setdefault(id(param), OptimParam(unwrapped(name)))
         # As ``optimizer.param_groups`` has them.
         self.groups: list[list[OptimParam]] = []
         for number, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
                 known = found.get(id(param))
-                is_sharded = isinstance(param, FlatShardTensor | FlatParameter)
-                if known is None or (known.handle is None and is_sharded):
+                if known is None or (known.handle is None and isinstance(param, FlatShardTensor)):
                     raise ValueError(
                         f"parameter {position} of the optimizer's group {number}, of shape "
                         f"{tuple(param.shape)}, is not in the given model. Pass the outermost "
-                        "ShardedWrapper and an optimizer over its parameters; with "
-                        "use_orig_params=False, one that was made after wrapping."
+                        "ShardedWrapper and an optimizer over its parameters."
                     )
             self.groups.append([found[id(param)] for param in group["params"]])
 
@@ -70,12 +57,8 @@ class OptimParams:
         return chain.from_iterable(self.groups)
 
     def fqns(self, group: int) -> list[str]:
-        """The original parameters of a group, as an optimizer of the unwrapped model has them."""
-        fqns = [fqn for param in self.groups[group] for fqn in param.indices]
-        if any(param.is_flat for param in self.groups[group]):
-            # One flat parameter per dtype: originals of several may alternate in the model.
-            fqns.sort(key=self._order.__getitem__)
-        return fqns
+        """The names of a group's parameters."""
+        return [param.fqn for param in self.groups[group]]
 
     def by_key(self, state_dict: dict[str, Any]) -> dict[Any, OptimParam]:
         """The parameters by the keys that a state dict of this very optimizer has for them."""
@@ -94,21 +77,14 @@ def _params_of_units(
 ) -> Iterable[tuple[int, OptimParam]]:
     """All that units own, by the id of what the optimizer may hold."""
     for handle in chain.from_iterable(unit.handles for unit in units):
-        # A place inside ``model``, which may be a part of what was wrapped.
-        fqns = [
-            next(
+        for index, param in enumerate(handle.sharded):
+            # A place inside ``model``, which may be a part of what was wrapped.
+            fqn = next(
                 prefixes[place.module] + place.attribute
                 for place in handle.params.owned[index].locations
                 if place.module in prefixes
             )
-            for index in range(len(handle.layout.spans))
-        ]
-        if handle.params.use_orig_params:
-            for index, param in enumerate(handle.sharded):
-                yield id(param), OptimParam({fqns[index]: index}, handle)
-        else:
-            indices = {fqn: index for index, fqn in enumerate(fqns)}
-            yield id(handle.sharded[0]), OptimParam(indices, handle)
+            yield id(param), OptimParam(fqn, index, handle)
 
 
 def unwrapped(name: str) -> str:

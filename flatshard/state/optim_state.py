@@ -49,21 +49,18 @@ class _Entry:
         parts = {key: _part(self.param, key, value, self.is_alike) for key, value in items}
         self.parts = {key: part for key, part in parts.items() if part is not None}
 
-    def sharded(self, key: str, index: int, device: torch.device | None) -> Tensor:
-        """The part of original parameter ``index``, as checkpoints take it."""
+    def sharded(self, key: str, device: torch.device | None) -> Tensor:
+        """This rank's part, as checkpoints take it."""
         handle, part = self.param.handle, self.parts[key]
         assert handle is not None, "only what is sharded has parts"
-        spec = handle.params.specs[index]
-        if self.param.is_flat:
-            local = handle.local_spans[index]
-            part = part[local.start : local.end]
-        elif handle.is_whole:
+        if handle.is_whole:
             return self.state[key].detach().to(device or part.device)
+        spec = handle.params.specs[self.param.index]
         return state_shard(part.to(device or part.device), spec, f"{key} of")
 
     def facts(self) -> Iterable[tuple[str, str]]:
         """What must be equal on all ranks."""
-        fqn, *_ = self.param.indices
+        fqn = self.param.fqn
         yield f"state of {fqn!r}", "there"
         for key, value in self.state.items():
             part = self.parts.get(key)
@@ -96,9 +93,8 @@ def full_state(
     is_saving = not rank0_only or not units or units[0].topology.world.rank == 0
     device = torch.device("cpu") if offload_to_cpu else None
     full = {
-        fqn: {k: None if k in e.parts else _copied(v, device) for k, v in e.state.items()}
+        e.param.fqn: {k: None if k in e.parts else _copied(v, device) for k, v in e.state.items()}
         for e in entries.values()
-        for fqn in e.param.indices
     }
     # In the units' order, which all ranks share.
     with torch.inference_mode(False), torch.no_grad():
@@ -125,13 +121,13 @@ def sharded_state(
         )
     found = _State.of(model, optimizer, units, state_dict, _shared(optimizer))
     device = torch.device("cpu") if offload_to_cpu else None
-    state: dict[str, StateDict] = {}
-    for entry in found.entries.values():
-        for fqn, index in entry.param.indices.items():
-            state[fqn] = {
-                key: entry.sharded(key, index, device) if key in entry.parts else _copied(value)
-                for key, value in entry.state.items()
-            }
+    state = {
+        entry.param.fqn: {
+            key: entry.sharded(key, device) if key in entry.parts else _copied(value)
+            for key, value in entry.state.items()
+        }
+        for entry in found.entries.values()
+    }
     return found.by_name(state, device)
 
 
@@ -175,10 +171,7 @@ class _State:
         rest = self.own["state"].items()
         others = {key: _copied(v, device) for key, v in rest if key not in self.entries}
         groups = [
-            {
-                **_options(group),
-                "params": [fqn for key in group["params"] for fqn in self.params[key].indices],
-            }
+            {**_options(group), "params": [self.params[key].fqn for key in group["params"]]}
             for group in self.own["param_groups"]
         ]
         return {"state": {**state, **others}, "param_groups": groups}
@@ -206,21 +199,17 @@ def _part(param: OptimParam, key: str, value: Any, is_alike: bool) -> Tensor | N
         return None
     if isinstance(value, FlatShardTensor):
         return value.local  # of an optimizer that works on sharded parameters
-    if isinstance(value, Tensor) and param.is_flat and value.shape == handle.shard.shape:
-        return value
-    if isinstance(value, Tensor) and not param.is_flat:
-        (index,) = param.indices.values()
-        spec = handle.params.specs[index]
+    if isinstance(value, Tensor):
+        spec = handle.params.specs[param.index]
         if tuple(value.shape) == spec.shape:
             # Full: not stepped on since wrapping or loading; or this rank holds all of it.
             return spec.slice(value)
         if tuple(value.shape) == (spec.numel,) and not handle.is_whole:
             return value  # of an optimizer that steps on local ranges
     shapes = {tuple(leaf.shape) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
-    if shapes - {()} and not handle.is_whole and (param.is_flat or not is_alike):
-        fqn, *_ = param.indices
+    if shapes - {()} and not handle.is_whole and not is_alike:
         raise ValueError(
-            f"state {key!r} of parameter {fqn!r} ({unit_text(handle.unit_name)}) has "
+            f"state {key!r} of parameter {param.fqn!r} ({unit_text(handle.unit_name)}) has "
             f"tensors of shape {sorted(shapes)}: only numbers, and tensors with one value per "
             "element of the parameter, can be put together from the ranks' parts."
         )
@@ -240,15 +229,12 @@ def _gather(
     kinds = {(key, part.dtype) for entry in entries for key, part in entry.parts.items()}
     for key, dtype in sorted(kinds, key=str):  # in one order on all ranks
         some = [e for e in entries if key in e.parts and e.parts[key].dtype == dtype]
-        if some[0].param.is_flat:
-            shard = some[0].parts[key].to(handle.shard.device)
-        else:
-            parts = ((i, e.parts[key]) for e in some for i in e.param.indices.values())
-            shard = join(handle, parts, dtype)
+        shard = join(handle, ((e.param.index, e.parts[key]) for e in some), dtype)
         tensors = gather_full(handle, shard, device, is_kept=full is not None)
         if full is not None:
-            for fqn, index in chain.from_iterable(e.param.indices.items() for e in some):
-                full[fqn][key] = handle.params.specs[index].unsplit(tensors[index])
+            for param in (e.param for e in some):
+                spec = handle.params.specs[param.index]
+                full[param.fqn][key] = spec.unsplit(tensors[param.index])
 
 
 def _copied(value: Any, device: torch.device | None = None) -> Any:
@@ -282,7 +268,7 @@ def state_to_load(
         params = OptimParams(model, optimizer, units)
         saved = _named(state_dict, params)
         group_of = {name: g for g in saved["param_groups"] for name in g["params"]}
-        _check_names(group_of, [fqn for param in params for fqn in param.indices])
+        _check_names(group_of, [param.fqn for param in params])
         # The keys in the optimizer's own state dicts.
         name_of = {id(param): name for name, param in model.named_parameters()}
         position = count()
@@ -294,11 +280,9 @@ def state_to_load(
             options = _options_of_group(params.fqns(number), group_of, own)
             loaded["param_groups"].append({**options, "params": keys})
             for key, param in zip(keys, group, strict=True):
-                saved_here = (fqn for fqn in param.indices if fqn in saved["state"])
-                states = {fqn: _split(param, fqn, saved["state"][fqn]) for fqn in saved_here}
-                if states:
-                    loaded["state"][key] = _loaded(param, states, optimizer)
-                for fqn, state in states.items():
+                if (fqn := param.fqn) in saved["state"]:
+                    state = _split(param, saved["state"][fqn])
+                    loaded["state"][key] = _loaded(param, state, optimizer)
                     facts.update((f"state {k!r} of {fqn!r}", _fact(v)) for k, v in state.items())
         for key, value in saved["state"].items():
             if key not in group_of:
@@ -308,11 +292,11 @@ def state_to_load(
     return agreed(prepare, worlds_of(units), "optim_state_dict_to_load", _REMEDY)
 
 
-def _split(param: OptimParam, fqn: str, state: StateDict) -> StateDict:
+def _split(param: OptimParam, state: StateDict) -> StateDict:
     """The state of a tensor-parallel parameter's local part; any other as it is."""
     if param.handle is None:
         return state
-    spec = param.handle.params.specs[param.indices[fqn]]
+    spec = param.handle.params.specs[param.index]
     return {key: spec.split(value) for key, value in state.items()}
 
 
@@ -326,7 +310,7 @@ def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
     key_of: dict[str, Any] = {}
     for number, group in enumerate(state_dict["param_groups"]):
         key_of.update(zip(_names(number, group, params), group["params"], strict=True))
-    top_names = {fqn.partition(".")[0] for param in params for fqn in param.indices}
+    top_names = {param.fqn.partition(".")[0] for param in params}
     key_of = without_ddp_prefix(key_of, top_names)
     name_of = {key: unwrapped(name) for name, key in key_of.items()}
     groups = [
@@ -379,7 +363,7 @@ def _options_of_group(
             raise ValueError(
                 f"parameters {fqns[0]!r} and {fqn!r} are in one group of the optimizer, but "
                 f"were saved in groups of different {', '.join(different)}. Make the groups as "
-                "they were; all of a flat parameter is in one group."
+                "they were."
             )
     return options
 
@@ -388,74 +372,46 @@ def _options(group: StateDict) -> StateDict:
     return {k: _copied(v) for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def _loaded(
-    param: OptimParam, states: dict[str, StateDict], optimizer: torch.optim.Optimizer
-) -> StateDict:
-    """This rank's state of one parameter of the optimizer, from that of its originals."""
-    first, keys = next((fqn, list(state)) for fqn, state in states.items())
-
-    def cannot_join(other: str, differences: str) -> ValueError:
-        assert param.handle is not None, "only flat parameters join originals"
-        return ValueError(
-            f"parameters {first!r} and {other!r} have {differences}, but are parts of one flat "
-            f"parameter of {unit_text(param.handle.unit_name)}, which has one state. Wrap with "
-            "use_orig_params=True."
-        )
-
-    for fqn, state in states.items():
-        if set(state) != set(keys):
-            raise cannot_join(fqn, f"state {keys} and {list(state)}")
+def _loaded(param: OptimParam, state: StateDict, optimizer: torch.optim.Optimizer) -> StateDict:
+    """This rank's part of the full state of one parameter."""
     elementwise = optimizer_step.is_elementwise(optimizer)
-    loaded: StateDict = {}
-    for key in keys:
-        values = {fqn: state[key] for fqn, state in states.items()}
-        if _is_per_element(param, key, values, elementwise):
-            loaded[key] = _local(param, values, elementwise)
-            continue
-        for fqn, value in values.items():
-            if _fact(value) != _fact(values[first]):
-                raise cannot_join(fqn, f"{key!r} of {_fact(values[first])} and {_fact(value)}")
-        loaded[key] = _copied(values[first])
-    return loaded
+    return {
+        key: _local(param, value, elementwise)
+        if _is_per_element(param, key, value, elementwise)
+        else _copied(value)
+        for key, value in state.items()
+    }
 
 
-def _is_per_element(param: OptimParam, key: str, values: dict[str, Any], elementwise: bool) -> bool:
-    """Whether state has one value per element of the parameters it is of; raises for half such."""
+def _is_per_element(param: OptimParam, key: str, value: Any, elementwise: bool) -> bool:
+    """Whether state has one value per element of its parameter; raises for another shape."""
     if param.handle is None or key in ONE_PER_PARAMETER:
         return False
-    for fqn, value in values.items():
-        shape = param.handle.layout.spans[param.indices[fqn]].shape
-        if not isinstance(value, Tensor) or (value.dim() == 0 and shape):
-            return False
-        if tuple(value.shape) == shape:
-            continue
-        if not param.is_flat and not elementwise:
-            return False  # the optimizer's own business, as in an unwrapped model
-        raise ValueError(
-            f"state {key!r} of parameter {fqn!r} ({unit_text(param.handle.unit_name)}): expected "
-            f"shape {shape}, the parameter's, got {tuple(value.shape)}. Is the state of "
-            "another model?"
-        )
-    return True
+    shape = param.handle.params.specs[param.index].shape
+    if not isinstance(value, Tensor) or (value.dim() == 0 and shape):
+        return False
+    if tuple(value.shape) == shape:
+        return True
+    if not elementwise:
+        return False  # the optimizer's own business, as in an unwrapped model
+    raise ValueError(
+        f"state {key!r} of parameter {param.fqn!r} ({unit_text(param.handle.unit_name)}): expected "
+        f"shape {shape}, the parameter's, got {tuple(value.shape)}. Is the state of another model?"
+    )
 
 
-def _local(param: OptimParam, values: dict[str, Tensor], elementwise: bool) -> Tensor:
-    """This rank's part of full state, by name, as the optimizer has it."""
+def _local(param: OptimParam, value: Tensor, elementwise: bool) -> Tensor:
+    """This rank's part of full state, as the optimizer has it."""
     handle = param.handle
-    assert handle is not None, "it is a part of a flat parameter"
-    specs = {fqn: handle.params.specs[index] for fqn, index in param.indices.items()}
-    if param.is_flat:
-        # Zero for originals without state: they were never used, so nothing was added up for them.
-        parts = ((param.indices[fqn], own_part(specs[fqn], value)) for fqn, value in values.items())
-        return join(handle, parts, next(iter(values.values())).dtype)
-    ((fqn, value),) = values.items()
+    assert handle is not None, "the parameter is sharded"
+    spec = handle.params.specs[param.index]
     if handle.is_whole:
         # In the parameter's strides, which optimizers' fast paths compare.
-        return specs[fqn].empty(value.new_empty(0, device=handle.shard.device)).copy_(value)
+        return spec.empty(value.new_empty(0, device=handle.shard.device)).copy_(value)
     # Sharded state is taken as it is, as torch's load_state_dict takes tensors.
     is_full = not isinstance(value, FlatShardTensor)
-    part = own_part(specs[fqn], value.detach()).to(handle.shard.device, copy=is_full)
-    return part if elementwise else FlatShardTensor(part, specs[fqn])
+    part = own_part(spec, value.detach()).to(handle.shard.device, copy=is_full)
+    return part if elementwise else FlatShardTensor(part, spec)
 
 
 def _fact(value: Any) -> str:

@@ -75,9 +75,8 @@ def _parts_of(
     for handle in (handle for unit in units for handle in unit.handles):
         handle.absorb_replaced()
         for index, spec in enumerate(handle.params.specs):
-            owners[id(spec)] = owners[id(handle.params.full[index])] = handle, index
-            if handle.params.use_orig_params:
-                owners[id(handle.sharded[index])] = handle, index
+            for one in (spec, handle.params.full[index], handle.sharded[index]):
+                owners[id(one)] = handle, index
     with options_set(states, StateDictOptions(gathers=False)):
         state_dict = model.state_dict(keep_vars=True)
     parts, others = {}, []
@@ -226,7 +225,7 @@ def load(
             unit.num_loads += 1
             for handle in unit.handles:
                 # What was read into memory passed the version counters by.
-                written = handle.sharded if handle.params.are_originals else [handle.shard]
+                written = handle.sharded if handle.is_whole else [handle.shard]
                 torch.autograd.graph.increment_version(written)
                 handle.page_out()
     progress.end(path, sum(places[name].nbytes for name in parts if name in places))

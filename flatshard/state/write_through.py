@@ -84,10 +84,7 @@ class WriteThrough(StepObserver):
             self._lost = handle.params.specs[index].name
             return
         with torch.inference_mode(False), torch.no_grad():
-            if handle.params.use_orig_params:
-                handle.sharded[index].copy_(handle.params.specs[index].split(given.copy))
-            else:
-                handle.part(index).copy_(handle.params.specs[index].slice(given.copy))
+            handle.sharded[index].copy_(handle.params.specs[index].split(given.copy))
         handle.page_out()
         given.unit.num_loads += 1  # on all ranks, or the next backward raises
         given.shard = after = _identity(handle)

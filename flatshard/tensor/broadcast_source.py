@@ -6,8 +6,7 @@ from torch import Tensor
 
 from flatshard.comm.exchange import transfer
 from flatshard.comm.topology import Topology
-from flatshard.plan.layout import FlatLayout
-from flatshard.tensor.flat_parameter import part_of
+from flatshard.plan.layout import FlatLayout, part_of
 
 
 class BroadcastSource:

@@ -73,8 +73,6 @@ class CheckpointChunks:
 
     def _boxes(self) -> Iterator[Box]:
         spec = self.spec
-        if spec.originals is not None:  # DCP would keep one rank's, as all have one name and place
-            spec.refuse("a checkpoint of what has a flat parameter's shape")
         boxes = boxes_of(spec.shape, spec.offset, spec.offset + spec.numel, spec.order)
         if spec.tensor_parallel is None:
             return boxes

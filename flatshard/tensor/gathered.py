@@ -61,8 +61,10 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
     def view(tensor: Tensor) -> Tensor:
         if tensor.is_sparse or tensor.untyped_storage()._cdata not in storages:
             return tensor
-        with torch.inference_mode(False):  # whose own tensors have no version counter
-            tensor = tensor.clone() if copies else tensor
+        if copies:
+            # A tensor of inference mode has no version, by which a `GatheredView` sees a write.
+            with torch.inference_mode(False):
+                tensor = tensor.clone()
         # Autograd's own error guards what requires a gradient.
         if tensor.requires_grad:
             return tensor

@@ -13,12 +13,6 @@ from flatshard.plan.param_info import ParamInfo
 from flatshard.tensor.sharded_tensor import OWN_ATTRIBUTES, FlatShardTensor, attributes_of
 
 
-class FlattenedParameter(nn.Parameter):
-    """An original parameter whose values a ``FlatParameter`` has; it is empty."""
-
-    unit_name: str = ""
-
-
 class SwappableParam:
     """An original parameter, and its hooks while they wait for the tensor that they belong on."""
 
@@ -75,13 +69,6 @@ class SwappableParam:
         elif self._post_hooks is not None:
             full._post_accumulate_grad_hooks = self._post_hooks  # type: ignore[attr-defined]
         self._tensor_hooks, self._post_hooks = None, None
-
-    def flatten_into(self, flat: nn.Parameter, unit_name: str) -> None:
-        # Freed, and marked: an optimizer from before wrapping may hold the object, and must raise.
-        self.param.data = self.param.data.new_empty(0)
-        self.param.__class__ = FlattenedParameter
-        self.param.unit_name = unit_name  # type: ignore[attr-defined]
-        self.param = flat
 
     def copied(self, memo: dict[int, Any]) -> ParamInfo:
         """The same parameter of modules that were deep-copied."""

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
 from flatshard.plan.module_tree import unit_text
-from flatshard.tensor.flat_parameter import FlatParameterPart
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import (
     ABOVE_AUTOGRAD,
@@ -38,8 +37,8 @@ def _reduced(values: Tensor, comms: Comms, op: str, op_name: str) -> Tensor:
     return values
 
 
-def _part(tensor: FlatShardTensor, *, with_padding: bool) -> Tensor:
-    """This rank's part; a copy if there is padding to leave out."""
+def _part(tensor: FlatShardTensor) -> Tensor:
+    """This rank's part. Raises RuntimeError for a gradient that is not reduced."""
     spec = tensor.spec
     unit = UNREDUCED.get(tensor)
     if unit is not None:
@@ -48,10 +47,7 @@ def _part(tensor: FlatShardTensor, *, with_padding: bool) -> Tensor:
             "that was accumulated under no_sync and not reduced. Ask for it after a backward "
             "outside of no_sync."
         )
-    # Only a flat parameter's gradient has padding: zeros between the originals and behind them.
-    if with_padding or spec.originals is None:
-        return tensor.local
-    return torch.cat([tensor.local[span.start : span.end] for span in spec.originals])
+    return tensor.local
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype | None:
@@ -102,8 +98,7 @@ def _sharded_norms(
     tensors: list[FlatShardTensor], order: float, dtype: torch.dtype | None, comms: Comms
 ) -> Tensor:
     """Norms of tensors that the same communicators share, float64, ``(len(tensors),)``."""
-    # Padding is zeros: nothing to a positive order, but a negative one would divide by them.
-    parts = [_part(tensor, with_padding=order >= 0) for tensor in tensors]
+    parts = [_part(tensor) for tensor in tensors]
     if dtype is not None:
         parts = [part.to(dtype) for part in parts]
     # Of complex numbers only the sizes matter; torch warns when it counts those that are not zero.
@@ -157,7 +152,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """``sum`` and ``mean`` of everything."""
     given = _bind(func, args, kwargs)
     tensor, dtype = given["self"], given.get("dtype")
-    spec, part = tensor.spec, _part(tensor, with_padding=True)
+    spec, part = tensor.spec, _part(tensor)
     if dtype is not None:
         part = part.to(dtype)
     # Narrow dtypes are rounded once, after the ranks' sums are added.
@@ -171,7 +166,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor, name = _bind(func, args, kwargs)["self"], func._schema.name.removeprefix("aten::")
-    part = _part(tensor, with_padding=False)
+    part = _part(tensor)
     is_logical = name in ("any", "all") or part.dtype is torch.bool
     if is_logical:
         part = (part != 0).to(torch.uint8)
@@ -271,8 +266,6 @@ def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
     source, *rest = args if key is None else (kwargs.pop(key), *args)
     if not (isinstance(source, FlatShardTensor) and source.requires_grad):
         return NotImplemented
-    if isinstance(source, FlatParameterPart):
-        source.spec.refuse(f"the gradient of a {kind}")
     order: Any = None
     if kind == "norm":
         order = rest.pop(0) if rest else kwargs.pop("p", kwargs.pop("ord", 2))

@@ -6,7 +6,7 @@ import math
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import ALONE, Communicator
 from flatshard.memory.disk import DiskMemory
-from flatshard.plan.layout import LocalSpan, strides_of
+from flatshard.plan.layout import strides_of
 from flatshard.plan.module_tree import unit_text
 from flatshard.tensor.foreign_wrappers import refuse_foreign_wrapper
 from flatshard.tensor.tensor_parallel import TensorParallel
@@ -53,11 +53,6 @@ class ShardSpec:
     replicas: Communicator = ALONE  # the ranks that hold the same
     tensor_parallel: TensorParallel | None = None  # of a part of what a DTensor held
     order: tuple[int, ...] = ()  # dimensions as they lie in memory, outermost first
-    # Of a flat parameter, whose shape is that of one shard: which ranges of the shard are not
-    # padding, the shard's place in the concatenation, and the elements of all without padding.
-    originals: Sequence[LocalSpan] | None = None
-    number: int = 0
-    total_numel: int = -1
     # Before autograd adds to the parameter's gradient what came of its use outside of forward.
     on_outside_grad: Callable[[], object] = _no
     # When ``full`` is read while it has no memory; returns whether it has memory again.
@@ -83,8 +78,6 @@ class ShardSpec:
         self.order = tuple(self.order or range(len(self.shape)))
         self.strides = strides_of(self.shape, self.order)
         self.name_crc = zlib.crc32(self.name.encode())
-        if self.total_numel < 0:
-            self.total_numel = math.prod(self.shape)
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
@@ -115,7 +108,7 @@ class ShardSpec:
     def unsharded_numel(self) -> int:
         """Elements of the parameter without any parallelism."""
         split = self.tensor_parallel
-        return self.total_numel if split is None else math.prod(split.shape)
+        return math.prod(self.shape if split is None else split.shape)
 
     def unsplit(self, local: Tensor) -> Tensor:
         """What tensor-parallel ranks hold together, if ``local`` is a part of it, of ``shape``.

@@ -173,20 +173,17 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
     def full_tensor(self) -> Tensor:
         """A plain copy of the full tensor, with its shape and strides.
 
-        Of a flat parameter's gradient: all shards one after the other, ``(padded_numel,)``. Of a
-        gradient that was accumulated under ``no_sync``: from every rank what it has there.
+        Of a gradient that was accumulated under ``no_sync``: from every rank what it has there.
 
         Collective: all ranks of the shard group.
         """
         spec, local = self.spec, self.local.detach()
-        is_flat = spec.originals is not None
-        start = spec.number * spec.numel if is_flat else spec.offset
-        flat = local.new_zeros(spec.comm.size * spec.numel if is_flat else self.numel())
-        flat[start : start + spec.numel] = local
+        flat = local.new_zeros(self.numel())
+        flat[spec.offset : spec.offset + spec.numel] = local
         # Of each byte at most one rank's is not zero: the sum only puts ranges side by side.
         op_name = f"full tensor of {self.described}"
         spec.comm.reduce_scalars(as_bytes(flat), "SUM", op_name=op_name)
-        return flat if is_flat else flat.as_strided(spec.shape, spec.strides)
+        return flat.as_strided(spec.shape, spec.strides)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -221,9 +218,17 @@ class FlatShardTensor(CheckpointChunks, torch.Tensor):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         # One rank's range means nothing elsewhere.
+        if self.is_parameter:
+            raise RuntimeError(
+                f"parameter {self.spec.name!r} is sharded and cannot be pickled. torch.save takes "
+                "flatshard.checkpoint.full_state_dict(model); torch.distributed.checkpoint.save "
+                "this."
+            )
         raise RuntimeError(
-            f"parameter {self.spec.name!r} is sharded and cannot be pickled. torch.save takes "
-            "flatshard.checkpoint.full_state_dict(model); torch.distributed.checkpoint.save this."
+            f"a tensor of parameter {self.spec.name!r} (optimizer state, a gradient or an entry of "
+            "sharded_state_dict()) is sharded and cannot be pickled. torch.save takes "
+            "flatshard.checkpoint.full_optim_state_dict(model, optimizer) of an optimizer's state, "
+            "full_state_dict(model) of a model's, and full_tensor() of other tensors."
         )
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:

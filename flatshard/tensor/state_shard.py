@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,6 @@ def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:
 
     ``role``: relation of ``local`` to the parameter, as in ``FlatShardTensor``.
     """
-    if not spec.total_numel:  # no rank has a chunk of it to write
+    if not math.prod(spec.shape):  # no rank has a chunk of it to write
         return local.new_empty(spec.shape)
     return StateShard(local.detach(), spec.detached()).with_role(role)

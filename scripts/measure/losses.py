@@ -59,7 +59,6 @@ WAYS |= {
     "bf16 wire": {"collectives": "sockets", "wire_dtype": torch.bfloat16},
     "fixed order": {"mixed_precision": MixedPrecision(reduce_mode="fixed_order")},
     "offload": {"cpu_offload": CPUOffload(offload_params=True)},
-    "flat parameters": {"use_orig_params": False},
     "one unit a layer": {"coalesce_bytes": 0},
     "auto": {"auto_wrap_policy": "auto"},
     "by size": {

@@ -72,6 +72,7 @@ def _exchanges(rank: int, world_size: int) -> None:
                 (call if rank == 0 else other_call)()
             got.match(rf"rank 0 (in|began) \[{name}")
             got.match(rf"\[{other_name}")
+            got.match(r", at \S*test_host_exchange.py:\d+: ")
 
 
 def test_swapped_norms_raise() -> None:

@@ -57,7 +57,6 @@ def _may_read() -> None:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {},
-    "flat": {"use_orig_params": False},
     "zero2": {"sharding_strategy": "SHARD_GRAD_OP"},
     "zero1": {"sharding_strategy": "SHARD_OP"},
     "no backward prefetch": {"backward_prefetch": None},

@@ -222,7 +222,6 @@ NARROW_WAYS: list[dict[str, Any]] = [
     {"sharding_strategy": "SHARD_OP"},
     {"sharding_strategy": "HYBRID_SHARD_OP"},
     {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": 2},
-    {"sharding_strategy": "SHARD_GRAD_OP", "use_orig_params": False},
 ]
 
 

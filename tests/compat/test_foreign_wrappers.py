@@ -37,15 +37,14 @@ MAKERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.by_turns
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["true-shape", "flat"])
-def test_around_a_sharded_model(use_orig_params: bool) -> None:
-    run_ranks(_around, 2, use_orig_params)
+def test_around_a_sharded_model() -> None:
+    run_ranks(_around, 2)
 
 
-def _around(rank: int, world_size: int, use_orig_params: bool) -> None:
-    """DistributedDataParallel gave flat parameters of all ranks the values of rank 0's."""
+def _around(rank: int, world_size: int) -> None:
+    """DistributedDataParallel gave the parameters of all ranks the values of rank 0's."""
     case = CASES["mlp"]
-    model = case.wrap(case.model(), use_orig_params=use_orig_params)
+    model = case.wrap(case.model())
     for name, make in MAKERS.items():
         for module in (model, nn.Sequential(nn.Linear(7, 7), model)):
             with (

@@ -86,16 +86,8 @@ def _assigned(keywords: dict[str, Any]) -> None:
     setattr(model, "0", nn.Linear(4, 6))
 
 
-def _optimizer_before(keywords: dict[str, Any]) -> None:
-    module = nn.Linear(4, 6)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    model = ShardedWrapper(module, use_orig_params=False, **keywords)
-    model(torch.randn(2, 4)).sum().backward()
-    optimizer.step()
-
-
 def _functional(keywords: dict[str, Any]) -> None:
-    model = ShardedWrapper(nn.Linear(4, 6), use_orig_params=False, **keywords)
+    model = ShardedWrapper(nn.Linear(4, 6), **keywords)
     values = {name: value.detach() * 2 for name, value in model.named_parameters()}
     torch.func.functional_call(model, values, (torch.randn(2, 4),))
 
@@ -114,8 +106,7 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "parameter '0.1.weight' was added after wrapping": _added_later,
     "parameter '1.weight' was added after wrapping: it": _replaced_later,
     "assigned to '0' of a sharded module": _assigned,
-    "the optimizer was made before wrapping": _optimizer_before,
-    "the flat parameter of the root unit was replaced": _functional,
+    "parameter 'weight' of a unit .Linear. was replaced by a tensor": _functional,
 }
 
 
@@ -181,7 +172,6 @@ def _registers(rank: int, world_size: int) -> None:
     """Else every step would look at all modules."""
     for keywords in (
         {},
-        {"use_orig_params": False},
         {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
     ):
         case = CASES["transformer"]

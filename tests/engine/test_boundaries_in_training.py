@@ -80,14 +80,14 @@ def _same_training(rank: int, world_size: int, boundary: Boundary) -> None:
             _check_cuts(model, boundary)
 
 
-@pytest.mark.parametrize("way", ["no_shard", "hybrid", "hybrid-op", "regather", "full-flat"])
+@pytest.mark.parametrize("way", ["no_shard", "hybrid", "hybrid-op", "regather"])
 def test_strategies(way: str) -> None:
     run_ranks(_same_with, WAYS[way].world_size, way, WAYS[way].keywords)
 
 
 def test_mixed_precision() -> None:
     half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    run_ranks(_same_with, 2, "full", {"mixed_precision": half, "use_orig_params": True})
+    run_ranks(_same_with, 2, "full", {"mixed_precision": half})
 
 
 def _same_with(rank: int, world_size: int, way: str, keywords: dict[str, Any]) -> None:

@@ -15,12 +15,11 @@ from tests.harness import run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, assert_same
 from tests.side import Run, pair
-from tests.ways import BASIC, TRUE_SHAPE, WAYS
+from tests.ways import BASIC, WAYS
 
 MLP = CASES["mlp"]
 
 each_way = pytest.mark.parametrize("way", BASIC)
-each_strategy = pytest.mark.parametrize("way", TRUE_SHAPE)
 
 
 class _Failing(torch.autograd.Function):
@@ -44,7 +43,7 @@ def _failing_backward(module: nn.Module) -> Iterator[None]:
 # ---------------------------------------------------------------- backward and gradients
 
 
-@each_strategy
+@each_way
 def test_gradient_penalty_with_a_backward_of_its_own(way: str) -> None:
     """The first backward freed parameters that the penalty's graph still had to read."""
     run_ranks(_penalty, 2, way)
@@ -208,7 +207,7 @@ def _lost(rank: int, world_size: int) -> None:
     assert_same(sharded.model, plain.model, 1e-12)
 
 
-@each_strategy
+@each_way
 def test_frozen_for_another_forward(way: str) -> None:
     """Parameters frozen during a later forward, and thawed in time, got no gradients."""
     run_ranks(_frozen_between, 2, way)
@@ -239,7 +238,7 @@ def _leaf_input(rank: int, world_size: int) -> None:
         assert len(x._backward_hooks or ()) == 0
 
 
-@each_strategy
+@each_way
 def test_tensor_hooks_survive_a_conversion(way: str) -> None:
     """double() made new parameters, and left the hooks on the old ones."""
     run_ranks(_converted_hooks, 2, way)
@@ -334,38 +333,18 @@ def _batch_norm(rank: int, world_size: int) -> None:
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad / world_size)
 
 
-@pytest.mark.parametrize("way", ["full", "full-flat"])
-def test_data_edited_between_two_forwards(way: str) -> None:
+def test_data_edited_between_two_forwards() -> None:
     """Without no_grad, the second forward used the weights that the first had gathered."""
-    run_ranks(_edited_data, 2, way)
+    run_ranks(_edited_data, 2)
 
 
-def _edited_data(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = pair(rank, world_size, way)
+def _edited_data(rank: int, world_size: int) -> None:
+    sharded, plain = pair(rank, world_size, "full")
     for run in (sharded, plain):
         run.evaluate()
         for param in run.model.parameters():
             param.data.mul_(0.5)
     torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=1e-12, atol=1e-12)
-    assert_same(sharded.model, plain.model, 1e-12)
-
-
-@pytest.mark.parametrize("way", ["full-flat", "grad_op-flat"])
-def test_data_assigned_to_flat_parameters(way: str) -> None:
-    """The next gather read the old shard, and what was assigned to `.data` got lost."""
-    run_ranks(_assigned_data, 2, way)
-
-
-def _assigned_data(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = pair(rank, world_size, way)
-    for run in (sharded, plain):
-        run.evaluate()
-        for param in run.model.parameters():
-            param.data = param.data * 0.5
-    torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=1e-12, atol=1e-12)
-    assert_same(sharded.model, plain.model, 1e-12)
-    for run in (sharded, plain):
-        run.train()
     assert_same(sharded.model, plain.model, 1e-12)
 
 

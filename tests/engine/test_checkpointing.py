@@ -335,7 +335,7 @@ def _wrapper_modules(
 # ---------------------------------------------------------------- with other idioms
 
 
-@pytest.mark.parametrize("way", [way for way in BASIC if way != "grad_op-flat"])
+@pytest.mark.parametrize("way", BASIC)
 @both_kinds
 def test_scripts(kind: str, way: str) -> None:
     run_ranks(_run_scripts, 2, kind, way)

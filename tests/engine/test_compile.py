@@ -117,7 +117,7 @@ def _train_one(rank: int, world_size: int, build: Build) -> None:
     plain = Run(case.model(), case, rank, world_size)
     plain.train(0, 4)
     # To compile all of a model takes longest, and does no more with the units.
-    more = ["grad_op-flat", "no_shard"] if build in (_blocks_before, _blocks_after) else []
+    more = ["grad_op", "no_shard"] if build in (_blocks_before, _blocks_after) else []
     for way in usual_and_every(2, ["full", *more], start=BUILDS.index(build)):
         with naming(way), allow_warnings():
             torch.compiler.reset()

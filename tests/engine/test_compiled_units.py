@@ -212,7 +212,6 @@ def _features(rank: int, world_size: int) -> None:
         "grad_op": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
         "coalesced": {"coalesce_bytes": 1 << 20},
         "offload": {"cpu_offload": CPUOffload(offload_params=True)},
-        "flat": {"use_orig_params": False},
         "tied": {},
         "reentrant": {},
         "not reentrant": {},

@@ -13,7 +13,6 @@ from tests.harness import allow_warnings, run_ranks
 WAYS: tuple[dict[str, Any], ...] = (
     {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "coalesce_bytes": 0},
     {"sharding_strategy": "NO_SHARD"},
-    {"use_orig_params": False},
 )
 
 

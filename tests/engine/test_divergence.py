@@ -76,7 +76,6 @@ _FORMS: dict[str, dict[str, Any]] = {
     "hook": {"allow_divergence": [_Expert]},
     "step": {"allow_divergence": [_Expert]},  # in backward
     "no_shard": {"allow_divergence": [_Expert], "sharding_strategy": "NO_SHARD"},
-    "flat": {"allow_divergence": [_Expert], "use_orig_params": False},
 }
 
 
@@ -112,7 +111,7 @@ def _skipped(rank: int, world_size: int) -> None:
                 for run in runs:
                     for loss in _losses(run, step, checkpointed=step == 1):
                         loss.backward()
-                if name not in ("flat", "step"):
+                if name != "step":
                     assert_same_gradients(sharded.model, plain.model)
                 for run in runs:
                     run.step()

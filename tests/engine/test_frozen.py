@@ -122,7 +122,7 @@ def _inputs(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     ("way", "collectives"),
     diagonal(
         2,
-        ["full", "full-flat", "grad_op", "op", "hybrid-nodes-of-one"],
+        ["full", "grad_op", "op", "hybrid-nodes-of-one"],
         ["auto", "sockets", "native"],
     ),
 )

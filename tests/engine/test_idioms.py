@@ -36,7 +36,7 @@ from tests.harness import naming, run_ranks
 from tests.models import Mlp
 from tests.oracle import assert_same, snapshot
 from tests.side import Side
-from tests.ways import BASIC, TRUE_SHAPE, WAYS
+from tests.ways import BASIC, WAYS
 
 pytestmark = pytest.mark.by_turns
 
@@ -453,7 +453,7 @@ def error_in_a_hook_of_a_gradient(side: Side) -> list[Any]:
 
 # ---------------------------------------------------------------- the table
 
-EVERYWHERE: list[Script] = [
+SCRIPTS: list[Script] = [
     adversarial,
     adversarial_with_frozen_critic,
     critic_with_gradient_penalty,
@@ -479,9 +479,6 @@ EVERYWHERE: list[Script] = [
     error_in_step,
     error_in_evaluation,
     error_between_two_models,
-]
-# These look at single parameters.
-TRUE_SHAPES: list[Script] = [
     one_head_at_a_time,
     norm_penalties,
     gradient_hooks,
@@ -490,14 +487,9 @@ TRUE_SHAPES: list[Script] = [
 ]
 
 
-@pytest.mark.parametrize("script", EVERYWHERE, ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_script(script: Script) -> None:
-    run_ranks(_run_both, 2, script, usual_and_every(2, BASIC, EVERYWHERE.index(script)))
-
-
-@pytest.mark.parametrize("script", TRUE_SHAPES, ids=lambda script: script.__name__)
-def test_script_on_true_shapes(script: Script) -> None:
-    run_ranks(_run_both, 2, script, TRUE_SHAPE)
+    run_ranks(_run_both, 2, script, usual_and_every(2, BASIC, SCRIPTS.index(script)))
 
 
 # ---------------------------------------------------------------- what wrapping leaves behind

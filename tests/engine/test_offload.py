@@ -63,10 +63,10 @@ def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 COMBINATIONS = {
     "mlp": ({"sharding_strategy": "FULL_SHARD"}, {"sharding_strategy": "NO_SHARD"}),
-    "transformer": ({"use_orig_params": False}, {"collectives": "sockets"}),
+    "transformer": ({}, {"collectives": "sockets"}),
     "tied-across-units": ({"sharding_strategy": "SHARD_GRAD_OP"}, {}),
     "frozen": ({}, {"sharding_strategy": "SHARD_OP"}),
-    "mixed-types": ({}, {"use_orig_params": False}),
+    "mixed-types": ({}, {"coalesce_bytes": 0}),
     "checkpointed-reentrant": ({"reshard_after_forward": 1}, {"collectives": "native"}),
 }
 

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ pytestmark = pytest.mark.by_turns
 Strides = dict[str, tuple[int, ...]]
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-EVERY_WAY = list(itertools.product(STRATEGIES, [True, False], [1, 2, 3]))
+EVERY_WAY = list(itertools.product(STRATEGIES, [1, 2, 3]))
 
 # Part of the model is in float32.
 TOLERANCE = 1e-6
@@ -109,25 +108,17 @@ def test_the_zoo_has_what_it_should() -> None:
     assert len({(p.dtype, p.requires_grad) for p in model.parameters()}) == 5
 
 
-def _wrap(model: nn.Module, strategy: str, use_orig_params: bool, **keywords: Any) -> Any:
-    return ShardedWrapper(
-        model,
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=use_orig_params,
-        **keywords,
-    )
+def _wrap(model: nn.Module, strategy: str, **keywords: Any) -> Any:
+    return ShardedWrapper(model, sharding_strategy=ShardingStrategy[strategy], **keywords)
 
 
-def _train_zoo(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> tuple[Trained, Strides]:
+def _train_zoo(rank: int, world_size: int, strategy: str) -> tuple[Trained, Strides]:
     expected = kept_strides(_zoo())
-    model = _wrap(_zoo(), strategy, use_orig_params)
+    model = _wrap(_zoo(), strategy)
     optimizer = OPTIMIZERS["sgd"](trainable(model))
     losses = train_steps(model, optimizer, ZOO, rank, world_size, dtype=DTYPE)
     assert model.module.seen == expected
-    if use_orig_params:
-        assert strides_of_parameters(model) == expected
+    assert strides_of_parameters(model) == expected
     state = snapshot(model)
     assert {name: t.stride() for name, t in model.state_dict().items()} == expected
 
@@ -141,10 +132,10 @@ def _train_zoo(
     return Trained(state, losses), strides_of_parameters(model)
 
 
-@pytest.mark.parametrize(("strategy", "use_orig_params", "world_size"), EVERY_WAY)
-def test_same_numbers_and_strides(strategy: str, use_orig_params: bool, world_size: int) -> None:
+@pytest.mark.parametrize(("strategy", "world_size"), EVERY_WAY)
+def test_same_numbers_and_strides(strategy: str, world_size: int) -> None:
     expected = train(ZOO, world_size, dtype=DTYPE)
-    results = run_ranks(_train_zoo, world_size, strategy, use_orig_params)
+    results = run_ranks(_train_zoo, world_size, strategy)
     for trained, _ in results:
         assert_same_state(trained.state, expected.state, rtol=0.0, atol=TOLERANCE)
     losses = [sum(rank) / world_size for rank in zip(*(t.losses for t, _ in results), strict=True)]
@@ -154,8 +145,8 @@ def test_same_numbers_and_strides(strategy: str, use_orig_params: bool, world_si
 # ---------------------------------------------------------------- everything that takes or gives
 
 
-def _fresh(strategy: str, use_orig_params: bool = True) -> tuple[nn.Module, Any]:
-    return _zoo(), _wrap(_zoo(), strategy, use_orig_params)
+def _fresh(strategy: str) -> tuple[nn.Module, Any]:
+    return _zoo(), _wrap(_zoo(), strategy)
 
 
 def _make_dense(model: nn.Module) -> None:
@@ -224,8 +215,8 @@ def test_operations_on_sharded_parameters(strategy: str, world_size: int) -> Non
     run_ranks(_edit, world_size, strategy)
 
 
-def _summon_copy_convert(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
-    plain, model = _fresh(strategy, use_orig_params)
+def _summon_copy_convert(rank: int, world_size: int, strategy: str) -> None:
+    plain, model = _fresh(strategy)
     expected = kept_strides(plain)
     with ShardedWrapper.summon_full_params(model):
         assert strides_of_parameters(model.module) == expected
@@ -246,9 +237,9 @@ def _summon_copy_convert(rank: int, world_size: int, strategy: str, use_orig_par
         assert_same_state(snapshot(one), snapshot(copy.deepcopy(plain).float()), rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize(("strategy", "use_orig_params", "world_size"), EVERY_WAY[2::2])
-def test_summon_copy_convert(strategy: str, use_orig_params: bool, world_size: int) -> None:
-    run_ranks(_summon_copy_convert, world_size, strategy, use_orig_params)
+@pytest.mark.parametrize(("strategy", "world_size"), EVERY_WAY[1::2])
+def test_summon_copy_convert(strategy: str, world_size: int) -> None:
+    run_ranks(_summon_copy_convert, world_size, strategy)
 
 
 def _accumulate(rank: int, world_size: int, strategy: str) -> None:
@@ -284,7 +275,7 @@ def _wrap_after_two_steps(rank: int, world_size: int, strategy: str) -> dict[str
         optimizer.step()
         optimizer.zero_grad()
     # Momentum has the parameters' strides now, and is cut at the first step.
-    model = _wrap(model, strategy, use_orig_params=True)
+    model = _wrap(model, strategy)
     for step in range(2, 4):
         local_loss(model, ZOO, step, rank, world_size, DTYPE).backward()
         optimizer.step()
@@ -318,7 +309,6 @@ def _convert_after_wrapping(rank: int, world_size: int, strategy: str) -> None:
     model = _wrap(
         nn.Sequential(nn.Conv2d(3, 4, 2), nn.ReLU(), nn.Conv2d(4, 4, 1)),
         strategy,
-        use_orig_params=True,
         auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}),
     )
     before = snapshot(model)
@@ -395,9 +385,9 @@ def _counted_gradient_buffers() -> Iterator[_Allocated]:
         yield counted
 
 
-def _gradient_memory(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
+def _gradient_memory(rank: int, world_size: int, strategy: str) -> None:
     torch.manual_seed(0)
-    model = _wrap(Adapted(), strategy, use_orig_params)
+    model = _wrap(Adapted(), strategy)
     with _counted_gradient_buffers() as allocated:
         model(torch.randn(4, Adapted.WIDTH)).sum().backward()
     size = 4
@@ -415,11 +405,9 @@ def _gradient_memory(rank: int, world_size: int, strategy: str, use_orig_params:
     assert held <= trained / share + padding
 
 
-@pytest.mark.parametrize(("strategy", "use_orig_params", "world_size"), EVERY_WAY)
-def test_gradient_memory_is_that_of_what_is_trained(
-    strategy: str, use_orig_params: bool, world_size: int
-) -> None:
-    run_ranks(_gradient_memory, world_size, strategy, use_orig_params)
+@pytest.mark.parametrize(("strategy", "world_size"), EVERY_WAY)
+def test_gradient_memory_is_that_of_what_is_trained(strategy: str, world_size: int) -> None:
+    run_ranks(_gradient_memory, world_size, strategy)
 
 
 class Switched(nn.Module):
@@ -461,42 +449,20 @@ def _switch(model: nn.Module, step: int) -> None:
             model.first.bias.requires_grad_(True)
 
 
-def _switch_units(model: nn.Module, step: int) -> None:
-    """The same for whole layers, which are what flat parameters can tell apart."""
-    match step:
-        case 1:
-            model.middle.requires_grad_(True)
-        case 2:
-            model.first.requires_grad_(False)
-        case 3:
-            model.requires_grad_(True)
-        case 4:
-            model.middle.requires_grad_(False)
-        case 5:
-            model.requires_grad_(False)
-            model.last.requires_grad_(True)
-
-
 def _train_switched(
     rank: int,
     world_size: int,
     case: str,
     strategy: str,
-    use_orig_params: bool,
-    switch: Callable[[nn.Module, int], None],
 ) -> tuple[dict[str, Tensor], list[set[str]]]:
     """The end, and of every step the names that got a gradient; one process if not wrapped."""
     model = SWITCHED[case].model()
     if strategy:
-        model = SWITCHED[case].wrap(
-            model,
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=use_orig_params,
-        )
+        model = SWITCHED[case].wrap(model, sharding_strategy=ShardingStrategy[strategy])
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     with_gradient = []
     for step in range(8):
-        switch(model, step)
+        _switch(model, step)
         if strategy:
             loss = local_loss(model, SWITCHED[case], step, rank, world_size)
         else:
@@ -513,52 +479,7 @@ def _train_switched(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_requires_grad_is_obeyed(case: str, strategy: str, world_size: int) -> None:
-    expected, names = _train_switched(0, world_size, case, "", True, _switch)
-    for state, with_gradient in run_ranks(
-        _train_switched, world_size, case, strategy, True, _switch
-    ):
+    expected, names = _train_switched(0, world_size, case, "")
+    for state, with_gradient in run_ranks(_train_switched, world_size, case, strategy):
         assert_same_state(state, expected, rtol=0.0, atol=1e-12)
         assert with_gradient == names
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_requires_grad_of_flat_parameters(strategy: str, world_size: int) -> None:
-    expected, _ = _train_switched(0, world_size, "units", "", True, _switch_units)
-    for state, _ in run_ranks(_train_switched, world_size, "units", strategy, False, _switch_units):
-        assert_same_state(state, expected, rtol=0.0, atol=1e-12)
-
-
-def _freeze_a_part(rank: int, world_size: int) -> None:
-    model = _wrap(Switched(), "FULL_SHARD", use_orig_params=False)
-    refusal = r"'first.weight'.*requires_grad_\(\) on the unit's ShardedWrapper"
-    with pytest.raises(RuntimeError, match=refusal):
-        model.first.weight.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=refusal):
-        model.first.weight.requires_grad = False
-
-    # A log of it is right, and so is a penalty, which takes part in training.
-    weight = model.first.weight
-    full = weight.full_tensor()
-    for compute in (lambda w: w.pow(2).sum(), lambda w: (w * 3).abs().mean(), Tensor.norm):
-        leaf = full.detach().requires_grad_()
-        expected = compute(leaf)
-        expected.backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # once: that it is all-gathered outside of forward
-            penalty = compute(weight)
-        assert penalty.item() == pytest.approx(expected.item())
-        penalty.backward()
-        with ShardedWrapper.summon_full_params(model, with_grads=True):
-            torch.testing.assert_close(model.first.weight.grad, leaf.grad)
-        model.zero_grad()
-    with pytest.raises(RuntimeError, match=r"'first.weight'.*would be lost"):
-        weight.register_hook(print)
-    model.requires_grad_(False)
-    with torch.no_grad():
-        model(torch.randn(2, 7))
-    assert not model.first.weight.pow(2).sum().requires_grad
-
-
-def test_a_part_of_a_flat_parameter_cannot_be_frozen() -> None:
-    run_ranks(_freeze_a_part, 2)

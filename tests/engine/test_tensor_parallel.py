@@ -295,7 +295,6 @@ def _refusals(rank: int, world_size: int, path: str) -> None:
     for options, match in (
         ({"device_mesh": None}, r"'first.weight' is a DTensor over ranks .*device_mesh=mesh"),
         ({"boundary": "row"}, r"boundary='row' with parameter '.*', a DTensor"),
-        ({"use_orig_params": False}, r"'first.weight' is a DTensor .*use_orig_params=False"),
         ({"sharding_strategy": "NO_SHARD"}, r"a shard group of one rank .* a DTensor"),
         ({"device_mesh": mesh}, r"named \('dp', 'tp'\)"),
     ):

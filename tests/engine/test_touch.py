@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import CollectiveError, ShardedWrapper
+from flatshard.collectives import record
 from flatshard.comm.deadlock import detector
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, run_ranks
@@ -156,7 +158,7 @@ def test_uses_of_a_childs_parameters(way: str) -> None:
     run_ranks(_uses, 2, way, False)
 
 
-@pytest.mark.parametrize("way", ["full", "full-flat", "no_shard"])
+@pytest.mark.parametrize("way", ["full", "no_shard"])
 def test_uses_in_a_checkpoint(way: str) -> None:
     """In the first pass more, or less, was saved than when the checkpoint recomputed."""
     run_ranks(_uses, 2, way, True)
@@ -361,6 +363,58 @@ def _warned(rank: int, world: int) -> None:
         assert f"'{name}.weight'" in message
 
 
+def test_an_average_that_was_copied_before_wrapping() -> None:
+    for world_size in (2, 3):
+        run_ranks(_average, world_size)
+
+
+def _lerp(mean: nn.Module, model: nn.Module) -> None:
+    for old, new in zip(mean.parameters(), model.parameters(), strict=True):
+        old.data.lerp_(new.data, 0.5)
+
+
+def _average(rank: int, world: int) -> None:
+    """Two collectives a unit, one warning; and what is kept of a unit is never stale."""
+    torch.manual_seed(0)
+    plain = Parent(USES["linear"]).double()
+    by_torch, by_hand = (
+        [AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for _ in range(2)],
+        [copy.deepcopy(plain) for _ in range(2)],
+    )
+    sharded = _wrap(copy.deepcopy(plain), "full")
+    loss: Step = lambda m, x: m(x).pow(2).mean()  # noqa: E731
+    for _ in range(2):
+        _train(plain, loss, list(range(world)), 1)
+        with _quiet():
+            _train(sharded, loss, [rank], 1)
+        for number, model in enumerate((plain, sharded)):
+            with warnings.catch_warnings(record=True) as caught, record() as events:
+                warnings.simplefilter("always")
+                by_torch[number].update_parameters(model)
+                by_torch[number].update_parameters(model)
+                _lerp(by_hand[number], model)
+        assert len(events) == 3 * 2 * 4  # the last model's: three updates of four units
+        assert len(caught) <= 1
+        for average in (by_torch, by_hand):
+            assert_same_state(snapshot(average[1]), snapshot(average[0]), 1e-12, 0.0)
+    chain, weights = sharded.chain, []
+    with torch.no_grad(), allow_warnings(UserWarning):
+        for number in (0, 2):
+            for name in ("weight", "bias"):
+                view = chain[number]._parameters[name].data.view(-1)
+                weights.append(view.clone())
+                with pytest.raises(RuntimeError, match="the edit would be lost"):
+                    view.zero_()  # what the next parameters are read from stays as it was
+            chain[2].weight.mul_(3)  # what was gathered with the others is stale
+        weights.append(chain[3].weight.data.view(-1))
+    full = snapshot(sharded)
+    names = ("0.weight", "0.bias", "2.weight", "2.bias", "3.weight")
+    for name, weight in zip(names, weights, strict=True):
+        factor = 3.0 if name == "2.weight" else 1.0
+        expected = full[f"chain.{name}"].view(-1)
+        torch.testing.assert_close(factor * weight, expected, check_stride=False)
+
+
 def test_on_one_rank_alone() -> None:
     run_ranks(_alone, 2)
 
@@ -443,12 +497,10 @@ def test_uses_outside_of_forward_in_a_loss() -> None:
 
 
 def _penalties(rank: int, world: int) -> None:
-    """Also with flat parameters, whose parts once refused to have gradients."""
-
     def loss(model: Any, x: Tensor) -> Tensor:
         weight = model.child.weight
         apart = (weight @ weight.t() - torch.eye(D)).pow(2).sum() + weight[0].abs().sum()
         return model(x).pow(2).mean() + apart * x.mean() + model.other.weight.pow(2).sum()
 
-    for way in ("full", "full-flat", "grad_op", "no_shard"):
+    for way in ("full", "grad_op", "no_shard"):
         _compare(rank, world, way, lambda: Parent(_again), loss)

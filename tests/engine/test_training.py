@@ -18,8 +18,8 @@ from tests.harness import naming, run_ranks
 from tests.models import CASES, Case, Mlp, loss_of, vectors
 from tests.oracle import OPTIMIZERS, ROWS, assert_same_state, snapshot, trainable
 from tests.side import TOLERANCE, Run, Script, assert_same_model
-from tests.training_scripts import EVERYWHERE, TRUE_SHAPES
-from tests.ways import BASIC, TRUE_SHAPE, WAYS
+from tests.training_scripts import SCRIPTS
+from tests.ways import BASIC, WAYS
 
 pytestmark = pytest.mark.by_turns
 
@@ -40,11 +40,9 @@ def _run_both(rank: int, world_size: int, script: Script, name: str, way: str) -
 
 
 def _combinations() -> Iterator[Any]:
-    one_flat = [way for way in BASIC if way != "grad_op-flat"]
-    for scripts, ways in ((EVERYWHERE, one_flat), (TRUE_SHAPES, TRUE_SHAPE)):
-        for number, (script, name) in enumerate(scripts):
-            for way in usual_and_every(2, ways, start=number):
-                yield pytest.param(script, name, way, id=f"{script.__name__}-{name}-{way}")
+    for number, (script, name) in enumerate(SCRIPTS):
+        for way in usual_and_every(2, BASIC, start=number):
+            yield pytest.param(script, name, way, id=f"{script.__name__}-{name}-{way}")
 
 
 @pytest.mark.parametrize(("script", "name", "way"), list(_combinations()))
@@ -124,22 +122,17 @@ class _Branches(nn.Module):
         return self.branches[which](torch.tanh(self.fc(x)))
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["true-shape", "flat"])
 @pytest.mark.parametrize("strategy", ShardingStrategy)
-def test_ranks_use_different_parameters(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_ranks_use_different_parameters(strategy: ShardingStrategy) -> None:
     """`.grad` is the average where some ranks used a parameter, and None where none did."""
-    run_ranks(_different_parameters, 2, strategy, use_orig_params)
+    run_ranks(_different_parameters, 2, strategy)
 
 
-def _different_parameters(
-    rank: int, world_size: int, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
+def _different_parameters(rank: int, world_size: int, strategy: ShardingStrategy) -> None:
     torch.manual_seed(3)
     plain = _Branches().double()
     torch.manual_seed(3)
-    model = ShardedWrapper(
-        _Branches().double(), sharding_strategy=strategy, use_orig_params=use_orig_params
-    )
+    model = ShardedWrapper(_Branches().double(), sharding_strategy=strategy)
     plain_optimizer = OPTIMIZERS["sgd"](plain.parameters())
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     case = Case("branches", _Branches, vectors)
@@ -149,19 +142,10 @@ def _different_parameters(
             (loss_of(plain(inputs, (step + turn) % 3), target) / world_size).backward()
         inputs, target = case.batch(10 * step + rank, ROWS)
         loss_of(model(inputs, (step + rank) % 3), target).backward()
-        if use_orig_params:
-            expected = {name: p.grad is None for name, p in plain.named_parameters()}
-            assert {name: p.grad is None for name, p in model.named_parameters()} == expected
-            plain_optimizer.step()
-            optimizer.step()
-        else:
-            # A flat parameter has one momentum: what nobody used gets a gradient of zero, and
-            # goes on as its momentum says. The plain model gets zeros to compare with.
-            for parameter in plain.parameters():
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            plain_optimizer.step()
-            optimizer.step()
+        expected = {name: p.grad is None for name, p in plain.named_parameters()}
+        assert {name: p.grad is None for name, p in model.named_parameters()} == expected
+        plain_optimizer.step()
+        optimizer.step()
         plain_optimizer.zero_grad()
         optimizer.zero_grad()
     assert_same_state(model.state_dict(), snapshot(plain), 0.0, TOLERANCE)

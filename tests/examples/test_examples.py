@@ -59,7 +59,7 @@ def _run_both(rank: int, world_size: int, script: str, options: list[str], folde
     with allow_warnings():
         _run(text, script, [*options, *without, *_places(folder, "torch")])
     # The line that ignored keywords get, and nothing else.
-    with allow_warnings(UserWarning, "ShardedWrapper ignores find_unused_parameters"):
+    with allow_warnings(UserWarning, "ShardedWrapper ignores (find_unused|use_orig)_param"):
         _run(text.replace(theirs, ours), script, [*options, *_places(folder, "flatshard")])
 
 

@@ -24,6 +24,7 @@ def test_arguments() -> None:
 
 def _arguments(rank: int, world_size: int) -> None:
     _flags()
+    _use_orig_params(rank)
     _meshes()
     _groups(rank)
     _state(rank)
@@ -33,14 +34,13 @@ def _arguments(rank: int, world_size: int) -> None:
 def _flags() -> None:
     """`"no"` is true for Python, and 0 was not False."""
     for keyword in (
-        *("use_orig_params", "sync_module_states", "forward_prefetch", "limit_all_gathers"),
+        *("sync_module_states", "forward_prefetch", "limit_all_gathers"),
         *("broadcast_buffers", "forward_sync_buffers"),
     ):
         match = f"{keyword.replace('forward_sync', 'broadcast')}: expected True or False, got 'no'"
         with naming(keyword), pytest.raises(TypeError, match=match):
             ShardedWrapper(Mlp(), **{keyword: "no"})
-    model = ShardedWrapper(Mlp(), use_orig_params=0, broadcast_buffers=0)
-    assert [name for name, _ in model.named_parameters()] == ["_flat_param_0"]
+    model = ShardedWrapper(Mlp(), broadcast_buffers=0)
     assert not model.broadcast_buffers
     for context in (
         lambda: ShardedWrapper.summon_full_params(model, writeback="no"),
@@ -49,6 +49,19 @@ def _flags() -> None:
     ):
         with pytest.raises(TypeError, match="expected True or False, got 'no'"), context():
             pass
+
+
+def _use_orig_params(rank: int) -> None:
+    """FSDP1's keyword, of which ranks may pass different values."""
+    values = [None, True, rank == 0, False]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        models = [ShardedWrapper(Mlp(), use_orig_params=value) for value in values]
+    notes = ["ShardedWrapper ignores use_orig_params: parameters keep their names and shapes"]
+    assert [str(one.message) for one in caught] == (notes if rank == 0 else [])
+    shapes = [(name, param.shape) for name, param in Mlp().named_parameters()]
+    for model in models:
+        assert [(name, param.shape) for name, param in model.named_parameters()] == shapes
 
 
 def _meshes() -> None:

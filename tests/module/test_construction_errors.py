@@ -34,24 +34,20 @@ def _no_group(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", ShardingStrategy)
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["true-shape", "flat"])
-def test_one_process_without_a_process_group(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    run_ranks(_alone, 1, strategy, use_orig_params, init_group=False)
+def test_one_process_without_a_process_group(strategy: ShardingStrategy) -> None:
+    run_ranks(_alone, 1, strategy, init_group=False)
 
 
-def _alone(rank: int, world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def _alone(rank: int, world_size: int, strategy: ShardingStrategy) -> None:
     case = CASES["batch-norm"]
     with pytest.warns(UserWarning, match="no process group") as caught:
-        model = case.wrap(case.model(), sharding_strategy=strategy, use_orig_params=use_orig_params)
+        model = case.wrap(case.model(), sharding_strategy=strategy)
     assert len(caught) == 1, [str(one.message) for one in caught]
     optimizer = OPTIMIZERS["sgd"](trainable(model))
     losses = train_steps(model, optimizer, case, rank, world_size)
     expected = train(case, 1)
     assert losses == expected.losses
-    # One kernel over a flat parameter may round its last elements another way.
-    assert_same_state(model.state_dict(), expected.state, 0.0, 0.0 if use_orig_params else 1e-14)
+    assert_same_state(model.state_dict(), expected.state, 0.0, 0.0)
 
 
 # ---------------------------------------------------------------- tensors without plain memory
@@ -145,7 +141,7 @@ def _different_models(
     ShardedWrapper(Mlp(), auto_wrap_policy=LINEARS)(torch.ones(2, 7))
 
 
-@pytest.mark.parametrize("keyword", ["sharding_strategy", "use_orig_params"])
+@pytest.mark.parametrize("keyword", ["sharding_strategy", "coalesce_bytes"])
 def test_ranks_with_different_settings(keyword: str) -> None:
     run_ranks(_different_settings, 2, keyword)
 
@@ -153,7 +149,7 @@ def test_ranks_with_different_settings(keyword: str) -> None:
 def _different_settings(rank: int, world_size: int, keyword: str) -> None:
     values = {
         "sharding_strategy": ("FULL_SHARD", "NO_SHARD"),
-        "use_orig_params": (True, False),
+        "coalesce_bytes": (0, 4096),
     }
     with pytest.raises(ValueError, match="settings"):
         ShardedWrapper(Mlp(), **{keyword: values[keyword][rank]})

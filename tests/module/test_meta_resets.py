@@ -83,7 +83,7 @@ def _on_meta(build: Any) -> nn.Module:
         return build()
 
 
-CASES = [*(("full", number) for number in range(3)), ("full-flat", 1), ("no_shard", 2)]
+CASES = [*(("full", number) for number in range(3)), ("no_shard", 2)]
 POLICIES = (None, ModuleWrapPolicy({Block}), ModuleWrapPolicy({nn.Linear}))
 
 

@@ -98,30 +98,20 @@ class Pair:
         for model in self.both:
             getattr(model, "module", model).get_submodule("single").slope2[1] = value
 
-    def assert_same_gradients(self, rounded: torch.dtype = torch.float32) -> None:
-        """Seen by a step of plain SGD, which works alike on sharded and on flat gradients."""
+    def assert_same_gradients(self) -> None:
+        """Seen by a step of plain SGD."""
         for model in self.both:
             torch.optim.SGD(model.parameters(), lr=1.0).step()
         expected = self.plain.state_dict()
         actual = self.wrapped.state_dict()
         for name, value in expected.items():
-            _assert_close(actual[name], value, rounded)
+            _assert_close(actual[name], value)
 
 
-def _assert_close(actual: Tensor, expected: Tensor, rounded: torch.dtype = torch.float32) -> None:
-    """To the last places of the result's dtype, or of ``rounded``, which its parts have seen."""
-    eps = 4 * max(torch.finfo(dtype).eps for dtype in (expected.dtype, rounded))
+def _assert_close(actual: Tensor, expected: Tensor) -> None:
+    """To the last places of the result's dtype, or of float32, which its parts have seen."""
+    eps = 4 * max(torch.finfo(dtype).eps for dtype in (expected.dtype, torch.float32))
     torch.testing.assert_close(actual, expected, rtol=eps, atol=eps, equal_nan=True)
-
-
-def _rounded(way: str) -> torch.dtype:
-    """What torch's functions round norms to: flat parameters' own, not their originals'."""
-    return torch.float32 if WAYS[way].is_true_shape else torch.bfloat16
-
-
-def _orders(way: str) -> tuple[float, ...]:
-    """torch's norm of order 0 counts tensors, and flat parameters are fewer."""
-    return ORDERS if WAYS[way].is_true_shape else tuple(order for order in ORDERS if order != 0)
 
 
 # ---------------------------------------------------------------- the numbers
@@ -129,7 +119,7 @@ def _orders(way: str) -> tuple[float, ...]:
 
 @pytest.mark.parametrize(
     ("way", "world_size"),
-    [*((way, 2) for way in BASIC), ("full", 1), ("full-flat", 3), ("full", 4)],
+    [*((way, 2) for way in BASIC), ("full", 1), ("full", 3), ("full", 4)],
 )
 def test_method(way: str, world_size: int) -> None:
     run_ranks(_method, world_size, way)
@@ -161,15 +151,15 @@ def test_torch_functions(way: str) -> None:
 def _torch_functions(rank: int, world_size: int, way: str) -> None:
     pair = Pair(rank, world_size, way)
     for foreach in (True, False, None):
-        for order in _orders(way):
+        for order in ORDERS:
             with naming(f"order {order}, foreach={foreach}"):
                 pair.backward()
                 norms = [
                     nn.utils.clip_grad_norm_(m.parameters(), 3.0, order, False, foreach)
                     for m in pair.both
                 ]
-                _assert_close(norms[1], norms[0], _rounded(way))
-                pair.assert_same_gradients(_rounded(way))
+                _assert_close(norms[1], norms[0])
+                pair.assert_same_gradients()
         with naming(f"value, foreach={foreach}"):
             pair.backward()
             for model in pair.both:
@@ -181,7 +171,7 @@ def _torch_functions(rank: int, world_size: int, way: str) -> None:
                 grads = [p.grad for p in model.parameters() if p.grad is not None]
                 total = nn.utils.get_total_norm(grads, foreach=foreach)
                 nn.utils.clip_grads_with_norm_(model.parameters(), 2.0, total, foreach)
-            pair.assert_same_gradients(_rounded(way))
+            pair.assert_same_gradients()
 
 
 @each_way
@@ -212,19 +202,16 @@ def _no_gradients(rank: int, world_size: int, way: str) -> None:
     assert total.item() == 0
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_strategies_mixed(use_orig_params: bool) -> None:
-    run_ranks(_strategies_mixed, 2, use_orig_params)
+def test_strategies_mixed() -> None:
+    run_ranks(_strategies_mixed, 2)
 
 
-def _strategies_mixed(rank: int, world_size: int, use_orig_params: bool) -> None:
+def _strategies_mixed(rank: int, world_size: int) -> None:
     plain, model = Parts(), Parts()
     for name, strategy in (("mixed", "NO_SHARD"), ("low", "SHARD_GRAD_OP")):
-        inner = ShardedWrapper(
-            model.get_submodule(name), sharding_strategy=strategy, use_orig_params=use_orig_params
-        )
+        inner = ShardedWrapper(model.get_submodule(name), sharding_strategy=strategy)
         model.register_module(name, inner)
-    wrapped = ShardedWrapper(model, use_orig_params=use_orig_params)
+    wrapped = ShardedWrapper(model)
     for each in (plain, wrapped):
         each(torch.ones(2, dtype=torch.float64)).mean().backward()
     with collectives.record() as events:
@@ -275,10 +262,9 @@ def _not_finite(rank: int, world_size: int, way: str, value: float) -> None:
             expected = nn.utils.clip_grad_norm_(pair.plain.parameters(), 1.0, order)
             _assert_close(pair.wrapped.clip_grad_norm_(1.0, order), expected)
             pair.assert_same_gradients()
-            if order in _orders(way):
-                pair.backward()
-                total = nn.utils.clip_grad_norm_(pair.wrapped.parameters(), 1.0, order)
-                _assert_close(total, expected, _rounded(way))
+            pair.backward()
+            total = nn.utils.clip_grad_norm_(pair.wrapped.parameters(), 1.0, order)
+            _assert_close(total, expected)
             if not expected.isfinite():
                 pair.backward()
                 clips: tuple[Callable[..., Any], ...] = (
@@ -384,22 +370,6 @@ def _uneven_parts(rank: int, world_size: int) -> None:
 
 def _draw(end: int, generator: torch.Generator) -> int:
     return int(torch.randint(end, (), generator=generator))
-
-
-def test_flat_gradient() -> None:
-    run_ranks(_flat_gradient, 2)
-
-
-def _flat_gradient(rank: int, world_size: int) -> None:
-    """Padding is no element: not the smallest, and not counted in the mean."""
-    pair = Pair(rank, world_size, "full-flat")
-    pair.backward()
-    flat = next(pair.wrapped.module.single.parameters()).grad
-    grads = [p.grad for p in pair.plain.single.parameters()]
-    expected = torch.cat([grad.view(-1) for grad in grads])
-    _assert_close(flat.abs().min(), expected.abs().min())
-    _assert_close(flat.mean(), expected.mean())
-    _assert_close(flat.norm(-INF), expected.norm(-INF))
 
 
 def test_wide_sums() -> None:

@@ -61,29 +61,25 @@ def _train(
         scheduler.step()
 
 
-def _configurations() -> Iterator[tuple[str, str, str, bool]]:
+def _configurations() -> Iterator[tuple[str, str, str]]:
     strategies = [one.name for one in ShardingStrategy if not one.placement.hybrid]
     for number, case in enumerate(CASES):
         if case == "mixed-types":  # float64 alone
             continue
         optimizer = list(OPTIMIZERS)[number % len(OPTIMIZERS)]
-        yield case, optimizer, strategies[number % len(strategies)], number % 3 != 2
+        yield case, optimizer, strategies[number % len(strategies)]
     for optimizer in OPTIMIZERS:
-        yield "transformer", optimizer, "FULL_SHARD", True
+        yield "transformer", optimizer, "FULL_SHARD"
 
 
 def _all_alike(rank: int, world_size: int) -> int:
     early = 0
-    for name, optimizer, strategy, use_orig_params in every(2, _configurations(), world_size):
+    for name, optimizer, strategy in every(2, _configurations(), world_size):
         case = CASES[name]
         ends = []
-        with naming((name, optimizer, strategy, use_orig_params)):
+        with naming((name, optimizer, strategy)):
             for in_backward in (False, True):
-                model = case.wrap(
-                    case.model(torch.float32),
-                    sharding_strategy=strategy,
-                    use_orig_params=use_orig_params,
-                )
+                model = case.wrap(case.model(torch.float32), sharding_strategy=strategy)
                 optim = OPTIMIZERS[optimizer](trainable(model))
                 if in_backward:
                     model.step_in_backward(optim)
@@ -126,19 +122,11 @@ def _train_divided(
 
 def _several(rank: int, world_size: int) -> None:
     case = CASES["transformer"]
-    for strategy, use_orig_params in (
-        ("FULL_SHARD", True),
-        ("SHARD_OP", True),
-        ("NO_SHARD", False),
-    ):
-        with naming((strategy, use_orig_params)):
+    for strategy in ("FULL_SHARD", "SHARD_OP", "NO_SHARD"):
+        with naming(strategy):
             ends = []
             for in_backward in (False, True):
-                model = case.wrap(
-                    case.model(torch.float32),
-                    sharding_strategy=strategy,
-                    use_orig_params=use_orig_params,
-                )
+                model = case.wrap(case.model(torch.float32), sharding_strategy=strategy)
                 optimizers = _divided(trainable(model))
                 steppers = [model.step_in_backward(one) for one in optimizers[:2] if in_backward]
                 early = 0

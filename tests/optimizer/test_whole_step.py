@@ -381,10 +381,6 @@ def _cannot(rank: int, world_size: int) -> None:
     run.loss(0).backward()
     with pytest.raises(NotImplementedError, match=r"Keeping keeps parameter .fc1.weight. in its"):
         Keeping(run.model.parameters()).step()
-    run, _ = pair(rank, world_size, "full-flat", "mlp")
-    run.loss(0).backward()
-    with pytest.raises(NotImplementedError, match=r"RowNorms may .* use_orig_params=True; if"):
-        RowNorms(run.model.parameters()).step()
 
 
 # ------------------------------------------------------------ everything around it

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.by_turns
 
 # Hybrid ones on one node are the same; test_strategies has nodes.
 STRATEGIES = [strategy.name for strategy in ShardingStrategy if not strategy.placement.hybrid]
-FORMS = (True, False)  # original parameters, or flat ones
 
 # Ranks add up in another order than one process does: some units in the last place, here of
 # float64, per step.
@@ -45,14 +44,12 @@ class Config:
     case: str
     world_size: int = 2
     strategy: str = "FULL_SHARD"
-    use_orig_params: bool = True
     optimizer: str = "sgd"
     min_unit_numel: int | None = None
     dtype: torch.dtype = torch.float64
 
     def __str__(self) -> str:
         parts = [self.case, f"world{self.world_size}", self.strategy, self.optimizer]
-        parts += [] if self.use_orig_params else ["flat"]
         parts += [] if self.min_unit_numel is None else [f"units_of_{self.min_unit_numel}"]
         parts += [] if self.dtype == torch.float64 else [str(self.dtype).removeprefix("torch.")]
         return "-".join(parts)
@@ -66,13 +63,13 @@ def _configs() -> Iterator[Config]:
     for case in CASES:
         yield Config(case)
     for case in every(2, CASES):
-        yield Config(case, 3, "SHARD_GRAD_OP", use_orig_params=False)
-    for strategy, use_orig_params, world_size in diagonal(4, STRATEGIES, FORMS, [1, 2, 3, 4]):
-        yield Config("mlp", world_size, strategy, use_orig_params)
-    for strategy, use_orig_params in diagonal(2, STRATEGIES, FORMS):
-        yield Config("tied-in-unit", 3, strategy, use_orig_params)
-    for optimizer, strategy, form in diagonal(2, ["adamw", "adadelta"], STRATEGIES, FORMS):
-        yield Config("tied-in-unit", 2, strategy, form, optimizer)
+        yield Config(case, 3, "SHARD_GRAD_OP")
+    for strategy, world_size in diagonal(4, STRATEGIES, [1, 2, 3, 4]):
+        yield Config("mlp", world_size, strategy)
+    for strategy in STRATEGIES:
+        yield Config("tied-in-unit", 3, strategy)
+    for optimizer, strategy in diagonal(2, ["adamw", "adadelta"], STRATEGIES):
+        yield Config("tied-in-unit", 2, strategy, optimizer)
     for case in ("batch-norm", "frozen", "odd-shapes"):
         yield Config(case, 2, "NO_SHARD")
         yield Config(case, 4, "FULL_SHARD", optimizer="adamw")
@@ -92,7 +89,6 @@ def _train_sharded(rank: int, world_size: int, config: Config) -> Trained:
     model = case.wrap(
         case.model(config.dtype),
         sharding_strategy=ShardingStrategy[config.strategy],
-        use_orig_params=config.use_orig_params,
         **keywords,
     )
     optimizer = OPTIMIZERS[config.optimizer](trainable(model))

@@ -20,42 +20,31 @@ from tests.harness import naming, run_ranks
 from tests.models import CASES, Mlp
 from tests.oracle import assert_same_state, snapshot
 from tests.side import TOLERANCE, Run, assert_same_model
-from tests.training_scripts import EVERYWHERE, TRUE_SHAPES
+from tests.training_scripts import SCRIPTS
 from tests.ways import TOPOLOGIES, WAYS, Keywords
 
 SAME_IN_ANY_ORDER = 1e-9
 
 
-FLAT_TOO = ["op", "hybrid-op", "regather"]
 # Two-stage reductions and native gathers meet in one of them; ZeRO-2 only keeps buffers longer.
 IN_SHORT = ["hybrid-zero2", "native-hybrid"]
 
 
-def _ways(*more: str) -> Iterator[Any]:
-    for way in (*more, *(way for way in TOPOLOGIES if way not in IN_SHORT)):
-        yield pytest.param(way, True, id=way)
-        if way in FLAT_TOO:
-            yield pytest.param(way, False, id=f"{way}-flat")
-
-
+IN_FULL = [way for way in TOPOLOGIES if way not in IN_SHORT]
 # What these add to the others shows in shorter tests, too; "keep" is SHARD_GRAD_OP.
-NOT_IN_FULL = ["hybrid-op-flat", "regather-flat", "hybrid-nodes-of-one", "keep"]
+NOT_IN_FULL = ["hybrid-nodes-of-one", "keep"]
 
 
-@pytest.mark.parametrize(
-    ("way", "use_orig_params"),
-    every(2, [way for way in _ways() if way.id not in NOT_IN_FULL]),
-)
-def test_scripts(way: str, use_orig_params: bool) -> None:
+@pytest.mark.parametrize("way", every(2, [way for way in IN_FULL if way not in NOT_IN_FULL]))
+def test_scripts(way: str) -> None:
     number = list(TOPOLOGIES).index(way)
-    run_ranks(_scripts, WAYS[way].world_size, way, use_orig_params, number, timeout=120)
+    run_ranks(_scripts, WAYS[way].world_size, way, number, timeout=120)
 
 
-def _scripts(rank: int, world_size: int, way: str, use_orig_params: bool, number: int) -> None:
+def _scripts(rank: int, world_size: int, way: str, number: int) -> None:
     WAYS[way].set_nodes()
-    keywords = {**WAYS[way].keywords, "use_orig_params": use_orig_params}
-    scripts = EVERYWHERE + (TRUE_SHAPES if use_orig_params else [])
-    for script, name in every(4, scripts, start=number):
+    keywords = WAYS[way].keywords
+    for script, name in every(4, SCRIPTS, start=number):
         with naming(f"{script.__name__}, {name}"):
             case = CASES[name]
             plain = Run(case.model(), case, rank, world_size)
@@ -301,17 +290,15 @@ ACCUMULATIONS: dict[str, Keywords] = {
 }
 
 
-@pytest.mark.parametrize(("way", "use_orig_params"), list(_ways("full", "no_shard")))
-def test_accumulation(way: str, use_orig_params: bool) -> None:
+@pytest.mark.parametrize("way", ["full", "no_shard", *IN_FULL])
+def test_accumulation(way: str) -> None:
     number = list(TOPOLOGIES).index(way) if way in TOPOLOGIES else None
-    run_ranks(_accumulation, WAYS[way].world_size, way, use_orig_params, number)
+    run_ranks(_accumulation, WAYS[way].world_size, way, number)
 
 
-def _accumulation(
-    rank: int, world_size: int, way: str, use_orig_params: bool, number: int | None
-) -> None:
+def _accumulation(rank: int, world_size: int, way: str, number: int | None) -> None:
     WAYS[way].set_nodes()
-    keywords = {**WAYS[way].keywords, "use_orig_params": use_orig_params}
+    keywords = WAYS[way].keywords
     some = every(2, ACCUMULATIONS.items(), start=number or 0)
     for mode, accumulation in some if number is not None else ACCUMULATIONS.items():
         case = CASES["mlp"]
@@ -457,6 +444,10 @@ def _no_grid(rank: int, world_size: int) -> None:
     column = {0: 0, 2: 0, 1: 1, 3: 2}[rank]
     with pytest.raises(ValueError, match="groups of different sizes"):
         _model_with(process_group=(rows[rank // 2], columns[column]))
+    both = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    groups = (rows[rank // 2], both[rank % 2])
+    with pytest.raises(ValueError, match="share 2 ranks"):  # rank 2 itself sees nothing wrong
+        _model_with(process_group=groups[::-1] if rank == 1 else groups)
 
 
 def test_ranks_with_different_strategies() -> None:
@@ -554,9 +545,9 @@ def test_unknown_override() -> None:
 
 def _unknown_override(rank: int, world_size: int) -> None:
     policy = CustomPolicy(
-        lambda module: {"use_orig_params": False} if isinstance(module, nn.Linear) else False
+        lambda module: {"coalesce_bytes": 0} if isinstance(module, nn.Linear) else False
     )
-    with pytest.raises(ValueError, match="unit 'fc1' it sets use_orig_params"):
+    with pytest.raises(ValueError, match="unit 'fc1' it sets coalesce_bytes"):
         _model_with(auto_wrap_policy=policy)
 
 

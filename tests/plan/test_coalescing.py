@@ -180,8 +180,7 @@ def _collectives(rank: int, world_size: int) -> None:
     assert sum(u.parameter_bytes for u in planned.units) == sum(
         h.shard.nbytes for unit in model._sharding.context.units for h in unit.handles
     )
-    for keywords in ({"coalesce_bytes": 0}, {"use_orig_params": False}):
-        assert "to blocks" not in wrapped(**keywords).unit_report()
+    assert "to blocks" not in wrapped(coalesce_bytes=0).unit_report()
 
 
 def test_large_parameters_of_the_root() -> None:

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from flatshard import ShardedWrapper
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
-from tests.combinations import every
 from tests.harness import naming, run_ranks
 from tests.models import loss_of, vectors
 from tests.oracle import ROWS, assert_same, assert_same_state, snapshot
@@ -31,7 +30,6 @@ TOLERANCE = 1e-11
 
 CHOSEN = ("full", "full-3", "no_shard", "no_shard-3", "hybrid-nodes-of-one", "hybrid")
 each_way = pytest.mark.parametrize("way", CHOSEN)
-each_form = pytest.mark.parametrize("use_orig_params", [True, False], ids=["", "flat"])
 
 
 class Model(nn.Module):
@@ -137,21 +135,19 @@ def _check_trains_like(copies: Copies, model: ShardedWrapper, rank: int, num_ste
 # ---------------------------------------------------------------- training
 
 
-@each_form
 @each_way
-def test_training(way: str, use_orig_params: bool) -> None:
-    run_ranks(_training, WAYS[way].world_size, way, use_orig_params)
+def test_training(way: str) -> None:
+    run_ranks(_training, WAYS[way].world_size, way)
 
 
-def _training(rank: int, world_size: int, way: str, use_orig_params: bool) -> None:
+def _training(rank: int, world_size: int, way: str) -> None:
     WAYS[way].set_nodes()
-    for how in every(2, ("modules", "parameters", "states", "names"), start=use_orig_params):
+    for how in ("modules", "parameters", "states", "names"):
         with naming(how):
             model, keywords, ignored = _build(rank, how)
             wrapped = ShardedWrapper(
                 model,
                 sharding_strategy=WAYS[way].strategy,
-                use_orig_params=use_orig_params,
                 auto_wrap_policy=LINEARS,
                 **keywords,
             )
@@ -185,13 +181,12 @@ def _accumulation(rank: int, world_size: int, way: str) -> None:
     assert_same(wrapped, copies.models[rank], TOLERANCE, TOLERANCE)
 
 
-@each_form
 @each_way
-def test_clipping(way: str, use_orig_params: bool) -> None:
-    run_ranks(_clipping, WAYS[way].world_size, way, use_orig_params)
+def test_clipping(way: str) -> None:
+    run_ranks(_clipping, WAYS[way].world_size, way)
 
 
-def _clipping(rank: int, world_size: int, way: str, use_orig_params: bool) -> None:
+def _clipping(rank: int, world_size: int, way: str) -> None:
     """All ranks have the same rows, so that their ignored gradients are one model's."""
     WAYS[way].set_nodes()
     for order in (2.0, float("inf")):
@@ -200,7 +195,6 @@ def _clipping(rank: int, world_size: int, way: str, use_orig_params: bool) -> No
         wrapped = ShardedWrapper(
             model,
             sharding_strategy=WAYS[way].strategy,
-            use_orig_params=use_orig_params,
             auto_wrap_policy=LINEARS,
             **keywords,
         )
@@ -226,23 +220,19 @@ def _clipping(rank: int, world_size: int, way: str, use_orig_params: bool) -> No
 # ---------------------------------------------------------------- what they are
 
 
-@each_form
-def test_they_stay_plain(use_orig_params: bool) -> None:
-    run_ranks(_they_stay_plain, 2, use_orig_params)
+def test_they_stay_plain() -> None:
+    run_ranks(_they_stay_plain, 2)
 
 
-def _they_stay_plain(rank: int, world_size: int, use_orig_params: bool) -> None:
+def _they_stay_plain(rank: int, world_size: int) -> None:
     model, keywords, ignored = _build(rank, "states")
     params = {name: p for name, p in model.named_parameters() if name in ignored}
     names = [name for name, _ in model.named_parameters()]
     start = snapshot(model)
-    wrapped = ShardedWrapper(
-        model, auto_wrap_policy=LINEARS, use_orig_params=use_orig_params, **keywords
-    )
+    wrapped = ShardedWrapper(model, auto_wrap_policy=LINEARS, **keywords)
     assert type(model.local[0]) is nn.Linear
     assert isinstance(model.fc2, ShardedWrapper)
-    if use_orig_params:
-        assert [name for name, _ in wrapped.named_parameters()] == names
+    assert [name for name, _ in wrapped.named_parameters()] == names
     found = dict(wrapped.named_parameters())
     for name, param in params.items():
         assert found[name] is param, name
@@ -436,7 +426,7 @@ def _refused(rank: int, world_size: int) -> None:
     with pytest.raises(TypeError, match="got a str at position 0"):
         wrap(ignored_states=["gain"])
     model.local = ShardedWrapper(model.local)
-    model.fc2 = ShardedWrapper(nn.Sequential(model.fc2), use_orig_params=False)
+    model.fc2 = ShardedWrapper(nn.Sequential(model.fc2))
     with pytest.raises(ValueError, match=r"module 'local'.*is or contains a ShardedWrapper"):
         wrap(ignored_modules=[model.local])
     for inside, name in ((model.local[1], "local.1"), (model.fc2[0], "fc2.0")):

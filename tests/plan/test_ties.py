@@ -18,7 +18,7 @@ from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import Case, Mlp, Transformer, tokens, vectors
 from tests.oracle import assert_same, snapshot
 from tests.side import Run
-from tests.ways import BASIC, TRUE_SHAPE, WAYS
+from tests.ways import BASIC, WAYS
 
 pytestmark = pytest.mark.by_turns
 
@@ -317,7 +317,7 @@ def _owner(rank: int, world_size: int, way: str) -> None:
             assert {name: spans[name][0] for name in tie.owners} == tie.owners
 
 
-@pytest.mark.parametrize("way", TRUE_SHAPE)
+@pytest.mark.parametrize("way", BASIC)
 def test_parameters_are_the_same_object(way: str) -> None:
     run_ranks(_same_object, 2, way)
 

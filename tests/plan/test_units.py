@@ -149,14 +149,13 @@ def _report(rank: int, world_size: int) -> None:
     assert "repeated" not in repr(model)  # `print(model)` stays as short as the model
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.uncoalesced  # names units one by one
-def test_report_of_units_made_in_other_ways(use_orig_params: bool) -> None:
-    run_ranks(_report_otherwise, 2, use_orig_params)
+def test_report_of_units_made_in_other_ways() -> None:
+    run_ranks(_report_otherwise, 2)
 
 
-def _report_otherwise(rank: int, world_size: int, use_orig_params: bool) -> None:
-    keywords = {"use_orig_params": use_orig_params, "collectives": "native"}
+def _report_otherwise(rank: int, world_size: int) -> None:
+    keywords = {"collectives": "native"}
     plain = Mlp()
     plain.fc1 = ShardedWrapper(plain.fc1, sharding_strategy="SHARD_GRAD_OP", **keywords)
     plain.fc2 = ShardedWrapper(plain.fc2, sharding_strategy="NO_SHARD", **keywords)
@@ -412,8 +411,8 @@ def _torchs_keywords(rank: int, world_size: int, kind: Any) -> None:
     assert {name: report[name][4] for name in padded} == {
         name: f"{count * width} B" for name, (count, width) in padded.items()
     }
-    refused = kind(lambda module: {"use_orig_params": False} if _is_linear(module) else False)
-    with pytest.raises(ValueError, match="unit 'fc1' it sets use_orig_params"):
+    refused = kind(lambda module: {"coalesce_bytes": 0} if _is_linear(module) else False)
+    with pytest.raises(ValueError, match="unit 'fc1' it sets coalesce_bytes"):
         ShardedWrapper(case.model(), auto_wrap_policy=refused)
 
 

@@ -24,7 +24,6 @@ def _float8_gather(rank: int, world_size: int, dtype: torch.dtype) -> None:
     policies = [MixedPrecision(BF16, FP32), MixedPrecision(BF16, FP32, gather_dtype=dtype)]
     for keywords in (
         {},
-        {"use_orig_params": False},
         {"sharding_strategy": "SHARD_GRAD_OP", "collectives": "native"},
     ):
         nbytes, losses = [], []

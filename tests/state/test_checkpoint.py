@@ -31,11 +31,10 @@ STAGES: list[tuple[Keywords | str, int, int] | None] = [
     ({"sharding_strategy": "SHARD_GRAD_OP"}, 3, 3),
     None,
     ({"sharding_strategy": "HYBRID_SHARD"}, 4, 2),
-    ({"use_orig_params": False}, 2, 2),
     (DDP, 2, 2),
     (ON_DISK, 2, 2),
     ({"sharding_strategy": "SHARD_OP", "auto_wrap_policy": None}, 3, 3),
-    ({"use_orig_params": False, "sharding_strategy": "NO_SHARD"}, 3, 3),
+    ({"sharding_strategy": "NO_SHARD"}, 3, 3),
     ({"sharding_strategy": "HYBRID_SHARD_OP"}, 4, 2),
     ({}, 1, 1),
 ]

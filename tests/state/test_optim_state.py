@@ -58,18 +58,15 @@ def _by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
 # Keywords, ranks, ranks per node; None is a plain model in one process.
 STAGES: list[tuple[Keywords, int, int] | None] = [
     ({"sharding_strategy": "FULL_SHARD"}, 2, 2),
-    ({"sharding_strategy": "SHARD_GRAD_OP", "use_orig_params": False}, 3, 3),
+    ({"sharding_strategy": "SHARD_GRAD_OP"}, 3, 3),
     ({"sharding_strategy": "HYBRID_SHARD"}, 4, 2),
     None,
     ({"sharding_strategy": "SHARD_OP", "auto_wrap_policy": None}, 3, 3),
-    ({"sharding_strategy": "HYBRID_SHARD_OP", "use_orig_params": False}, 4, 2),
-    ({"sharding_strategy": "NO_SHARD", "use_orig_params": False}, 2, 2),
+    ({"sharding_strategy": "HYBRID_SHARD_OP"}, 4, 2),
     ({"sharding_strategy": "HYBRID_SHARD_ZERO2", "auto_wrap_policy": None}, 4, 2),
     ({"sharding_strategy": "NO_SHARD"}, 2, 2),
     ({"sharding_strategy": "FULL_SHARD"}, 1, 1),
     ({"reshard_after_forward": 2}, 4, 4),
-    ({"sharding_strategy": "FULL_SHARD", "use_orig_params": False}, 1, 1),
-    ({"sharding_strategy": "FULL_SHARD", "use_orig_params": False}, 2, 2),
     None,
 ]
 
@@ -130,7 +127,7 @@ def _plain_stage(
 
 # ---------------------------------------------------------------- all kinds of optimizers
 
-CHOSEN = select("full", "full-flat", "no_shard", "no_shard-flat")
+CHOSEN = select("full", "no_shard")
 each_way = pytest.mark.parametrize("way", CHOSEN)
 
 
@@ -177,8 +174,6 @@ def _optimizers(rank: int, world_size: int, keywords: Keywords) -> None:
     """Saved as the plain one's is; another model goes on from it, loaded by name or position."""
     case = CASES["odd-shapes"]
     for kind, make in MAKERS.items():
-        if make is Signed and "use_orig_params" in keywords:
-            continue  # flat parameters are for optimizers that work element by element
         with naming(kind):
             plain = case.model()
             expected = make(plain.parameters())
@@ -238,12 +233,6 @@ def _made_before_wrapping(rank: int, world_size: int) -> None:
     train(model, optimizer, range(2, 4), CASE, rank, world_size)
     _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(plain, expected))
 
-    flat, old = CASE.model(), None
-    old = OPTIMIZERS["adamw"](trainable(flat))
-    flat = CASE.wrap(flat, use_orig_params=False)
-    with pytest.raises(ValueError, match="made after wrapping"):
-        ShardedWrapper.optim_state_dict(flat, old)
-
 
 # ---------------------------------------------------------------- groups and what else there is
 
@@ -286,12 +275,11 @@ def _groups(rank: int, world_size: int) -> None:
     assert [group.get("tag") for group in optimizer.param_groups] == ["matrices", None]
     _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), saved[model], 0.0)
 
-    # A flat parameter has one group's options, as has an optimizer with one group.
-    for other in (CASE.wrap(CASE.model(), use_orig_params=False), CASE.wrap(CASE.model())):
-        with pytest.raises(ValueError, match=r"parameters '.*' and '.*' are in one group.*decay"):
-            ShardedWrapper.optim_state_dict_to_load(
-                other, OPTIMIZERS["adamw"](trainable(other)), saved[plain]
-            )
+    other = CASE.wrap(CASE.model())
+    with pytest.raises(ValueError, match=r"parameters '.*' and '.*' are in one group.*decay"):
+        ShardedWrapper.optim_state_dict_to_load(
+            other, OPTIMIZERS["adamw"](trainable(other)), saved[plain]
+        )
 
 
 def test_container_with_plain_parameters() -> None:
@@ -332,20 +320,19 @@ def test_ignored_modules() -> None:
 def _ignored(rank: int, world_size: int) -> None:
     """What is left plain passes through, with each rank's own values."""
     case = CASES["mlp"]
-    for flat in (False, True):
-        bare = case.model()
-        model = ShardedWrapper(bare, ignored_modules=[bare.fc2], use_orig_params=not flat)
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        train(model, optimizer, range(2), case, rank, world_size)
-        saved = ShardedWrapper.optim_state_dict(model, optimizer)
-        own = optimizer.state[bare.fc2.weight]["exp_avg"]
-        assert torch.equal(saved["state"]["fc2.weight"]["exp_avg"], own)
-        assert set(saved["state"]) == {name for name, _ in case.model().named_parameters()}
-        again = OPTIMIZERS["adamw"](model.parameters())
-        ShardedWrapper.optim_state_dict_to_load(model, again, saved, load_directly=True)
-        _assert_alike(ShardedWrapper.optim_state_dict(model, again), saved, 0.0)
-        with pytest.raises(RuntimeError, match="gradients of sharded parameters are dense"):
-            torch.optim.SparseAdam(list(model.parameters())).step()
+    bare = case.model()
+    model = ShardedWrapper(bare, ignored_modules=[bare.fc2])
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(2), case, rank, world_size)
+    saved = ShardedWrapper.optim_state_dict(model, optimizer)
+    own = optimizer.state[bare.fc2.weight]["exp_avg"]
+    assert torch.equal(saved["state"]["fc2.weight"]["exp_avg"], own)
+    assert set(saved["state"]) == {name for name, _ in case.model().named_parameters()}
+    again = OPTIMIZERS["adamw"](model.parameters())
+    ShardedWrapper.optim_state_dict_to_load(model, again, saved, load_directly=True)
+    _assert_alike(ShardedWrapper.optim_state_dict(model, again), saved, 0.0)
+    with pytest.raises(RuntimeError, match="gradients of sharded parameters are dense"):
+        torch.optim.SparseAdam(list(model.parameters())).step()
 
 
 def test_names_for_positions() -> None:
@@ -390,7 +377,7 @@ def test_parameters_without_state() -> None:
 
 
 def _without_state(rank: int, world_size: int) -> None:
-    """What was never used has no state; beside what was, in a flat parameter, it has zeros."""
+    """A parameter that was never used has no state."""
     case = CASES["unused"]
     plain = case.model()
     expected = OPTIMIZERS["adamw"](plain.parameters())
@@ -398,16 +385,10 @@ def _without_state(rank: int, world_size: int) -> None:
     saved = _by_name(plain, expected)
     unused = {"idle.weight", "idle.bias", "fc3.idle"}
     assert set(saved["state"]) == {name for name, _ in plain.named_parameters()} - unused
-    for flat in (False, True):
-        model = case.wrap(case.model(), use_orig_params=not flat)
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
-        back = ShardedWrapper.optim_state_dict(model, optimizer)
-        if flat:
-            zeros = back["state"].pop("fc3.idle")
-            assert zeros["exp_avg"].tolist() == [0.0] * 3
-            assert zeros["step"] == 2
-        _assert_alike(back, saved, 0.0)
+    model = case.wrap(case.model())
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
+    _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), saved, 0.0)
 
 
 @pytest.mark.uncoalesced  # counts gathers of each layer
@@ -528,13 +509,6 @@ def _errors(rank: int, world_size: int) -> None:
         load(model, few, _plain_state(case))
     with pytest.raises(ValueError, match="outermost ShardedWrapper"):
         save(model.module.fc1.module, optimizer)
-
-    flat = case.wrap(case.model(), use_orig_params=False)
-    other = OPTIMIZERS["adamw"](flat.parameters())
-    with pytest.raises(ValueError, match=r"'fc1.weight' and 'fc1.bias' have 'step' of 7.0 and 2.0"):
-        load(flat, other, changed("fc1.weight", step=torch.tensor(7.0)))
-    with pytest.raises(ValueError, match=r"'fc1.weight' and 'fc1.bias' have state"):
-        load(flat, other, changed("fc1.weight", more=1))
 
     # Nothing was sent before all ranks knew.
     own = copy.deepcopy(local_state_guard.parts(optimizer))

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.by_turns
 
 FEW = ("tied-across-units", "odd-shapes", "cnn-channels-last")
 NAMES = ("mlp", "tied-blocks", "nested", "batch-norm", "frozen", "lstm", "multihead", *FEW)
-CHOSEN = ["full", "full-flat", "full-3", "no_shard", "no_shard-flat", "op", "hybrid", "hybrid-op"]
+CHOSEN = ["full", "full-3", "no_shard", "op", "hybrid", "hybrid-op"]
 
 
 def _assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

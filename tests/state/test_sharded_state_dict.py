@@ -59,8 +59,8 @@ class Job(Stateful):
         )
 
 
-class FlatJob(Job):
-    """The same by our own functions, for flat parameters too. State is there to load into."""
+class OwnJob(Job):
+    """The same by our own functions. State is there to load into."""
 
     def state_dict(self) -> StateDict:
         model, optimizer = self.model, self.optimizer
@@ -78,13 +78,14 @@ class FlatJob(Job):
         self.optimizer.load_state_dict(loaded)
 
 
+OWN: Keywords = {"coalesce_bytes": 0}  # of the stage that uses `OwnJob`
 # Keywords, ranks, ranks per node; None is an unwrapped model in one process, by torch alone.
 STAGES: list[tuple[Keywords, int, int] | None] = [
     ({}, 2, 2),
     ({"sharding_strategy": "SHARD_GRAD_OP"}, 3, 3),
     None,
     ({"sharding_strategy": "HYBRID_SHARD"}, 4, 2),
-    ({"use_orig_params": False}, 2, 2),
+    (OWN, 2, 2),
     ({"sharding_strategy": "NO_SHARD"}, 2, 2),
     ({"sharding_strategy": "SHARD_OP", "auto_wrap_policy": None}, 3, 3),
     ({}, 1, 1),
@@ -112,9 +113,8 @@ def _stage(
     os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
     model = CASE.model() if keywords is None else CASE.wrap(CASE.model(), **keywords)
     optimizer = OPTIMIZERS[kind](trainable(model))
-    is_flat = keywords is not None and "use_orig_params" in keywords
-    job = (FlatJob if is_flat else Job)(model, optimizer)
-    if is_flat:
+    job = (OwnJob if keywords == OWN else Job)(model, optimizer)
+    if keywords == OWN:
         train(model, optimizer, range(1), CASE, rank, world_size)
     with allow_warnings():
         if number:
@@ -125,16 +125,16 @@ def _stage(
         with record() as events:
             state = {"job": job.state_dict()}
             if keywords is not None:
-                _check(model, state["job"], is_flat)
+                _check(model, state["job"])
         assert not events, "a sharded state dict takes no communication"
         dcp.save(state, checkpoint_id=folder / str(number))
     result = snapshot(model)
-    if not is_flat and keywords is not None:
+    if keywords is not None:
         _check_full(model, optimizer, result)
     return result if rank == 0 else None
 
 
-def _check(model: nn.Module, state: StateDict, is_flat: bool) -> None:
+def _check(model: nn.Module, state: StateDict) -> None:
     """Names, shapes and dtypes are the unwrapped model's; as many values as this rank has."""
     for name, value in Used().double().state_dict().items():
         with naming(name):
@@ -147,7 +147,7 @@ def _check(model: nn.Module, state: StateDict, is_flat: bool) -> None:
             assert sum(chunk.sizes.numel() for chunk in chunks) == mine.local.numel()
     weight = state["optimizer"]["state"]["conv.weight"]
     moment = next(value for key, value in weight.items() if key != "step")
-    assert type(moment) is type(state["model"]["conv.weight"]) or is_flat
+    assert type(moment) is type(state["model"]["conv.weight"])
 
 
 def _check_full(model: Any, optimizer: torch.optim.Optimizer, expected: StateDict) -> None:
@@ -233,11 +233,6 @@ def _refusals(rank: int, world_size: int, folder: Path) -> None:
     hook.remove()
     with pytest.raises(RuntimeError, match=r"is sharded and cannot be pickled"):
         torch.save(model.sharded_state_dict(), folder / f"{rank}.pt")
-    flat = CASE.wrap(CASE.model(), use_orig_params=False)
-    optimizer = OPTIMIZERS["sgd"](trainable(flat))
-    train(flat, optimizer, range(1), CASE, rank, world_size)
-    with pytest.raises(RuntimeError, match=r"use_orig_params=True"):
-        get_state_dict(flat, optimizer)
     other = CASE.wrap(CASE.model(), sharding_strategy="SHARD_OP", auto_wrap_policy=None)
     with pytest.raises(RuntimeError, match=r"different shapes, strides or layouts"):
         other.load_state_dict(model.sharded_state_dict())

@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from flatshard import FlatShardTensor
 from tests.harness import run_ranks
 from tests.oracle import assert_same
 from tests.side import pair
 from tests.state.summoning import assert_trains_alike, each_way, summon
-from tests.ways import WAYS
 
 pytestmark = pytest.mark.by_turns
 
@@ -117,26 +115,24 @@ def _step_inside(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-@pytest.mark.parametrize("way", ["full", "full-flat"])
-def test_part_of_a_unit(way: str) -> None:
-    run_ranks(_part, 2, way)
+def test_part_of_a_unit() -> None:
+    run_ranks(_part, 2)
 
 
-def _part(rank: int, world_size: int, way: str) -> None:
+def _part(rank: int, world_size: int) -> None:
     """It did nothing, and left the parameters sharded."""
-    sharded, _ = pair(rank, world_size, way, "mlp-one-unit")
+    sharded, _ = pair(rank, world_size, "full", "mlp-one-unit")
     with pytest.raises(RuntimeError, match=r"'fc1.weight' belongs to the root unit"):
         summon(sharded.model.fc1).__enter__()
 
 
-@pytest.mark.parametrize("way", ["full", "full-flat"])
-def test_replaced_before(way: str) -> None:
-    run_ranks(_replaced_before, 2, way)
+def test_replaced_before() -> None:
+    run_ranks(_replaced_before, 2)
 
 
-def _replaced_before(rank: int, world_size: int, way: str) -> None:
+def _replaced_before(rank: int, world_size: int) -> None:
     """The new parameter was overwritten without a word."""
-    sharded, _ = pair(rank, world_size, way)
+    sharded, _ = pair(rank, world_size, "full")
     sharded.submodule("fc1").weight = nn.Parameter(torch.zeros(5, 7, dtype=torch.float64))
     with pytest.raises(RuntimeError, match=r"'fc1.weight'.*replaced after wrapping"):
         summon(sharded.model).__enter__()
@@ -156,7 +152,4 @@ def _inference(rank: int, world_size: int, way: str) -> None:
     with torch.inference_mode():
         state = sharded.model.state_dict()
     assert not any(value.is_inference() for value in state.values())
-    assert not isinstance(sharded.submodule("fc2")._parameters["weight"], FlatShardTensor) or (
-        WAYS[way].is_true_shape
-    )
     assert_trains_alike(sharded, plain)

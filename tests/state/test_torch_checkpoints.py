@@ -106,10 +106,9 @@ def _net(seed: int) -> nn.Sequential:
     "keywords",
     [
         {"sharding_strategy": "SHARD_OP"},
-        {"sharding_strategy": "SHARD_OP", "use_orig_params": False},
         {"reshard_after_forward": False},
     ],
-    ids=["op", "op-flat", "keep"],
+    ids=["op", "keep"],
 )
 def test_loads_into_unsharded_units(keywords: Keywords, collectives: str, tmp_path: Path) -> None:
     """A rank that holds nothing of a unit took its stale buffer, and did not unshard again."""
@@ -216,11 +215,6 @@ def test_what_has_no_boxes() -> None:
 
 
 def _what_has_no_boxes(rank: int, world_size: int) -> None:
-    flat = ShardedWrapper(_net(0), use_orig_params=False)
-    flat(torch.ones(2, 3)).sum().backward()
-    (param,) = flat.parameters()
-    with pytest.raises(RuntimeError, match="a flat parameter's shape"):
-        param.grad.__create_chunk_list__()
     model = ShardedWrapper(_net(0))
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     model(torch.ones(2, 3)).sum().backward()

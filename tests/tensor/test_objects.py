@@ -3,12 +3,10 @@
 import copy
 import gc
 import io
-import os
 import pickle
 import weakref
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper
+from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Case
@@ -204,187 +202,6 @@ def _hooks(rank: int, world_size: int) -> None:
     torch.testing.assert_close(seen, [sum(e[1] for e in expected) / 2])
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_OP"])
-def test_flat_gradients_as_a_whole(strategy: str) -> None:
-    run_ranks(_flat_gradients, 4, strategy)
-
-
-def _flat_gradients(rank: int, world_size: int, strategy: str) -> None:
-    """All shards one after the other: every original lies where the layout says."""
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    case = CASES["mlp-one-unit"]
-    model = case.wrap(case.model(), sharding_strategy=strategy, use_orig_params=False)
-    plain = case.model()
-    inputs, target = case.batch(0, ROWS * world_size)
-    F.mse_loss(plain(inputs), target).backward()
-    rows = slice(ROWS * rank, ROWS * (rank + 1))
-    F.mse_loss(model(inputs[rows]), target[rows]).backward()
-    (flat,) = model.parameters()
-    whole = flat.grad.full_tensor()
-    layout = flat.flat_layout
-    assert whole.shape == (layout.padded_numel,)
-    for span, param in zip(layout.spans, plain.parameters(), strict=True):
-        torch.testing.assert_close(whole[span.start : span.end], param.grad.flatten())
-
-
-def test_flat_parameters_refuse_tensor_hooks() -> None:
-    run_ranks(_flat_hooks, 2)
-
-
-def _flat_hooks(rank: int, world_size: int) -> None:
-    run, plain = pair(rank, world_size, "full-flat")
-    flat = next(run.model.parameters())
-    with pytest.raises(RuntimeError, match="use_orig_params=True"):
-        flat.register_hook(lambda grad: grad)
-    # An optimizer in backward needs only the other kind.
-    for param in run.model.parameters():
-        optimizer = torch.optim.SGD([param], lr=0.1)
-        param.register_post_accumulate_grad_hook(
-            lambda p, optimizer=optimizer: (optimizer.step(), optimizer.zero_grad())
-        )
-    other = torch.optim.SGD(plain.model.parameters(), lr=0.1)
-    for step in range(3):
-        run.loss(step).backward()
-        other.zero_grad()
-        plain.loss(step).backward()
-        other.step()
-    assert_same(run.model, plain.model)
-
-
-def test_penalties_weighted_differently_on_each_rank() -> None:
-    run_ranks(_penalties, 2)
-
-
-def _penalties(rank: int, world_size: int) -> None:
-    sharded, plain = pair(rank, world_size, "full")
-    for run, weight in ((sharded, 0.1 * (rank + 1)), (plain, 0.15)):
-        for step in range(3):
-            params = list(run.model.parameters())
-            penalty = sum(p.pow(2).sum() + torch.norm(p) + p.abs().mean() for p in params)
-            (run.loss(step) + weight * penalty).backward()
-            run.step()
-    assert_same(sharded.model, plain.model)
-
-
-def test_gradients_for_chosen_parameters_are_refused() -> None:
-    run_ranks(_chosen, 2)
-
-
-def _chosen(rank: int, world_size: int) -> None:
-    run, _ = pair(rank, world_size, "full")
-    params = list(run.model.parameters())
-    loss = run.loss(0)
-    for ask in (
-        lambda: torch.autograd.grad(loss, params, allow_unused=True),
-        lambda: loss.backward(inputs=params),
-    ):
-        with pytest.raises(RuntimeError, match=r"parameter 'fc1\.weight' is sharded"):
-            ask()
-
-
-def test_users_attributes() -> None:
-    run_ranks(_users_attributes, 2)
-
-
-def _users_attributes(rank: int, world_size: int) -> None:
-    """They stay on the parameter, and never replace what a sharded parameter needs itself."""
-    model = nn.Linear(3, 4)
-    model.weight.decays = True  # type: ignore[attr-defined]
-    assert ShardedWrapper(model).module.weight.decays  # type: ignore[union-attr]
-    model = nn.Linear(3, 4)
-    model.weight.spec = "a user's"  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"'weight' has an attribute 'spec'.*another name"):
-        ShardedWrapper(model)
-
-
-def test_editing_between_forward_and_backward_is_noticed() -> None:
-    run_ranks(_edited, 2)
-
-
-def _edited(rank: int, world_size: int) -> None:
-    run, _ = pair(rank, world_size, "full")
-    loss = run.loss(0)
-    with torch.no_grad():
-        run.model.fc2.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified between forward and backward"):
-        loss.backward()
-    run.train()
-
-
-def test_parameters_look_like_parameters() -> None:
-    run_ranks(_looks, 3)
-
-
-def _looks(rank: int, world_size: int) -> None:
-    run, plain = pair(rank, world_size, "full")
-    for (name, mine), (other_name, theirs) in zip(
-        run.model.named_parameters(), plain.model.named_parameters(), strict=True
-    ):
-        assert name == other_name
-        assert isinstance(mine, nn.Parameter)
-        assert isinstance(mine, FlatShardTensor)
-        assert (mine.shape, mine.ndim, mine.numel()) == (theirs.shape, theirs.ndim, theirs.numel())
-        assert name in repr(mine)
-        assert torch.equal(mine.full_tensor(), theirs)
-        for reduce in (torch.sum, torch.mean, torch.max, torch.norm):
-            torch.testing.assert_close(reduce(mine.detach()), reduce(theirs.detach()))
-        assert bool(torch.isfinite(mine).all())
-        for compute in (
-            lambda p: p.t() if p.dim() == 2 else p.flip(0),
-            lambda p: p[0],
-            lambda p: torch.cat([p]),
-            lambda p: torch.bernoulli(p.abs().clamp(0, 1)),  # drew by uninitialised memory
-        ):
-            drawn = []
-            for param in (mine, theirs):
-                torch.manual_seed(0)
-                with allow_warnings():  # of all-gathers that could be spared
-                    drawn.append(compute(param.detach()))
-            assert torch.equal(*drawn)
-
-
-@pytest.mark.parametrize(
-    "init",
-    ["normal_", "uniform_", "xavier_uniform_", "kaiming_normal_", "trunc_normal_", "orthogonal_"],
-)
-def test_initialised_after_wrapping(init: str) -> None:
-    run_ranks(_initialised, 2, init)
-
-
-def _initialised(rank: int, world_size: int, init: str) -> None:
-    """The same numbers as the unwrapped model draws, bit for bit."""
-    values = []
-    for run in pair(rank, world_size, "full"):
-        torch.manual_seed(5)
-        for param in run.model.parameters():
-            if param.dim() > 1:
-                getattr(nn.init, init)(param)
-        values.append(snapshot(run.model))
-    assert_same_state(*values, rtol=0.0, atol=0.0)
-
-
-@each_way
-def test_summoned_edits_are_kept(way: str) -> None:
-    run_ranks(_summoned, 2, way)
-
-
-def _summoned(rank: int, world_size: int, way: str) -> None:
-    run, plain = pair(rank, world_size, way)
-    with ShardedWrapper.summon_full_params(run.model), torch.no_grad():
-        weight = run.submodule("fc2").weight
-        assert type(weight) is nn.Parameter
-        assert torch.equal(weight, plain.model.fc2.weight)
-        weight.t().mul_(2)
-        plain.model.fc2.weight.mul_(2)
-    assert_same(run.model, plain.model)
-    if way != "no_shard":
-        with ShardedWrapper.summon_full_params(run.model, writeback=False), torch.no_grad():
-            run.submodule("fc2").weight.zero_()
-    for each in (run, plain):
-        each.train()
-    assert_same(run.model, plain.model)
-
-
 # ---------------------------------------------------------------- a module like the wrapped one
 
 
@@ -394,13 +211,11 @@ def test_apply() -> None:
 
 def _applied(rank: int, world_size: int) -> None:
     """The same modules in the same order, the same numbers, and whole parameters."""
-    for name, keywords in product(
-        ("nested", "tied-across-units", "mlp"), ({}, {"use_orig_params": False})
-    ):
+    for name in ("nested", "tied-across-units", "mlp"):
         case = CASES[name]
-        plain, model = case.model(), case.wrap(case.model(), **keywords)
+        plain, model = case.model(), case.wrap(case.model())
         seen: dict[nn.Module, list[str]] = {plain: [], model: []}
-        with naming((name, keywords)):
+        with naming(name):
             for one, names in seen.items():
                 torch.manual_seed(3)
                 one.apply(partial(_initialise, names))
@@ -475,7 +290,7 @@ def _instances(rank: int, world_size: int) -> None:
 
 def _freed(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
-    for keywords in ({}, {"use_orig_params": False}, {"sharding_strategy": "NO_SHARD"}):
+    for keywords in ({}, {"sharding_strategy": "NO_SHARD"}):
         for last in ("constructor", "forward", "backward", "step", "no_sync", "deepcopy"):
             with naming(f"{keywords}, after {last}"):
                 model = case.wrap(case.model(), **keywords)

@@ -234,7 +234,7 @@ class Deadlock:
                 self._give_up(wait)
             return
         # The older reports stay, so that all ranks have time to publish again.
-        if _waits(stuck) != _waits(self._before):
+        if _ids(stuck) != _ids(self._before):
             self._before = stuck
         self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, LONGEST_LOOK_SECONDS)
         self._next = now + self._pause
@@ -295,7 +295,7 @@ class Deadlock:
         return report
 
     def _stuck(self, mine: _Report) -> _Reports:
-        """Reports of ranks that each wait for another rank of this set; {} without this rank."""
+        """Reports of ranks that seem to wait for one another, with this rank; {} if none do."""
         me, asked = dist.get_rank(), set(self._heard)
         reports: _Reports = {}
         new = {**self._heard, me: mine}
@@ -305,14 +305,7 @@ class Deadlock:
             to_ask = {rank for report in waiting.values() for rank in report.need.ranks[:_ASKED]}
             new = _read(self._store, to_ask - asked - {me})
             asked |= to_ask
-        # Drop, until none is left to drop, each rank that waits for nobody in the set.
-        while True:
-            stuck = {
-                rank: report for rank, report in reports.items() if _waits_for(report.need, reports)
-            }
-            if len(stuck) == len(reports):
-                return stuck if me in stuck else {}
-            reports = stuck
+        return _circle(reports)
 
     def _finding(self, wait: BlockedWait, stuck: _Reports) -> _Finding | None:
         """Why the wait does not end, if this rank or one that it is for has found that out."""
@@ -320,11 +313,15 @@ class Deadlock:
             return told
         if reason := _reason(wait.need, self._heard):
             return _Finding(reason, [])
-        # All have published the same before, and again since; see the note.
-        is_certain = _waits(stuck) == _waits(self._before) and all(
-            report.time > self._before[rank].time for rank, report in stuck.items()
-        )
-        if not stuck or not is_certain:
+        # The ranks that published the same wait before, and again since; see the note.
+        lasting = {
+            rank: report
+            for rank, report in stuck.items()
+            if (before := self._before.get(rank)) is not None
+            and before.wait == report.wait
+            and before.time < report.time
+        }
+        if not (stuck := _circle(lasting)):
             return None
         needs = [report.need for report in stuck.values()]
         waits: list[list[Any]] = [[need.group, str(need.kind), need.number] for need in needs]
@@ -384,8 +381,20 @@ def tell_end(how: str) -> None:
     _publish(_default_store(), _Report(_ENDED, 0, text, UNKNOWN, _all_begun()))
 
 
-def _waits(stuck: _Reports) -> dict[int, int]:
-    return {rank: report.wait for rank, report in stuck.items()}
+def _ids(reports: _Reports) -> dict[int, int]:
+    return {rank: report.wait for rank, report in reports.items()}
+
+
+def _circle(reports: _Reports) -> _Reports:
+    """Reports of ranks that each wait for another rank of this set; {} without this rank."""
+    # Drop, until none is left to drop, each rank that waits for nobody in the set.
+    while True:
+        stuck = {
+            rank: report for rank, report in reports.items() if _waits_for(report.need, reports)
+        }
+        if len(stuck) == len(reports):
+            return stuck if dist.get_rank() in stuck else {}
+        reports = stuck
 
 
 def _in_words(stuck: _Reports) -> str:

@@ -309,10 +309,14 @@ def _read(process: PeerProcess, source: int, destination: int, nbytes: int) -> N
         got = _readv(process.pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if got <= 0:
             number = ctypes.get_errno()
-            kind = _ProcessGone if number == errno.ESRCH else RuntimeError
+            if number == errno.ESRCH:
+                raise _ProcessGone(
+                    f"{process.name} has ended. It failed: see its output. Or its program was "
+                    "over: then all ranks must make this call before it ends"
+                )
             denied = number == errno.EPERM
             remedy = ". Run all ranks as one user, or pass collectives='sockets'" if denied else ""
-            raise kind(
+            raise RuntimeError(
                 f"reading {nbytes} B of {process.name} failed: {os.strerror(number)}{remedy}"
             )
         done += got

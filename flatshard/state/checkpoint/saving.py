@@ -64,14 +64,15 @@ class Snapshot:
         own: dict[str, Any] = {"rng": self.rng}
         if rank == 0:
             own |= {"scheduler": self.scheduler, "extra": self.extra}
-        for name, value in {"the scheduler's state": self.scheduler, **self.extra}.items():
-            try:
-                torch.load(io.BytesIO(_saved(value)), weights_only=True)
-            except Exception as error:
+        others = {f"extra[{name!r}]": value for name, value in self.extra.items()}
+        for name, value in {"the scheduler's state": self.scheduler, **others}.items():
+            error = _load_error(value)
+            if error is not None:
+                unsafe = (leaf for _, leaf in leaves(value) if _load_error(leaf) is not None)
                 raise TypeError(
-                    f"{name!r} is nothing that torch.load(weights_only=True) loads: "
-                    f"{str(error).splitlines()[0]:.200} Pass numbers, strings, tensors, and lists "
-                    "and dicts of them."
+                    f"{name} holds {next(unsafe, value)!r:.200}, which loads only by running code. "
+                    "Pass numbers, strings, tensors, and lists and dicts of them, such as a "
+                    "state_dict()."
                 ) from error
         return _saved(own)
 
@@ -95,6 +96,15 @@ class Snapshot:
         """About how many bytes this rank writes."""
         tensors = (leaf for _, leaf in leaves(self.tensors) if isinstance(leaf, Tensor))
         return sum(getattr(tensor, "local", tensor).nbytes for tensor in tensors)
+
+
+def _load_error(value: object) -> Exception | None:
+    """Why ``torch.load(weights_only=True)`` does not load a value, or None."""
+    try:
+        torch.load(io.BytesIO(_saved(value)), weights_only=True)
+    except Exception as error:
+        return error
+    return None
 
 
 def _saved(value: object) -> bytes:
