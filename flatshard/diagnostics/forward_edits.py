@@ -7,9 +7,9 @@ that data was assigned to ``p.data``. Nothing counts what is written into ``p.da
 [Note: which forwards]
 To compare reads the unsharded buffer twice, some percent of a step's time. So most units are
 compared in the 1st, 2nd, 10th, 100th, ... forward, in training and in evaluation each: the first
-update of a momentum encoder may change nothing. Every forward is compared once an edit was seen,
-and for units of frozen parameters that were written since their first forward: a program that
-updates a momentum encoder may do that in forward from any step on.
+update of a momentum encoder may change nothing. After the first edit, all units are compared in
+every forward. So is a unit of frozen parameters whose shard was written since the first forward of
+the unit: the unit may be a momentum encoder, and the program may update the encoder in any forward.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ForwardEdits(StepObserver):
         self._checksums: dict[FlatParamHandle, Checksum | None] = {}
         # Forwards of a unit so far, by whether gradients were enabled.
         self._forwards: dict[tuple[Unit, bool], int] = {}
-        # Version counters of frozen shards at their unit's first forward.
+        # For frozen flat parameters: version of the shard at the first forward of the unit.
         self._frozen: dict[FlatParamHandle, int] = {}
         self._was_edited = False
         # Of a handle's places, those inside of a module.

@@ -1,9 +1,9 @@
-"""Collectives that a program itself calls on sharded tensors.
+"""Collectives of the user's program on sharded tensors.
 
 DistributedDataParallel keeps parameters in full on every rank, and programs average, compare or
-broadcast these copies. On a sharded tensor, a backend would move one rank's range, or a copy that
-is dropped afterwards. So a collective either has the result that it has on equal copies, without
-moving the values, or raises before it communicates.
+broadcast these copies. On a sharded tensor, a backend would move the range of one rank, or a copy
+that is dropped afterwards. So a collective either has the result of the collective on equal copies,
+without moving values, or raises before communication.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 def _all_reduce(
     tensor: FlatShardTensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> None:
-    """Multiply by the number of ranks, or change nothing, as ``op`` says.
+    """Multiply ``tensor`` by the number of ranks for SUM; AVG, MAX and MIN change nothing.
 
-    Collective: the ranks that train the parameter, which compare what each of them asks for.
+    Collective: the ranks that train the parameter. The ranks compare ``op`` and digests.
     """
     name = next((name for name in _REDUCTIONS if op == getattr(dist.ReduceOp, name)), None)
     if name is None or async_op or not tensor.is_alike or not _trains(tensor.spec, group):
@@ -55,7 +55,7 @@ def _all_reduce(
 
 
 def _trains(spec: ShardSpec, group: Any) -> bool:
-    """Whether ``group`` has exactly the ranks that train the parameter, each with all of it."""
+    """Whether ``group`` has exactly the ranks that train the parameter, without other splits."""
     if len(spec.comms) > 1 or not isinstance(group, dist.ProcessGroup | None):
         return False
     ranks = set(dist.get_process_group_ranks(group))
